@@ -1,0 +1,49 @@
+"""Fused operations for language models: plain torch beside Triton, one file an operation.
+
+Every public function takes the plain path on the CPU (differentiable, float64 to bfloat16), the Triton path on a GPU.
+The package depends on torch alone; Triton is used where it is installed.
+
+Hugging Face publishes a different package under the same import name. Whoever imports this one can tell them apart:
+
+    import kernels
+    if getattr(kernels, "OWNER", None) != "megatron5d":
+        raise ImportError(f"kernels is {kernels.__file__}, not ours: uninstall it, or put ours first")
+"""
+
+from kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
+from kernels.flash_attention import attention, attention_backward
+from kernels.flash_attention_plain import attention_reference
+from kernels.normalization import add_rms_norm, layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from kernels.rope import apply_rope, apply_rope_reference
+from kernels.vocab_cross_entropy import (
+    cross_entropy,
+    cross_entropy_reference,
+    vocab_cross_entropy_backward,
+    vocab_statistics,
+)
+from kernels.weight_grad import accumulate_weight_grad
+
+OWNER = "megatron5d"
+
+__all__ = [
+    "OWNER",
+    "accumulate_weight_grad",
+    "add_rms_norm",
+    "apply_rope",
+    "apply_rope_reference",
+    "attention",
+    "attention_backward",
+    "attention_reference",
+    "cross_entropy",
+    "cross_entropy_reference",
+    "gelu",
+    "gelu_reference",
+    "layer_norm",
+    "layer_norm_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "swiglu",
+    "swiglu_reference",
+    "vocab_cross_entropy_backward",
+    "vocab_statistics",
+]

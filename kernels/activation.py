@@ -1,0 +1,164 @@
+"""Feed-forward activations: SwiGLU and GELU.
+
+SwiGLU   silu(gate) · up, silu(z) = z s, s = sigmoid(z)                       Shazeer, arXiv:2002.05202, eq. 6
+         d gate = dy up s (1 + z (1 - s)),   d up = dy silu(z)
+GELU     z Phi(z), or z (1 + tanh u) / 2, u = sqrt(2/pi) (z + 0.044715 z³)   Hendrycks & Gimpel, arXiv:1606.08415
+         dz = Phi(z) + z phi(z), and for the approximation (1 + t) / 2 + z (1 - t²) u' / 2
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.dispatch import rows_of, statistics_dtype
+from kernels.language import cdiv, jit, tl
+
+
+def swiglu_reference(gate_up: Tensor) -> Tensor:
+    """SwiGLU in plain torch, rounded once."""
+    gate, up = gate_up.to(statistics_dtype(gate_up.dtype)).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_reference(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU in plain torch, rounded once."""
+    return F.gelu(x.to(statistics_dtype(x.dtype)), approximate=approximate).to(x.dtype)
+
+
+@jit
+def _swiglu_kernel(gate_up_ptr, y_ptr, width, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    gate = tl.load(gate_up_ptr + row * stride + column, live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + width + column, live, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), live)
+
+
+@jit
+def _swiglu_backward_kernel(dy_ptr, gate_up_ptr, d_gate_up_ptr, width, dy_stride, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + row * stride + column, live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + width + column, live, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    d_gate = dy * up * s * (1.0 + gate * (1.0 - s))
+    d_up = dy * gate * s
+    out = d_gate_up_ptr + row * (2 * width) + column
+    tl.store(out, d_gate.to(d_gate_up_ptr.dtype.element_ty), live)
+    tl.store(out + width, d_up.to(d_gate_up_ptr.dtype.element_ty), live)
+
+
+@jit
+def _gelu_terms(z, TANH: tl.constexpr):
+    """The share of z that passes, and its derivative with respect to z."""
+    if TANH:
+        u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
+        t = 2.0 * tl.sigmoid(2.0 * u) - 1.0
+        share = 0.5 * (1.0 + t)
+        slope = 0.5 * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * z * z)
+    else:
+        share = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        slope = 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    return share, slope
+
+
+@jit
+def _gelu_kernel(x_ptr, y_ptr, count, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x_ptr + i, i < count, other=0.0).to(tl.float32)
+    share, _ = _gelu_terms(z, TANH)
+    tl.store(y_ptr + i, (z * share).to(y_ptr.dtype.element_ty), i < count)
+
+
+@jit
+def _gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, count, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(x_ptr + i, i < count, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + i, i < count, other=0.0).to(tl.float32)
+    share, slope = _gelu_terms(z, TANH)
+    tl.store(dx_ptr + i, (dy * (share + z * slope)).to(dx_ptr.dtype.element_ty), i < count)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        rows = rows_of(gate_up)
+        width = rows.shape[1] // 2
+        y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
+        config = tuning.select("swiglu", rows.device)
+        grid = (rows.shape[0], cdiv(width, config["BLOCK"]))
+        _swiglu_kernel[grid](rows, y, width, rows.stride(0), **config)
+        ctx.save_for_backward(rows)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (rows,) = ctx.saved_tensors
+        shape, dy = dy.shape, rows_of(dy)
+        width = rows.shape[1] // 2
+        d_gate_up = torch.empty(*shape[:-1], 2 * width, dtype=rows.dtype, device=rows.device)
+        config = tuning.select("swiglu", rows.device)
+        grid = (rows.shape[0], cdiv(width, config["BLOCK"]))
+        _swiglu_backward_kernel[grid](dy, rows, d_gate_up, width, dy.stride(0), rows.stride(0), **config)
+        return d_gate_up
+
+
+class _GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, tanh):
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        config = tuning.select("gelu", x.device)
+        _gelu_kernel[(cdiv(x.numel(), config["BLOCK"]),)](x, y, x.numel(), TANH=tanh, **config)
+        ctx.save_for_backward(x)
+        ctx.tanh = tanh
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        config = tuning.select("gelu", x.device)
+        grid = (cdiv(x.numel(), config["BLOCK"]),)
+        _gelu_backward_kernel[grid](dy.contiguous(), x, dx, x.numel(), TANH=ctx.tanh, **config)
+        return dx, None
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` where gate is the first half of the last dim and up the second.
+
+    Args:
+        gate_up: `[..., 2f]`, any floating dtype.
+
+    Returns:
+        `[..., f]` in the same dtype, computed in float32 (float64 for float64).
+
+    Raises:
+        ValueError: the last dim is odd.
+    """
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"swiglu splits the last dim in two halves (gate, up); {gate_up.shape[-1]} is odd")
+    return _SwiGLU.apply(gate_up) if dispatch.runs_triton(gate_up) else swiglu_reference(gate_up)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """The Gaussian error linear unit.
+
+    Args:
+        x: any shape, any floating dtype.
+        approximate: "none" (erf) or "tanh".
+
+    Returns:
+        The shape and dtype of `x`, computed in float32 (float64 for float64).
+
+    Raises:
+        ValueError: an unknown approximation.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"gelu knows approximate='none' and 'tanh', not {approximate!r}")
+    return _GELU.apply(x, approximate == "tanh") if dispatch.runs_triton(x) else gelu_reference(x, approximate)

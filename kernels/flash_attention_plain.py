@@ -1,0 +1,176 @@
+"""Attention in plain torch: the one-line truth, and a path for the CPU whose memory stays bounded.
+
+scores = cap(scale · q kᵀ) where visible, -inf elsewhere; out = softmax(scores) v; lse = logsumexp(scores).
+Backward from out and lse (Dao, arXiv:2307.08691, algorithm 2): P = exp(scores - lse), delta = rowsum(dout ∘ out),
+    dv = Pᵀ dout,   dS = P ∘ (dout vᵀ - delta),   dq = scale · dS k,   dk = scale · dSᵀ q
+Because P comes from lse alone, the same lines give one block's share of a gradient when out and lse are of the whole.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.dispatch import statistics_dtype
+
+QUERY_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """Who sees whom, and how scores are shaped; tensors may be None where a default applies.
+
+    `documents` are of the queries, `k_documents` of the keys; positions default to 0, 1, 2, ...
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    softcap: float = 0.0
+    documents: Tensor | None = None
+    k_documents: Tensor | None = None
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but an aligned causal mask (or none) is asked for."""
+        positions = self.causal and (self.q_positions is not None or self.k_positions is not None)
+        return self.window is None and self.softcap == 0.0 and self.documents is None and not positions
+
+    def visible(self, queries: slice, num_keys: int, device: torch.device) -> Tensor | None:
+        """`[b|1, 1, 1, queries, t]` bool: which keys the queries of this slice see; None where all see all."""
+        if not self.causal and self.window is None and self.documents is None:
+            return None
+        seen = torch.ones(1, 1, 1, queries.stop - queries.start, num_keys, dtype=torch.bool, device=device)
+        q_at = torch.arange(queries.start, queries.stop, device=device)
+        if self.q_positions is not None:
+            q_at = self.q_positions[queries]
+        k_at = torch.arange(num_keys, device=device) if self.k_positions is None else self.k_positions
+        distance = q_at[:, None] - k_at[None, :]
+        if self.causal:
+            seen = seen & (distance >= 0)
+        if self.window is not None:
+            seen = seen & (distance.abs() < self.window)
+        if self.documents is not None:
+            k_documents = self.documents if self.k_documents is None else self.k_documents
+            seen = seen & (self.documents[:, None, None, queries, None] == k_documents[:, None, None, None, :])
+        return seen
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None = None):
+    """The whole score matrix at once, differentiable by plain autograd: the truth the other paths are held to.
+
+    Args:
+        q: `[s, b, a, d]`.
+        k: `[t, b, g, d]`.
+        v: `[t, b, g, dv]`.
+        rule: mask, scale and soft-cap.
+        sinks: `[a]` logits of a key that everyone sees and that has no value, or None.
+
+    Returns:
+        out `[s, b, a, dv]`, lse `[b, a, s]` in float32 (float64 for float64).
+        A query that sees nothing has out 0, lse -inf.
+    """
+    wide = statistics_dtype(q.dtype)
+    s, b, a, _ = q.shape
+    t, g = k.shape[0], k.shape[2]
+    scores = torch.einsum("sbgrd,tbgd->bgrst", q.to(wide).unflatten(2, (g, a // g)), k.to(wide)) * rule.scale
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    seen = rule.visible(slice(0, s), t, q.device)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        sink_scores = sinks.to(wide).view(1, g, a // g, 1, 1).expand(b, g, a // g, s, 1)
+        scores = torch.cat((scores, sink_scores), dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    finite = lse.isfinite()
+    probabilities = (scores - lse.where(finite, 0).unsqueeze(-1)).exp()[..., :t]
+    out = torch.einsum("bgrst,tbgd->sbgrd", probabilities, v.to(wide))
+    return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
+
+
+def _block_scores(q: Tensor, k: Tensor, rule: AttentionRule, queries: slice) -> tuple[Tensor, Tensor | None]:
+    """Masked scores `[b, g, r, block, t]` of some queries, and the capped scores over the cap where there is a cap."""
+    scores = torch.einsum("sbgrd,tbgd->bgrst", q, k) * rule.scale
+    capped = None
+    if rule.softcap:
+        capped = torch.tanh(scores / rule.softcap)
+        scores = rule.softcap * capped
+    seen = rule.visible(queries, k.shape[0], q.device)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return scores, capped
+
+
+def _query_blocks(s: int):
+    return (slice(lo, min(lo + QUERY_BLOCK, s)) for lo in range(0, s, QUERY_BLOCK))
+
+
+def chunked_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None):
+    """As `attention_reference`, holding the scores of `QUERY_BLOCK` queries at a time; not recorded by autograd."""
+    wide = statistics_dtype(q.dtype)
+    s, b, a, _ = q.shape
+    g = k.shape[2]
+    out = torch.zeros(s, b, a, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.full((b, a, s), float("-inf"), dtype=wide, device=q.device)
+    k, v = k.to(wide), v.to(wide)
+    for queries in _query_blocks(s):
+        scores, _ = _block_scores(q[queries].to(wide).unflatten(2, (g, a // g)), k, rule, queries)
+        block_lse = torch.logsumexp(scores, dim=-1)
+        if sinks is not None:
+            block_lse = torch.logaddexp(block_lse, sinks.to(wide).view(1, g, a // g, 1))
+        p = (scores - block_lse.where(block_lse.isfinite(), 0).unsqueeze(-1)).exp_()
+        out[queries] = torch.einsum("bgrst,tbgd->sbgrd", p, v).flatten(2, 3).to(q.dtype)
+        lse[:, :, queries] = block_lse.flatten(1, 2)
+    return out, lse
+
+
+def chunked_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule):
+    """dq, dk, dv of one block of keys from the out and lse of the whole sequence, `QUERY_BLOCK` queries at a time."""
+    wide = statistics_dtype(q.dtype)
+    a, g = q.shape[2], k.shape[2]
+    heads = (g, a // g)
+    dq = torch.empty_like(q)
+    wide_k, wide_v = k.to(wide), v.to(wide)
+    dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    for queries in _query_blocks(q.shape[0]):
+        block_q = q[queries].to(wide).unflatten(2, heads)
+        block_dout = dout[queries].to(wide).unflatten(2, heads)
+        delta = (block_dout * out[queries].to(wide).unflatten(2, heads)).sum(-1).permute(1, 2, 3, 0)
+        scores, capped = _block_scores(block_q, wide_k, rule, queries)
+        block_lse = lse[:, :, queries].to(wide).unflatten(1, heads)
+        p = (scores - block_lse.where(block_lse.isfinite(), float("inf")).unsqueeze(-1)).exp_()
+        dv += torch.einsum("bgrst,sbgrd->tbgd", p, block_dout)
+        ds = p * (torch.einsum("sbgrd,tbgd->bgrst", block_dout, wide_v) - delta.unsqueeze(-1))
+        if capped is not None:
+            ds = ds * (1 - capped.square())
+        ds = ds * rule.scale
+        dq[queries] = torch.einsum("bgrst,tbgd->sbgrd", ds, wide_k).flatten(2, 3).to(q.dtype)
+        dk += torch.einsum("bgrst,sbgrd->tbgd", ds, block_q)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _heads_first(x: Tensor, dim: int) -> Tensor:
+    """`[s, b, a, d]` -> `[b, a, s, dim]`, padded with zeros: torch's CPU kernel wants one head dim for q, k and v."""
+    x = x.permute(1, 2, 0, 3)
+    return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+
+
+def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule):
+    """torch's own CPU flash kernel: for a plain rule, in O(s) memory."""
+    dim = max(q.shape[-1], v.shape[-1])
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(_heads_first(x, dim) for x in (q, k, v)), 0.0, rule.causal, scale=rule.scale
+    )
+    return out[..., : v.shape[-1]].permute(2, 0, 1, 3).contiguous(), lse
+
+
+def cpu_flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule):
+    """The backward of `cpu_flash_forward`, from a given out and lse."""
+    dim = max(q.shape[-1], v.shape[-1])
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(_heads_first(x, dim) for x in (dout, q, k, v, out)), lse, 0.0, rule.causal, scale=rule.scale
+    )
+    return tuple(d[..., : x.shape[-1]].permute(2, 0, 1, 3).contiguous() for d, x in ((dq, q), (dk, k), (dv, v)))

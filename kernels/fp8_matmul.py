@@ -1,0 +1,135 @@
+"""Products of 8-bit floats with scales: tensorwise, and blockwise by 128 along the contracted dim.
+
+    y[i, j] = sum over groups g of sa[i, g] sb[j, g] · (sum over the 128 columns of g of a[i, k] b[j, k])
+The inner sum is made by the tensor cores, whose 8-bit accumulator keeps about 14 bits on Hopper; every 128 columns it
+is taken out, scaled and added in float32 (DeepSeek-V3, arXiv:2412.19437, sec. 3.3.2). Tensorwise products are promoted
+as often.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.fp8_quantize import GROUP, Quantized
+from kernels.language import HAS_TRITON, cdiv, jit, tl
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def fp8_matmul_reference(a: Quantized, b: Quantized) -> Tensor:
+    """`a bᵀ` in plain torch, float32."""
+    return a.dequantize() @ b.dequantize().t()
+
+
+@jit
+def swizzled(program, tiles_m, tiles_n, BAND: tl.constexpr):
+    """Tile coordinates in bands of `BAND` rows of tiles, so that neighbouring programs share operands in cache."""
+    band = program // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    within = program % (BAND * tiles_n)
+    return band * BAND + within % height, within // height
+
+
+@jit
+def _fp8_matmul_kernel(
+    a_desc,
+    b_desc,
+    a_scales_ptr,
+    b_scales_ptr,
+    out_ptr,
+    m,
+    n,
+    k,
+    groups,
+    A_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BAND: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tile_m, tile_n = swizzled(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), BAND)
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in range(groups):
+        a = a_desc.load([tile_m * BLOCK_M, group * GROUP])
+        b = b_desc.load([tile_n * BLOCK_N, group * GROUP])
+        part = tl.dot(a, b.T, out_dtype=tl.float32)
+        if A_ROWS == 1:
+            part *= tl.load(a_scales_ptr + row.to(tl.int64) * groups + group, row < m, other=0.0)[:, None]
+        elif A_ROWS == GROUP:
+            # A tile of rows lies within one block: tiles are no taller than 128 and start at multiples of their height.
+            part *= tl.load(a_scales_ptr + tile_m * BLOCK_M // GROUP * groups + group)
+        if B_ROWS == 1:
+            part *= tl.load(b_scales_ptr + column.to(tl.int64) * groups + group, column < n, other=0.0)[None, :]
+        elif B_ROWS == GROUP:
+            part *= tl.load(b_scales_ptr + tile_n * BLOCK_N // GROUP * groups + group)
+        total += part
+    if A_ROWS == 0:
+        total *= tl.load(a_scales_ptr)
+    if B_ROWS == 0:
+        total *= tl.load(b_scales_ptr)
+    at = row.to(tl.int64)[:, None] * n + column[None, :]
+    live = (row < m)[:, None] & (column < n)[None, :]
+    if ACCUMULATE:
+        total += tl.load(out_ptr + at, live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), live)
+
+
+def _check(a: Quantized, b: Quantized, accumulate_into: Tensor | None) -> None:
+    if a.values.shape[1] != b.values.shape[1]:
+        raise ValueError(
+            f"a {tuple(a.values.shape)} and b {tuple(b.values.shape)} contract their last dims, which differ"
+        )
+    shape = (a.values.shape[0], b.values.shape[0])
+    if accumulate_into is not None and (accumulate_into.shape != shape or not accumulate_into.is_contiguous()):
+        raise ValueError(f"accumulate_into {tuple(accumulate_into.shape)} must be contiguous {shape}")
+
+
+def _reads(x: Tensor) -> bool:
+    """Whether the copy engine can read x: rows 16 bytes apart, neighbours in memory."""
+    return x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def fp8_matmul(
+    a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, accumulate_into: Tensor | None = None
+) -> Tensor:
+    """`a bᵀ` of quantised matrices.
+
+    Args:
+        a: values `[m, k]`; any of the three kinds of scales.
+        b: values `[n, k]`; any kind (a weight `[out, in]` as it lies).
+        out_dtype: bfloat16, float16 or float32.
+        accumulate_into: `[m, n]` contiguous float32 that the product is added into, in place; `out_dtype` is then
+            ignored.
+
+    Returns:
+        `[m, n]`, or `accumulate_into`.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    _check(a, b, accumulate_into)
+    m, k = a.values.shape
+    n = b.values.shape[0]
+    if not dispatch.runs_triton(a.scales) or not (m and n and k) or not (_reads(a.values) and _reads(b.values)):
+        product = fp8_matmul_reference(a, b)
+        return product.to(out_dtype) if accumulate_into is None else accumulate_into.add_(product)
+    out = accumulate_into
+    if out is None:
+        out = torch.empty(m, n, dtype=out_dtype, device=a.values.device)
+    config = tuning.select("fp8_matmul", a.values.device)
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    assert max(block_m, block_n) <= GROUP, "a block scale must cover a whole tile"
+    descriptors = (
+        TensorDescriptor.from_tensor(a.values, [block_m, GROUP]),
+        TensorDescriptor.from_tensor(b.values, [block_n, GROUP]),
+    )
+    kinds = {"A_ROWS": a.rows_per_scale, "B_ROWS": b.rows_per_scale, "ACCUMULATE": accumulate_into is not None}
+    inputs = (*descriptors, a.scales, b.scales, out, m, n, k, cdiv(k, GROUP))
+    grid = (cdiv(m, block_m) * cdiv(n, block_n),)
+    _fp8_matmul_kernel[grid](*inputs, **kinds, GROUP=GROUP, **config)
+    return out

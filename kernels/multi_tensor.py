@@ -1,0 +1,204 @@
+"""Many tensors in one launch: the gradient norm, and AdamW.
+
+AdamW (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2), with g the gradient times a common factor (unscaling and
+clipping):
+    m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g²
+    p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+The master p, m and v are float32; a rounded copy for the forward is written in the same pass, so that each number is
+read and written once. The squared norm is not finite exactly when a gradient is not (or overflows): it is the finite
+check too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.language import HAS_TRITON, jit, tl
+
+_TRITON_DTYPES = (
+    {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if HAS_TRITON else {}
+)
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """The numbers of one AdamW step; `step` counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    step: int
+
+    @property
+    def corrections(self) -> tuple[float, float]:
+        """1 - b1^t and 1 - b2^t."""
+        return 1 - self.beta1**self.step, 1 - self.beta2**self.step
+
+
+class TensorTable:
+    """Columns of contiguous tensors, with their addresses and chunks on the device; made once, used every step.
+
+    Args:
+        **columns: name -> list of tensors; every list as long, tensor i of each with as many elements; one dtype a
+            column.
+
+    Raises:
+        ValueError: lists that do not match, or a tensor that is not contiguous.
+    """
+
+    def __init__(self, **columns: Sequence[Tensor]):
+        self.columns = {name: list(tensors) for name, tensors in columns.items()}
+        first = next(iter(self.columns.values()))
+        self.counts = [t.numel() for t in first]
+        for name, tensors in self.columns.items():
+            if [t.numel() for t in tensors] != self.counts:
+                raise ValueError(f"column {name!r} does not hold the same numbers of elements as the first column")
+            if len({t.dtype for t in tensors}) > 1 or not all(t.is_contiguous() for t in tensors):
+                raise ValueError(f"column {name!r} must be contiguous tensors of one dtype")
+        self.device = first[0].device if first else torch.device("cpu")
+        self._chunks: dict[int, Tensor] = {}
+        addresses = [[t.data_ptr() for t in tensors] for tensors in self.columns.values()]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64).to(self.device)
+        self.sizes = torch.tensor(self.counts, dtype=torch.int64).to(self.device)
+
+    def chunks(self, block: int) -> Tensor:
+        """`[chunks, 2]` int32: which tensor, and which block of it, each program works on."""
+        if block not in self._chunks:
+            pairs = [(i, c) for i, count in enumerate(self.counts) for c in range(-(-count // block))]
+            self._chunks[block] = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).to(self.device)
+        return self._chunks[block]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.columns[name][0].dtype
+
+
+@jit
+def _block(addresses_ptr, chunks_ptr, sizes_ptr, BLOCK: tl.constexpr):
+    """This program's tensor, its elements, and which of them exist."""
+    chunk = tl.program_id(0).to(tl.int64)
+    which = tl.load(chunks_ptr + chunk * 2)
+    index = tl.load(chunks_ptr + chunk * 2 + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return which, index, index < tl.load(sizes_ptr + which)
+
+
+@jit
+def _squares_kernel(addresses_ptr, chunks_ptr, sizes_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    which, index, live = _block(addresses_ptr, chunks_ptr, sizes_ptr, BLOCK)
+    pointer = tl.load(addresses_ptr + which).to(tl.pointer_type(DTYPE))
+    g = tl.load(pointer + index, live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(g * g, 0))
+
+
+@jit
+def _adamw_kernel(
+    addresses_ptr,
+    chunks_ptr,
+    sizes_ptr,
+    factor_ptr,
+    weight_decay_ptr,
+    num_tensors,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    correction1,
+    root_correction2,
+    GRAD: tl.constexpr,
+    COPY: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    which, index, live = _block(addresses_ptr, chunks_ptr, sizes_ptr, BLOCK)
+    p_ptr = tl.load(addresses_ptr + which).to(tl.pointer_type(tl.float32)) + index
+    g_ptr = tl.load(addresses_ptr + num_tensors + which).to(tl.pointer_type(GRAD)) + index
+    m_ptr = tl.load(addresses_ptr + 2 * num_tensors + which).to(tl.pointer_type(tl.float32)) + index
+    v_ptr = tl.load(addresses_ptr + 3 * num_tensors + which).to(tl.pointer_type(tl.float32)) + index
+    g = tl.load(g_ptr, live, other=0.0).to(tl.float32) * tl.load(factor_ptr)
+    m = beta1 * tl.load(m_ptr, live, other=0.0) + (1.0 - beta1) * g
+    v = beta2 * tl.load(v_ptr, live, other=0.0) + (1.0 - beta2) * g * g
+    p = tl.load(p_ptr, live, other=0.0) * (1.0 - lr * tl.load(weight_decay_ptr + which))
+    p -= lr / correction1 * m / (tl.sqrt(v) / root_correction2 + eps)
+    tl.store(m_ptr, m, live)
+    tl.store(v_ptr, v, live)
+    tl.store(p_ptr, p, live)
+    if HAS_COPY:
+        copy_ptr = tl.load(addresses_ptr + 4 * num_tensors + which).to(tl.pointer_type(COPY)) + index
+        tl.store(copy_ptr, p.to(COPY), live)
+
+
+def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
+    """The sum of squares of all elements of a column.
+
+    Args:
+        table: the tensors.
+        column: which of its columns.
+
+    Returns:
+        0-d float64 on the tensors' device; not finite exactly when an element is not, or the sum of a chunk overflows.
+    """
+    tensors = table.columns[column]
+    if not tensors or not dispatch.runs_triton(tensors[0]):
+        return sum(
+            (t.double().square().sum() for t in tensors), torch.zeros((), dtype=torch.float64, device=table.device)
+        )
+    config = tuning.select("squared_norm", table.device)
+    chunks = table.chunks(config["BLOCK"])
+    parts = torch.empty(len(chunks), dtype=torch.float32, device=table.device)
+    addresses = table.addresses[list(table.columns).index(column)]
+    dtype = _TRITON_DTYPES[table.dtype(column)]
+    _squares_kernel[(len(chunks),)](addresses, chunks, table.sizes, parts, DTYPE=dtype, **config)
+    return parts.double().sum()
+
+
+def adamw_reference(table: TensorTable, settings: AdamWSettings, factor: Tensor, weight_decay: Tensor) -> None:
+    """`adamw_step` in plain torch, tensor by tensor."""
+    columns = table.columns
+    correction1, correction2 = settings.corrections
+    for i, (p, grad) in enumerate(zip(columns["master"], columns["grad"])):
+        m, v = columns["exp_avg"][i], columns["exp_avg_sq"][i]
+        g = grad.to(p.dtype) * factor.to(p.dtype)
+        m.mul_(settings.beta1).add_(g, alpha=1 - settings.beta1)
+        v.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
+        p.mul_(1 - settings.lr * float(weight_decay[i]))
+        p.addcdiv_(m, (v.sqrt() / correction2**0.5).add_(settings.eps), value=-settings.lr / correction1)
+        if "copy" in columns:
+            columns["copy"][i].copy_(p)
+
+
+def adamw_step(table: TensorTable, settings: AdamWSettings, factor: Tensor, weight_decay: Tensor) -> None:
+    """One AdamW step of every tensor of the table, in place, in one launch.
+
+    Args:
+        table: columns in this order: master, grad, exp_avg, exp_avg_sq, and perhaps copy; all float32 (or all float64)
+            but
+            grad and copy, which may be narrower.
+        settings: rates and step number.
+        factor: 0-d float32 (or float64) on the device, multiplied into every gradient: no synchronisation to clip.
+        weight_decay: `[tensors]` float32 on the device.
+
+    Raises:
+        ValueError: columns of another name or order.
+    """
+    names = list(table.columns)
+    if names not in (["master", "grad", "exp_avg", "exp_avg_sq"], ["master", "grad", "exp_avg", "exp_avg_sq", "copy"]):
+        raise ValueError(
+            f"adamw_step wants the columns master, grad, exp_avg, exp_avg_sq[, copy]; got {', '.join(names)}"
+        )
+    if not table.counts:
+        return
+    if not dispatch.runs_triton(table.columns["master"][0]):
+        adamw_reference(table, settings, factor, weight_decay)
+        return
+    correction1, correction2 = settings.corrections
+    config = tuning.select("adamw", table.device)
+    chunks = table.chunks(config["BLOCK"])
+    has_copy = "copy" in table.columns
+    copy = _TRITON_DTYPES[table.dtype("copy")] if has_copy else tl.float32
+    dtypes = {"GRAD": _TRITON_DTYPES[table.dtype("grad")], "COPY": copy, "HAS_COPY": has_copy}
+    rates = (settings.lr, settings.beta1, settings.beta2, settings.eps, correction1, correction2**0.5)
+    inputs = (table.addresses, chunks, table.sizes, factor, weight_decay, len(table.counts))
+    _adamw_kernel[(len(chunks),)](*inputs, *rates, **dtypes, **config)

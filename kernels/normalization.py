@@ -1,0 +1,303 @@
+"""RMSNorm and LayerNorm over the last dim, with an optional residual added first.
+
+RMSNorm     y = w · x / sqrt(mean(x²) + eps)                      Zhang & Sennrich, arXiv:1910.07467, eq. 4
+LayerNorm   y = w · (x - mean x) / sqrt(var x + eps) + b          Ba, Kiros & Hinton, arXiv:1607.06450, eq. 4
+
+With n = the normalised row and g = w · dy:
+    dx = (g - n mean(g n)) / sqrt(...)       and for LayerNorm also minus mean(g)
+    dw = sum over rows of dy n,   db = sum over rows of dy
+The backward is bound by memory: each program walks many rows and keeps its share of dw in registers, so that x and dy
+are read once; the shares of all programs are summed at the end.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.dispatch import rows_of, statistics_dtype
+from kernels.language import cdiv, jit, next_power_of_2, tl
+
+MAX_WIDTH = 16384
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm in plain torch; the product with the weight is rounded once, to the dtype of `x`."""
+    wide = x.to(statistics_dtype(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.to(wide.dtype)).to(x.dtype)
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm in plain torch; the result is rounded once, to the dtype of `x`."""
+    wide = x.to(statistics_dtype(x.dtype))
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+    if bias is not None:
+        y = y + bias.to(wide.dtype)
+    return y.to(x.dtype)
+
+
+@jit
+def _forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    total_ptr,
+    mean_ptr,
+    scale_ptr,
+    num_rows,
+    width,
+    x_stride,
+    residual_stride,
+    eps,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    row_is_live = row < num_rows
+    column_is_live = column < width
+    live = row_is_live[:, None] & column_is_live[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], live, other=0.0).to(tl.float32)
+        # The statistics are of the sum as stored: the backward reads it back and must see the same numbers.
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row[:, None] * width + column[None, :], total, live)
+        x = total.to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(x, 1) / width
+        x = tl.where(live, x - mean[:, None], 0.0)
+        tl.store(mean_ptr + row, mean, row_is_live)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+    tl.store(scale_ptr + row, scale, row_is_live)
+    y = x * scale[:, None] * tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + row[:, None] * width + column[None, :], y.to(y_ptr.dtype.element_ty), live)
+
+
+@jit
+def _backward_kernel(
+    dy_ptr,
+    dtotal_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    scale_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_rows,
+    width,
+    dy_stride,
+    dtotal_stride,
+    x_stride,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    column = tl.arange(0, WIDTH)
+    column_is_live = column < width
+    weight = tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
+    dbias = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        row_is_live = row < num_rows
+        live = row_is_live[:, None] & column_is_live[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], live, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + row, row_is_live, other=0.0)[:, None]
+        if CENTRED:
+            x = tl.where(live, x - tl.load(mean_ptr + row, row_is_live, other=0.0)[:, None], 0.0)
+        normal = x * scale
+        g = dy * weight
+        dx = g - normal * (tl.sum(g * normal, 1) / width)[:, None]
+        if CENTRED:
+            dx -= (tl.sum(g, 1) / width)[:, None]
+        dx *= scale
+        if HAS_RESIDUAL:
+            dx += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + column[None, :], live, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row[:, None] * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), live)
+        dweight += dy * normal
+        if HAS_BIAS:
+            dbias += dy
+    mine = tl.program_id(0).to(tl.int64) * width + column
+    tl.store(dweight_ptr + mine, tl.sum(dweight, 0), column_is_live)
+    if HAS_BIAS:
+        tl.store(dbias_ptr + mine, tl.sum(dbias, 0), column_is_live)
+
+
+@jit
+def _wide_backward_kernel(
+    dy_ptr,
+    dtotal_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    scale_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_rows,
+    width,
+    dy_stride,
+    dtotal_stride,
+    x_stride,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """As `_backward_kernel` for rows that do not fit in registers: two walks over a row, the second from cache."""
+    mine = tl.program_id(0).to(tl.int64) * width
+    for tile in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64)
+        scale = tl.load(scale_ptr + row)
+        mean = tl.load(mean_ptr + row) if CENTRED else 0.0
+        g_normal = tl.zeros((CHUNK,), tl.float32)
+        g_total = tl.zeros((CHUNK,), tl.float32)
+        for start in range(0, width, CHUNK):
+            column = start + tl.arange(0, CHUNK)
+            live = column < width
+            x = tl.load(x_ptr + row * x_stride + column, live, other=0.0).to(tl.float32)
+            g = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
+            g *= tl.load(weight_ptr + column, live, other=0.0).to(tl.float32)
+            g_normal += g * ((x - mean) * scale)
+            g_total += g
+        mean_g_normal = tl.sum(g_normal, 0) / width
+        mean_g = tl.sum(g_total, 0) / width if CENTRED else 0.0
+        for start in range(0, width, CHUNK):
+            column = start + tl.arange(0, CHUNK)
+            live = column < width
+            x = tl.load(x_ptr + row * x_stride + column, live, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + column, live, other=0.0).to(tl.float32)
+            normal = (x - mean) * scale
+            dx = (dy * weight - normal * mean_g_normal - mean_g) * scale
+            if HAS_RESIDUAL:
+                dx += tl.load(dtotal_ptr + row * dtotal_stride + column, live, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), live)
+            dweight = tl.load(dweight_ptr + mine + column, live, other=0.0)
+            tl.store(dweight_ptr + mine + column, dweight + dy * normal, live)
+            if HAS_BIAS:
+                dbias = tl.load(dbias_ptr + mine + column, live, other=0.0)
+                tl.store(dbias_ptr + mine + column, dbias + dy, live)
+
+
+def _fits(x: Tensor) -> bool:
+    """Whether the kernels take x: the forward holds a whole row in registers."""
+    return dispatch.runs_triton(x) and x.shape[-1] <= MAX_WIDTH
+
+
+def _tile(operation: str, x: Tensor) -> dict:
+    """ROWS, WIDTH and warps for rows of this width: narrow rows (heads) share a program."""
+    config = tuning.select(operation, x.device, width=x.shape[-1])
+    if "CHUNK" in config:
+        return config
+    config["WIDTH"] = next_power_of_2(x.shape[-1])
+    config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
+    return config
+
+
+class _Norm(torch.autograd.Function):
+    """(x, residual) -> (norm of x + residual, x + residual)."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps, centred):
+        shape, x = x.shape, rows_of(x)
+        num_rows, width = x.shape
+        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(scale) if centred else scale
+        total, added = x, x
+        if residual is not None:
+            added, total = rows_of(residual), torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+        tile = _tile("norm_forward", x)
+        pointers = (x, added, weight, weight if bias is None else bias, y, total, mean, scale)
+        flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
+        sizes = (num_rows, width, x.stride(0), added.stride(0), eps)
+        _forward_kernel[(cdiv(num_rows, tile["ROWS"]),)](*pointers, *sizes, **flags, **tile)
+        ctx.save_for_backward(total, weight, bias, mean, scale)
+        ctx.flags = flags
+        return (y, total.view(shape)) if residual is not None else y
+
+    @staticmethod
+    def backward(ctx, dy, dtotal=None):
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        shape, dy = dy.shape, rows_of(dy)
+        num_rows, width = x.shape
+        tile = _tile("norm_backward", x)
+        waves = tile.pop("PROGRAMS_PER_PROCESSOR")
+        programs = min(cdiv(num_rows, tile.get("ROWS", 1)), waves * dispatch.num_processors(x.device))
+        dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+        dweight = torch.zeros(programs, width, dtype=torch.float32, device=x.device)
+        dbias = torch.zeros_like(dweight) if bias is not None else dweight
+        dtotal = dy if dtotal is None else rows_of(dtotal)
+        strides = (dy.stride(0), dtotal.stride(0), x.stride(0))
+        pointers = (dy, dtotal, x, weight, mean, scale, dx, dweight, dbias)
+        kernel = _wide_backward_kernel if "CHUNK" in tile else _backward_kernel
+        kernel[(programs,)](*pointers, num_rows, width, *strides, **ctx.flags, **tile)
+        dx = dx.view(shape)
+        dresidual = dx if ctx.flags["HAS_RESIDUAL"] else None
+        bias_grad = None if bias is None else dbias.sum(0).to(bias.dtype)
+        return dx, dresidual, dweight.sum(0).to(weight.dtype), bias_grad, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row to unit root mean square, then by `weight`.
+
+    Args:
+        x: `[..., h]`, any floating dtype.
+        weight: `[h]`, any floating dtype.
+        eps: added to the mean of squares.
+
+    Returns:
+        `[..., h]` in the dtype of `x`; statistics are float32 (float64 for float64).
+    """
+    if not _fits(x):
+        return rms_norm_reference(x, weight, eps)
+    return _Norm.apply(x, None, weight.contiguous(), None, eps, False)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Centre each row and scale it to unit variance, then by `weight`, plus `bias`.
+
+    Args:
+        x: `[..., h]`, any floating dtype.
+        weight: `[h]`, any floating dtype.
+        bias: `[h]` or None.
+        eps: added to the variance.
+
+    Returns:
+        `[..., h]` in the dtype of `x`; statistics are float32 (float64 for float64).
+    """
+    if not _fits(x):
+        return layer_norm_reference(x, weight, bias, eps)
+    return _Norm.apply(x, None, weight.contiguous(), None if bias is None else bias.contiguous(), eps, True)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream's step in one pass over memory: the sum `x + residual` and its RMSNorm.
+
+    Args:
+        x: `[..., h]`, any floating dtype.
+        residual: as `x`.
+        weight: `[h]`, any floating dtype.
+        eps: added to the mean of squares.
+
+    Returns:
+        The norm of the sum, and the sum, both `[..., h]` in the dtype of `x`.
+    """
+    if not _fits(x):
+        total = x + residual
+        return rms_norm_reference(total, weight, eps), total
+    return _Norm.apply(x, residual, weight.contiguous(), None, eps, False)

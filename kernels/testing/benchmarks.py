@@ -1,0 +1,169 @@
+"""What is measured: each operation at the sizes of real training, beside every other implementation at hand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kernels
+from kernels.fp8_matmul import fp8_matmul
+from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows, quantize_tensor
+from kernels.grouped_matmul import grouped_matmul, grouped_matmul_fp8
+from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
+
+Calls = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One row of the table.
+
+    Args:
+        work: floating-point operations, or bytes that must move, of one call.
+        unit: "TFLOP/s" or "GB/s".
+        make: provider name -> call, on fresh random inputs; "ours" is always there.
+    """
+
+    work: float
+    unit: str
+    make: Callable[[], Calls]
+
+
+def _random(*shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_(grad)
+
+
+def _both_ways(calls: dict[str, tuple[Callable[[], Tensor], tuple[Tensor, ...]]], backward: bool) -> Calls:
+    """The forwards as they are, or the backwards of graphs recorded once."""
+    if not backward:
+        return {name: run for name, (run, _) in calls.items()}
+    timed: Calls = {}
+    for name, (run, leaves) in calls.items():
+        try:
+            out = run()
+        except (RuntimeError, NotImplementedError):
+            continue
+        timed[name] = partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True)
+    return timed
+
+
+def _attention(backward: bool, s: int = 8192, b: int = 2, a: int = 16, d: int = 128) -> Calls:
+    q, k, v = (_random(s, b, a, d, grad=backward) for _ in range(3))
+    qh, kh, vh = (x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k, v))
+
+    def torch_with(backend: SDPBackend) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(qh, kh, vh, is_causal=True)
+
+        return run
+
+    calls: dict[str, tuple[Callable[[], Tensor], tuple[Tensor, ...]]] = {
+        "ours": (lambda: kernels.attention(q, k, v, scale=d**-0.5)[0], (q, k, v)),
+        "torch flash": (torch_with(SDPBackend.FLASH_ATTENTION), (qh, kh, vh)),
+        "cuDNN": (torch_with(SDPBackend.CUDNN_ATTENTION), (qh, kh, vh)),
+    }
+    return _both_ways(calls, backward)
+
+
+def _pointwise(ours: Callable, reference: Callable, leaves: tuple[Tensor, ...], backward: bool) -> Calls:
+    compiled = torch.compile(reference)
+    return _both_ways(
+        {"ours": (lambda: ours(*leaves), leaves), "torch.compile": (lambda: compiled(*leaves), leaves)}, backward
+    )
+
+
+def _rms_norm(backward: bool) -> Calls:
+    leaves = (_random(16384, 4096, grad=backward), _random(4096, grad=backward))
+    ours, reference = (lambda x, w: kernels.rms_norm(x, w, 1e-5)), (lambda x, w: kernels.rms_norm_reference(x, w, 1e-5))
+    return _pointwise(ours, reference, leaves, backward)
+
+
+def _swiglu(backward: bool) -> Calls:
+    return _pointwise(kernels.swiglu, kernels.swiglu_reference, (_random(8192, 2 * 14336, grad=backward),), backward)
+
+
+def _rope() -> Calls:
+    q, k, angle = _random(8192, 2, 32, 128), _random(8192, 2, 8, 128), _random(8192, 1, 64, dtype=torch.float32)
+    compiled = torch.compile(kernels.apply_rope_reference)
+    tables = (angle.cos(), angle.sin())
+    return {"ours": lambda: kernels.apply_rope(q, k, *tables), "torch.compile": lambda: compiled(q, k, *tables)}
+
+
+def _cross_entropy() -> Calls:
+    logits, labels = _random(8192, 128256), torch.randint(0, 128256, (8192,), device="cuda")
+    compiled = torch.compile(kernels.cross_entropy_reference)
+    calls: Calls = {
+        "ours": lambda: kernels.cross_entropy(logits, labels),
+        "torch.compile": lambda: compiled(logits, labels),
+    }
+    calls["torch"] = lambda: F.cross_entropy(logits, labels, reduction="none")
+    return calls
+
+
+def _fp8(m: int = 4096, n: int = 7168, k: int = 16384) -> Calls:
+    x, weight = _random(m, k), _random(n, k)
+    rows, blocks, weight_rows = quantize_rows(x), quantize_blocks(weight)[0], quantize_rows(weight)
+    whole = quantize_tensor(x), quantize_tensor(weight)
+    main = torch.zeros(m, n, device="cuda")
+
+    def torch_tensorwise() -> Tensor:
+        a, b = whole
+        return torch._scaled_mm(a.values, b.values.t(), a.scales.view(()), b.scales.view(()), out_dtype=torch.bfloat16)
+
+    return {
+        "ours": lambda: fp8_matmul(rows, blocks),
+        "ours, weight gradient": lambda: fp8_matmul(rows, weight_rows, accumulate_into=main),
+        "ours, tensorwise": lambda: fp8_matmul(*whole),
+        "cuBLAS bfloat16": lambda: x @ weight.t(),
+        "torch._scaled_mm": torch_tensorwise,
+    }
+
+
+def _grouped(experts: int = 64, rows: int = 65536, n: int = 1408, k: int = 2048) -> Calls:
+    x, weight = _random(rows, k), _random(experts, n, k)
+    offsets = torch.linspace(0, rows, experts + 1, device="cuda").long()
+    ends = offsets[1:].int()
+    rows8 = quantize_rows(x)
+    parts = [quantize_blocks(w)[0] for w in weight]
+    values = torch.stack([p.values.view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn)
+    weight8 = Quantized(values, torch.stack([p.scales for p in parts]), 128)
+    return {
+        "ours": lambda: grouped_matmul(x, weight, offsets),
+        "ours, float8": lambda: grouped_matmul_fp8(rows8, weight8, offsets),
+        "torch grouped_mm": lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends),
+    }
+
+
+def _adamw(tensors: int = 32, count: int = 2**24) -> Calls:
+    def fresh() -> list[Tensor]:
+        return [torch.rand(count, device="cuda") for _ in range(tensors)]
+
+    columns = {name: fresh() for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    table, settings = TensorTable(**columns), AdamWSettings(1e-4, 0.9, 0.95, 1e-8, 10)
+    factor, decay = torch.ones((), device="cuda"), torch.zeros(tensors, device="cuda")
+    parameters = fresh()
+    for p, grad in zip(parameters, columns["grad"]):
+        p.grad = grad
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    return {"ours": lambda: adamw_step(table, settings, factor, decay), "torch fused": optimizer.step}
+
+
+ATTENTION_FLOP = 4 * 2 * 16 * 8192**2 * 128 / 2  # causal: half the square
+BENCHMARKS = {
+    "attention forward, causal, d 128, 8 k": Benchmark(ATTENTION_FLOP, "TFLOP/s", lambda: _attention(False)),
+    "attention backward, causal, d 128, 8 k": Benchmark(2.5 * ATTENTION_FLOP, "TFLOP/s", lambda: _attention(True)),
+    "float8 blockwise GEMM 4096x7168x16384": Benchmark(2 * 4096 * 7168 * 16384, "TFLOP/s", _fp8),
+    "grouped GEMM, 64 experts": Benchmark(2 * 65536 * 1408 * 2048, "TFLOP/s", _grouped),
+    "RMSNorm forward 16384x4096": Benchmark(16384 * 4096 * 4, "GB/s", lambda: _rms_norm(False)),
+    "RMSNorm backward 16384x4096": Benchmark(16384 * 4096 * 6, "GB/s", lambda: _rms_norm(True)),
+    "SwiGLU forward 8192x14336": Benchmark(8192 * 14336 * 6, "GB/s", lambda: _swiglu(False)),
+    "SwiGLU backward 8192x14336": Benchmark(8192 * 14336 * 10, "GB/s", lambda: _swiglu(True)),
+    "RoPE, 32 and 8 heads, 16 k tokens": Benchmark(16384 * 40 * 128 * 4, "GB/s", _rope),
+    "cross-entropy forward 8192x128256": Benchmark(8192 * 128256 * 2, "GB/s", _cross_entropy),
+    "AdamW, 32 x 16 M": Benchmark(32 * 2**24 * 28, "GB/s", _adamw),
+}

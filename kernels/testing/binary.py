@@ -1,0 +1,73 @@
+"""What a compiled kernel costs and which instructions it uses, read from its binary with tools of Triton's wheel."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+
+from kernels.testing.capture import Launch
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+SHARED_LIMIT = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}  # KiB a block may have
+INSTRUCTIONS = {
+    "wgmma": r"\b[HIQ]GMMA",
+    "fp8 wgmma": r"\bQGMMA",
+    "mma": r"\b[HIQ]MMA",
+    "tcgen05": r"\bUTC\w*MMA",
+    "bulk load": r"\bUTMALDG",
+    "bulk store": r"\bUTMASTG",
+    "async copy": r"\bLDGSTS",
+    "mfma": r"\bv_mfma",
+}
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+def _nvidia(cubin: bytes, disassemble: bool) -> tuple[int, int, str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", _run("cuobjdump", "-res-usage", file.name))
+        assert usage, "cuobjdump printed no resource usage"
+        listing = _run("nvdisasm", "-c", file.name) if disassemble else ""
+    return int(usage[1]), int(usage[2]), listing
+
+
+def _amd(assembly: str) -> tuple[int, int, str]:
+    def value(name: str) -> int:
+        found = re.search(rf"\.{name}: +(\d+)", assembly)
+        return int(found[1]) if found else 0
+
+    return value("vgpr_count"), value("vgpr_spill_count") + value("private_segment_fixed_size"), assembly
+
+
+def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
+    """Resources and instructions of one compiled launch.
+
+    Args:
+        launch: from `capture`.
+        architecture: the target it was compiled for.
+        disassemble: whether to count instructions (slower).
+
+    Returns:
+        registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction counts.
+    """
+    asm = launch.compiled.asm
+    if architecture.startswith("gfx"):
+        registers, stack, listing = _amd(asm["amdgcn"])
+    else:
+        registers, stack, listing = _nvidia(asm["cubin"], disassemble)
+    counts = {name: len(re.findall(pattern, listing)) for name, pattern in INSTRUCTIONS.items()}
+    return {
+        "kernel": launch.name,
+        "num_warps": launch.num_warps,
+        "registers": registers,
+        "stack": stack,
+        "shared": launch.compiled.metadata.shared,
+        "instructions": {name: n for name, n in counts.items() if n},
+    }

@@ -1,0 +1,97 @@
+"""Compile kernels through their ordinary launchers, for a GPU that is not there.
+
+Tensors on the meta device go through the public operations. Every launch is compiled for the target with the
+specialisation that the JIT would choose, recorded, and not run: the gate sees production's own
+signatures, constants and configurations.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kernels import dispatch, tuning
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One compiled launch: the kernel's name, its compile options and Triton's compiled kernel."""
+
+    name: str
+    num_warps: int
+    compiled: object
+
+
+class _AbsentDriver:
+    """Answers what the JIT asks before a launch, for a target without a device."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("meta")
+
+    def get_device_interface(self):
+        return torch.cpu
+
+
+@contextlib.contextmanager
+def capture(architecture: str):
+    """Within, launches compile for `architecture` and are appended to the list it yields; one architecture a process.
+
+    Args:
+        architecture: a key of `TARGETS`.
+
+    Yields:
+        A list of `Launch`, and the set of (operation, entry index) that launches selected from the configuration table.
+    """
+    launches: list[Launch] = []
+    selected: set[tuple[str, int]] = set()
+    original_run, table = JITFunction.run, tuning.table(tuning.nearest(architecture))
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        compiled = original_run(self, *args, grid=grid, warmup=True, **kwargs)
+        launches.append(Launch(self.__name__, compiled.metadata.num_warps, compiled))
+        return compiled
+
+    def select(operation, device, **key):
+        for index, entry in enumerate(table[operation]):
+            if all(key[name] <= bound for name, bound in entry.get("up_to", {}).items()):
+                selected.add((operation, index))
+                return dict(entry["config"])
+        raise ValueError(f"no configuration of {operation} on {architecture} fits {key}")
+
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(dispatch, "runs_triton", lambda x: True),
+        mock.patch.object(dispatch, "num_processors", lambda device: 132),
+        mock.patch.object(tuning, "select", select),
+        mock.patch.object(tuning, "architecture", lambda device: tuning.nearest(architecture)),
+    ):
+        previous = driver._active
+        driver.set_active(_AbsentDriver(TARGETS[architecture]))
+        try:
+            yield launches, selected
+        finally:
+            driver._active = previous

@@ -1,0 +1,158 @@
+"""What the compile gate compiles: every operation, both ways, at shapes that reach every tuned configuration."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels import moe
+from kernels.fp8_matmul import fp8_matmul
+from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows_both_ways
+from kernels.grouped_matmul import grouped_matmul, grouped_matmul_fp8
+from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+
+ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
+HAVE_FP8 = ("sm_90", "sm_100")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One use of an operation.
+
+    Args:
+        run: calls public operations on meta tensors.
+        promises: target -> instructions that at least one kernel of the case must contain.
+        targets: where it must compile.
+        nightly: compiled only when all cases are asked for.
+    """
+
+    run: Callable[[], object]
+    promises: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    targets: tuple[str, ...] = ALL
+    nightly: bool = False
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+    """A tensor that has a shape and no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def forward_and_backward(outputs) -> None:
+    """Send a gradient of every differentiable output back."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if t.requires_grad]
+    torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+
+
+def _norms(width: int) -> None:
+    x, weight, bias = meta(4096, width, grad=True), meta(width, grad=True), meta(width, grad=True)
+    forward_and_backward(kernels.rms_norm(x, weight, 1e-5))
+    forward_and_backward(kernels.add_rms_norm(x, meta(4096, width, grad=True), weight, 1e-5))
+    forward_and_backward(kernels.layer_norm(x, weight, bias, 1e-5))
+
+
+def _pointwise() -> None:
+    forward_and_backward(kernels.swiglu(meta(4096, 2 * 14336, grad=True)))
+    for approximate in ("none", "tanh"):
+        forward_and_backward(kernels.gelu(meta(4096, 8192, grad=True), approximate))
+
+
+def _rope(rotary_dim: int, q_dim: int, interleaved: bool) -> None:
+    q, k = meta(4096, 2, 32, q_dim, grad=True), meta(4096, 2, 8, q_dim, grad=True)
+    cos, sin = (meta(4096, 1, rotary_dim // 2, dtype=torch.float32) for _ in range(2))
+    forward_and_backward(kernels.apply_rope(q, k, cos, sin, interleaved))
+
+
+def _vocabulary() -> None:
+    labels = meta(4096, dtype=torch.int64)
+    forward_and_backward(kernels.cross_entropy(meta(4096, 32000, grad=True), labels))
+    forward_and_backward(kernels.cross_entropy(meta(4096, 32000, dtype=torch.float32, grad=True), labels))
+
+
+def _attention(d: int, dv: int, dtype: torch.dtype = torch.bfloat16, **options) -> None:
+    q = meta(4096, 2, 16, d, dtype=dtype, grad=True)
+    k, v = meta(4096, 2, 4, d, dtype=dtype, grad=True), meta(4096, 2, 4, dv, dtype=dtype, grad=True)
+    forward_and_backward(kernels.attention(q, k, v, scale=d**-0.5, **options))
+
+
+def _multi_tensor(grad_dtype: torch.dtype) -> None:
+    columns = {name: [meta(4096, 4096, dtype=torch.float32)] for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    columns["grad"], columns["copy"] = [meta(4096, 4096, dtype=grad_dtype)], [meta(4096, 4096)]
+    table, zero = TensorTable(**columns), meta(dtype=torch.float32)
+    squared_norm(table)
+    adamw_step(table, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 3), zero, meta(1, dtype=torch.float32))
+
+
+def _fp8() -> None:
+    x, weight = meta(4096, 7168), meta(4096, 7168)
+    rows, turned = quantize_rows_both_ways(x)
+    blocks, _ = quantize_blocks(weight)
+    fp8_matmul(rows, blocks)
+    fp8_matmul(turned, turned, accumulate_into=meta(7168, 7168, dtype=torch.float32))
+    whole = Quantized(rows.values, meta(1, 1, dtype=torch.float32), 0)
+    fp8_matmul(whole, whole)
+
+
+def _grouped() -> None:
+    x, weight = meta(8192, 2048, grad=True), meta(64, 1408, 2048, grad=True)
+    forward_and_backward(grouped_matmul(x, weight, meta(65, dtype=torch.int64)))
+
+
+def _grouped_fp8() -> None:
+    x = Quantized(meta(8192, 2048, dtype=torch.float8_e4m3fn), meta(8192, 16, dtype=torch.float32), 1)
+    weight = meta(64, 1408, 2048, dtype=torch.float8_e4m3fn), meta(64, 11, 16, dtype=torch.float32)
+    grouped_matmul_fp8(x, Quantized(*weight, 128), meta(65, dtype=torch.int64))
+
+
+def _moe() -> None:
+    scores = meta(8192, 64, dtype=torch.float32, grad=True)
+    forward_and_backward(moe.top_k(scores, 8))
+    row = meta(8192 * 8, dtype=torch.int64)
+    where = moe.Places(row.view(8192, 8), row, meta(65, dtype=torch.int64))
+    rows = moe.permute(meta(8192, 2048, grad=True), where)
+    forward_and_backward(moe.unpermute(rows, meta(8192, 8, dtype=torch.float32, grad=True), where))
+
+
+HOPPER_ATTENTION = {"sm_80": ("mma",), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
+DOCUMENTS = {"documents": meta(2, 4096, dtype=torch.int64)}
+ATTENTION = {
+    "64": (64, 64, {}),
+    "128": (128, 128, {}),
+    "128-full": (128, 128, {"causal": False}),
+    "128-documents": (128, 128, DOCUMENTS),
+    "192-128": (192, 128, {}),
+    "256": (256, 256, {}),
+}
+ATTENTION_NIGHTLY = {
+    "96": (96, 96, {}),
+    "64-full-float16": (64, 64, {"causal": False, "dtype": torch.float16}),
+    "128-window": (128, 128, {"window": 1024}),
+    "64-window-sinks": (64, 64, {"window": 128, "sinks": meta(16, grad=True)}),
+    "256-window-softcap": (256, 256, {"window": 1024, "softcap": 50.0}),
+    "192-128-documents": (192, 128, DOCUMENTS),
+}
+
+
+def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
+    def case(d, dv, options):
+        return Case(lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly)
+
+    return {f"attention-{name}": case(*row) for name, row in table.items()}
+
+
+CASES: dict[str, Case] = {
+    **_attention_cases(ATTENTION, nightly=False),
+    **_attention_cases(ATTENTION_NIGHTLY, nightly=True),
+    "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
+    "grouped": Case(_grouped, {"sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}),
+    "grouped-fp8": Case(_grouped_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
+    "moe": Case(_moe),
+    "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16)),
+    "adamw-float32-gradients": Case(lambda: _multi_tensor(torch.float32), nightly=True),
+    "pointwise": Case(_pointwise),
+    "rope-128": Case(lambda: _rope(128, 128, False)),
+    "rope-64-of-192-interleaved": Case(lambda: _rope(64, 192, True)),
+    "vocabulary": Case(_vocabulary),
+    **{f"norms-{width}": Case(lambda width=width: _norms(width)) for width in (128, 4096, 16384)},
+}

@@ -1,0 +1,44 @@
+"""Timing on a GPU: the median of many runs over several inputs, with a cold cache; and the device's own limits."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+FLUSH_BYTES = 512 * 2**20  # more than any second-level cache
+
+
+def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float:
+    """Median time of a call in milliseconds.
+
+    Args:
+        calls: the same work on different inputs, taken in turn.
+        repeats: how many timed calls.
+
+    Returns:
+        Milliseconds on the device, launch gaps hidden behind the flush of the cache.
+    """
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for call in calls:
+        call()
+    starts, stops = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+    for i, (start, stop) in enumerate(zip(starts, stops)):
+        flush.zero_()
+        start.record()
+        calls[i % len(calls)]()
+        stop.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(stop) for start, stop in zip(starts, stops))
+    return times[len(times) // 2]
+
+
+def copy_gb_s() -> float:
+    """Bytes read and written a second by a plain copy of 2 GiB, in GB/s."""
+    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_ms([lambda: target.copy_(source)], 20) / 1e6
+
+
+def gemm_tflop_s() -> float:
+    """bfloat16 GEMM of 8192³ by the vendor's library, in TFLOP/s."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return 2 * 8192**3 / median_ms([lambda: a @ b.t()], 20) / 1e9

@@ -1,0 +1,262 @@
+"""Cross-entropy over a vocabulary that may be cut into column shards.
+
+With m = max_j z_j and l = sum_j exp(z_j - m) over the whole row:   loss = log l + m - z_label
+Each shard contributes (max, sum, target logit); shards merge by m = max m_i, l = sum l_i exp(m_i - m), z_label = sum.
+    dloss/dz_j = p_j (1 + 2 c log-sum-exp) - [j = label],  p_j = exp(z_j - m) / l
+where c log-sum-exp² is the z-loss that keeps the normaliser near one (Chowdhery et al., arXiv:2204.02311, sec. 5).
+The merge of shards is the algorithm of Megatron-LM (Shoeybi et al., arXiv:1909.08053, sec. 3).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.dispatch import rows_of, statistics_dtype
+from kernels.language import cdiv, jit, tl
+
+IGNORE_INDEX = -100
+
+
+def _target_columns(labels: Tensor, vocab_start: int, num_valid_columns: int) -> tuple[Tensor, Tensor]:
+    """The label's column in this shard (0 where it lies elsewhere), and whether it lies here."""
+    column = labels - vocab_start
+    here = (column >= 0) & (column < num_valid_columns)
+    return column.where(here, 0), here
+
+
+def vocab_statistics_reference(
+    logits: Tensor, labels: Tensor, vocab_start: int, num_valid_columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One shard's statistics in plain torch, 4096 rows at a time so that no whole widened copy exists."""
+    wide = statistics_dtype(logits.dtype)
+    rows = logits.shape[0]
+    row_max = torch.full((rows,), float("-inf"), dtype=wide, device=logits.device)
+    row_sum = torch.zeros_like(row_max)
+    target = torch.zeros_like(row_max)
+    if num_valid_columns <= 0:
+        return row_max, row_sum, target
+    column, here = _target_columns(labels, vocab_start, num_valid_columns)
+    for lo in range(0, rows, 4096):
+        part = slice(lo, lo + 4096)
+        z = logits[part, :num_valid_columns].to(wide)
+        row_max[part] = z.amax(-1)
+        row_sum[part] = (z - row_max[part, None]).exp_().sum(-1)
+        target[part] = z.gather(-1, column[part, None]).squeeze(-1).where(here[part], 0)
+    return row_max, row_sum, target
+
+
+def vocab_cross_entropy_backward_reference(
+    logits: Tensor,
+    labels: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    num_valid_columns: int,
+    *,
+    z_coef: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """One shard's gradient in plain torch, written over `logits`."""
+    wide = row_max.dtype
+    num_valid_columns = max(num_valid_columns, 0)
+    column, here = _target_columns(labels, vocab_start, num_valid_columns)
+    scale = dloss.to(wide).where(labels != ignore_index, 0)
+    softmax_scale = scale / row_sum * (1 + 2 * z_coef * (row_max + row_sum.log()))
+    for lo in range(0, logits.shape[0], 4096):
+        part = slice(lo, lo + 4096)
+        d = (logits[part, :num_valid_columns].to(wide) - row_max[part, None]).exp_().mul_(softmax_scale[part, None])
+        if num_valid_columns:
+            d.scatter_add_(-1, column[part, None], -scale[part].where(here[part], 0)[:, None])
+        logits[part, :num_valid_columns] = d.to(logits.dtype)
+    logits[:, num_valid_columns:] = 0
+    return logits
+
+
+@jit
+def _statistics_kernel(
+    logits_ptr,
+    labels_ptr,
+    max_ptr,
+    sum_ptr,
+    target_ptr,
+    stride,
+    vocab_start,
+    num_valid_columns,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    lane_max = tl.full((BLOCK,), float("-inf"), tl.float32)
+    lane_sum = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num_valid_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        z = tl.load(logits_ptr + column, column < num_valid_columns, other=float("-inf")).to(tl.float32)
+        grown = tl.maximum(lane_max, z)
+        # A lane that has seen only padding has maximum -inf, and -inf - -inf is not a number.
+        base = tl.where(grown == float("-inf"), 0.0, grown)
+        lane_sum = lane_sum * tl.exp(lane_max - base) + tl.exp(z - base)
+        lane_max = grown
+    row_max = tl.max(lane_max, 0)
+    row_sum = tl.sum(lane_sum * tl.exp(lane_max - row_max), 0)
+    column = tl.load(labels_ptr + row) - vocab_start
+    here = (column >= 0) & (column < num_valid_columns)
+    target = tl.load(logits_ptr + column, here, other=0.0).to(tl.float32)
+    tl.store(max_ptr + row, row_max)
+    tl.store(sum_ptr + row, row_sum)
+    tl.store(target_ptr + row, target)
+
+
+@jit
+def _backward_kernel(
+    logits_ptr,
+    labels_ptr,
+    max_ptr,
+    sum_ptr,
+    dloss_ptr,
+    stride,
+    vocab_start,
+    num_valid_columns,
+    width,
+    z_coef,
+    ignore_index,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    label = tl.load(labels_ptr + row)
+    row_max = tl.load(max_ptr + row)
+    row_sum = tl.load(sum_ptr + row)
+    dloss = tl.where(label == ignore_index, 0.0, tl.load(dloss_ptr + row).to(tl.float32))
+    softmax_scale = dloss / row_sum * (1.0 + 2.0 * z_coef * (row_max + tl.log(row_sum)))
+    target = label - vocab_start
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits_ptr + column, column < num_valid_columns, other=float("-inf")).to(tl.float32)
+    d = tl.exp(z - row_max) * softmax_scale
+    d = tl.where((column == target) & (column < num_valid_columns), d - dloss, d)
+    tl.store(logits_ptr + column, d.to(logits_ptr.dtype.element_ty), column < width)
+
+
+def vocab_statistics(
+    logits: Tensor, labels: Tensor, vocab_start: int, num_valid_columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row maximum, sum of exp(z - maximum) and target logit of one shard of the vocabulary.
+
+    Args:
+        logits: `[n, v/tp]`, any floating dtype.
+        labels: `[n]` int64, global vocabulary ids; a label of another shard, or negative, has target 0 here.
+        vocab_start: the global id of this shard's first column.
+        num_valid_columns: how many leading columns of this shard are real; the rest is padding and never read.
+
+    Returns:
+        Maximum (-inf where no column is valid), sum, target logit: `[n]` float32 (float64 for float64).
+    """
+    if not dispatch.runs_triton(logits) or num_valid_columns <= 0:
+        return vocab_statistics_reference(logits, labels, vocab_start, num_valid_columns)
+    rows = rows_of(logits)
+    statistics = torch.empty(3, rows.shape[0], dtype=torch.float32, device=rows.device)
+    sizes = (rows.stride(0), vocab_start, num_valid_columns)
+    config = tuning.select("vocab_statistics", rows.device)
+    _statistics_kernel[(rows.shape[0],)](rows, labels.contiguous(), *statistics, *sizes, **config)
+    row_max, row_sum, target = statistics
+    return row_max, row_sum, target
+
+
+def vocab_cross_entropy_backward(
+    logits: Tensor,
+    labels: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    num_valid_columns: int,
+    *,
+    z_coef: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """The gradient of the token loss with respect to one shard's logits, written over them.
+
+    Args:
+        logits: `[n, v/tp]`, overwritten.
+        labels: `[n]` int64, global vocabulary ids.
+        row_max: `[n]` float32 or float64, merged over all shards.
+        row_sum: `[n]`, sum of exp(z - row_max), merged over all shards.
+        dloss: `[n]`, the gradient of each token's loss.
+        vocab_start: the global id of this shard's first column.
+        num_valid_columns: as in `vocab_statistics`; padding columns get gradient zero.
+        z_coef: coefficient of the squared log-sum-exp added to each token's loss.
+        ignore_index: tokens with this label have no gradient.
+
+    Returns:
+        `logits`, now holding the gradient.
+    """
+    options: dict[str, Any] = {"z_coef": z_coef, "ignore_index": ignore_index}
+    row = (labels.contiguous(), row_max.contiguous(), row_sum.contiguous(), dloss.contiguous())
+    if not dispatch.runs_triton(logits) or logits.stride(-1) != 1:
+        return vocab_cross_entropy_backward_reference(logits, *row, vocab_start, num_valid_columns, **options)
+    config = tuning.select("vocab_cross_entropy_backward", logits.device)
+    grid = (logits.shape[0], cdiv(logits.shape[1], config["BLOCK"]))
+    sizes = (logits.stride(0), vocab_start, num_valid_columns, logits.shape[1])
+    _backward_kernel[grid](logits, *row, *sizes, **options, **config)
+    return logits
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    num_valid_columns: int | None = None,
+    z_coef: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Token losses of a whole vocabulary in plain torch, differentiable by autograd."""
+    z = logits[:, :num_valid_columns].to(statistics_dtype(logits.dtype))
+    kept = labels != ignore_index
+    lse = z.logsumexp(-1)
+    loss = lse - z.gather(-1, labels.where(kept, 0)[:, None]).squeeze(-1) + z_coef * lse.square()
+    return loss.where(kept, 0)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, num_valid_columns, z_coef, ignore_index):
+        row_max, row_sum, target = vocab_statistics(logits, labels, 0, num_valid_columns)
+        ctx.save_for_backward(logits, labels, row_max, row_sum)
+        ctx.settings = (num_valid_columns, z_coef, ignore_index)
+        lse = row_max + row_sum.log()
+        return (lse - target + z_coef * lse.square()).where(labels != ignore_index, 0)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        logits, labels, row_max, row_sum = ctx.saved_tensors
+        num_valid_columns, z_coef, ignore_index = ctx.settings
+        row = (labels, row_max, row_sum, dloss)
+        options = {"z_coef": z_coef, "ignore_index": ignore_index}
+        dlogits = vocab_cross_entropy_backward(logits.clone(), *row, 0, num_valid_columns, **options)
+        return dlogits, None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    num_valid_columns: int | None = None,
+    z_coef: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Each token's cross-entropy over a whole vocabulary, differentiable.
+
+    Args:
+        logits: `[n, v]`, any floating dtype.
+        labels: `[n]` int64.
+        num_valid_columns: columns from here on are padding; None means all are valid.
+        z_coef: coefficient of the squared log-sum-exp added to each token's loss.
+        ignore_index: tokens with this label have loss and gradient zero.
+
+    Returns:
+        `[n]` float32 (float64 for float64).
+    """
+    columns = logits.shape[-1] if num_valid_columns is None else num_valid_columns
+    return _CrossEntropy.apply(logits, labels, columns, z_coef, ignore_index)

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# From nothing to a trained model:  bash launch/quickstart.sh [overrides...]
+#
+# Installs into .venv, trains a tokenizer on the sources of Python's standard library, writes them as token files, trains
+# a small GPT over 8 processes on this machine (conf/experiment/quickstart.yaml) and shows what came out. A few minutes
+# on two cores. Tokenizer and data are kept in runs/quickstart/data; each call trains anew, in runs/quickstart/run-<n>.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+began=$SECONDS
+bash launch/setup.sh run
+python=.venv/bin/python
+data=runs/quickstart/data
+corpus=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+files=(--input "$corpus" --glob '*.py' --exclude test tests idle_test site-packages dist-packages __pycache__)
+
+if [ ! -s $data/tokenizer.model ]; then
+    echo "== a tokenizer, from $corpus"
+    "$python" tools/tokenizer.py train "${files[@]}" --vocab-size 512 --out $data/tokenizer
+fi
+if [ ! -s $data/stdlib_train.idx ]; then
+    echo "== token files"
+    "$python" tools/preprocess.py "${files[@]}" --tokenizer $data/tokenizer.model --append-eod --valid-fraction 0.05 --out $data/stdlib
+fi
+
+number=1
+while ! mkdir -p runs/quickstart || ! mkdir runs/quickstart/run-$number 2>/dev/null; do number=$((number + 1)); done
+run=runs/quickstart/run-$number
+echo "== training on 8 processes, in $run"
+bash launch/local.sh 8 experiment=quickstart log.dir=$run "$@"
+
+echo "== the result"
+"$python" tools/visualize.py loss $run --out $run/loss.png
+echo "== a sample"
+"$python" tools/generate.py --checkpoint $run/checkpoints --prompt 'def ' --max-tokens 100 --temperature 0.7
+cat <<DONE
+== $run, after $((SECONDS - began)) s
+   config.yaml       the whole configuration
+   metrics.jsonl     one JSON object a step
+   loss.png          the loss curve
+   checkpoints/      resume: bash launch/local.sh 8 experiment=quickstart log.dir=$run train.steps=600
+   wandb/            an offline W&B run: wandb sync $run/wandb/offline-run-*
+DONE

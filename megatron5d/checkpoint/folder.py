@@ -1,0 +1,87 @@
+"""Checkpoint folders: how they are named, when one is whole, which is the newest, which may go.
+
+<dir>/step-00000100.tmp/    being written; never read
+<dir>/step-00000100/        whole: renamed after every rank has finished
+    .metadata  *.distcp     torch.distributed.checkpoint, tensors in global coordinates
+    run.json                step, samples taken, configuration
+    files.json              size of every file, in bytes: a truncated copy is noticed
+<dir>/latest                name of the newest
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+_NAME = re.compile(r"step-(\d{8,})$")
+MANIFEST = "files.json"
+RUN = "run.json"
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def write_manifest(folder: Path) -> None:
+    """Notes the sizes of all files; the last thing written before the rename."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    (folder / MANIFEST).write_text(json.dumps(sizes, indent=1))
+
+
+def fault_of(folder: Path) -> str | None:
+    """Why a folder is no whole checkpoint; None where it is one."""
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return f"{folder} has no {MANIFEST}: its save did not finish, or it is not a checkpoint of ours"
+    for name, size in json.loads(manifest.read_text()).items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            return f"{path} has {'no file' if found is None else f'{found} bytes'} where {size} bytes were saved"
+    return None
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Steps of all whole checkpoints in a directory, ascending."""
+    if not directory.is_dir():
+        return []
+    steps = [int(match.group(1)) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [step for step in sorted(steps) if fault_of(step_folder(directory, step)) is None]
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest whole checkpoint, whatever `latest` says."""
+    steps = saved_steps(directory)
+    return step_folder(directory, steps[-1]) if steps else None
+
+
+def commit(temporary: Path, keep: int) -> Path:
+    """Makes a finished `.tmp` folder the newest checkpoint and removes those beyond `keep` (0 keeps all)."""
+    write_manifest(temporary)
+    final = temporary.with_suffix("")
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    pointer = final.parent / "latest.tmp"
+    pointer.write_text(final.name + "\n")
+    pointer.rename(final.parent / "latest")
+    if keep:
+        for step in saved_steps(final.parent)[:-keep]:
+            shutil.rmtree(step_folder(final.parent, step))
+    return final
+
+
+def read_run(folder: Path) -> dict:
+    """run.json of a whole checkpoint.
+
+    Raises:
+        ValueError: the folder is no whole checkpoint; says why.
+    """
+    fault = fault_of(folder)
+    if fault:
+        raise ValueError(fault)
+    return json.loads((folder / RUN).read_text())

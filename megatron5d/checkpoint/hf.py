@@ -1,0 +1,232 @@
+"""Safetensors folders as Hugging Face writes them: read rectangle by rectangle, write file by file.
+
+A table of entries says which rows of which of our tensors are which tensor on disk. Reading follows the ShardSpecs:
+a rank reads the rectangles that it holds and nothing else. Before the first byte is read the table is held against
+the folder, both ways, so that a name that nobody asked for is as much an error as a name that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron5d.topology.shard import Piece, ShardSpec, spec_of
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_LISTED = 40  # names of one kind of trouble that are spelled out; all ranks raise, so a message stays a page
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor on disk and its place in ours.
+
+    Args:
+        name: global name of our tensor.
+        rows: (start, stop) in dim 0 of our tensor, or of its expert; the other dims whole.
+        hf_name: name on disk.
+        shape: shape on disk.
+        transposed: on disk it is [in, out] (GPT-2's Conv1D) where ours is [out, in].
+        expert: which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts.
+        wide: never narrower than fp32, on disk and in memory, whatever the model's dtype (a router's bias).
+    """
+
+    name: str
+    rows: tuple[int, int]
+    hf_name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    expert: int | None = None
+    wide: bool = False
+
+    @property
+    def our_shape(self) -> tuple[int, ...]:
+        shape = self.shape[::-1] if self.transposed else self.shape
+        return shape if self.expert is None else (1, *shape)
+
+    @property
+    def our_offset(self) -> tuple[int, ...]:
+        """First index of the tensor in ours."""
+        inner = (self.rows[0], *(0 for _ in self.shape[1:]))
+        return inner if self.expert is None else (self.expert, *inner)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the tensor is kept in beside weights of a dtype."""
+        return torch.promote_types(dtype, torch.float32) if self.wide else dtype
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a file says about one tensor before its data is touched."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it: F32, BF16, F8_E4M3, ...
+
+
+class SafetensorsFolder:
+    """The tensors of one folder, single-file or sharded; use as a context, files stay open in it.
+
+    Args:
+        folder: holds model.safetensors, or model.safetensors.index.json and the files it lists.
+
+    Raises:
+        ValueError: no such files, or one that is missing or unreadable; names it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._open = ExitStack()
+        self._handles: dict[str, Any] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in _files(self.folder):
+            handle = self._handle(file)
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                view = handle.get_slice(name)
+                self.tensors[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._handles:
+            path = self.folder / file
+            if not path.is_file():
+                raise ValueError(f"{self.folder / INDEX} lists {file}, which is not there")
+            try:
+                self._handles[file] = self._open.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        return self._handles[file]
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """The rectangle of `shape` at `offset` of one stored tensor, in its stored dtype."""
+        view = self._handle(self.tensors[name].file).get_slice(name)
+        return view[tuple(slice(start, start + extent) for start, extent in zip(offset, shape))]
+
+
+def _files(folder: Path) -> list[str]:
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    index = folder / INDEX
+    if index.is_file():
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if list(folder.glob("pytorch_model*.bin")):
+        raise ValueError(
+            f"{folder} holds pytorch_model*.bin only, pickles that are not read here; "
+            f"save it again with transformers: model.save_pretrained(folder, safe_serialization=True)"
+        )
+    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
+
+
+@torch.no_grad()
+def load_parameters(
+    parameters: Iterable[torch.Tensor], entries: Sequence[Entry], folder: str | Path, ignored: Sequence[str] = ()
+) -> None:
+    """Fills the local parameters from a folder, casting to their dtype; padding rows become zero.
+
+    Args:
+        parameters: local tensors with a ShardSpec, any part of the model.
+        entries: the whole model's table, so that all ranks find the same faults.
+        folder: the safetensors folder.
+        ignored: regular expressions of stored names that carry no weights (masks, rotary tables).
+
+    Raises:
+        ValueError: missing, unexpected, misshapen or quantised tensors, all of them in one message.
+    """
+    parameters = list(parameters)
+    table = defaultdict(list)
+    for entry in entries:
+        table[entry.name].append(entry)
+    with SafetensorsFolder(folder) as stored:
+        check_names(stored, entries, ignored)
+        _check_parameters([spec_of(parameter) for parameter in parameters], table)
+        for parameter in parameters:
+            _fill(parameter, table[spec_of(parameter).name], stored)
+
+
+def check_names(stored: SafetensorsFolder, entries: Sequence[Entry], ignored: Sequence[str]) -> None:
+    """Holds the table against the folder; raises and takes what `load_parameters` does."""
+    wanted = {entry.hf_name: entry for entry in entries}
+    missing = [name for name in wanted if name not in stored.tensors]
+    unexpected = [
+        name for name in stored.tensors if name not in wanted and not any(re.search(text, name) for text in ignored)
+    ]
+    shapes, dtypes = [], []
+    for name in (name for name in wanted if name in stored.tensors):
+        tensor, shape = stored.tensors[name], wanted[name].shape
+        if tensor.shape != shape:
+            shapes.append(f"{name}: {list(tensor.shape)} on disk, {list(shape)} by the configuration")
+        if tensor.dtype not in DTYPES:
+            dtypes.append(f"{name}: {tensor.dtype}, readable are {', '.join(DTYPES)}")
+    troubles = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another dtype": dtypes}
+    if any(troubles.values()):
+        raise ValueError(f"{stored.folder} does not fit the model:{''.join(map(_listing, *zip(*troubles.items())))}")
+
+
+def _listing(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f"\n    ... and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"\n  {len(names)} {what}:" + "".join(f"\n    {name}" for name in names[:_LISTED]) + more
+
+
+def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> None:
+    """Every parameter's rows are tiled by its entries: each element has exactly one source."""
+    troubles = []
+    for spec in specs:
+        stacked = any(entry.expert is not None for entry in table[spec.name])
+        per_expert = spec.shape[1] if stacked else 0  # rows are counted through all experts
+        reached = 0
+        for entry in sorted(table[spec.name], key=lambda entry: entry.our_offset):
+            start, stop = (row + per_expert * (entry.expert or 0) for row in entry.rows)
+            shape = (1, stop - start, *spec.shape[2:]) if stacked else (stop - start, *spec.shape[1:])
+            if start != reached or entry.our_shape != shape:
+                troubles.append(f"{spec.name} {list(spec.shape)}: {entry} does not continue at row {reached}")
+            reached = stop
+        if reached != (spec.shape[0] * per_expert if stacked else spec.shape[0]):
+            troubles.append(f"{spec.name} {list(spec.shape)}: the folder's family gives it {reached} rows")
+    if troubles:
+        raise ValueError(f"the model is not one that this Hugging Face family can hold:{_listing('parts', troubles)}")
+
+
+def _fill(parameter: torch.Tensor, entries: list[Entry], stored: SafetensorsFolder) -> None:
+    pieces = spec_of(parameter).pieces
+    covered = sum(piece.numel for piece in pieces)
+    if covered < parameter.numel():
+        parameter.zero_()
+    written = sum(_fill_piece(parameter, piece, entry, stored) for piece in pieces for entry in entries)
+    assert written == covered, f"{spec_of(parameter).name}: {written} of {covered} elements written"
+
+
+def _fill_piece(parameter: torch.Tensor, piece: Piece, entry: Entry, stored: SafetensorsFolder) -> int:
+    """Reads what a local piece and a stored tensor have in common; returns its number of elements."""
+    assert piece.shape[1:] == tuple(parameter.shape[1:]), (piece, parameter.shape)
+    begin = [max(pair) for pair in zip(piece.offset, entry.our_offset)]
+    end = [min(a + m, b + n) for a, m, b, n in zip(piece.offset, piece.shape, entry.our_offset, entry.our_shape)]
+    if any(first >= last for first, last in zip(begin, end)):
+        return 0
+    place = [slice(a - b, c - b) for a, c, b in zip(begin, end, (piece.offset[0] - piece.row, *piece.offset[1:]))]
+    offset = tuple(a - b for a, b in zip(begin, entry.our_offset))
+    shape = tuple(c - a for a, c in zip(begin, end))
+    if entry.expert is not None:
+        offset, shape = offset[1:], shape[1:]
+    if entry.transposed:
+        values = stored.read(entry.hf_name, offset[::-1], shape[::-1]).t()
+    else:
+        values = stored.read(entry.hf_name, offset, shape)
+    parameter[tuple(place)].copy_(values if entry.expert is None else values.unsqueeze(0))
+    return values.numel()

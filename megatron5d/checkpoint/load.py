@@ -1,0 +1,69 @@
+"""Loads a checkpoint into any layout: every rank reads the rectangles it holds."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron5d.checkpoint.folder import fault_of, newest
+from megatron5d.checkpoint.layout import ShardedTensor
+
+
+def find_checkpoint(directory: str | None, resume: str, knob: str = "checkpoint.resume") -> Path | None:
+    """The folder a run starts from.
+
+    Args:
+        directory: checkpoint.dir.
+        resume: auto (newest whole one, if any), none, or a folder: one checkpoint, or a directory of them.
+        knob: what the folder was given as, for the message.
+
+    Raises:
+        ValueError: a folder was named and holds no whole checkpoint.
+    """
+    if resume == "none":
+        return None
+    if resume == "auto":
+        return newest(Path(directory)) if directory else None
+    folder = Path(resume)
+    found = newest(folder)
+    if found is not None:
+        return found
+    fault = fault_of(folder)
+    if fault:
+        raise ValueError(f"{knob} = {resume}: {fault}; name the folder of a whole checkpoint, or of some")
+    return folder
+
+
+def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
+    """Fills the parts of `tensors` from a checkpoint.
+
+    Args:
+        folder: a whole checkpoint.
+        tensors: by key; their parts are written in place.
+
+    Raises:
+        ValueError: keys or global shapes disagree; lists all of them.
+
+    Comm: DCP's planning over the world.
+    """
+    reader = dcp.FileSystemReader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    faults = [f"missing in the checkpoint: {key}" for key in tensors if key not in saved]
+    for key, tensor in tensors.items():
+        entry = saved.get(key)
+        if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
+            faults.append(f"{key}: saved {tuple(entry.size)}, this model has {tuple(tensor.shape)}")
+    if faults:
+        raise ValueError(f"{folder} does not fit this model:\n  " + "\n  ".join(sorted(faults)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP announces that a single process loads without a group
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+def saved_keys(folder: Path) -> set[str]:
+    """Keys of everything a checkpoint holds."""
+    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)

@@ -1,0 +1,93 @@
+"""Saves a run: every rank writes its rectangles, then one rename makes the checkpoint exist."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from megatron5d.checkpoint.folder import RUN, commit, step_folder
+from megatron5d.checkpoint.layout import ShardedTensor
+
+
+class Saver:
+    """Writes checkpoints of one run, at once or behind its back.
+
+    Args:
+        directory: of all checkpoints.
+        keep: newest ones kept; 0 = all.
+        background: return as soon as the tensors are copied; the files are written by a thread.
+        timeout_s: of the group that the background save talks over.
+    """
+
+    def __init__(self, directory: str | Path, keep: int, background: bool = False, timeout_s: float = 1800.0) -> None:
+        self.directory, self.keep, self.background = Path(directory), keep, background
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._group: Any = None
+        if background and dist.is_initialized():
+            # a group of its own: the collectives of training and of saving must not be interleaved
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def save(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
+        """Saves one step.
+
+        Args:
+            step: optimiser steps done.
+            tensors: what this rank writes, by key.
+            run: what run.json will hold (the same on every rank).
+
+        Comm: DCP's planning, three barriers; on the saver's own group in the background.
+        """
+        self.wait()
+        if not self.background:
+            self._write(step, tensors, run)
+            return
+        staged = {key: tensor.staged() for key, tensor in tensors.items()}
+        self._thread = threading.Thread(target=self._write_noting_errors, args=(step, staged, run))
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until a save in the background is on disk; raises what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _write_noting_errors(self, *args) -> None:
+        try:
+            self._write(*args)
+        except BaseException as error:  # noqa: BLE001 - raised again by wait()
+            self._error = error
+
+    def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
+        alone = not dist.is_initialized()
+        first = alone or dist.get_rank() == 0
+        temporary = step_folder(self.directory, step).with_suffix(".tmp")
+        if first:
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+            (temporary / RUN).write_text(json.dumps(run, indent=1))
+        self._barrier(alone)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DCP announces that a single process saves without a group
+            writer = dcp.FileSystemWriter(temporary, overwrite=True)
+            dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
+        self._barrier(alone)
+        if first:
+            commit(temporary, self.keep)
+        self._barrier(alone)
+
+    def _barrier(self, alone: bool) -> None:
+        if not alone:
+            dist.barrier(group=self._group)

@@ -1,0 +1,107 @@
+"""Weights alone, without an optimiser: into plain parameters, out as whole rows, in from elsewhere part by part."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.load import load_tensors
+from megatron5d.topology.shard import spec_of
+
+PREFIX = "model."  # before the global names of weights among a checkpoint's keys
+
+
+@torch.no_grad()
+def load_weights(parameters: Iterable[Tensor], folder: Path) -> None:
+    """Fills local parameters from a whole checkpoint, whatever layout saved it; padding rows become zero.
+
+    Args:
+        parameters: local tensors with a ShardSpec.
+        folder: a whole checkpoint; its optimiser state is not read.
+
+    Raises:
+        ValueError: names or global shapes disagree.
+
+    Comm: DCP's planning over the world.
+    """
+    tensors = {}
+    for parameter in parameters:
+        spec, values = spec_of(parameter), parameter.detach()
+        values.zero_()
+        parts = [(piece.offset, values[piece.row : piece.row + piece.shape[0]]) for piece in spec.pieces]
+        tensors[PREFIX + spec.name] = ShardedTensor(spec.shape, parts, values.dtype)
+    load_tensors(folder, tensors)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads `.metadata` once, not once per tensor: a checkpoint of thousands of ranks has a large one."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+
+class SavedWeights:
+    """The weights of a whole checkpoint, read a rectangle at a time by one process.
+
+    Args:
+        folder: a whole checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _Reader(folder)
+        self.tensors = {
+            key.removeprefix(PREFIX): entry
+            for key, entry in self._reader.read_metadata().state_dict_metadata.items()
+            if key.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The rectangle of `shape` at `offset` of a global tensor, in the dtype it was saved in."""
+        entry = self.tensors[name]
+        values = torch.empty(tuple(shape), dtype=entry.properties.dtype)
+        tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DCP announces that a single process loads without a group
+            dcp.load({PREFIX + name: tensor}, storage_reader=self._reader, no_dist=True)
+        return values
+
+
+class LazyTensor(ShardedTensor):
+    """A global tensor for a save whose parts are made when they are written, so that they are never all in memory."""
+
+    make: Callable[[tuple[int, ...]], Tensor]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.make(tuple(index.offset))
+
+
+def lazy_tensor(
+    shape: Sequence[int],
+    parts: dict[tuple[int, ...], tuple[int, ...]],
+    dtype: torch.dtype,
+    make: Callable[[tuple[int, ...]], Tensor],
+) -> LazyTensor:
+    """A LazyTensor.
+
+    Args:
+        shape: global shape.
+        parts: offset -> shape of each part.
+        dtype: of the parts.
+        make: offset -> values of that part.
+    """
+    views = [(offset, torch.empty(extent, dtype=dtype, device="meta")) for offset, extent in parts.items()]
+    tensor = LazyTensor(shape, views, dtype)
+    tensor.make = make
+    return tensor

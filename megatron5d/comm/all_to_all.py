@@ -1,0 +1,52 @@
+"""All-to-all over an axis; its transpose is the all-to-all back."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron5d.comm.collectives import Pending
+from megatron5d.topology.axis import Axis
+
+
+def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None) -> Pending:
+    """Deals the rows of `x` out over the axis and collects what the others deal to this rank.
+
+    Args:
+        x: `[n, ...]`, rows for rank 0 first.
+        axis: among whom.
+        send: rows for each rank; None = equal shares.
+        receive: rows from each rank; None = equal shares.
+
+    Returns:
+        Pending of `[sum(receive), ...]`, rows of rank 0 first.
+
+    Comm: all_to_all; sends the rows that are not this rank's own.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] if receive is None else sum(receive), *x.shape[1:]))
+    own = x.shape[0] // axis.size if send is None else send[axis.rank]
+    if axis.recorder is not None:
+        row = x[0].numel() if x.shape[0] else 0
+        axis.recorder.record(axis.name, "all_to_all", (x.shape[0] - own) * row, x.element_size())
+    work = dist.all_to_all_single(out, x, receive, send, group=axis.group, async_op=True)
+    return Pending(out, work, keep=x)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, send, receive):
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return start_all_to_all(x, axis, send, receive).wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return start_all_to_all(grad, ctx.axis, ctx.receive, ctx.send).wait(), None, None, None
+
+
+def all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
+    """`start_all_to_all`, differentiable. Comm: all_to_all / all_to_all with the counts exchanged."""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, send, receive)

@@ -1,0 +1,221 @@
+"""Collectives over an axis, blocking or pending, and each differentiable one beside its transpose.
+
+forward              backward             named
+identity             all_reduce           copy_to
+all_reduce           identity             reduce_from
+all_gather           reduce_scatter       gather_from
+reduce_scatter       all_gather           reduce_scatter_to
+slice                all_gather           split_to
+all_gather           slice                join_from
+
+All of them are the identity on an axis of size 1. Gathers and scatters run along dim 0, the sequence of `[s, b, h]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron5d.topology.axis import Axis
+
+# torch 2.13 renamed these two; earlier versions have only the old names.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Pending:
+    """A collective under way; `wait()` gives its result."""
+
+    def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None) -> None:
+        self._result = result
+        self._work = work
+        self._keep = keep  # the input must outlive the transfer
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._keep = None
+        return self._result
+
+
+def _record(axis: Axis, op: str, sent: int, x: Tensor) -> None:
+    if axis.recorder is not None:
+        axis.recorder.record(axis.name, op, sent, x.element_size())
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Reduces `x` in place over the axis.
+
+    Args:
+        x: any shape, contiguous; overwritten.
+        axis: ranks that hold a term each.
+        op: "sum", "max" or "min".
+
+    Comm: all_reduce, 2·(n-1)/n·numel elements per rank.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    _record(axis, "all_reduce", 2 * (axis.size - 1) * x.numel() // axis.size, x)
+    return Pending(x, dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True))
+
+
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """Concatenates every rank's `x` along dim 0.
+
+    Args:
+        x: `[n, ...]`, the same shape on every rank.
+        axis: in whose order the parts are joined.
+        out: `[size·n, ...]` to write into; None allocates.
+
+    Comm: all_gather, (size-1)·numel elements per rank.
+    """
+    if axis.size == 1:
+        return Pending(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
+    x = x.contiguous()
+    if out is None:
+        out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    _record(axis, "all_gather", (axis.size - 1) * x.numel(), x)
+    return Pending(out, _all_gather_single(out, x, group=axis.group, async_op=True), keep=x)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Sums `x` over the axis and keeps this rank's equal share of dim 0.
+
+    Args:
+        x: `[n, ...]`, n divisible by the size.
+        axis: ranks that hold a term each.
+
+    Returns:
+        Pending of `[n/size, ...]`.
+
+    Comm: reduce_scatter, (size-1)/size·numel elements per rank.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = x.new_empty(axis.divide(x.shape[0], "dim 0 of a reduce_scatter"), *x.shape[1:])
+    _record(axis, "reduce_scatter", (axis.size - 1) * out.numel(), x)
+    return Pending(out, _reduce_scatter_single(out, x, group=axis.group, async_op=True), keep=x)
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    return start_all_reduce(x, axis, op).wait()
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    return start_all_gather(x, axis).wait()
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    return start_reduce_scatter(x, axis).wait()
+
+
+def local_slice(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's equal share of dim 0; no communication."""
+    n = axis.divide(x.shape[0], "dim 0 of a slice")
+    return x[axis.rank * n : (axis.rank + 1) * n]
+
+
+def gather_last_dim(x: Tensor, axis: Axis) -> Tensor:
+    """Concatenates every rank's `x` along its last dim (for reports and tools, not differentiable)."""
+    return all_gather(x.movedim(-1, 0), axis).movedim(0, -1)
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad.contiguous().clone(), ctx.axis), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        return all_reduce(x.contiguous().clone(), axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad, ctx.axis), None
+
+
+class _ReduceScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather(grad, ctx.axis), None
+
+
+class _SplitTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return local_slice(x, axis).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather(grad, ctx.axis), None
+
+
+class _JoinFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return local_slice(grad, ctx.axis), None
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """The same `x` for every rank's own part of the work. Comm: none / all_reduce of the gradient."""
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Sum of every rank's partial `x`. Comm: all_reduce / none."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+def gather_from(x: Tensor, axis: Axis) -> Tensor:
+    """`[n, ...]` -> `[size·n, ...]`. Comm: all_gather / reduce_scatter."""
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis)
+
+
+def reduce_scatter_to(x: Tensor, axis: Axis) -> Tensor:
+    """Partial `[n, ...]` -> summed `[n/size, ...]`. Comm: reduce_scatter / all_gather."""
+    return x if axis.size == 1 else _ReduceScatterTo.apply(x, axis)
+
+
+def split_to(x: Tensor, axis: Axis) -> Tensor:
+    """Replicated `[n, ...]` -> this rank's `[n/size, ...]`. Comm: none / all_gather."""
+    return x if axis.size == 1 else _SplitTo.apply(x, axis)
+
+
+def join_from(x: Tensor, axis: Axis) -> Tensor:
+    """`[n, ...]` -> `[size·n, ...]` for work that every rank repeats. Comm: all_gather / none."""
+    return x if axis.size == 1 else _JoinFrom.apply(x, axis)

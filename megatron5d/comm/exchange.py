@@ -1,0 +1,104 @@
+"""An all-to-all between two phases: one starts it, a later one waits for it; the gradient travels back the same way.
+
+            phase A                          phase B
+forward     start(x) -> ticket               finish(ticket) -> rows
+backward    waits for the gradient of x      sends the gradient of the rows on its way
+
+What is under way never lies in the autograd graph, whose engine could read it before it has arrived: the graph
+carries a ticket of one element, the payload stays here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron5d.comm.all_to_all import start_all_to_all
+from megatron5d.comm.collectives import Pending
+from megatron5d.topology.axis import Axis
+
+
+class Exchange:
+    """One all-to-all of rows, and its transpose.
+
+    Args:
+        axis: among whom.
+        send: rows for each rank.
+        receive: rows from each rank.
+    """
+
+    def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
+        self.axis, self.send, self.receive = axis, send, receive
+        self._started = False
+        self._rows: Pending | None = None
+        self._grad: Pending | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        """Sends the rows on their way; a phase that is recomputed sends nothing again.
+
+        Args:
+            x: `[sum(send), ...]`, rows for rank 0 first.
+
+        Returns:
+            The ticket for `finish`, one element.
+
+        Comm: all_to_all of the rows that are not this rank's own / waits for what `finish` sends back.
+        """
+        return _Start.apply(x, self)
+
+    def finish(self, ticket: Tensor) -> Tensor:
+        """Waits for the rows.
+
+        Args:
+            ticket: from `start`, perhaps detached since.
+
+        Returns:
+            `[sum(receive), ...]`, rows of rank 0 first.
+
+        Comm: none / all_to_all back.
+        """
+        rows = _Finish.apply(ticket, self)
+        if torch.is_grad_enabled():
+            self._rows = None  # otherwise somebody may recompute from them
+        return rows
+
+    def _start(self, x: Tensor) -> None:
+        if not self._started:
+            self._started = True
+            self._rows = start_all_to_all(x.detach(), self.axis, self.send, self.receive)
+
+    def _wait(self) -> Tensor:
+        assert self._rows is not None, "rows are fetched once where gradients are recorded"
+        return self._rows.wait().detach()
+
+    def _start_back(self, grad: Tensor) -> None:
+        self._grad = start_all_to_all(grad, self.axis, self.receive, self.send)
+
+    def _wait_back(self) -> Tensor:
+        assert self._grad is not None, "the gradient of the rows was never sent back"
+        grad, self._grad = self._grad.wait(), None
+        return grad
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        exchange._start(x)
+        return x.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.exchange._wait_back(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ticket, exchange):
+        ctx.exchange = exchange
+        return exchange._wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.exchange._start_back(grad)
+        return grad.new_zeros(1), None

@@ -1,0 +1,202 @@
+"""Channels from one rank of an axis to another: messages arrive in the order in which they were sent.
+
+Each channel is independent of all others, so no order between channels is ever needed. On gloo channels are tags of
+one group. NCCL knows no tags and runs all messages of a pair of ranks in one group in one order, so there
+channels between the same two ranks live in different groups.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron5d.topology.axis import Axis
+
+Link = tuple[int, int]
+"""Positions on the axis: (source, destination)."""
+
+
+class PeerLost(ConnectionError):
+    """The rank at the other end of a channel does not answer any more.
+
+    Ranks that lose a dead one end, and are lost to others in turn: the message names the first one too.
+
+    Args:
+        rank: its global rank.
+        doing: what was to be done with it.
+        error: what the backend said.
+    """
+
+    def __init__(self, rank: int, doing: str, error: BaseException) -> None:
+        self.rank, self.first = rank, _first_lost(rank)
+        cause = "" if self.first == rank else f", after rank {self.first} was lost"
+        super().__init__(f"rank {rank} was lost while {doing}{cause}: {str(error).splitlines()[0]}")
+
+
+def _first_lost(rank: int) -> int:
+    """The rank that anybody was first to miss, as far as the store that all ranks met at can still tell."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=5))
+        return int(store.compare_set("megatron5d/first_lost", "", str(rank)))
+    except (RuntimeError, ValueError, AttributeError):  # the store died with its rank
+        return rank
+
+
+@dataclass(frozen=True)
+class Form:
+    """What every message of a channel looks like; sender and receiver know it beforehand."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+
+
+class _End:
+    """What both ends of a channel know."""
+
+    def __init__(self, axis: Axis, peer: int, group: Any, tag: int) -> None:
+        self.axis, self.peer, self._tag = axis, peer, tag
+        self._group = group
+        self.peer_rank = axis.ranks[peer]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.axis}, rank {self.peer_rank}, tag {self._tag})"
+
+
+class Outbox(_End):
+    """The sending end. What was sent lives until its transfer is known to be over."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self._settled = 0
+
+    def send(self, x: Tensor) -> None:
+        """Starts sending.
+
+        Args:
+            x: of the form that the other end expects; not to be changed before `settle` or `finish`.
+
+        Comm: one message of numel elements.
+        """
+        x = x.contiguous()
+        recorder = self.axis.recorder
+        if recorder is not None:
+            recorder.record(self.axis.name, "send", x.numel(), x.element_size())
+        try:
+            work = self._group.send([x], self.peer, self._tag)
+        except RuntimeError as error:
+            raise PeerLost(self.peer_rank, "sending to it", error) from error
+        self._under_way.append((work, x))
+
+    def settle(self, count: int) -> None:
+        """Lets go of the first `count` messages since the last `finish`: the peer has used them."""
+        while self._settled < count:
+            self._wait_first()
+
+    def finish(self) -> None:
+        """Waits until everything has been sent, and counts from 0 again."""
+        while self._under_way:
+            self._wait_first()
+        self._settled = 0
+
+    def _wait_first(self) -> None:
+        work, _ = self._under_way.popleft()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLost(self.peer_rank, "sending to it", error) from error
+        self._settled += 1
+
+
+class Inbox(_End):
+    """The receiving end."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self._posted: deque[tuple[Any, Tensor]] = deque()
+
+    def post(self, form: Form) -> None:
+        """Starts receiving the channel's next message into memory of its own."""
+        x = torch.empty(form.shape, dtype=form.dtype, device=form.device)
+        try:
+            work = self._group.recv([x], self.peer, self._tag)
+        except RuntimeError as error:
+            raise PeerLost(self.peer_rank, "receiving from it", error) from error
+        self._posted.append((work, x))
+
+    def take(self) -> Tensor:
+        """The oldest message that was posted and not yet taken, once it is there."""
+        work, x = self._posted.popleft()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLost(self.peer_rank, "receiving from it", error) from error
+        return x
+
+    def finish(self) -> None:
+        """Checks that nothing was posted in vain."""
+        assert not self._posted, f"{len(self._posted)} receives of {self} were posted and never taken"
+
+
+def colours(links: Sequence[Link]) -> list[int]:
+    """A group for every link, so that no two links between the same two ranks share one; as few as can be."""
+    used: dict[frozenset[int], int] = {}
+    found = []
+    for link in links:
+        pair = frozenset(link)
+        found.append(used.get(pair, 0))
+        used[pair] = found[-1] + 1
+    return found
+
+
+def open_channels(links: Sequence[Link], axis: Axis, device: torch.device | str = "cpu") -> list[Outbox | Inbox | None]:
+    """This rank's end of every channel, ready for use.
+
+    Every rank of the axis must call it with the same links. One element travels over each channel, in the order of the
+    links, so that connections are made here and never first, each rank waiting for another, in the middle of a step.
+
+    Args:
+        links: the channels.
+        axis: on which they run.
+        device: on which messages will lie.
+
+    Returns:
+        One entry per link; None where this rank stands at neither end.
+
+    Comm: creation of one group (with NCCL, of as many as channels join the same two ranks); one element per channel.
+    """
+    if axis.size == 1 or not links:
+        return [None] * len(links)
+    tagged = dist.get_backend(axis.group) != "nccl"
+    colour = [0] * len(links) if tagged else colours(links)
+    # groups of their own: torch's checks count messages and collectives of a group together, and ranks have unequally
+    # many messages
+    groups = [
+        dist.new_group(list(axis.ranks), use_local_synchronization=True, group_desc="p2p")
+        for _ in range(max(colour) + 1)
+    ]
+    ends: list[Outbox | Inbox | None] = []
+    first = Form((1,), torch.float32, device)
+    for tag, ((source, destination), index) in enumerate(zip(links, colour)):
+        if axis.rank == source:
+            outbox = Outbox(axis, destination, groups[index], tag)
+            outbox.send(torch.zeros(first.shape, dtype=first.dtype, device=device))
+            outbox.finish()
+            ends.append(outbox)
+        elif axis.rank == destination:
+            inbox = Inbox(axis, source, groups[index], tag)
+            inbox.post(first)
+            inbox.take()
+            ends.append(inbox)
+        else:
+            ends.append(None)
+    return ends

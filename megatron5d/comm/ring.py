@@ -1,0 +1,44 @@
+"""Passing a tensor one rank on, around an axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron5d.topology.axis import Axis
+
+
+class Shift:
+    """A transfer under way: our tensor to the next rank, the previous rank's to us."""
+
+    def __init__(self, sent: Tensor, received: Tensor, works: list) -> None:
+        self._sent, self._received, self._works = sent, received, works
+
+    def wait(self) -> Tensor:
+        """The previous rank's tensor; ours may be overwritten from now on."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        return self._received
+
+
+def start_shift(x: Tensor, axis: Axis, tag: int = 0) -> Shift:
+    """Sends `x` to the next rank of the ring and receives the previous one's.
+
+    Args:
+        x: contiguous, the same shape on every rank; must not change until `wait`.
+        axis: the ring; at least 2 ranks.
+        tag: tells apart transfers that are under way at once; every rank starts them in the same order.
+
+    Comm: point to point, numel elements per rank.
+    """
+    assert axis.size > 1 and x.is_contiguous()
+    following = axis.ranks[(axis.rank + 1) % axis.size]
+    previous = axis.ranks[(axis.rank - 1) % axis.size]
+    received = torch.empty_like(x)
+    if axis.recorder is not None:
+        axis.recorder.record(axis.name, "shift", x.numel(), x.element_size())
+    sending = dist.P2POp(dist.isend, x, following, axis.group, tag)
+    receiving = dist.P2POp(dist.irecv, received, previous, axis.group, tag)
+    return Shift(x, received, dist.batch_isend_irecv([sending, receiving]))

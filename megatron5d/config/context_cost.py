@@ -1,0 +1,116 @@
+"""What context parallelism sends in one attention layer, in closed form, and which method to take.
+
+Per rank and token it holds, with a query heads, g key-value heads (at least one), d and dv features, all after tp:
+
+    kv = g·(d+dv)       ring, allgather: what travels (latents: r+dr instead)
+    qo = a·(d+dv)       ulysses, two_level: queries there, outputs back
+    G  = max(g, inner)·(d+dv)                  keys and values there, repeated where heads are fewer than ranks
+
+                forward                                              backward
+ring            (cp-1)·kv                                            (cp-1)·kv, and (cp-1)·kv in fp32
+allgather       the same                                             the same
+ulysses         (qo + G)·(cp-1)/cp                                   the same
+two_level       (qo + G)·(inner-1)/inner + (outer-1)·G               inner the same; outer as the ring, twice
+latents         inner: qo·(inner-1)/inner + (inner-1)·(r+dr);        inner the same; outer as the ring, twice
+                outer: (outer-1)·inner·(r+dr)
+
+A rank of two_level holds `inner` times more tokens of 1/inner of the heads while the ring turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron5d.config.schema import Config, ModelConfig
+
+GRAD_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # of gradients that travel: summed in fp32
+VALUE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Elements that one rank sends in one layer's attention for one sequence."""
+
+    inner: int = 0  # over cp_inner, forward; the backward is the same
+    outer: int = 0  # over cp_outer, forward; the backward sends them again, and as many gradients
+
+    def num_bytes(self, dtype: str) -> tuple[int, int]:
+        """(over cp_inner, over cp_outer), forward and backward together."""
+        value, grad = VALUE_BYTES[dtype], GRAD_BYTES[dtype]
+        return self.inner * 2 * value, self.outer * (2 * value + grad)
+
+
+def split_of(c: Config) -> tuple[int, int]:
+    """(outer, inner): the cp axis as rings of keys and values over groups that exchange heads."""
+    method, cp = c.parallel.cp_method, c.parallel.cp
+    inner = {"ulysses": cp, "two_level": c.parallel.cp_inner}.get(method, 1)
+    return cp // inner, inner
+
+
+def local_heads(c: Config) -> tuple[int, int]:
+    """Query and key-value heads of one tp rank."""
+    a, tp = c.model.num_heads, c.parallel.tp
+    return a // tp, max(1, c.model.num_kv_heads // tp)
+
+
+def head_features(model: ModelConfig) -> int:
+    """d + dv of one head."""
+    if model.attention == "mla":
+        return model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
+    return 2 * model.head_dim
+
+
+def latent_features(model: ModelConfig) -> int:
+    """r + dr: what stands for the keys and values of all heads."""
+    return model.kv_lora_rank + model.qk_rope_head_dim
+
+
+def traffic(c: Config) -> Traffic:
+    """What one layer's attention sends for one sequence; all of its divisions must come out even."""
+    (outer, inner), (a, g) = split_of(c), local_heads(c)
+    rows, width = c.train.seq_len // c.parallel.cp, head_features(c.model)
+    exchanged = rows * a * width * (inner - 1) // inner
+    if c.parallel.cp_compress_kv:
+        latents = rows * latent_features(c.model)
+        return Traffic(exchanged + (inner - 1) * latents, (outer - 1) * inner * latents)
+    shared = rows * max(g, inner) * width
+    return Traffic(exchanged + shared * (inner - 1) // inner, (outer - 1) * shared)
+
+
+def splits_heads(c: Config, inner: int) -> bool:
+    """`inner` ranks can exchange heads: query heads split, key-value heads split or are repeated."""
+    a, g = local_heads(c)
+    return a % inner == 0 and (g % inner == 0 or inner % g == 0)
+
+
+def recommended(c: Config, ranks_per_node: int = 8) -> tuple[str, int]:
+    """The method, and cp_inner, that send least over the slower of the links between nodes and inside one.
+
+    Between nodes only the ring's blocks travel, under the previous block's attention; inside a node heads are
+    exchanged where they split and that is fewer bytes than a ring's.
+
+    Args:
+        c: the model and its tp, cp and precision.
+        ranks_per_node: ranks that share the fast links; tp takes the first of them.
+
+    Returns:
+        parallel.cp_method and parallel.cp_inner.
+    """
+    cp, room = c.parallel.cp, max(1, ranks_per_node // c.parallel.tp)
+    plain = replace(c.parallel, cp_compress_kv=False)
+    options: dict[tuple[int, int], tuple[str, int]] = {}
+    for inner in (n for n in range(1, cp + 1) if cp % n == 0 and n <= room and splits_heads(c, n)):
+        method = "ring" if inner == 1 else "ulysses" if inner == cp else "two_level"
+        cp_inner = inner if method == "two_level" else 1
+        sent = traffic(replace(c, parallel=replace(plain, cp_method=method, cp_inner=cp_inner)))
+        inside, between = sent.num_bytes(c.precision.dtype)
+        if cp <= room:  # no link is slow: all bytes are alike
+            inside, between = inside + between, 0
+        options.setdefault((between, inside), (method, cp_inner))
+    return options[min(options)]
+
+
+def advice(c: Config, ranks_per_node: int = 8) -> str:
+    """`recommended` as overrides."""
+    method, inner = recommended(c, ranks_per_node)
+    return f"parallel.cp_method={method}" + (f" parallel.cp_inner={inner}" if method == "two_level" else "")

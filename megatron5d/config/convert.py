@@ -1,0 +1,208 @@
+"""Plain mappings <-> the frozen dataclasses: unknown keys and wrong types are collected, never guessed around."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from megatron5d.config.fault import ConfigError, Fault, closest_key
+from megatron5d.config.schema import Config
+
+_BAD = object()  # what a value of the wrong type becomes until the field's default takes its place
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+
+
+def from_dict(data: Mapping[str, Any]) -> Config:
+    """The configuration that `to_dict` wrote; keys that it lacks keep their defaults, so old files stay readable.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong type.
+    """
+    faults: list[Fault] = []
+    config = convert(data, faults)
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration (or one group of it) as nested plain values, spelled as in YAML."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = to_dict(value)
+        out[key_of(field)] = list(value) if isinstance(value, list) else value
+    return out
+
+
+def convert(data: Mapping[str, Any], faults: list[Fault]) -> Config:
+    """A typed configuration; each fault is appended and leaves the field at its default."""
+    return _group(Config, data, "", faults)
+
+
+def key_of(field: dataclasses.Field) -> str:
+    """The YAML spelling of a field: `async` is a key there and no legal name in Python."""
+    return field.metadata.get("key", field.name)
+
+
+@cache
+def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of the configuration with its type, groups included, in the order of the schema."""
+    found: dict[str, Any] = {}
+    hints = _hints(cls)
+    for field in dataclasses.fields(cls):
+        key, kind = prefix + key_of(field), hints[field.name]
+        found[key] = kind
+        if dataclasses.is_dataclass(kind):
+            found |= keys(typing.cast(type, kind), key + ".")
+    return found
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key, spelled as in YAML."""
+    return _reader(key)(config)
+
+
+@cache
+def _reader(key: str) -> operator.attrgetter:
+    """Reads the field of a dotted key, where its name differs from the key too."""
+    cls: Any = Config
+    names = []
+    for part in key.split("."):
+        field = next(field for field in dataclasses.fields(cls) if key_of(field) == part)
+        names.append(field.name)
+        cls = _hints(cls)[field.name]
+    return operator.attrgetter(".".join(names))
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def leaves() -> list[str]:
+    """The dotted keys that hold values."""
+    return [key for key, kind in keys().items() if not dataclasses.is_dataclass(kind)]
+
+
+def kind_of(key: str) -> type:
+    """int, float, bool, str or list: what a dotted key holds where it is not null; a group's own class for a group."""
+    kind = _without_none(keys()[key])
+    return typing.cast(type, typing.get_origin(kind) or kind)
+
+
+def unknown(key: str) -> Fault:
+    """The fault of a key that the schema does not have."""
+    group = key.rpartition(".")[0]
+    meant = closest_key(key, leaves())
+    if meant:
+        fix = f"did you mean {meant}?"
+    elif any(leaf.startswith(group + ".") for leaf in leaves()):
+        fix = f"{group} has {', '.join(leaf for leaf in leaves() if leaf.startswith(group + '.'))}"
+    else:
+        fix = f"the groups are {', '.join(name for name in keys() if '.' not in name)}; --help lists every key"
+    return Fault("unknown-key", (meant or key,), f"{key} is no key of the configuration", fix)
+
+
+def _group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:
+    if not isinstance(data, Mapping):
+        example = next(key for key in leaves() if key.startswith(path + "."))
+        faults.append(
+            Fault("wrong-type", (path,), f"{path} = {data!r} is a group of keys", f"set its keys, such as {example}")
+        )
+        return cls()
+    hints = _hints(cls)
+    known = {key_of(field): field for field in dataclasses.fields(cls)}
+    dotted = {key: f"{path}.{key}" if path else str(key) for key in [*data, *known]}
+    faults += [unknown(dotted[key]) for key in data if key not in known]
+    values = {}
+    for key, field in known.items():
+        if key not in data:
+            continue
+        value = _value(hints[field.name], data[key], dotted[key], faults)
+        if value is not _BAD:
+            values[field.name] = value
+    return cls(**values)
+
+
+def _value(kind: Any, value: Any, path: str, faults: list[Fault]) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _group(typing.cast(type, kind), value, path, faults)
+    converted = _plain(kind, value)
+    if converted is _BAD:
+        faults.append(_wrong_type(kind, value, path))
+    return converted
+
+
+def _plain(kind: Any, value: Any) -> Any:
+    """`value` as `kind`, or _BAD. A lone word is a list of one; an integer is a number; nothing else is bent."""
+    if value is None:
+        return None if kind != _without_none(kind) else _BAD
+    kind = _without_none(kind)
+    if typing.get_origin(kind) is list:
+        (item,) = typing.get_args(kind)
+        if isinstance(value, str) and item is str:
+            value = [value]
+        items = [_plain(item, one) for one in value] if isinstance(value, (list, tuple)) else [_BAD]
+        return _BAD if _BAD in items else items
+    if kind is float:
+        return _number(value)
+    if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)  # a name or a folder may consist of digits
+    if kind is int and isinstance(value, bool):
+        return _BAD
+    return value if isinstance(value, kind) else _BAD
+
+
+def _without_none(kind: Any) -> Any:
+    """T of `T | None`."""
+    if typing.get_origin(kind) not in (types.UnionType, typing.Union):
+        return kind
+    (inner,) = (option for option in typing.get_args(kind) if option is not type(None))
+    return inner
+
+
+def _number(value: Any) -> Any:
+    """A finite float; YAML 1.1 reads 1e-4 as a text, so texts that spell numbers count."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return _BAD
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return _BAD
+    return number if math.isfinite(number) else _BAD
+
+
+def _wrong_type(kind: Any, value: Any, path: str) -> Fault:
+    optional, kind = kind != _without_none(kind), _without_none(kind)
+    if typing.get_origin(kind) is list:
+        (item,) = typing.get_args(kind)
+        wanted = "a list of " + {int: "integers", float: "numbers", str: "texts"}[item]
+    else:
+        wanted = ("a finite number" if kind is float else _KINDS[kind]) + (" or null" if optional else "")
+    return Fault(
+        "wrong-type", (path,), f"{path} = {value!r} is not {wanted}", f"{path}={_example(kind, value, path, optional)}"
+    )
+
+
+def _example(kind: Any, value: Any, path: str, optional: bool) -> str:
+    """A legal value of the type, near to what was written or else the default."""
+    if kind is int and isinstance(value, (float, str)):
+        number = _number(value)
+        if number is not _BAD:
+            return str(round(number))
+    if kind is bool and not isinstance(value, (list, Mapping)):
+        return "true" if str(value).lower() in ("1", "yes", "on", "t", "y") else "false"
+    default = value_of(Config(), path)
+    if default is None or (optional and default == []):
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"[{','.join(map(str, default))}]" if isinstance(default, list) else str(default)

@@ -1,0 +1,129 @@
+"""What is wrong with a configuration, told so that it can be put right: the knob, the numbers, a legal value."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import NoReturn
+
+REFUSED = 2  # exit code of a refused configuration
+
+# Names people bring from other code bases, where no spelling distance would find ours.
+ELSEWHERE = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "tensor_parallel_degree": "parallel.tp",
+    "sequence_parallel": "parallel.sp",
+    "context_parallel_size": "parallel.cp",
+    "context_parallel_degree": "parallel.cp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "pipeline_parallel_degree": "parallel.pp",
+    "expert_model_parallel_size": "parallel.ep",
+    "expert_tensor_parallel_size": "parallel.etp",
+    "zero_stage": "parallel.zero",
+    "global_batch_size": "train.gbs",
+    "micro_batch_size": "train.mbs",
+    "rampup_batch_size": "train.gbs_ramp",
+    "seq_length": "train.seq_len",
+    "max_seq_len": "train.seq_len",
+    "sequence_length": "train.seq_len",
+    "train_iters": "train.steps",
+    "max_steps": "train.steps",
+    "learning_rate": "optim.lr",
+    "lr_decay_style": "optim.schedule",
+    "lr_warmup_iters": "optim.warmup_steps",
+    "clip_grad": "optim.clip",
+    "max_norm": "optim.clip",
+    "adam_eps": "optim.eps",
+    "data_path": "data.train",
+    "save_interval": "checkpoint.every",
+    "save": "checkpoint.dir",
+    "load": "checkpoint.resume",
+    "log_interval": "log.every",
+    "num_attention_heads": "model.num_heads",
+    "num_query_groups": "model.num_kv_heads",
+    "num_key_value_heads": "model.num_kv_heads",
+    "kv_channels": "model.head_dim",
+    "num_hidden_layers": "model.num_layers",
+    "intermediate_size": "model.ffn_hidden_size",
+    "max_position_embeddings": "model.max_positions",
+    "recompute_granularity": "recompute.mode",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with a configuration.
+
+    Args:
+        id: of the law or of the kind of spelling fault, kebab-case.
+        knobs: config keys that it concerns.
+        reason: what is wrong, with the numbers.
+        fix: the nearest legal value, with its knob.
+    """
+
+    id: str
+    knobs: tuple[str, ...]
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n    fix: {self.fix}  [{self.id}]"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; `faults` has everything that is wrong with it."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__(message(self.faults))
+
+
+def message(faults: Sequence[Fault]) -> str:
+    """All faults as one text, in the order found."""
+    count = f"{len(faults)} fault{'' if len(faults) == 1 else 's'}"
+    return "\n".join([f"the configuration is refused: {count}", *(f"  - {fault}" for fault in faults)])
+
+
+def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
+    """Ends the process with exit code 2; rank 0 alone says why.
+
+    Args:
+        faults: what is wrong.
+        rank: of this process.
+
+    Raises:
+        SystemExit: always.
+    """
+    if rank == 0:
+        print(message(faults), file=sys.stderr, flush=True)
+    raise SystemExit(REFUSED)
+
+
+def closest(written: str, legal: Iterable[str], likeness: float = 0.5) -> str | None:
+    """The legal word that was probably meant, or None where none is as alike as `likeness`, from 0 to 1."""
+    folded = {word.lower(): word for word in legal}
+    matches = get_close_matches(written.lower(), folded, n=1, cutoff=likeness)
+    return folded[matches[0]] if matches else None
+
+
+def closest_key(written: str, legal: Iterable[str]) -> str | None:
+    """The dotted key that was probably meant: another code base's name, the same name in another group, or a typo."""
+    keys = list(legal)
+    name = written.rpartition(".")[2].replace("-", "_")
+    if ELSEWHERE.get(name) in keys:
+        return ELSEWHERE[name]
+    same_name = [key for key in keys if key.rpartition(".")[2] == name]
+    if same_name:
+        return closest(written, same_name) or same_name[0]
+    if "." in written:
+        return closest(written, keys, 0.6)
+    matched = closest(name, sorted({key.rpartition(".")[2] for key in keys}), 0.6)
+    return next((key for key in keys if matched and key.rpartition(".")[2] == matched), None)
+
+
+def listed(words: Iterable[object]) -> str:
+    """`a, b or c`"""
+    *most, last = [str(word) for word in words]
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,50 @@
+"""Every incompatibility of a configuration, as data; all that are broken are told at once."""
+
+from __future__ import annotations
+
+from megatron5d.config.fault import Fault
+from megatron5d.config.law import Law
+from megatron5d.config.laws_attention import ATTENTION_LAWS
+from megatron5d.config.laws_context import CONTEXT_LAWS
+from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.laws_layout import LAYOUT_LAWS
+from megatron5d.config.laws_moe import MOE_LAWS
+from megatron5d.config.laws_run import RUN_LAWS
+from megatron5d.config.laws_values import AVAILABILITY_LAWS, VALUE_LAWS
+from megatron5d.config.schema import Config
+
+# Values first: a law about several knobs may then rely on each being legal by itself.
+LAWS: tuple[Law, ...] = (
+    *VALUE_LAWS,
+    *LAYOUT_LAWS,
+    *MOE_LAWS,
+    *ATTENTION_LAWS,
+    *CONTEXT_LAWS,
+    *RUN_LAWS,
+    *FILE_LAWS,
+    *AVAILABILITY_LAWS,
+)
+
+
+def broken_laws(config: Config, world: int) -> list[Fault]:
+    """What is wrong with a configuration, in the order of LAWS.
+
+    Args:
+        config: to be checked.
+        world: number of ranks it shall run on.
+
+    Returns:
+        One fault per broken law; a law that rests on an illegal value or on a broken law is not asked.
+    """
+    faults: list[Fault] = []
+    illegal: set[str] = set()  # knobs whose value is wrong whatever the others are
+    broken: set[str] = set()
+    for law in LAWS:
+        if broken.intersection(law.needs) or (len(law.knobs) > 1 and illegal.intersection(law.knobs)):
+            continue
+        if law.broken(config, world):
+            faults.append(law.fault(config, world))
+            broken.add(law.id)
+            if len(law.knobs) == 1:
+                illegal.update(law.knobs)
+    return faults

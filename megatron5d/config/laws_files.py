@@ -1,0 +1,229 @@
+"""Laws of files: what the run will read is there, what it will write can be made. Nothing is opened or made here."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from megatron5d.config.convert import value_of
+from megatron5d.config.law import Law
+from megatron5d.config.schema import Config
+
+
+def _entry(text: str) -> tuple[float, str]:
+    """(weight, prefix) of one entry of data.train; the weight is NaN where the number has no prefix behind it."""
+    first, _, rest = text.strip().partition(" ")
+    try:
+        weight, prefix = float(first), rest.strip()
+    except ValueError:
+        return 1.0, text.strip()
+    return (weight, prefix) if prefix else (math.nan, prefix)
+
+
+def _bad_weights(entries: list[str]) -> list[str]:
+    return [text for text in entries if not (0 < _entry(text)[0] < math.inf and _entry(text)[1])]
+
+
+def _absent(entries: list[str]) -> list[str]:
+    """The .bin and .idx files that entries name and the disk lacks."""
+    bad = _bad_weights(entries)
+    prefixes = [_entry(text)[1] for text in entries if text not in bad]
+    names = [prefix + ending for prefix in prefixes for ending in (".bin", ".idx")]
+    return [name for name in names if not Path(name).is_file()]
+
+
+def _shares(split: str | None) -> list[float] | None:
+    """The numbers of data.split, train first; None where it is no list of one to three numbers of positive sum."""
+    if split is None:
+        return [1.0, 0.0, 0.0]
+    parts = split.split(",")
+    if len(parts) > 3 or not all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", part) for part in parts):
+        return None
+    shares = [float(part) for part in parts] + [0.0] * (3 - len(parts))
+    return shares if sum(shares) > 0 else None
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _blend(knob: str) -> tuple[Law, Law]:
+    """Of data.train or data.valid: the weights are numbers above 0, the files exist."""
+    name = knob.replace(".", "-")
+    return (
+        Law(
+            f"{name}-weights",
+            (knob,),
+            lambda c, w: _bad_weights(value_of(c, knob)) != [],
+            lambda c, w: (
+                f"{knob}: {_shown([repr(text) for text in _bad_weights(value_of(c, knob))])} is no "
+                "'weight prefix' with a finite weight above 0, and no 'prefix'"
+            ),
+            lambda c, w: f"{knob}='[0.7 DIR/web, 0.3 DIR/code]'; leave out what shall weigh nothing",
+        ),
+        Law(
+            f"{name}-files",
+            (knob,),
+            lambda c, w: _absent(value_of(c, knob)) != [],
+            lambda c, w: f"{knob}: there is no {_shown(_absent(value_of(c, knob)))} (seen from {Path.cwd()})",
+            lambda c, w: f"{knob}=[PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.py writes them",
+        ),
+    )
+
+
+DATA_LAWS = (
+    Law(
+        "data-train-given",
+        ("data.train",),
+        lambda c, w: not c.data.train,
+        lambda c, w: "data.train = [] names nothing to train on",
+        lambda c, w: "data.train=[PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.py writes them",
+    ),
+    *_blend("data.train"),
+    *_blend("data.valid"),
+    Law(
+        "data-split-numbers",
+        ("data.split",),
+        lambda c, w: _shares(c.data.split) is None,
+        lambda c, w: f"data.split = {c.data.split!r} is not one to three numbers 'train,valid,test' of positive sum",
+        lambda c, w: "data.split='\"969,30,1\"', or null",
+    ),
+    Law(
+        "data-split-trains",
+        ("data.split", "data.train"),
+        lambda c, w: (_shares(c.data.split) or [1.0])[0] == 0,
+        lambda c, w: f"data.split = {c.data.split!r} leaves nothing of data.train to train on",
+        lambda c, w: "data.split='\"969,30,1\"', or null",
+    ),
+    Law(
+        "eval-needs-valid",
+        ("train.eval_every", "data.valid", "data.split"),
+        lambda c, w: c.train.eval_every > 0 and not c.data.valid and (_shares(c.data.split) or [1.0, 0.0])[1] == 0,
+        lambda c, w: f"train.eval_every = {c.train.eval_every}, and neither data.valid nor data.split = "
+        f"{c.data.split!r} gives it anything to evaluate on",
+        lambda c, w: "data.split='\"969,30,1\"', or data.valid=[PREFIX], or train.eval_every=0",
+    ),
+    Law(
+        "eod-in-vocabulary",
+        ("data.eod", "model.vocab_size"),
+        lambda c, w: c.data.eod is not None and c.data.eod >= c.model.vocab_size,
+        lambda c, w: f"data.eod = {c.data.eod} is no token of model.vocab_size = {c.model.vocab_size}",
+        lambda c, w: f"data.eod={c.model.vocab_size - 1}, or less",
+    ),
+    Law(
+        "eod-known",
+        ("data.eod_mask_loss", "data.eod", "data.tokenizer"),
+        lambda c, w: c.data.eod_mask_loss and c.data.eod is None and c.data.tokenizer is None,
+        lambda c, w: "data.eod_mask_loss = true, and neither data.eod nor data.tokenizer says which token ends "
+        "a document",
+        lambda c, w: f"data.eod={c.model.vocab_size - 1} (or whichever id it is), or data.tokenizer=FILE",
+    ),
+)  # fmt: skip
+
+
+def _missing_in(folder: str | None, *patterns: str) -> str | None:
+    """What a Hugging Face folder lacks, as text; None = nothing."""
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
+        return f"there is no folder {folder}"
+    lacking = [pattern for pattern in patterns if not any(Path(folder).glob(pattern))]
+    return f"{folder} has no {' and no '.join(lacking)}" if lacking else None
+
+
+def _huggingface(knob: str, *patterns: str) -> Law:
+    return Law(
+        knob.replace(".", "-").replace("_", "-") + "-folder",
+        (knob,),
+        lambda c, w: _missing_in(value_of(c, knob), *patterns) is not None,
+        lambda c, w: f"{knob}: {_missing_in(value_of(c, knob), *patterns)}",
+        lambda c, w: f"{knob}=DIR with {' and '.join(patterns)}, or null",
+    )
+
+
+def _blocked(name: str | None, as_folder: bool) -> str | None:
+    """The path that keeps `name` from being made or written, None = nothing does."""
+    if name is None:
+        return None
+    path = Path(name).absolute()
+    if path.exists() and path.is_dir() != as_folder:
+        return str(path)
+    return next((str(parent) for parent in path.parents if parent.exists() and not parent.is_dir()), None)
+
+
+def _writable(knob: str, as_folder: bool = True) -> Law:
+    kind, other = ("folder", "file") if as_folder else ("file", "folder")
+    return Law(
+        knob.replace(".", "-").replace("_", "-") + "-path",
+        (knob,),
+        lambda c, w: _blocked(value_of(c, knob), as_folder) is not None,
+        lambda c, w: (
+            f"{knob} = {value_of(c, knob)} shall be a {kind}, but {_blocked(value_of(c, knob), as_folder)} is "
+            f"in its way, a {other if Path(value_of(c, knob)).exists() else 'file'}"
+        ),
+        lambda c, w: f"{knob}={_blocked(value_of(c, knob), as_folder)}.new, or null",
+    )
+
+
+def _file(knob: str) -> Law:
+    return Law(
+        knob.replace(".", "-") + "-file",
+        (knob,),
+        lambda c, w: value_of(c, knob) is not None and not Path(value_of(c, knob)).exists(),
+        lambda c, w: f"{knob}: there is no {value_of(c, knob)} (seen from {Path.cwd()})",
+        lambda c, w: f"{knob}=FILE that exists, or null",
+    )
+
+
+def _schedule_file(c: Config) -> Path | None:
+    kind, _, path = c.pipeline.schedule.partition(":")
+    return Path(path) if kind == "file" else None
+
+
+def _newest_checkpoints(c: Config) -> str:
+    folder = Path(c.checkpoint.dir or "")
+    found = sorted(folder.iterdir()) if c.checkpoint.dir and folder.is_dir() else []
+    return f"checkpoint.resume=auto, none{''.join(f', or {path}' for path in found[-1:])}"
+
+
+PATH_LAWS = (
+    _huggingface("model.from_hf", "config.json"),
+    _huggingface("init.from_hf", "*.safetensors"),
+    Law(
+        "init-from-checkpoint-folder",
+        ("init.from_checkpoint",),
+        lambda c, w: c.init.from_checkpoint is not None and not Path(c.init.from_checkpoint).is_dir(),
+        lambda c, w: f"init.from_checkpoint = {c.init.from_checkpoint}: there is no such folder",
+        lambda c, w: "init.from_checkpoint=DIR, a checkpoint or a folder of them, or null",
+    ),
+    Law(
+        "init-has-one-source",
+        ("init.from_checkpoint", "init.from_hf"),
+        lambda c, w: c.init.from_checkpoint is not None and c.init.from_hf is not None,
+        lambda c, w: "init.from_checkpoint and init.from_hf are both given, and weights come from one of them",
+        lambda c, w: "init.from_hf=null, or init.from_checkpoint=null",
+    ),
+    _file("data.tokenizer"),
+    _writable("data.cache_dir"),
+    _writable("checkpoint.dir"),
+    _writable("log.dir"),
+    _writable("log.wandb.dir"),
+    _writable("log.jsonl", as_folder=False),
+    Law(
+        "checkpoint-resume-folder",
+        ("checkpoint.resume",),
+        lambda c, w: c.checkpoint.resume not in ("auto", "none") and not Path(c.checkpoint.resume).is_dir(),
+        lambda c, w: f"checkpoint.resume = {c.checkpoint.resume} is neither auto nor none nor a folder that exists",
+        lambda c, w: _newest_checkpoints(c),
+    ),
+    Law(
+        "pipeline-schedule-file",
+        ("pipeline.schedule",),
+        lambda c, w: _schedule_file(c) is not None and not Path(str(_schedule_file(c))).is_file(),
+        lambda c, w: f"pipeline.schedule = {c.pipeline.schedule}: there is no file {_schedule_file(c)}",
+        lambda c, w: "pipeline.schedule=1f1b, or file:PATH of a program that tools/schedule.py wrote",
+    ),
+)
+
+FILE_LAWS = (*DATA_LAWS, *PATH_LAWS)

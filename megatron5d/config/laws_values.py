@@ -1,0 +1,188 @@
+"""Laws of single knobs: the range of each number, the words of each enumeration, the shape of each list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron5d.config.available import AVAILABLE
+from megatron5d.config.convert import value_of
+from megatron5d.config.fault import closest, listed
+from megatron5d.config.law import Law, nearest
+from megatron5d.config.schema import Config
+
+BALANCES = ("none", "aux", "seq_aux", "global_aux", "bias")
+AXES = ("pp", "dp", "cp", "tp")
+
+AT_LEAST = {
+    1: """model.num_layers model.hidden_size model.ffn_hidden_size model.num_heads model.num_kv_heads model.head_dim
+        model.vocab_size model.max_positions model.attention_window model.rope_scaling.factor
+        model.rope_scaling.original_max_positions model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim
+        model.qk_rope_head_dim model.v_head_dim parallel.tp parallel.cp parallel.cp_inner parallel.pp parallel.vpp
+        parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
+        recompute.num_layers log.every model.top_k model.moe_ffn_hidden_size model.moe_interval model.num_groups
+        model.top_groups moe.log_every parallel.ep_inner""",
+    0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations
+        model.attention_softcap model.logit_softcap
+        model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
+        optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip moe.aux_coef moe.z_coef moe.bias_rate
+        data.eod data.prefetch checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
+        model.first_k_dense""",
+}
+ABOVE_ZERO = """pipeline.memory model.norm_eps model.rope_theta model.init_std model.rope_scaling.low_freq_factor
+    model.rope_scaling.high_freq_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
+    model.rope_scaling.attention_factor model.rope_scaling.mscale optim.lr optim.eps parallel.timeout_s
+    moe.capacity_factor log.peak_tflops model.routed_scaling_factor"""
+WORDS: dict[str, Sequence[str]] = {
+    "model.norm": ("rmsnorm", "layernorm"),
+    "model.activation": ("swiglu", "gelu", "gelu_tanh"),
+    "model.attention": ("gqa", "mla"),
+    "model.position": ("rope", "learned"),
+    "model.rope_scaling.type": ("none", "linear", "llama3", "yarn"),
+    "model.router_score": ("softmax", "sigmoid"),
+    "model.group_score": ("max", "top2_sum"),
+    "moe.drop_by": ("probability", "position"),
+    "pipeline.split": ("even", "cost"),
+    "parallel.cp_method": ("ring", "allgather", "ulysses", "two_level"),
+    "optim.name": ("adamw",),
+    "optim.schedule": ("cosine", "linear", "wsd", "constant"),
+    "optim.implementation": ("auto", "torch", "apex"),
+    "precision.dtype": ("fp64", "fp32", "bf16"),
+    "precision.fp8": ("none", "tensorwise", "blockwise"),
+    "precision.grad_dtype": ("fp32", "bf16"),
+    "recompute.mode": ("none", "selective", "full"),
+    "data.order": ("shuffled", "sequential", "megatron"),
+    "log.wandb.mode": ("online", "offline", "disabled"),
+}
+
+
+# Names of values in other code bases, where no spelling distance would find ours.
+SYNONYMS = {"fp16": "bf16", "half": "bf16", "float16": "bf16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
+            "adam": "adamw", "gelu_new": "gelu_tanh", "silu": "swiglu", "off": "disabled"}  # fmt: skip
+
+
+def law_id(knob: str) -> str:
+    """The id of the law of one knob alone."""
+    return knob.replace(".", "-").replace("_", "-")
+
+
+def working(knob: str, values: Sequence[Any]) -> Sequence[Any]:
+    """Those of a knob's legal values that this version can run."""
+    return [value for value in values if value in AVAILABLE.get(knob, values)]
+
+
+def _spelled(value: object) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _offered(knob: str, value: object) -> str:
+    """`value` as text, or where this version cannot run it one that it can."""
+    values = AVAILABLE.get(knob, (value,))
+    return _spelled(value if value in values else values[-1])
+
+
+def _nearest_word(written: str, words: Sequence[str]) -> str | None:
+    return SYNONYMS[written] if SYNONYMS.get(written) in words else closest(written, words)
+
+
+def _at_least(knob: str, low: int) -> Law:
+    return Law(
+        law_id(knob),
+        (knob,),
+        lambda c, w: value_of(c, knob) is not None and value_of(c, knob) < low,
+        lambda c, w: f"{knob} = {value_of(c, knob)} is below {low}",
+        lambda c, w: f"{knob}={_offered(knob, low)}",
+    )
+
+
+def _above_zero(knob: str) -> Law:
+    example = value_of(Config(), knob) or 1.0
+    return Law(
+        law_id(knob),
+        (knob,),
+        lambda c, w: value_of(c, knob) is not None and value_of(c, knob) <= 0,
+        lambda c, w: f"{knob} = {value_of(c, knob)} is not above 0",
+        lambda c, w: f"{knob}={_offered(knob, example)}",
+    )
+
+
+def _one_of(knob: str, words: Sequence[str]) -> Law:
+    return Law(
+        law_id(knob),
+        (knob,),
+        lambda c, w: value_of(c, knob) not in words,
+        lambda c, w: f"{knob} = {value_of(c, knob)} is not {listed(words)}",
+        lambda c, w: f"{knob}={_nearest_word(value_of(c, knob), working(knob, words)) or value_of(Config(), knob)}",
+    )
+
+
+def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callable[[Config], str]) -> Law:
+    return Law(
+        law_id(knob),
+        (knob,),
+        lambda c, w: not legal(c),
+        lambda c, w: f"{knob} = {value_of(c, knob)} is not {wanted}",
+        lambda c, w: f"{knob}={fix(c)}",
+    )
+
+
+def _schedule_is_a_name(c: Config) -> bool:
+    """Which names there are is known where the schedules are; a new one needs no edit here."""
+    kind, colon, path = c.pipeline.schedule.partition(":")
+    return kind == "file" and path != "" if colon else re.fullmatch(r"\w+", kind) is not None
+
+
+def _ramp_is_shaped(c: Config) -> bool:
+    ramp = c.train.gbs_ramp
+    return ramp is None or (len(ramp) == 3 and min(ramp) >= 1)
+
+
+def _known_balances(c: Config) -> list[str]:
+    known = {closest(word, BALANCES[1:]) for word in c.moe.balance if word != "none"}
+    return sorted(word for word in known if word) or ["none"]
+
+
+def _available(knob: str, values: Sequence[object]) -> Law:
+    return Law(
+        "available-" + law_id(knob),
+        (knob,),
+        lambda c, w: value_of(c, knob) not in values,
+        lambda c, w: (
+            f"{knob} = {_spelled(value_of(c, knob))}: this version trains with {knob} = {listed(map(_spelled, values))}"
+        ),
+        lambda c, w: f"{knob}={_spelled(values[-1])}",
+        needs=(law_id(knob),),
+    )
+
+
+SHAPES = (
+    _shape("parallel.zero", lambda c: c.parallel.zero in (0, 1, 2, 3), "0, 1, 2 or 3",
+           lambda c: str(nearest(c.parallel.zero, working("parallel.zero", range(4))))),
+    _shape("parallel.order", lambda c: sorted(c.parallel.order) == sorted(AXES), f"each of {listed(AXES)} once",
+           lambda c: _spelled(AXES)),
+    _shape("pipeline.schedule", _schedule_is_a_name, "the name of a schedule or file:<path>",
+           lambda c: "1f1b"),
+    _shape("pipeline.copies", lambda c: c.pipeline.copies in (1, 2), "1 or 2",
+           lambda c: str(nearest(c.pipeline.copies, (1, 2)))),
+    _shape("pipeline.layout", lambda c: c.pipeline.layout is None or min(c.pipeline.layout, default=-1) >= 0,
+           "a list of layer counts, each at least 0", lambda c: "null"),
+    _shape("train.gbs_ramp", _ramp_is_shaped, "[start gbs, increment, ramp length in sequences], each at least 1",
+           lambda c: "null"),
+    _shape("optim.betas", lambda c: len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
+           "two numbers, each at least 0 and below 1", lambda c: _spelled(Config().optim.betas)),
+    _shape("moe.balance", lambda c: all(word in BALANCES for word in c.moe.balance)
+           and (c.moe.balance == ["none"] or (c.moe.balance != [] and "none" not in c.moe.balance)),
+           f"none alone or a list of {listed(BALANCES[1:])}", lambda c: _offered("moe.balance", _known_balances(c))),
+)  # fmt: skip
+
+VALUE_LAWS = (
+    *(_at_least(knob, low) for low, knobs in AT_LEAST.items() for knob in knobs.split()),
+    *(_above_zero(knob) for knob in ABOVE_ZERO.split()),
+    *(_one_of(knob, words) for knob, words in WORDS.items()),
+    *SHAPES,
+)
+AVAILABILITY_LAWS = tuple(_available(knob, values) for knob, values in AVAILABLE.items())

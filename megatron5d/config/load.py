@@ -1,0 +1,253 @@
+"""The command line becomes a `Config` here, and Hydra ends here: nothing below this file knows it.
+
+Only Hydra's composition is used, so no output folder, working directory or logging set-up of its own ever comes to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron5d.config.arguments import Arguments, parse_arguments
+from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown, value_of
+from megatron5d.config.fault import ConfigError, Fault, closest, listed
+from megatron5d.config.help import groups_in, help_text
+from megatron5d.config.laws import broken_laws
+from megatron5d.config.schema import Config
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+ModelFromHF = Callable[[str], Mapping[str, Any]]
+Check = Callable[[Config, int], Sequence[Fault]]
+"""(configuration, world) -> what only higher floors can tell to be wrong with it."""
+_GUESSES = ("unknown-key", "unknown-flag")  # faults that name the knob that was probably meant
+_WANDB_MODES = {"off": "disabled", "False": "disabled", "false": "disabled"}
+
+
+def load_config(
+    argv: Sequence[str],
+    *,
+    world: int | None = None,
+    rank: int = 0,
+    model_from_hf: ModelFromHF | None = None,
+    checks: Sequence[Check] = (),
+) -> Config:
+    """The typed, checked configuration of a command line.
+
+    Args:
+        argv: overrides and flags, without the program's name.
+        world: number of ranks that the laws are asked for; None = the laws are not asked.
+        rank: of this process; only rank 0 prints what `--help` and `--cfg` ask for.
+        model_from_hf: reads a Hugging Face folder's config.json into fields of ModelConfig, for `model.from_hf`.
+        checks: asked about a lawful configuration, beside the laws.
+
+    Raises:
+        ConfigError: everything that is wrong, spelling and laws together.
+        SystemExit: 0 after `--help` or `--cfg`.
+    """
+    arguments = parse_arguments(argv)
+    folders = [CONF, *map(Path, arguments.folders)]
+    if arguments.show == "help":
+        _leave(help_text(folders), rank)
+    spelling = _Spelling(arguments, folders)
+    data = spelling.compose()
+    spelling.read_model(data, model_from_hf)
+    config = convert(data, spelling.faults)
+    faults = list(spelling.faults)
+    if arguments.show == "cfg" and not faults:
+        _leave(to_yaml(config), rank)
+    if world is not None:
+        faults += [fault for fault in broken_laws(config, world) if not any(map(spelling.doubtful, fault.knobs))]
+        if not faults:
+            faults += [fault for check in checks for fault in check(config, world)]
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML, every field resolved; `from_yaml` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def from_yaml(text: str) -> Config:
+    """The configuration that `to_yaml` wrote.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong type.
+    """
+    data = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    assert isinstance(data, dict)
+    return from_dict({str(key): value for key, value in data.items()})
+
+
+def _leave(text: str, rank: int) -> None:
+    if rank == 0:
+        print(text, end="")
+    raise SystemExit(0)
+
+
+class _Spelling:
+    """Overrides one by one, so that a wrong one is named, left out, and does not hide the next.
+
+    Args:
+        arguments: the command line.
+        folders: where groups are looked for, ours first.
+    """
+
+    def __init__(self, arguments: Arguments, folders: list[Path]) -> None:
+        self.faults = arguments.faults
+        self.name = arguments.name
+        self.folders = [folder for folder in folders if self._is_folder(folder)]
+        self.groups = groups_in(self.folders)
+        self.explicit: list[str] = []  # keys that the command line gives a value
+        self.accepted = [text for text in map(self._accept, arguments.overrides) if text]
+
+    def compose(self) -> dict[str, Any]:
+        """What Hydra makes of the accepted overrides; the defaults when it refuses them."""
+        quoted = [str(folder.resolve()).replace("'", "\\'") for folder in self.folders[1:]]
+        own = [f"'file://{folder}'" for folder in quoted]
+        search = [f"hydra.searchpath=[{','.join(own)}]"] if own else []
+        try:
+            with initialize_config_dir(str(CONF), version_base="1.3"):
+                composed = compose(self.name, [*self.accepted, *search])
+            data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            reason = str(error).split("Config search path")[0].strip().replace("\n", " ").replace("\t", " ")
+            self._fault("composition", "", reason, "--help lists groups, options and keys")
+            return {}
+        assert isinstance(data, dict)
+        return {str(key): value for key, value in data.items()}
+
+    def read_model(self, data: dict[str, Any], model_from_hf: ModelFromHF | None) -> None:
+        """Fills `model` from the folder of model.from_hf; what the command line says explicitly stays."""
+        model = data.get("model")
+        folder = model.get("from_hf") if isinstance(model, dict) else None
+        if not isinstance(model, dict) or not isinstance(folder, str):
+            return
+        assert model_from_hf is not None, "model.from_hf is set, and load_config was given no way to read it"
+        try:
+            found = dict(model_from_hf(folder))
+        except (ValueError, OSError) as error:
+            fix = "model.from_hf=DIR where DIR/config.json describes a Llama, Qwen3 or GPT-2 model"
+            knobs = ("model", "model.from_hf")
+            self.faults.append(Fault("model-from-hf", knobs, f"model.from_hf = {folder}: {error}", fix))
+            return
+        said = {key: _at(data, key) for key in self.explicit if key.startswith("model.") and key in leaves()}
+        model.update(found)
+        for key, value in said.items():
+            _put(data, key, value)
+
+    def doubtful(self, knob: str) -> bool:
+        """True where a spelling fault left a default in the place of what was meant: no law shall judge that."""
+        if any(fault.id == "composition" for fault in self.faults):
+            return True
+        guessed = [bad for fault in self.faults if fault.id in _GUESSES for bad in fault.knobs]
+        if knob in guessed and knob not in self.explicit:
+            return True
+        wrong = [bad for fault in self.faults if fault.id not in _GUESSES for bad in fault.knobs]
+        if any(knob == bad or knob.startswith(bad + ".") and "." in bad for bad in wrong):
+            return True
+        return knob not in self.explicit and any(bad in ("", "experiment", knob.partition(".")[0]) for bad in wrong)
+
+    def _is_folder(self, folder: Path) -> bool:
+        if not folder.is_dir():
+            self._fault("config-dir", "", f"--config-dir {folder}: there is no such folder", "--config-dir DIR")
+        return folder.is_dir()
+
+    def _fault(self, kind: str, knob: str, reason: str, fix: str) -> None:
+        self.faults.append(Fault(kind, (knob,), reason, fix))
+
+    def _accept(self, text: str) -> str | None:
+        """The override as Hydra shall see it, or None after noting what is wrong with it."""
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            self._fault("grammar", *_unreadable(text, str(error).splitlines()[0]))
+            return None
+        key = override.key_or_group
+        if key in self.groups and not isinstance(override._value, dict):
+            return self._choice(override)
+        if key == "log.wandb" and not isinstance(override._value, dict):
+            mode = str(override.value())
+            override.key_or_group, key = "log.wandb.mode", "log.wandb.mode"
+            override.input_line = text = f"log.wandb.mode={_WANDB_MODES.get(mode, mode)}"
+        if key.partition(".")[0] == "hydra":
+            self._fault("unknown-key", key, f"{text}: Hydra only composes; its own settings do nothing here", "drop it")
+            return None
+        written = [key, *_nested(key, override._value)]
+        strangers = [unknown(name) for name in written if name not in keys()]
+        if strangers:
+            self.faults += strangers
+            return None
+        if override.type not in (OverrideType.CHANGE, OverrideType.FORCE_ADD):
+            fix = text.lstrip("+") if "+" in text.partition("=")[0] else "leave it out"
+            self._fault("grammar", key, f"{text!r}: every key is there already; none is added or deleted", fix)
+            return None
+        self.explicit += written
+        return self._value(override, text.lstrip("+"))
+
+    def _choice(self, override: Override) -> str | None:
+        group, chosen = override.key_or_group, override._value
+        options = self.groups[group]
+        if (chosen is None and group == "experiment") or (isinstance(chosen, str) and chosen in options):
+            return override.input_line
+        written = str(chosen) if isinstance(chosen, str) else (override.input_line or "").partition("=")[2]
+        meant = closest(written, options)
+        fix = f"{group}={meant}; the options are {', '.join(options)}" if meant else f"{group}={listed(options)}"
+        self._fault("unknown-option", group, f"{group}={written}: there is no conf/{group}/{written}.yaml", fix)
+        return None
+
+    def _value(self, override: Override, text: str) -> str | None:
+        """Commas make a list, or belong to the text: one run is configured, nothing is swept."""
+        key, written = override.key_or_group, text.partition("=")[2]
+        kind = kind_of(key)
+        if not override.is_sweep_override():
+            digits = isinstance(override._value, (int, float, bool))  # 007 is a name where a text is wanted
+            return f"{key}='{written}'" if kind is str and digits else text
+        if kind is list:
+            return f"{key}=[{written}]"
+        if kind is str:
+            return f"{key}='{written}'"
+        self._fault("wrong-type", key, f"{text}: one run takes one value", f"{key}={written.partition(',')[0]}")
+        return None
+
+
+def _at(data: Mapping[str, Any], key: str) -> Any:
+    for name in key.split("."):
+        data = data[name]
+    return data
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for name in path:
+        data = data.setdefault(name, {})
+    data[last] = value
+
+
+def _nested(key: str, value: Any) -> list[str]:
+    """The dotted keys inside a mapping given to `key`."""
+    if not isinstance(value, Mapping):
+        return []
+    inner = [(f"{key}.{name}", below) for name, below in value.items()]
+    return [name for dotted, below in inner for name in (dotted, *_nested(dotted, below))]
+
+
+def _unreadable(text: str, why: str) -> tuple[str, str, str]:
+    """(knob, reason, fix) of an override that Hydra's grammar does not take."""
+    head, equals, value = text.partition("=")
+    key = head.lstrip("+~")
+    default = value_of(Config(), key) if key in leaves() else "VALUE"
+    if equals and (key not in leaves() or isinstance(default, (str, list, type(None)))):
+        fix = f"{key}='\"{value}\"', with quotes that the shell leaves in place"
+    else:
+        fix = f"{key}={default}"
+    return key, f"{text!r} cannot be read: {why}", fix

@@ -1,0 +1,80 @@
+"""Attention over a sequence that is cut over cp: four methods, one way in.
+
+q, k, v [s/cp, b, heads, d]
+  -> [s/outer, b, heads/inner, d]   heads for sequence, all_to_all cp_inner
+  -> attention over all outer ranks' keys: ring or all-gather
+  -> [s/cp, b, a/tp, dv]            sequence for heads, all_to_all cp_inner
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron5d.comm.collectives import gather_from
+from megatron5d.context_parallel.allgather import AllGatherAttention
+from megatron5d.context_parallel.plan import ContextPlan
+from megatron5d.context_parallel.ring import RingAttention
+from megatron5d.context_parallel.travel import Carrier, SideBySide
+from megatron5d.context_parallel.ulysses import heads_for_sequence, sequence_for_heads, shared_heads
+from megatron5d.topology.axis import Axis
+
+
+@dataclass(frozen=True)
+class ContextAttention:
+    """
+    Args:
+        method: parallel.cp_method.
+        outer: ranks among which keys and values travel.
+        inner: ranks that exchange heads for sequence.
+    """
+
+    method: str
+    outer: Axis
+    inner: Axis
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, *, scale: float, softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """
+        Args:
+            q: `[s/cp, b, a/tp, d]`.
+            k: `[s/cp, b, g/tp, d]`.
+            v: `[s/cp, b, g/tp, dv]`.
+            plan: the micro-batch's masks.
+            scale, softcap: of the scores.
+            sinks: `[a/tp]`, or None.
+
+        Returns:
+            `[s/cp, b, a/tp, dv]`.
+
+        Comm: see ring.py, allgather.py, ulysses.py.
+        """
+        block = heads_for_sequence(shared_heads(torch.cat((k, v), -1), self.inner), self.inner)
+        core = AllGatherAttention if self.method == "allgather" else RingAttention
+        return self._attend(core, q, block, SideBySide(k.shape[-1], v.shape[-1]), plan, sinks, scale, softcap)
+
+    def compressed(
+        self, q: Tensor, latents: Tensor, carrier: Carrier, plan: ContextPlan, *, scale: float, softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The same where `latents` `[s/cp, b, r]` travel, which `carrier` opens into the keys and values of a/tp heads.
+
+        Comm: all_gather cp_inner / reduce_scatter, and the ring over cp_outer.
+        """
+        assert self.method != "allgather", "its peak is bounded by groups of heads, which latents do not have"
+        block = gather_from(latents, self.inner)  # [s/cp, b, r] -> [s/outer, b, r]  all_gather cp_inner
+        carrier = carrier.share(self.inner.rank, self.inner.size)
+        return self._attend(RingAttention, q, block, carrier, plan, sinks, scale, softcap)
+
+    def _attend(self, core, q, block, carrier, plan, sinks, scale, softcap) -> Tensor:
+        inner = self.inner
+        if sinks is not None and inner.size > 1:
+            share = sinks.shape[0] // inner.size
+            sinks = sinks[inner.rank * share : (inner.rank + 1) * share]
+        q = heads_for_sequence(q, inner)
+        score = {"scale": scale, "softcap": softcap}
+        return sequence_for_heads(core.apply(q, block, sinks, carrier, plan, self.outer, score), inner)

@@ -1,0 +1,44 @@
+"""Ulysses: exchange a share of the sequence for a share of the heads, and back.
+
+Per tensor (s/n)·b·heads·d·(n-1)/n elements per rank and way; its transpose is the exchange back.
+Source: Jacobs et al. 2023 (arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron5d.comm.all_to_all import all_to_all
+from megatron5d.topology.axis import Axis
+
+
+def heads_for_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """`[s/n, b, a, d]` -> `[s, b, a/n, d]`: all rows, in rank order, of this rank's share of the heads.
+
+    Comm: all_to_all / all_to_all.
+    """
+    n = axis.size
+    if n == 1:
+        return x
+    s, b, a, d = x.shape
+    dealt = x.view(s, b, n, a // n, d).permute(2, 0, 1, 3, 4)  # [n (heads), s/n, b, a/n, d]
+    return all_to_all(dealt, axis).reshape(n * s, b, a // n, d)
+
+
+def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
+    """`[s, b, a/n, d]` -> `[s/n, b, a, d]`: this rank's rows of all heads. Comm: all_to_all / all_to_all."""
+    n = axis.size
+    if n == 1:
+        return x
+    s, b, a, d = x.shape
+    collected = all_to_all(x.view(n, s // n, b, a, d), axis)  # [n (heads), s/n, b, a/n, d]
+    return collected.permute(1, 2, 0, 3, 4).reshape(s // n, b, n * a, d)
+
+
+def shared_heads(x: Tensor, axis: Axis) -> Tensor:
+    """KV heads repeated until every rank can have one: `[s, b, g, d]` -> `[s, b, max(g, n), d]`."""
+    n, g = axis.size, x.shape[2]
+    if g >= n:
+        return x
+    assert n % g == 0, (n, g)
+    return x.repeat_interleave(n // g, dim=2)

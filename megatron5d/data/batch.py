@@ -1,0 +1,77 @@
+"""A micro-batch as the model wants it: inputs, labels, which losses count, and where documents begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+
+IGNORED = -100  # a token or label that is padding; torch's cross_entropy ignores the same value
+
+
+def make_micro_batch(
+    rows: Tensor,
+    *,
+    document_mask: bool = False,
+    eod: int | None = None,
+    eod_mask_loss: bool = False,
+    document_starts: Sequence[np.ndarray] | None = None,
+) -> MicroBatch:
+    """Cut rows of seq_len + 1 tokens into inputs and labels.
+
+    The label of a document's last token is the next document's first one and its loss counts, as in Megatron, unless
+    `eod_mask_loss` is set.
+
+    Args:
+        rows: int64 `[b, s+1]`; IGNORED where there is padding.
+        document_mask: number the documents of a row and restart positions in each.
+        eod: id of the end-of-document token; a new document starts after each.
+        eod_mask_loss: do not count the prediction made at an end-of-document token.
+        document_starts: where documents begin, one array of offsets per row; used when there is no `eod`.
+
+    Returns:
+        The micro-batch.
+
+    Raises:
+        ValueError: the settings need an end-of-document token that nobody named.
+    """
+    assert rows.ndim == 2 and rows.dtype == torch.int64, (rows.shape, rows.dtype)
+    if eod_mask_loss and eod is None:
+        raise ValueError("data.eod_mask_loss=true, but data.eod is not set and data.tokenizer names none; set data.eod")
+    inputs, labels = rows[:, :-1], rows[:, 1:].contiguous()
+    loss_mask = (labels != IGNORED).float()
+    if eod_mask_loss:
+        loss_mask = loss_mask * (inputs != eod)
+    ignored = inputs == IGNORED
+    tokens = inputs.masked_fill(ignored, 0)
+    padding = ignored if ignored.any() else None
+    if not document_mask:
+        positions = torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous()
+        return MicroBatch(tokens, labels, loss_mask, positions, None, padding)
+    begins = torch.zeros(tokens.shape, dtype=torch.bool)
+    if eod is not None:
+        begins[:, 1:] = inputs[:, :-1] == eod  # not `tokens`, whose padding may be that very id
+    elif document_starts is not None:
+        for row, starts in enumerate(document_starts):
+            begins[row, torch.from_numpy(starts[starts < tokens.shape[1]])] = True
+    else:
+        raise ValueError("data.document_mask=true, but nothing says where documents begin; set data.eod")
+    return MicroBatch(tokens, labels, loss_mask, positions_from_begins(begins), begins.long().cumsum(1), padding)
+
+
+def positions_from_begins(begins: Tensor) -> Tensor:
+    """Positions that restart where documents begin.
+
+    Args:
+        begins: bool `[b, s]`; the first column counts as a beginning whatever it says.
+
+    Returns:
+        int64 `[b, s]`.
+    """
+    index = torch.arange(begins.shape[1]).expand(begins.shape)
+    latest = torch.where(begins, index, 0).cummax(dim=1).values
+    return index - latest

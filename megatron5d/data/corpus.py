@@ -1,0 +1,163 @@
+"""Documents out of files: jsonl (plain, gz, zst), parquet, text and source files, in one fixed order.
+
+Reading is cut into units that are cheap to make and expensive to work on (raw lines, names of files, a row group), so
+one process hands them out and many parse and tokenise them. A unit knows the place after it, from which a later run can
+go on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron5d.data.streams import open_stream
+
+UNIT_BYTES = 1 << 20
+UNIT_FILES = 256
+JSONL = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+PARQUET = (".parquet",)
+TEXT = (".txt", ".md", ".txt.gz", ".txt.zst")
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place between two units."""
+
+    file: int = 0  # files before this one are done
+    offset: int = 0  # bytes of its (uncompressed) content that are done, or row groups
+    line: int = 0  # lines or rows that are done
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A stretch of the corpus; exactly one of `files`, `lines`, `row_group` is there."""
+
+    after: Cursor
+    done_bytes: int  # of all files on disk, when this unit is done
+    files: tuple[str, ...] = ()  # whole files, one document each
+    path: str = ""  # of lines or row_group
+    lines: bytes = b""
+    row_group: int | None = None
+    first_line: int = 1  # number of the first line or row
+
+
+def kind_of(path: Path) -> str:
+    """jsonl, parquet or text, by the name; what is not known by name is text."""
+    name = path.name.lower()
+    return "jsonl" if name.endswith(JSONL) else "parquet" if name.endswith(PARQUET) else "text"
+
+
+def list_files(inputs: Sequence[str], globs: Sequence[str] = (), excludes: Sequence[str] = ()) -> list[Path]:
+    """The files of a corpus, sorted inside each input.
+
+    Args:
+        inputs: files and folders (searched with everything below them).
+        globs: patterns of file names taken from folders; none = the suffixes known to hold data.
+        excludes: patterns; a file is left out when its path below the input, or any part of that path, matches.
+
+    Returns:
+        Files in the order in which documents will be written.
+
+    Raises:
+        ValueError: an input does not exist, or nothing is left.
+    """
+    files: list[Path] = []
+    for each in inputs:
+        path = Path(each)
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir():
+            found = sorted((f.relative_to(path).as_posix(), f) for f in path.rglob("*") if f.is_file())
+            files += [f for name, f in found if _taken(name, globs) and not _excluded(name, excludes)]
+        else:
+            raise ValueError(f"--input {each}: no such file or folder")
+    if not files:
+        wanted = f"match --glob {' '.join(globs)}" if globs else f"end in {', '.join(JSONL + PARQUET + TEXT)}"
+        raise ValueError(f"--input {' '.join(inputs)}: no files that {wanted}; --glob says which names to take")
+    return list(dict.fromkeys(files))
+
+
+def _taken(name: str, globs: Sequence[str]) -> bool:
+    if globs:
+        return any(fnmatch.fnmatch(name, g) or fnmatch.fnmatch(name.rpartition("/")[2], g) for g in globs)
+    return name.lower().endswith(JSONL + PARQUET + TEXT)
+
+
+def _excluded(name: str, excludes: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(part, e) for e in excludes for part in (name, *name.split("/")))
+
+
+def units(files: Sequence[Path], text_per: str = "file", start: Cursor | None = None) -> Iterator[Unit]:
+    """Cut a corpus into units.
+
+    Args:
+        files: from `list_files`.
+        text_per: a text file is one document (`file`) or one per line (`line`).
+        start: where to begin; None = the beginning.
+
+    Yields:
+        Units in order; where they are cut depends on the files alone, not on `start`.
+    """
+    start = start or Cursor()
+    sizes = [path.stat().st_size for path in files]
+    done = sum(sizes[: start.file])
+    whole: list[str] = []
+    whole_bytes = 0
+    for i, path in enumerate(files[start.file :], start.file):
+        kind = kind_of(path)
+        if kind == "text" and text_per == "file":
+            whole.append(str(path))
+            whole_bytes += sizes[i]
+        ends = i + 1 == len(files) or kind_of(files[i + 1]) != "text" or text_per != "file"
+        if whole and (whole_bytes >= UNIT_BYTES or len(whole) == UNIT_FILES or ends):
+            yield Unit(Cursor(i + 1), done + sizes[i], files=tuple(whole))
+            whole, whole_bytes = [], 0
+        at = start if i == start.file else Cursor(i)
+        if kind == "parquet":
+            yield from _row_groups(path, at, done, sizes[i])
+        elif kind == "jsonl" or text_per == "line":
+            yield from _line_units(path, at, done)
+        done += sizes[i]
+
+
+def _line_units(path: Path, at: Cursor, done_before: int) -> Iterator[Unit]:
+    offset, line = at.offset, at.line
+    with open_stream(path, offset) as stream:
+        while data := stream.read_lines(UNIT_BYTES):
+            offset += len(data)
+            first, line = line + 1, line + data.count(b"\n") + (not data.endswith(b"\n"))
+            yield Unit(
+                Cursor(at.file, offset, line),
+                done_before + stream.disk_position(),
+                path=str(path),
+                lines=data,
+                first_line=first,
+            )
+
+
+def _row_groups(path: Path, at: Cursor, done_before: int, size: int) -> Iterator[Unit]:
+    with open_parquet(path) as parquet:
+        num_groups, row = parquet.num_row_groups, at.line
+        for group in range(at.offset, num_groups):
+            first, row = row + 1, row + parquet.metadata.row_group(group).num_rows
+            done = done_before + size * (group + 1) // num_groups
+            yield Unit(Cursor(at.file, group + 1, row), done, path=str(path), row_group=group, first_line=first)
+
+
+def open_parquet(path: Path):
+    """Open a parquet file.
+
+    Raises:
+        ValueError: it is no parquet file, or pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{path} needs the package pyarrow: pip install 'megatron5d[data]'") from error
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a whole parquet file ({error})") from error

@@ -1,0 +1,264 @@
+"""Token files in Megatron's format: `prefix.bin` holds the ids back to back, `prefix.idx` says where documents are.
+
+Reading maps both files, so opening a terabyte costs nothing and ranks of one node share the page cache. Writing appends
+to `*.partial` files and gives them their names last: what is called `.idx` is always whole.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron5d.data.index_format import DTYPES, broken, dtype_for_vocab, header, read_index
+
+
+def with_suffix(prefix: str | os.PathLike[str], suffix: str) -> Path:
+    """`prefix` with `suffix` added (a dot inside the prefix is part of its name, so Path.with_suffix would not do)."""
+    return Path(f"{os.fspath(prefix)}{suffix}")
+
+
+class IndexedDataset:
+    """A read-only Megatron token file.
+
+    Args:
+        prefix: path without `.bin` and `.idx`.
+
+    Raises:
+        ValueError: a file is missing, truncated, foreign or inconsistent; names the file and the byte.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self.idx_path, self.bin_path = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
+        self.index = read_index(self.idx_path)
+        self.dtype = self.index.dtype
+        if not self.bin_path.is_file():
+            raise ValueError(f"{self.bin_path}: no such file, though {self.idx_path} is there")
+        size, expected = self.bin_path.stat().st_size, self.index.bin_bytes
+        if size != expected:
+            what = "truncated?" if size < expected else "not the .bin of this .idx?"
+            raise broken(
+                self.bin_path, min(size, expected), f"the file has {size} bytes, its .idx says {expected}: {what}"
+            )
+        # an empty file cannot be mapped
+        mapped = np.memmap(self.bin_path, dtype=self.dtype, mode="r") if size else np.empty(0, self.dtype)
+        self._ids = mapped.view(np.ndarray)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return len(self._ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences; one per document unless the writer cut documents into sentences."""
+        return len(self.index.lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents."""
+        return len(self.index.document_indices) - 1
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """Tokens of each sequence, int32 `[num_sequences]`, mapped and not aligned."""
+        return self.index.lengths
+
+    def sequence_start(self, i: int) -> int:
+        """Position of sequence `i` in the concatenated stream, in tokens; `i` = num_sequences gives the end."""
+        return int(self.index.pointers[i]) // self.dtype.itemsize if i < self.num_sequences else self.num_tokens
+
+    def document_start(self, i: int) -> int:
+        """Position of document `i` in the concatenated stream, in tokens; `i` = num_documents gives the end."""
+        return self.sequence_start(int(self.index.document_indices[i]))
+
+    def document(self, i: int) -> np.ndarray:
+        """The ids of document `i`.
+
+        Args:
+            i: document, 0 … num_documents − 1.
+
+        Returns:
+            `[tokens]` in the file's dtype, a read-only view of the file.
+
+        Raises:
+            IndexError: there is no such document.
+        """
+        if not 0 <= i < self.num_documents:
+            raise IndexError(f"{self.prefix}: document {i} of {self.num_documents}")
+        return self._ids[self.document_start(i) : self.document_start(i + 1)]
+
+    def tokens(self, start: int, count: int) -> np.ndarray:
+        """A stretch of the concatenated documents.
+
+        Args:
+            start: first token.
+            count: number of tokens.
+
+        Returns:
+            `[count]` in the file's dtype, a read-only view of the file.
+
+        Raises:
+            IndexError: the stretch leaves the file.
+        """
+        if start < 0 or count < 0 or start + count > self.num_tokens:
+            raise IndexError(f"{self.prefix}: tokens {start} to {start + count} of {self.num_tokens}")
+        return self._ids[start : start + count]
+
+    def document_starts(self, start: int, count: int) -> np.ndarray:
+        """Where documents begin inside a stretch of the concatenated documents.
+
+        Args:
+            start: first token of the stretch.
+            count: number of tokens.
+
+        Returns:
+            int64 offsets from `start`, rising, each in 1 … count−1 (the stretch's own beginning is not listed).
+        """
+        # bisect touches log2(documents) entries; numpy's searchsorted would copy the whole unaligned array
+        first = bisect_right(range(self.num_documents), start, key=self.document_start)
+        last = bisect_left(range(self.num_documents), start + count, lo=first, key=self.document_start)
+        starts = np.array([self.document_start(i) - start for i in range(first, last)], dtype=np.int64)
+        return np.unique(starts)  # an empty document starts where its successor does
+
+
+class IndexedWriter:
+    """Writes a Megatron token file, one sequence per document, byte for byte as Megatron's own builder does.
+
+    Args:
+        prefix: path without `.bin` and `.idx`; its folder is made.
+        vocab_size: chooses the id type (u16 below 65,500) and bounds the ids.
+        dtype: the id type, where no vocabulary is known.
+        resume_at: (documents, tokens) to keep of an earlier, interrupted writer of the same prefix; None = start anew.
+
+    Raises:
+        ValueError: neither or both of vocab_size and dtype, or less is on disk than `resume_at` wants to keep.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        vocab_size: int | None = None,
+        dtype: np.dtype | type | str | None = None,
+        resume_at: tuple[int, int] | None = None,
+    ) -> None:
+        if (vocab_size is None) == (dtype is None):
+            raise ValueError(f"IndexedWriter: vocab_size={vocab_size} and dtype={dtype}; give exactly one of them")
+        self.prefix = os.fspath(prefix)
+        self.dtype = dtype_for_vocab(vocab_size) if vocab_size is not None else np.dtype(dtype).newbyteorder("<")
+        if self.dtype.kind == "f" or self.dtype not in DTYPES.values():
+            raise ValueError(
+                f"IndexedWriter: dtype {self.dtype}; the format has uint8, int8, int16, int32, int64, uint16"
+            )
+        self.num_documents, self.num_tokens = resume_at or (0, 0)
+        self._max_id = vocab_size - 1 if vocab_size is not None else int(np.iinfo(self.dtype).max)
+        self._bin_path = with_suffix(prefix, ".bin.partial")
+        self._lengths_path = with_suffix(prefix, ".lengths.partial")
+        self._bin_path.parent.mkdir(parents=True, exist_ok=True)
+        self._bin = self._open(self._bin_path, self.num_tokens * self.dtype.itemsize)
+        self._lengths = self._open(self._lengths_path, 4 * self.num_documents)
+
+    @staticmethod
+    def _open(path: Path, keep_bytes: int) -> BinaryIO:
+        if keep_bytes and (size := path.stat().st_size if path.exists() else 0) < keep_bytes:
+            raise broken(path, size, f"the interrupted file ends here, {keep_bytes} bytes were to be kept")
+        file = path.open("ab")
+        _claim(file, path)
+        file.truncate(keep_bytes)
+        return file
+
+    def add_document(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Append one document.
+
+        Args:
+            ids: token ids, `[tokens]`.
+
+        Raises:
+            ValueError: an id is negative or not in the vocabulary.
+        """
+        self.add_documents(ids, [len(ids)])
+
+    def add_documents(self, ids: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+        """Append several documents at once.
+
+        Args:
+            ids: token ids of all of them back to back, `[sum(lengths)]`.
+            lengths: tokens of each document.
+
+        Raises:
+            ValueError: an id is negative or not in the vocabulary, or a document has 2³¹ tokens or more.
+        """
+        ids, lengths = np.asarray(ids), np.asarray(lengths, dtype=np.int64)
+        assert ids.ndim == 1 and len(ids) == lengths.sum(), (ids.shape, lengths.sum())
+        assert not len(ids) or ids.dtype.kind in "iu", ids.dtype
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= self._max_id:
+            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise ValueError(f"{self.prefix}: token id {worst} is outside 0 to {self._max_id} ({self.dtype.name})")
+        if len(lengths) and lengths.max() >= 2**31:
+            raise ValueError(f"{self.prefix}: a document of {lengths.max()} tokens; the format stops at 2^31 - 1")
+        self._bin.write(ids.astype(self.dtype).tobytes())
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        self.num_documents += len(lengths)
+        self.num_tokens += len(ids)
+
+    def flush(self) -> None:
+        """Put everything added so far on disk, so that (num_documents, num_tokens) is a place to resume at."""
+        for file in (self._bin, self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close the partial files as they are, for a later writer to resume."""
+        self._bin.close()
+        self._lengths.close()
+
+    def finalize(self) -> None:
+        """Write the index and give both files their names, the `.idx` last."""
+        self.flush()
+        self.close()
+        finish_partial(self.prefix, self.dtype)
+
+
+def _claim(file: BinaryIO, path: Path) -> None:
+    """Refuse to write where another process is writing; the claim ends with its process."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path}: another process is writing this file") from None
+    except (ImportError, OSError):
+        pass  # no locks on this system: two writers of one prefix are then the user's to avoid
+
+
+def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype) -> None:
+    """Turn complete `*.partial` files into `.bin` and `.idx`; may be repeated after a kill at any point.
+
+    Args:
+        prefix: path without `.bin` and `.idx`.
+        dtype: id type of the `.bin`.
+    """
+    bin_partial, lengths_path = with_suffix(prefix, ".bin.partial"), with_suffix(prefix, ".lengths.partial")
+    if not lengths_path.exists():
+        return
+    idx_partial = with_suffix(prefix, ".idx.partial")
+    lengths = np.fromfile(lengths_path, dtype="<i4")
+    ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(dtype).itemsize
+    with idx_partial.open("wb") as file:
+        file.write(header(dtype, len(lengths), len(lengths)))
+        lengths.tofile(file)
+        (ends - lengths * np.int64(np.dtype(dtype).itemsize)).astype("<i8").tofile(file)
+        np.arange(len(lengths) + 1, dtype="<i8").tofile(file)
+        file.flush()
+        os.fsync(file.fileno())
+    # a stale .idx must not stand beside the new .bin, not even for a moment
+    with_suffix(prefix, ".idx").unlink(missing_ok=True)
+    if bin_partial.exists():
+        os.replace(bin_partial, with_suffix(prefix, ".bin"))
+    os.replace(idx_partial, with_suffix(prefix, ".idx"))
+    lengths_path.unlink()

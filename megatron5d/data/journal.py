@@ -1,0 +1,97 @@
+"""What a preprocessing run leaves on disk about itself: a journal while it runs, a summary when it is done.
+
+Both carry a fingerprint of the inputs and settings, so that only the same job goes on where another stopped, and a
+finished job is recognised instead of repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron5d.data.corpus import Cursor
+from megatron5d.data.indexed import with_suffix
+
+
+@dataclass
+class Progress:
+    """How far a job has come."""
+
+    fingerprint: str
+    cursor: Cursor = field(default_factory=Cursor)
+    written: dict[str, tuple[int, int]] = field(default_factory=dict)  # output prefix -> (documents, tokens)
+    documents: int = 0  # taken from the corpus, empty ones included
+    empty: int = 0
+    bad_lines: int = 0
+    complete: bool = False  # nothing is left but to name the files
+
+
+class Journal:
+    """The journal and the summary of one output prefix.
+
+    Args:
+        prefix: the job's, which names both files.
+        fingerprint: of the job.
+        outputs: prefixes the job writes.
+    """
+
+    def __init__(self, prefix: str, fingerprint: str, outputs: Sequence[str]) -> None:
+        self.prefix, self.fingerprint, self.outputs = prefix, fingerprint, outputs
+        self.path = with_suffix(prefix, ".preprocess.partial.json")
+        self.summary_path = with_suffix(prefix, ".preprocess.json")
+
+    def discard(self) -> None:
+        """Remove everything at the prefix, finished or not."""
+        self.path.unlink(missing_ok=True)
+        self.summary_path.unlink(missing_ok=True)
+        for output in self.outputs:
+            for suffix in (".idx", ".bin", ".bin.partial", ".lengths.partial", ".idx.partial"):
+                with_suffix(output, suffix).unlink(missing_ok=True)
+
+    def finished(self) -> dict | None:
+        """The summary of this very job if it is done, else None.
+
+        Raises:
+            ValueError: something else has its output here.
+        """
+        if self.path.exists():
+            return None
+        present = [with_suffix(output, ".idx") for output in self.outputs if with_suffix(output, ".idx").exists()]
+        if not present:
+            return None
+        summary = json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
+        if summary.get("fingerprint") != self.fingerprint or len(present) < len(self.outputs):
+            raise ValueError(f"{present[0]} is there already, from other inputs or settings; --overwrite replaces it")
+        return summary
+
+    def resume(self) -> Progress:
+        """Where this job stopped, or its beginning.
+
+        Raises:
+            ValueError: an unfinished run of another job is at the prefix.
+        """
+        if not self.path.exists():
+            return Progress(self.fingerprint)
+        values = json.loads(self.path.read_text())
+        if values["fingerprint"] != self.fingerprint:
+            raise ValueError(
+                f"{self.path}: an unfinished run with other inputs or settings wrote {values['documents']} documents; "
+                f"repeat its command to finish it, or --overwrite to begin anew"
+            )
+        values["cursor"] = Cursor(**values["cursor"])
+        values["written"] = {output: tuple(counts) for output, counts in values["written"].items()}
+        return Progress(**values)
+
+    def save(self, progress: Progress) -> None:
+        """Replace the journal, all or nothing."""
+        temporary = self.path.with_name(self.path.name + ".new")
+        temporary.write_text(json.dumps(dataclasses.asdict(progress)))
+        os.replace(temporary, self.path)
+
+    def close(self, summary: dict) -> None:
+        """Put the summary in the journal's place."""
+        self.summary_path.write_text(json.dumps({"fingerprint": self.fingerprint, **summary}, indent=1) + "\n")
+        self.path.unlink(missing_ok=True)

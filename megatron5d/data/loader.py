@@ -1,0 +1,146 @@
+"""The micro-batches of one data-parallel rank, step after step, read ahead by a thread.
+
+The loader's whole state is `consumed_samples`: a new loader that starts from it yields what the old one would have.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from megatron5d.data.batch import make_micro_batch
+from megatron5d.data.sampler import check_batch_sizes, global_batch_size, micro_batch_samples
+from megatron5d.data.samples import Samples
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+
+Step = tuple[int, list[MicroBatch]]  # consumed_samples after the step, its micro-batches
+
+
+class Loader:
+    """Yields, for each step, the list of micro-batches of this rank.
+
+    A thread reads up to `prefetch` steps ahead; it starts with the first step, so forking before that is safe. What
+    goes wrong in it is raised where the step would have been yielded.
+
+    Args:
+        samples: the global order.
+        gbs: global batch, in sequences.
+        mbs: micro-batch, in sequences.
+        dp_rank: this rank on the data-parallel axis.
+        dp_size: ranks on it.
+        consumed_samples: where to start.
+        gbs_ramp: [start gbs, increment, ramp length in sequences]; None = constant.
+        document_mask: see `make_micro_batch`.
+        eod: see `make_micro_batch`.
+        eod_mask_loss: see `make_micro_batch`.
+        vocab_size: tokens must be below it; None = not checked.
+        prefetch: steps read ahead; 0 = none, and no thread.
+        pin_memory: put micro-batches into page-locked memory.
+        transform: applied to each micro-batch where it is read (the cut over cp).
+
+    Raises:
+        ValueError: gbs is not a multiple of mbs·dp, anywhere on the ramp.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        gbs: int,
+        mbs: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        consumed_samples: int = 0,
+        gbs_ramp: Sequence[int] | None = None,
+        document_mask: bool = False,
+        eod: int | None = None,
+        eod_mask_loss: bool = False,
+        vocab_size: int | None = None,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        transform: Callable[[MicroBatch], MicroBatch] | None = None,
+    ) -> None:
+        check_batch_sizes(gbs, mbs, dp_size, gbs_ramp)
+        self.samples, self.consumed_samples = samples, consumed_samples
+        self._sizes = gbs, mbs, dp_rank, dp_size, gbs_ramp
+        self._make = partial(make_micro_batch, document_mask=document_mask, eod=eod, eod_mask_loss=eod_mask_loss)
+        self._wants_starts = document_mask and eod is None
+        self._vocab_size, self._pin_memory, self._transform = vocab_size, pin_memory, transform
+        self._prefetch = prefetch
+        self._queue: queue.Queue[Step | BaseException] = queue.Queue(max(prefetch, 1))
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        return self
+
+    def __next__(self) -> list[MicroBatch]:
+        """The micro-batches of the next step; `consumed_samples` then counts that step as taken."""
+        if self._prefetch == 0:
+            self.consumed_samples, batches = self._read_step(self.consumed_samples)
+            return batches
+        if self._thread is None:
+            assert not self._stop.is_set(), "the loader was closed"
+            self._thread = threading.Thread(target=self._read_ahead, args=(self.consumed_samples,), daemon=True)
+            self._thread.start()
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        self.consumed_samples, batches = item
+        return batches
+
+    def close(self) -> None:
+        """End the thread; the loader yields nothing more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _read_ahead(self, consumed: int) -> None:
+        item: Step | BaseException
+        while not self._stop.is_set():
+            try:
+                item = self._read_step(consumed)
+                consumed = item[0]
+            except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that asked
+                item = error
+            while not self._stop.is_set():
+                try:
+                    self._queue.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(item, BaseException):
+                return
+
+    def _read_step(self, consumed: int) -> Step:
+        gbs, mbs, dp_rank, dp_size, ramp = self._sizes
+        size = global_batch_size(consumed, gbs, ramp)
+        numbers = micro_batch_samples(consumed, size, mbs, dp_rank, dp_size)
+        return consumed + size, [self._read_micro_batch(each) for each in numbers]
+
+    def _read_micro_batch(self, numbers: range) -> MicroBatch:
+        rows = np.stack([self.samples[i] for i in numbers])
+        self._check_vocab(numbers, rows)
+        starts = [self.samples.document_starts(i) for i in numbers] if self._wants_starts else None
+        batch = self._make(torch.from_numpy(rows), document_starts=starts)
+        if self._transform is not None:
+            batch = self._transform(batch)
+        return batch.pin_memory() if self._pin_memory else batch
+
+    def _check_vocab(self, numbers: range, rows: np.ndarray) -> None:
+        if self._vocab_size is None or int(rows.max()) < self._vocab_size:
+            return
+        row = int(rows.max(axis=1).argmax())
+        stream, _ = self.samples.locate(numbers[row])
+        raise ValueError(
+            f"{stream.dataset.prefix}: sample {numbers[row]} has token id {int(rows.max())}, model.vocab_size is "
+            f"{self._vocab_size}; tokenise with the model's tokenizer or set model.vocab_size to at least "
+            f"{int(rows.max()) + 1}"
+        )

@@ -1,0 +1,59 @@
+"""Samples cut from the concatenated documents of one dataset: our own two orders.
+
+Sample j of an epoch is tokens [j·seq_len, (j+1)·seq_len], one more than seq_len because the last input needs a label;
+neighbours overlap by that one token. `sequential` takes j = 0, 1, 2 …; `shuffled` takes them by a permutation that is
+computed from seed and epoch, so there is nothing to build, store or agree upon between ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron5d.data.indexed import IndexedDataset
+from megatron5d.data.permutation import Permutation, keyed
+
+
+class PackedStream:
+    """The endless samples of one dataset.
+
+    Args:
+        dataset: where the tokens are.
+        documents: (begin, end) of the documents to use.
+        seq_len: tokens of a sample, without the extra one.
+        key: of the shuffle; None = sequential.
+
+    Raises:
+        ValueError: the documents are too short for a single sample.
+    """
+
+    num_samples = None  # endless: epochs follow each other
+
+    def __init__(self, dataset: IndexedDataset, documents: tuple[int, int], seq_len: int, key: int | None) -> None:
+        self.dataset = dataset
+        self.seq_len = seq_len
+        self.start = dataset.document_start(documents[0])
+        self.num_tokens = dataset.document_start(documents[1]) - self.start
+        self.samples_per_epoch = (self.num_tokens - 1) // seq_len
+        if self.samples_per_epoch < 1:
+            raise ValueError(
+                f"{dataset.prefix}: documents {documents[0]} to {documents[1]} hold {self.num_tokens} tokens, a sample "
+                f"needs train.seq_len + 1 = {seq_len + 1}; lower train.seq_len to at most {max(self.num_tokens - 1, 0)}"
+            )
+        self._key = key
+        self._epoch: tuple[int, Permutation] | None = None
+
+    def tokens(self, k: int) -> np.ndarray:
+        """The ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
+        return self.dataset.tokens(self._position(k), self.seq_len + 1)
+
+    def document_starts(self, k: int) -> np.ndarray:
+        """Offsets in sample `k` at which a document begins, int64, each at least 1."""
+        return self.dataset.document_starts(self._position(k), self.seq_len + 1)
+
+    def _position(self, k: int) -> int:
+        epoch, j = divmod(k, self.samples_per_epoch)
+        if self._key is not None:
+            if self._epoch is None or self._epoch[0] != epoch:
+                self._epoch = epoch, Permutation(self.samples_per_epoch, keyed(self._key, epoch))
+            j = self._epoch[1](j)
+        return self.start + j * self.seq_len

@@ -1,0 +1,188 @@
+"""A corpus of texts to Megatron token files, on many processes, resumable at any moment.
+
+One process reads units and writes tokens in the units' order; the others parse and tokenise. Every few seconds what has
+been written is put on disk and a journal names the place in the corpus, so a killed run goes on from there and
+ends with the same bytes as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron5d.data.corpus import units
+from megatron5d.data.documents import BadLine
+from megatron5d.data.index_format import dtype_for_vocab
+from megatron5d.data.indexed import IndexedWriter, finish_partial
+from megatron5d.data.journal import Journal, Progress
+from megatron5d.data.permutation import keyed
+from megatron5d.data.tokenize_units import Recipe, Tokenized, ordered_map
+from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
+
+SAVE_EVERY_S = 2.0
+VALID_KEY = 0x76616C69  # which documents are held out depends on their running number alone
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that decides the bytes of the result."""
+
+    files: tuple[Path, ...]
+    prefix: str
+    recipe: Recipe
+    text_per: str = "file"  # a text file is one document, or one per line: file | line
+    valid_fraction: float = 0.0  # share of the documents that goes to PREFIX_valid; 0 = a single output, PREFIX
+
+    def outputs(self) -> list[list[str]]:
+        """Prefixes to write: for each json key its parts."""
+        keys = self.recipe.json_keys
+        names = [self.prefix] if len(keys) == 1 else [f"{self.prefix}_{key}" for key in keys]
+        return [[name + part for part in (["_train", "_valid"] if self.valid_fraction > 0 else [""])] for name in names]
+
+    def fingerprint(self) -> str:
+        """A hash of the inputs and of the settings that change the result."""
+        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
+        # skip_bad is left out: a run that stopped at a bad line may go on with it
+        recipe = dataclasses.asdict(dataclasses.replace(self.recipe, tokenizer="", skip_bad=False))
+        tokenizer = hashlib.sha256(tokenizer_file(self.recipe.tokenizer).read_bytes()).hexdigest()
+        text = json.dumps([files, recipe, tokenizer, self.text_per, self.valid_fraction])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """What a run calls while it works."""
+
+    progress: Callable[[int, Progress], None] = lambda done_bytes, progress: None  # after each unit
+    bad_line: Callable[[BadLine], None] = lambda bad: None  # for each line that is skipped
+
+
+def preprocess(
+    job: Job,
+    workers: int,
+    reporting: Reporting = Reporting(),
+    overwrite: bool = False,
+    save_every_s: float = SAVE_EVERY_S,
+) -> dict:
+    """Write the token files of a job, or finish what an earlier run of it began.
+
+    Args:
+        job: what to do.
+        workers: processes that tokenise; 1 = none beside this one.
+        reporting: called while it works.
+        overwrite: throw away what is at the prefix, finished or not.
+        save_every_s: seconds between two journals.
+
+    Returns:
+        The summary, which is also written to `PREFIX.preprocess.json`; `up_to_date` when there was nothing to do.
+
+    Raises:
+        ValueError: a bad line (unless they are skipped), a broken file, or other work at the prefix.
+    """
+    started = time.monotonic()
+    tokenizer = load_tokenizer(job.recipe.tokenizer, job.recipe.eod)
+    if job.recipe.append_eod and tokenizer.eod is None:
+        raise ValueError(f"--append-eod: {job.recipe.tokenizer} has no end-of-document token; name one with --eod")
+    journal = Journal(job.prefix, job.fingerprint(), [prefix for parts in job.outputs() for prefix in parts])
+    if overwrite:
+        journal.discard()
+    if (summary := journal.finished()) is not None:
+        return {**summary, "up_to_date": True}
+    progress = journal.resume()
+    resumed = progress.documents
+    dtype = dtype_for_vocab(tokenizer.vocab_size)
+    if not progress.complete:
+        _write(job, workers, (journal, progress), dtype, reporting, save_every_s)
+    for prefix in progress.written:
+        finish_partial(prefix, dtype)
+    summary = {
+        **_result(job, progress),
+        "dtype": dtype.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "resumed_documents": resumed,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    journal.close(summary)
+    return {**summary, "up_to_date": False}
+
+
+def _result(job: Job, progress: Progress) -> dict:
+    return {
+        "outputs": {p: {"documents": docs, "tokens": tokens} for p, (docs, tokens) in progress.written.items()},
+        "documents": progress.documents - progress.empty,
+        "tokens": sum(tokens for _, tokens in progress.written.values()),
+        "empty": progress.empty,
+        "bad_lines": progress.bad_lines,
+        "files": len(job.files),
+        "bytes": sum(path.stat().st_size for path in job.files),
+    }
+
+
+def _write(
+    job: Job, workers: int, place: tuple[Journal, Progress], dtype: np.dtype, reporting: Reporting, save_every_s: float
+) -> None:
+    """Tokenise what is left of the corpus into partial files, with a journal every so often."""
+    journal, progress = place
+    writers = [
+        [IndexedWriter(prefix, dtype=dtype, resume_at=progress.written.get(prefix)) for prefix in parts]
+        for parts in job.outputs()
+    ]
+    everyone = [writer for parts in writers for writer in parts]
+    last_save = time.monotonic()
+
+    def save() -> None:
+        for writer in everyone:
+            writer.flush()
+        progress.written = {writer.prefix: (writer.num_documents, writer.num_tokens) for writer in everyone}
+        journal.save(progress)
+
+    try:
+        todo = units(job.files, job.text_per, progress.cursor)
+        for unit, result in ordered_map(todo, job.recipe, workers):
+            _account(progress, result, job.recipe.skip_bad, reporting)
+            _append(writers, result, _held_out(progress.documents, len(result.lengths[0]), job.valid_fraction))
+            progress.documents += len(result.lengths[0])
+            progress.cursor = unit.after
+            if time.monotonic() - last_save >= save_every_s:
+                save()
+                last_save = time.monotonic()
+            reporting.progress(unit.done_bytes, progress)
+        progress.complete = True
+        save()
+    finally:
+        for writer in everyone:
+            writer.close()
+
+
+def _account(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Reporting) -> None:
+    if result.bad and not skip_bad:
+        raise ValueError(f"{result.bad[0]} (--skip-bad counts such lines and goes on)")
+    for bad in result.bad:
+        reporting.bad_line(bad)
+    progress.bad_lines += len(result.bad)
+    # with several json keys a document is empty when nothing of it is written
+    progress.empty += int(np.count_nonzero(sum(result.lengths) == 0)) if len(result.lengths[0]) else 0
+
+
+def _held_out(first: int, count: int, fraction: float) -> np.ndarray:
+    """Which of the documents number `first` … go to the validation part, bool `[count]`."""
+    if fraction <= 0:
+        return np.zeros(count, dtype=bool)
+    threshold = int(fraction * 2**64)
+    return np.array([keyed(VALID_KEY, number) < threshold for number in range(first, first + count)], dtype=bool)
+
+
+def _append(writers: list[list[IndexedWriter]], result: Tokenized, held_out: np.ndarray) -> None:
+    for parts, ids, lengths in zip(writers, result.ids, result.lengths):
+        for part, writer in enumerate(parts):
+            mine = held_out == bool(part)
+            kept = lengths[mine]
+            writer.add_documents(ids[np.repeat(mine, lengths)], kept[kept > 0])

@@ -1,0 +1,221 @@
+"""The global order of samples: sample i has the same tokens on every rank, under every layout, after any restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron5d.data.blend import (
+    SURPLUS,
+    Source,
+    megatron_blend,
+    megatron_sizes,
+    mixing_cycle,
+    normalised,
+    parse_sources,
+    split_range,
+)
+from megatron5d.data.index_cache import cached_arrays
+from megatron5d.data.indexed import IndexedDataset
+from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order
+from megatron5d.data.packing import PackedStream
+from megatron5d.data.permutation import keyed
+
+ORDERS = ("shuffled", "sequential", "megatron")
+INDEX_VERSION = 1  # raise when the meaning of a cached index changes
+
+
+class Stream(Protocol):
+    """The samples of one dataset."""
+
+    @property
+    def dataset(self) -> IndexedDataset:
+        """Where its tokens are."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many there are; None = endless."""
+
+    def tokens(self, k: int) -> np.ndarray:
+        """The ids of sample `k`, `[seq_len + 1]`."""
+
+    def document_starts(self, k: int) -> np.ndarray:
+        """Offsets in sample `k` at which a document begins, each at least 1."""
+
+
+class Samples:
+    """All samples of a run in their global order.
+
+    Args:
+        streams: one per dataset.
+        route: sample -> (dataset, number within the dataset).
+        seq_len: tokens of a sample, without the extra one.
+        num_samples: how many there are; None = endless.
+    """
+
+    def __init__(
+        self, streams: Sequence[Stream], route: Callable[[int], tuple[int, int]], seq_len: int, num_samples: int | None
+    ) -> None:
+        self.streams, self.seq_len, self.num_samples = list(streams), seq_len, num_samples
+        self._route = route
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """The ids of sample `i`, int64 `[seq_len + 1]`."""
+        stream, k = self.locate(i)
+        return stream.tokens(k).astype(np.int64)
+
+    def document_starts(self, i: int) -> np.ndarray:
+        """Offsets in sample `i` at which a document of the index begins, int64, each in 1 … seq_len."""
+        stream, k = self.locate(i)
+        return stream.document_starts(k)
+
+    def locate(self, i: int) -> tuple[Stream, int]:
+        """The stream that sample `i` comes from and its number there."""
+        i = int(i)  # numpy's integers would overflow in the arithmetic of the shuffle
+        if i < 0 or (self.num_samples is not None and i >= self.num_samples):
+            raise IndexError(
+                f"sample {i}: data.order=megatron was built for {self.num_samples} samples; "
+                f"open it for train.steps · train.gbs of the whole run"
+            )
+        d, k = self._route(i)
+        return self.streams[d], k
+
+
+def open_samples(
+    sources: Sequence[str],
+    *,
+    seq_len: int,
+    order: str = "shuffled",
+    seed: int = 0,
+    num_samples: int | None = None,
+    split: str | None = None,
+    part: str = "train",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Samples:
+    """Open token files as one sequence of samples.
+
+    Args:
+        sources: `weight prefix` or `prefix` (weight 1) of .bin/.idx pairs.
+        seq_len: tokens of a sample, without the extra one.
+        order: shuffled (a permutation of fixed chunks per epoch), sequential (the same chunks in file order) or
+            megatron (exactly GPTDataset's).
+        seed: of shuffled and megatron.
+        num_samples: samples the whole run will take; megatron's order depends on it, the others are endless.
+        split: "969,30,1", the documents of each dataset for train, valid and test; None = all of them.
+        part: train, valid or test.
+        cache_dir: for megatron's indices; None = a folder `cache` beside the first prefix.
+
+    Returns:
+        The samples.
+
+    Raises:
+        ValueError: a file is broken, a source, split or order is not legal, or there are too few tokens.
+    """
+    # where a split is given, its parts all come from data.train
+    knob = "data.train" if split is not None else f"data.{part}"
+    if order not in ORDERS:
+        raise ValueError(f"data.order={order!r}; it is one of {', '.join(ORDERS)}")
+    if seq_len < 1:
+        raise ValueError(f"train.seq_len={seq_len}; it must be at least 1")
+    if order == "megatron" and not 0 <= seed < 2**32:
+        raise ValueError(f"train.seed={seed}; data.order=megatron takes 0 to {2**32 - 1}, as numpy's RandomState does")
+    parsed = parse_sources(sources, knob)
+    datasets = [IndexedDataset(source.prefix) for source in parsed]
+    if order == "megatron":
+        folder = Path(cache_dir) if cache_dir is not None else Path(parsed[0].prefix).parent / "cache"
+        return _megatron_samples(parsed, datasets, seq_len, seed, num_samples, (split, part), folder)
+    streams = []
+    for d, dataset in enumerate(datasets):
+        documents = split_range(split, part, dataset.num_documents)
+        # the dataset's place in the list is in the key, so that one file named twice is not read in the same order
+        key = keyed(seed, d) if order == "shuffled" else None
+        streams.append(PackedStream(dataset, documents, seq_len, key))
+    return Samples(streams, _own_route([source.weight for source in parsed]), seq_len, None)
+
+
+def _own_route(weights: list[float]) -> Callable[[int], tuple[int, int]]:
+    if len(weights) == 1:
+        return lambda i: (0, i)
+    ids, numbers, counts = mixing_cycle(weights)
+
+    def route(i: int) -> tuple[int, int]:
+        cycle, slot = divmod(i, len(ids))
+        d = int(ids[slot])
+        return d, int(numbers[slot]) + cycle * int(counts[d])
+
+    return route
+
+
+def _megatron_samples(
+    sources: list[Source],
+    datasets: list[IndexedDataset],
+    seq_len: int,
+    seed: int,
+    num_samples: int | None,
+    split_part: tuple[str | None, str],
+    folder: Path,
+) -> Samples:
+    """Megatron blends when there are several datasets, or one with a written weight under a common split."""
+    blended = len(sources) > 1 or (sources[0].weighted and split_part[0] is not None)
+    if not blended:
+        stream = _megatron_stream(datasets[0], split_part, seq_len, num_samples, seed, folder)
+        return Samples([stream], lambda i: (0, i), seq_len, stream.num_samples)
+    if num_samples is None:
+        raise ValueError("data.order=megatron with weights needs the number of samples of the run")
+    weights = normalised([source.weight for source in sources])
+    streams = [
+        _megatron_stream(dataset, split_part, seq_len, wanted, seed, folder)
+        for dataset, wanted in zip(datasets, megatron_sizes(weights, num_samples, SURPLUS))
+    ]
+    size = sum(megatron_sizes(weights, num_samples, 0.0))
+    weights = normalised(weights)  # Megatron divides by the sum twice, which can move the last bit
+
+    def build() -> dict[str, np.ndarray]:
+        ids, numbers = megatron_blend(weights, size)
+        return {"ids": ids, "numbers": numbers}
+
+    inputs = {"version": INDEX_VERSION, "kind": "megatron blend", "weights": weights, "size": size}
+    blend = cached_arrays(folder, inputs, build)
+    ids, numbers = blend["ids"], blend["numbers"]
+    for d, stream in enumerate(streams):
+        needed = int(np.count_nonzero(ids == d))
+        if needed > (stream.num_samples or 0):
+            raise ValueError(
+                f"data.order=megatron: the blend takes {needed} samples of {sources[d].prefix}, which was built for "
+                f"{stream.num_samples}; raise its weight {sources[d].weight} a little"
+            )
+    return Samples(streams, lambda i: (int(ids[i]), int(numbers[i])), seq_len, size)
+
+
+def _megatron_stream(
+    dataset: IndexedDataset,
+    split_part: tuple[str | None, str],
+    seq_len: int,
+    num_samples: int | None,
+    seed: int,
+    folder: Path,
+) -> MegatronStream:
+    sequences = split_range(*split_part, dataset.num_sequences)
+
+    def build() -> dict[str, np.ndarray]:
+        try:
+            order = build_sample_order(dataset.sequence_lengths, sequences, seq_len, num_samples, seed)
+        except ValueError as error:
+            raise ValueError(f"{dataset.prefix}: {error}") from error
+        return vars(order)
+
+    stat = dataset.idx_path.stat()
+    inputs = {
+        "version": INDEX_VERSION,
+        "kind": "megatron order",
+        "idx": [str(dataset.idx_path.resolve()), stat.st_size, stat.st_mtime_ns],
+        "sequences": list(sequences),
+        "seq_len": seq_len,
+        "num_samples": num_samples,
+        "seed": seed,
+    }
+    return MegatronStream(dataset, SampleOrder(**cached_arrays(folder, inputs, build)), seq_len)

@@ -1,0 +1,185 @@
+"""Text to token ids and back, from any of the three kinds of tokenizer files in use.
+
+Text is always data: a document that contains the characters `<|endoftext|>` gets the ids of those characters, never the
+id of the end-of-document token, and no begin-of-sequence token is added.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Protocol
+
+from megatron5d.data.tiktoken_ranks import looks_like_ranks, read_ranks
+
+# what published tokenizers call the token that ends a document, the more specific names first
+EOD_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+    "<eod>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the code may ask of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def eod(self) -> int | None:
+        """Id of the end-of-document token; None = the file names none."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
+
+
+def load_tokenizer(path: str | os.PathLike[str], eod: str | int | None = None) -> Tokenizer:
+    """Open a tokenizer file, whatever kind it is.
+
+    Args:
+        path: a sentencepiece `.model`, a Hugging Face `tokenizer.json`, a tiktoken file of base64 ranks, or a folder
+            that holds one of them. The content decides, since Llama 3 names its tiktoken file `tokenizer.model`.
+        eod: token or id that ends a document; None = found by its usual names.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: the file is missing, of no known kind or damaged, or `eod` is not in its vocabulary.
+    """
+    file = tokenizer_file(path)
+    with file.open("rb") as opened:
+        head = opened.read(4096)
+    if not head:
+        raise ValueError(f"{file}: the tokenizer file is empty")
+    if head.lstrip()[:1] == b"{":
+        return HuggingFaceTokenizer(file, eod)
+    if looks_like_ranks(head):
+        return TiktokenTokenizer(file, eod)
+    return SentencePieceTokenizer(file, eod)
+
+
+def tokenizer_file(path: str | os.PathLike[str]) -> Path:
+    """The file that `load_tokenizer` would read: `path` itself, or the one inside a folder."""
+    path = Path(path)
+    if path.is_dir():
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "qwen.tiktoken"):
+            if (path / name).is_file():
+                return path / name
+        raise ValueError(f"{path}: the folder has no tokenizer.json, tokenizer.model or *.tiktoken file")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such tokenizer file")
+    return path
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece `.model`."""
+
+    def __init__(self, path: Path, eod: str | int | None = None) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise ValueError(f"{path} needs the package sentencepiece: pip install sentencepiece") from error
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except RuntimeError as error:
+            raise ValueError(f"{path}: not a sentencepiece model, tokenizer.json or tiktoken file ({error})") from error
+        self.vocab_size: int = self._model.get_piece_size()
+        known = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
+        usual = self._model.eos_id()
+        self.eod = _find_eod(path, eod, known, usual if usual >= 0 else None)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens."""
+        return self._model.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
+        return self._model.decode([int(i) for i in ids])
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face `tokenizer.json`."""
+
+    def __init__(self, path: Path, eod: str | int | None = None) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ValueError(f"{path} needs the package tokenizers: pip install 'megatron5d[data]'") from error
+        try:
+            self._model = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises bare Exception
+            raise ValueError(
+                f"{path}: not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
+            ) from error
+        self._model.encode_special_tokens = True  # special tokens in a text are text
+        self._model.no_truncation()
+        self._model.no_padding()
+        known = self._model.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(known.values(), default=-1) + 1
+        self.eod = _find_eod(path, eod, known, known.get(self._eos_of_config(path)))
+
+    @staticmethod
+    def _eos_of_config(path: Path) -> str:
+        """The `eos_token` that stands in tokenizer_config.json beside the file, or ""."""
+        config = path.with_name("tokenizer_config.json")
+        eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+        return str(eos.get("content", "") if isinstance(eos, dict) else eos or "")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens."""
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+class TiktokenTokenizer:
+    """A tiktoken file: one base64 token and its rank per line."""
+
+    def __init__(self, path: Path, eod: str | int | None = None) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise ValueError(f"{path} needs the package tiktoken: pip install 'megatron5d[data]'") from error
+        ranks, pattern, special = read_ranks(path)
+        self._special = set(special.values())
+        self._model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        self.vocab_size: int = self._model.n_vocab
+        plain = {token.decode("utf-8", "replace"): rank for token, rank in ranks.items()} if eod is not None else {}
+        self.eod = _find_eod(path, eod, {**plain, **special}, None)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens."""
+        return self._model.encode_ordinary(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
+        return self._model.decode([int(i) for i in ids if int(i) not in self._special])
+
+
+def _find_eod(path: Path, wanted: str | int | None, known: dict[str, int], usual: int | None) -> int | None:
+    """The id asked for, else the file's own end-of-sequence token, else the first usual name."""
+    if wanted is None:
+        return usual if usual is not None else next((known[name] for name in EOD_NAMES if name in known), None)
+    if isinstance(wanted, str) and wanted in known:
+        return known[wanted]
+    try:
+        number = int(wanted)
+    except ValueError:
+        number = -1
+    if number not in known.values():
+        usual_names = [name for name in EOD_NAMES if name in known]
+        raise ValueError(f"{path}: end-of-document token {wanted!r} is not in the vocabulary; it has {usual_names}")
+    return number

@@ -1,0 +1,162 @@
+"""Tokens to their experts and back: sort, all-to-all with uneven splits, and the weighted sum at home.
+
+    plan       counts travel first (all_gather ep_etp of E numbers), then everybody knows all splits
+    send       [n, h] -> [n·k, h] sorted by expert -> under way              all_to_all ep / waits
+    receive    rows of all experts of this rank -> sorted by expert [r, h]   all_gather etp / reduce_scatter, all_to_all
+    send_back  [r, h], partial over etp -> under way                         reduce_scatter etp, all_to_all ep / ...
+    combine    [n·k, h] -> weighted sum [n, h]
+
+Rows keep one order everywhere: by expert, for each by rank, for each by token; sums at home run in the order of a
+token's choices. So the same tokens give the same sums in the same order on any layout.
+Memory: a rank holds at most n·min(k, E/ep) rows from each of the ep·etp ranks, which it meets when every token chooses
+its experts. Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.moe import Places, permute, places, unpermute
+from megatron5d.comm.collectives import start_all_gather
+from megatron5d.comm.exchange import Exchange
+from megatron5d.comm.uneven import gather_rows, reduce_scatter_rows
+from megatron5d.topology.axis import Axis
+
+
+@dataclass(frozen=True)
+class Trip:
+    """Where the rows of one micro-batch go and how they come back.
+
+    Args:
+        home: row of every choice of this rank's tokens.
+        num_sent: choices that are sent; the others are dropped or padding and come last in `home`.
+        there, back: the two all-to-alls over ep.
+        from_etp: rows that each etp rank of this rank's experts has received.
+        away: place of each arrived row among those sorted by expert, with the experts' offsets.
+    """
+
+    home: Places
+    num_sent: int
+    there: Exchange
+    back: Exchange
+    from_etp: list[int]
+    away: Places
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 `[E/ep + 1]`: where the rows of each of this rank's experts begin and end."""
+        return self.away.offsets
+
+
+class Dispatcher:
+    """The way to the experts of one layer.
+
+    Args:
+        num_experts: of the layer.
+        ep, etp: axes of the expert view.
+        ep_etp: both as one line, etp fastest.
+    """
+
+    def __init__(self, num_experts: int, ep: Axis, etp: Axis, ep_etp: Axis) -> None:
+        self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
+        self.num_local = ep.divide(num_experts, "model.num_experts")
+
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
+        """Starts the tokens' way to their experts.
+
+        Args:
+            x: `[n, h]`.
+            experts: int64 `[n, k]`; `num_experts` where the choice is not sent.
+            weights: `[n, k]`, 0 where a choice is not sent.
+
+        Returns:
+            The ticket for `receive`, the weights for `combine`, and the trip.
+
+        Comm: all_gather ep_etp of E counts; all_to_all ep of the rows that are not for this rank.
+        """
+        home = places(experts, self.num_experts)
+        counting = start_all_gather(home.offsets.diff()[None], self.ep_etp)  # [1, E] -> [ep·etp, E]
+        rows = permute(x, home)  # under the counts' way
+        trip = self._trip(home, counting.wait())
+        return trip.there.start(rows[: trip.num_sent]), weights, trip
+
+    def receive(self, ticket: Tensor, trip: Trip) -> tuple[Tensor, Trip]:
+        """Waits for the rows of this rank's experts.
+
+        Returns:
+            `[r, h]` sorted by expert as `trip.offsets` says, and the trip as it goes on.
+
+        Comm: all_gather etp / reduce_scatter etp, all_to_all ep.
+        """
+        rows = gather_rows(trip.there.finish(ticket), self.etp, trip.from_etp)
+        return _Reorder.apply(rows, trip.away.token, trip.away.place.flatten()), trip
+
+    def send_back(self, y: Tensor, weights: Tensor, trip: Trip) -> Tensor:
+        """Starts the way home of `[r, h]`, partial over etp. Comm: reduce_scatter etp, all_to_all ep / all_gather."""
+        rows = _Reorder.apply(y, trip.away.place.flatten(), trip.away.token)
+        return trip.back.start(reduce_scatter_rows(rows, self.etp, trip.from_etp))
+
+    def combine(self, ticket: Tensor, weights: Tensor, trip: Trip) -> Tensor:
+        """Waits for the rows and adds them up.
+
+        Args:
+            ticket: from `send_back`.
+            weights: as `send` returned them.
+            trip: of these tokens.
+
+        Returns:
+            `[n, h]`.
+
+        Comm: none / all_to_all ep.
+        """
+        return weighted_sum(trip.back.finish(ticket), weights, trip.home)
+
+    def _trip(self, home: Places, counts: Tensor) -> Trip:
+        """Everybody's splits from everybody's counts.
+
+        Args:
+            home: of this rank's choices.
+            counts: int64 `[ep·etp, E]`.
+        """
+        ep, etp, local = self.ep, self.etp, self.num_local
+        by_rank = counts.view(ep.size, etp.size, ep.size, local)  # source ep, source etp, target ep, its expert
+        here = by_rank[:, :, ep.rank]  # [ep, etp, E/ep] rows for this rank's experts
+        table = by_rank.cpu()  # the one host synchronisation: splits must be known to start an all-to-all
+        send = table[ep.rank, etp.rank].sum(-1).tolist()
+        receive = table[:, etp.rank, ep.rank].sum(-1).tolist()
+        from_etp = table[:, :, ep.rank].sum((0, 2)).tolist()
+        lengths = here.transpose(0, 1).flatten()  # in the order of arrival: source etp, source ep, expert
+        expert = torch.arange(local, device=counts.device).expand(etp.size, ep.size, local).flatten()
+        arrived = torch.repeat_interleave(expert, lengths, output_size=sum(from_etp))
+        return Trip(
+            home,
+            sum(send),
+            Exchange(ep, send, receive),
+            Exchange(ep, receive, send),
+            from_etp,
+            places(arrived[:, None], local),
+        )
+
+
+def weighted_sum(rows: Tensor, weights: Tensor, home: Places) -> Tensor:
+    """`[n, h]` from the rows that came back; those that were never sent count as zeros."""
+    missing = home.token.numel() - rows.shape[0]
+    return unpermute(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weights, home)
+
+
+class _Reorder(torch.autograd.Function):
+    """A permutation of rows; its transpose is the inverse permutation."""
+
+    @staticmethod
+    def forward(ctx, x, index, inverse):
+        ctx.save_for_backward(inverse)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None

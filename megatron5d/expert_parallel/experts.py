@@ -1,0 +1,99 @@
+"""The experts' own matrices: grouped over the experts of this rank, their inner dim cut over etp, W apart from I.
+
+up    [E, 2f, h]   with swiglu the gate rows, then the up rows, of each expert; E cut over ep, f over etp
+down  [E, h, f]    E cut over ep, f over etp: the output is a partial sum over etp
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kernels import gelu, swiglu
+from kernels.grouped_matmul import grouped_input_grad, grouped_matmul, grouped_weight_grad
+from megatron5d.config.schema import ModelConfig
+from megatron5d.precision.gradient import Defer, grad_buffer
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, parameter, offsets, experts: int, defer: Defer):
+        ctx.save_for_backward(x, offsets)
+        ctx.parameter, ctx.experts, ctx.defer = parameter, experts, defer
+        return grouped_matmul(x, _by_expert(parameter.detach(), experts), offsets)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, offsets = ctx.saved_tensors
+        parameter, experts = ctx.parameter, ctx.experts
+        dy = dy.contiguous()
+        dx = grouped_input_grad(dy, _by_expert(parameter.detach(), experts), offsets)
+        ctx.defer(lambda: grouped_weight_grad(dy, x, offsets, _by_expert(grad_buffer(parameter), experts)))
+        return dx, None, None, None, None
+
+
+def _by_expert(stack: Tensor, experts: int) -> Tensor:
+    """A local parameter or its gradient as `[experts, out, in]`, whatever pieces its dim 0 is made of."""
+    return stack.view(experts, -1, stack.shape[-1])
+
+
+class Experts(nn.Module):
+    """The experts of one layer that this rank holds, or its share of them.
+
+    Args:
+        config: the architecture.
+        name: global name, `layers.{i}.experts`.
+        ep: axis that deals the experts out.
+        etp: axis that cuts the inner dim of each.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, name: str, ep: Axis, etp: Axis, **factory) -> None:
+        super().__init__()
+        h, f = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
+        self.activation, self.ep, self.etp = config.activation, ep, etp
+        self.num_local = ep.divide(config.num_experts, "model.num_experts")  # E/ep
+        first, inner = ep.rank * self.num_local, etp.divide(f, "model.moe_ffn_hidden_size")  # f/etp
+        parts = 2 if config.activation == "swiglu" else 1
+        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
+        if etp.size == 1:
+            rows: tuple[int, ...] = (self.num_local, parts * f, h)
+            pieces: tuple[Piece, ...] = (Piece((first, 0, 0), rows),)
+        else:  # an expert's gate rows and up rows are two rectangles: dim 0 is a stack of both of every expert
+            rows = (self.num_local * parts, inner, h)
+            pieces = tuple(
+                Piece((first + e, part * f + etp.rank * inner, 0), (1, inner, h), row=e * parts + part)
+                for e in range(self.num_local)
+                for part in range(parts)
+            )
+        up = ShardSpec(f"{name}.up.weight", (config.num_experts, parts * f, h), pieces, True, init=config.init_std)
+        self.up = new_parameter(rows, up, **factory)
+        rows = (self.num_local, h, inner)
+        pieces = (Piece((first, 0, etp.rank * inner), rows),)
+        down = ShardSpec(f"{name}.down.weight", (config.num_experts, h, f), pieces, True, init=out_std)
+        self.down = new_parameter(rows, down, **factory)
+
+    def forward(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
+        """
+        Args:
+            x: `[r, h]`, rows sorted by expert.
+            offsets: int64 `[E/ep + 1]`, where each expert's rows begin and end.
+            defer: takes the weight-gradient half of the backward.
+
+        Returns:
+            `[r, h]`, partial over etp.
+        """
+        inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp]
+        if self.activation == "swiglu":
+            inner = swiglu(inner)  # [r, f/etp]
+        else:
+            inner = gelu(inner, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return _GroupedLinear.apply(inner, self.down, offsets, self.num_local, defer)
+
+    def extra_repr(self) -> str:
+        shape = self.up.spec.shape  # type: ignore[attr-defined]
+        return f"{self.num_local} of {shape[0]} experts cut over {self.ep}, inner dim cut over {self.etp}"

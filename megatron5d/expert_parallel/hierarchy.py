@@ -1,0 +1,121 @@
+"""Tokens to their experts across nodes: once to each node that has experts of theirs, then on inside the node.
+
+Expert ranks lie on nodes of ep_inner: ep = ep_outer × ep_inner. Rank i of a node talks to rank i of the others:
+
+    there   a row of each token for each node it needs, with its weights and its experts there    all_to_all ep_outer
+            inside the node as if it were the whole world (dispatch.py), weighted and added up     ep_inner, etp
+    back    one row for each that came                                                             all_to_all ep_outer
+
+With m_t nodes that token t needs, a rank sends to other nodes Σ m_t·h elements forward for dispatch, as many come back
+for combine, and the same backward, where the direct way sends k·n·h: at most min(k, ep_outer) of k, and with
+top_groups = nodes exactly what routing limited to groups was made for. Beside each row go k weights and k expert ids.
+Source: DeepSeek-V3 (arXiv:2412.19437), section 3.2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels.moe import Places, permute, places
+from megatron5d.comm.all_to_all import start_all_to_all
+from megatron5d.comm.collectives import Pending, start_all_gather
+from megatron5d.comm.exchange import Exchange
+from megatron5d.expert_parallel.dispatch import Dispatcher, Trip, weighted_sum
+from megatron5d.topology.axis import Axis
+
+
+@dataclass(frozen=True)
+class NodeTrip:
+    """Where the rows of one micro-batch go.
+
+    Args:
+        home: row of each token for each node; the choices that need no row of their own come last.
+        sent: bool `[n, k]`, the choices that have one.
+        there, back: of hidden states over ep_outer.
+        weights: of the weights, there.
+        experts: int64 `[rows, k]`, under way: each row's experts among those of its node.
+        inner: the trip inside the node, once rows have arrived.
+    """
+
+    home: Places
+    sent: Tensor
+    there: Exchange
+    back: Exchange
+    weights: Exchange
+    experts: Pending
+    inner: Trip | None = None
+
+    @property
+    def offsets(self) -> Tensor:
+        """As in Trip."""
+        assert self.inner is not None
+        return self.inner.offsets
+
+
+class NodeDispatcher:
+    """As Dispatcher, in two steps.
+
+    Args:
+        num_experts: of the layer.
+        ep_outer: ranks at the same place in every node.
+        ep_inner, etp: axes inside a node; `ep_inner_etp` both as one line.
+    """
+
+    def __init__(self, num_experts: int, ep_outer: Axis, ep_inner: Axis, etp: Axis, ep_inner_etp: Axis) -> None:
+        self.num_experts, self.ep_outer = num_experts, ep_outer
+        self.per_node = ep_outer.divide(num_experts, "model.num_experts")
+        self.inner = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp)
+
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeTrip]:
+        """As Dispatcher.send; what stands for the weights is the ticket of theirs.
+
+        Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights and expert ids.
+        """
+        nodes, k = self.ep_outer.size, experts.shape[1]
+        node = experts // self.per_node  # [n, k]; `nodes` where there is no choice
+        earlier = torch.ones(k, k, dtype=torch.bool, device=x.device).tril(-1)
+        repeated = ((node[:, :, None] == node[:, None, :]) & earlier).any(-1)
+        once = node.masked_fill(repeated, nodes)
+        home = places(once, nodes)
+        lengths = home.offsets.diff()
+        counting = start_all_gather(lengths[None], self.ep_outer)  # [1, nodes] -> [nodes, nodes]
+        rows = permute(x, home)
+        table = counting.wait().cpu()
+        send, receive = table[self.ep_outer.rank].tolist(), table[:, self.ep_outer.rank].tolist()
+        count = sum(send)
+        target = torch.repeat_interleave(torch.arange(nodes, device=x.device), lengths, output_size=count)
+        wanted = experts[home.token[:count]]  # [rows, k]
+        here = wanted // self.per_node == target[:, None]
+        local = torch.where(here, wanted - target[:, None] * self.per_node, self.per_node)
+        trip = NodeTrip(
+            home,
+            once < nodes,
+            Exchange(self.ep_outer, send, receive),
+            Exchange(self.ep_outer, receive, send),
+            Exchange(self.ep_outer, send, receive),
+            start_all_to_all(local, self.ep_outer, send, receive),
+        )
+        paid = permute(weights, home)[:count] * here.to(weights.dtype)
+        return trip.there.start(rows[:count]), trip.weights.start(paid), trip
+
+    def receive(self, ticket: Tensor, trip: NodeTrip) -> tuple[Tensor, NodeTrip]:
+        """As Dispatcher.receive. Comm: that of the inner send and receive / the same back."""
+        rows, experts = trip.there.finish(ticket), trip.experts.wait()
+        inside, _, inner = self.inner.send(rows, experts, rows[:, :0])
+        rows, inner = self.inner.receive(inside, inner)
+        return rows, replace(trip, inner=inner)
+
+    def send_back(self, y: Tensor, weights: Tensor, trip: NodeTrip) -> Tensor:
+        """As Dispatcher.send_back: weighted and added up inside the node, then one row for each that came."""
+        assert trip.inner is not None
+        paid = trip.weights.finish(weights)
+        inside = self.inner.send_back(y, paid, trip.inner)
+        return trip.back.start(self.inner.combine(inside, paid, trip.inner))
+
+    def combine(self, ticket: Tensor, weights: Tensor, trip: NodeTrip) -> Tensor:
+        """As Dispatcher.combine; the rows are weighted already."""
+        rows = trip.back.finish(ticket)
+        return weighted_sum(rows, trip.sent.to(rows.dtype), trip.home)

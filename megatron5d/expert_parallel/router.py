@@ -1,0 +1,145 @@
+"""Which experts a token goes to, and how much each of them counts.
+
+    logits   x·Wᵀ, in fp32 (fp64 for a model in fp64)
+    scores   softmax over the experts, or sigmoid of each
+    choice   the k best scores, plus the bias where there is one, among the experts of the best groups
+    weights  the chosen scores without the bias, divided by their sum if so configured, times the scaling factor
+
+Source: Shazeer et al. 2017 (arXiv:1701.06538); groups: DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; sigmoid scores
+and the bias: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kernels.moe import top_k
+from megatron5d.config.schema import ModelConfig
+from megatron5d.precision.gradient import Defer, add_weight_grad, grad_buffer, run_now
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.shard import ShardSpec, new_parameter, whole
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What routing is computed in for a model in `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _RouterLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, defer: Defer):
+        ctx.weight, ctx.defer = weight, defer
+        ctx.save_for_backward(x)
+        wide = wide_dtype(x.dtype)
+        return x.to(wide) @ weight.to(wide).t()
+
+    @staticmethod
+    def backward(ctx, dlogits):
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        dx = (dlogits @ weight.to(dlogits.dtype)).to(x.dtype)
+
+        def weight_half():
+            dtype = grad_buffer(weight).dtype
+            add_weight_grad(weight, dlogits.to(dtype), x.to(dtype))
+
+        ctx.defer(weight_half)
+        return dx, None, None
+
+
+class Router(nn.Module):
+    """Scores every token's experts.
+
+    Args:
+        config: the architecture.
+        name: global name of the router.
+        tp: ranks that hold the weight and see different tokens.
+        biased: there is a bias per expert; it is a buffer, changed by balancing and never by a gradient.
+        owner: this rank writes the bias to checkpoints.
+        dtype, device: of the weight.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self, config: ModelConfig, name: str, tp: Axis, *, biased: bool, owner: bool, dtype: torch.dtype, device
+    ) -> None:
+        super().__init__()
+        self.config = config
+        shape = (config.num_experts, config.hidden_size)
+        axes = (tp.name,) if tp.size > 1 else ()
+        spec = ShardSpec(
+            f"{name}.weight", shape, whole(shape, copies=axes, summed=axes, owner=tp.rank == 0), init=config.init_std
+        )
+        self.weight = new_parameter(shape, spec, dtype, device)
+        bias = None
+        if biased:
+            bias = torch.zeros(config.num_experts, dtype=wide_dtype(dtype), device=device)
+            pieces = whole(tuple(bias.shape), owner=owner)
+            bias.spec = ShardSpec(f"{name}.bias", tuple(bias.shape), pieces, decay=False)  # type: ignore[attr-defined]
+        self.register_buffer("bias", bias)
+
+    def logits(self, x: Tensor, defer: Defer = run_now) -> Tensor:
+        """`[n, h]` -> `[n, E]` in fp32 or fp64."""
+        return _RouterLinear.apply(x, self.weight, defer)
+
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            logits: `[n, E]`.
+
+        Returns:
+            experts int64 `[n, k]`, the best first, and weights `[n, k]`, differentiable in the logits.
+        """
+        scores = scores_of(logits, self.config.router_score)
+        experts = choose(scores, self.config, self.bias)
+        return experts, weights_of(scores, experts, self.config)
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{c.hidden_size} -> {c.top_k} of {c.num_experts}, {c.router_score}, bias={self.bias is not None}"
+
+
+def scores_of(logits: Tensor, kind: str) -> Tensor:
+    """`[n, E]` scores: softmax, or sigmoid of each."""
+    return torch.softmax(logits, dim=-1) if kind == "softmax" else torch.sigmoid(logits)
+
+
+def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> Tensor:
+    """The k experts of each token, the best first; of equals the one with the lower index.
+
+    Args:
+        scores: `[n, E]`.
+        config: top_k and groups.
+        bias: `[E]`, added for the choice.
+
+    Returns:
+        int64 `[n, k]`.
+    """
+    ranked = scores.detach()
+    if bias is not None:
+        ranked = ranked + bias
+    if config.top_groups < config.num_groups:
+        ranked = ranked.masked_fill(~in_best_groups(ranked, config), -torch.inf)
+    return top_k(ranked, config.top_k)[1]
+
+
+def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:
+    """bool `[n, E]`: experts of the groups that a token may choose from."""
+    groups = ranked.unflatten(-1, (config.num_groups, -1))  # [n, G, E/G]
+    if config.group_score == "max":
+        worth = groups.amax(-1)
+    else:
+        worth = groups.topk(2, dim=-1).values.sum(-1)
+    best = top_k(worth, config.top_groups)[1]  # [n, top_groups]
+    allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
+    return allowed.repeat_interleave(groups.shape[-1], dim=1)
+
+
+def weights_of(scores: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
+    """`[n, k]`: how much each chosen expert counts."""
+    weights = scores.gather(1, experts)
+    if config.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * config.routed_scaling_factor

@@ -1,0 +1,82 @@
+"""Self-attention of one block: MHA, GQA or MQA, heads cut over tp."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from kernels import apply_rope
+from megatron5d.config.schema import ModelConfig
+from megatron5d.context_parallel.attention import ContextAttention
+from megatron5d.model.attention_core import AttentionCore
+from megatron5d.model.norm import Norm
+from megatron5d.model.rope import RotaryTables
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.gradient import Defer
+from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron5d.topology.mesh import Mesh
+
+
+class Attention(nn.Module):
+    """Phase: x + out(attention(qkv(norm(x)))).
+
+    Args:
+        config: the architecture.
+        layer: global index of the block.
+        mesh: `tp` cuts the heads; `tp_kv` joins the ranks that share a KV head.
+        sp: activations between tp regions are cut along the sequence.
+        rope: tables of cos and sin, None without rotary positions.
+        context: attention over cp, None where sequences are whole.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        mesh: Mesh,
+        *,
+        sp: bool,
+        rope: RotaryTables | None,
+        context: ContextAttention | None = None,
+        **factory,
+    ) -> None:
+        super().__init__()
+        tp, h, d = mesh["tp"], config.hidden_size, config.head_dim
+        name = f"layers.{layer}.attention"
+        self.config, self.rope = config, rope
+        self.num_heads = tp.divide(config.num_heads, "model.num_heads")  # a/tp
+        self.num_kv_heads = max(1, config.num_kv_heads // tp.size)  # g/tp, at least one
+        norm = {"tp": tp, "eps": config.norm_eps, **factory}
+        self.norm = Norm(config.norm, h, f"{name}.norm", partial=sp, **norm)
+        heads = [(config.num_heads, d), (config.num_kv_heads, d), (config.num_kv_heads, d)]
+        self.qkv = ColumnParallelLinear(
+            h, heads, f"{name}.qkv", tp, sp=sp, bias=config.qkv_bias, init=config.init_std, copies=mesh["tp_kv"],
+            **factory,
+        )  # fmt: skip
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = Norm("rmsnorm", d, f"{name}.q_norm", partial=True, **norm)
+            self.k_norm = Norm("rmsnorm", d, f"{name}.k_norm", partial=True, **norm)
+        self.core = AttentionCore(config, name, mesh, scale=1 / math.sqrt(d), context=context, **factory)
+        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
+        self.out = RowParallelLinear(
+            config.num_heads * d, h, f"{name}.out", tp, sp=sp, bias=config.attention_out_bias, init=out_std, **factory
+        )
+
+    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
+        qkv = self.qkv(self.norm(x), defer)  # [s/cp, b, (a+2g)·d/tp]  all_gather tp
+        q, k, v = self._split_heads(qkv)  # [s/cp, b, a/tp, d], [s/cp, b, g/tp, d] twice
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            q, k = apply_rope(q, k, *self.rope(batch.positions), interleaved=self.config.rope_interleaved)
+        core = self.core(q, k, v, batch)  # [s/cp, b, a/tp, d]
+        return x + self.out(core.flatten(2), defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+
+    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads
+        q, k, v = qkv.split([a * d, g * d, g * d], dim=-1)
+        return q.unflatten(-1, (a, d)), k.unflatten(-1, (g, d)), v.unflatten(-1, (g, d))

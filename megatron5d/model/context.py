@@ -1,0 +1,57 @@
+"""How the model sees a sequence that is cut over cp: which rows are here, and how attention reaches the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron5d.config.schema import Config
+from megatron5d.context_parallel.attention import ContextAttention
+from megatron5d.context_parallel.layout import layout_of
+from megatron5d.context_parallel.plan import Planner
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.topology.mesh import Mesh
+
+
+def context_attention(config: Config, mesh: Mesh) -> ContextAttention | None:
+    """The attention of all layers over cp; None where sequences are whole."""
+    if mesh["cp"].size == 1:
+        return None
+    return ContextAttention(config.parallel.cp_method, mesh["cp_outer"], mesh["cp_inner"])
+
+
+def sequence_rows(config: Config, mesh: Mesh) -> list[int] | None:
+    """Positions of a sequence that this cp rank holds; None = all."""
+    parallel, cp = config.parallel, mesh["cp"]
+    if cp.size == 1:
+        return None
+    return layout_of(parallel.cp_method, cp.size, config.train.seq_len, parallel.cp_inner).rows(cp.rank)
+
+
+class SequenceSharding:
+    """Takes this cp rank's rows out of a micro-batch and plans its attention.
+
+    Args:
+        config: of the run (parallel.cp_method, cp_inner, train.seq_len, model.attention_window).
+        mesh: this rank's axes.
+        device: where the plan's index tensors will be used.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
+        parallel, self.cp = config.parallel, mesh["cp"]
+        self.layout = layout_of(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner)
+        self._rows = torch.tensor(self.layout.rows(self.cp.rank))
+        self._plan = Planner(self.layout, self.cp.rank // self.layout.inner, config.model.attention_window, device)
+
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        """`[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
+
+        Args:
+            batch: whole rows, on the CPU (the plan looks at where documents end).
+        """
+        if self.cp.size == 1:
+            return batch
+        local = {name: getattr(batch, name)[:, self._rows] for name in ("tokens", "labels", "loss_mask", "positions")}
+        padding = None if batch.padding is None else batch.padding[:, self._rows]
+        return replace(batch, **local, documents=None, padding=padding, context=self._plan(batch.documents))

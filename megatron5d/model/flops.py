@@ -1,0 +1,116 @@
+"""Floating-point operations of the model, for MFU, with the convention stated.
+
+Counted: the multiply-adds of every matrix product that the mathematics needs, 2 FLOPs each; the backward is twice the
+forward; recomputation is not counted; a causal query attends to half of the sequence on average (a window to at most
+that many); the embedding look-up is free; of the routed experts only those that a token is sent to. Source: Narayanan
+et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao 2023 (arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+from megatron5d.config.pattern import moe_layers
+from megatron5d.config.schema import ModelConfig
+
+
+def parameter_count(model: ModelConfig, active: bool = False) -> int:
+    """Parameters of the whole model, tied ones once, vocabulary padding not counted.
+
+    Args:
+        model: the architecture.
+        active: count only the experts that one token is sent to.
+    """
+    h, v = model.hidden_size, model.vocab_size
+    norm = 2 * h if model.norm == "layernorm" else h
+    attention = _attention_matrices(model) + _attention_vectors(model) + norm
+    biases = (_up(model, model.ffn_hidden_size) + h) * model.mlp_bias
+    mlps = sum(_feed_forward(model, i, active) + norm + (0 if _is_moe(model, i) else biases) for i in _layers(model))
+    routers = len(moe_layers(model)) * model.num_experts * (1 if model.router_bias else 0)
+    ends = v * h * (1 if model.tie_embeddings else 2) + norm
+    ends += model.max_positions * h if model.position == "learned" else 0
+    return model.num_layers * attention + mlps + routers + ends
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """FLOPs of one training step (forward and backward) per token.
+
+    Args:
+        model: the architecture.
+        seq_len: tokens of a sequence.
+    """
+    return sum(layer_flops(model, i, seq_len) for i in _layers(model)) + head_flops(model)
+
+
+def head_flops(model: ModelConfig) -> float:
+    """The share of the output matrix in `flops_per_token`."""
+    return 6.0 * model.vocab_size * model.hidden_size
+
+
+def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
+    """The share of one layer in `flops_per_token`."""
+    matrices = _attention_matrices(model) + _feed_forward(model, layer, active=True)
+    return 6.0 * matrices + core_flops(model, seq_len)
+
+
+def core_flops(model: ModelConfig, seq_len: int) -> float:
+    """The share of one layer's attention between queries, keys and values: what has no weights."""
+    attended = (seq_len + 1) / 2
+    if model.attention_window is not None and model.attention_window < seq_len:
+        w = model.attention_window
+        attended = w - w * (w - 1) / (2 * seq_len)
+    key_dim, value_dim = _head_dims(model)
+    return 6.0 * model.num_heads * (key_dim + value_dim) * attended
+
+
+def _head_dims(model: ModelConfig) -> tuple[int, int]:
+    """Features of a head's key and of its value."""
+    if model.attention == "mla":
+        return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
+    return model.head_dim, model.head_dim
+
+
+def _attention_matrices(model: ModelConfig) -> int:
+    """Elements of the projections around one layer's attention; a token meets each of them once."""
+    h, a, g = model.hidden_size, model.num_heads, model.num_kv_heads
+    key_dim, value_dim = _head_dims(model)
+    if model.attention == "gqa":
+        return (a + 2 * g) * key_dim * h + a * value_dim * h
+    r, q_rank = model.kv_lora_rank, model.q_lora_rank
+    queries = h * a * key_dim if q_rank is None else (h + a * key_dim) * q_rank
+    latent = (r + model.qk_rope_head_dim) * h + r * a * (model.qk_nope_head_dim + value_dim)
+    return queries + latent + a * value_dim * h
+
+
+def _attention_vectors(model: ModelConfig) -> int:
+    """Elements of one layer's attention biases, inner norms and sinks."""
+    d = model.head_dim
+    vectors = model.hidden_size * model.attention_out_bias + model.num_heads * model.attention_sinks
+    if model.attention == "mla":
+        return vectors + model.kv_lora_rank + (model.q_lora_rank or 0)
+    return vectors + (model.num_heads + 2 * model.num_kv_heads) * d * model.qkv_bias + 2 * d * model.qk_norm
+
+
+def _layers(model: ModelConfig) -> range:
+    return range(model.num_layers)
+
+
+def _is_moe(model: ModelConfig, layer: int) -> bool:
+    return layer in moe_layers(model)
+
+
+def _up(model: ModelConfig, inner: int) -> int:
+    """Outputs of the first matrix of an MLP with `inner` features."""
+    return 2 * inner if model.activation == "swiglu" else inner
+
+
+def _feed_forward(model: ModelConfig, layer: int, active: bool) -> int:
+    """Elements of the feed-forward matrices of one layer, the router's among them."""
+    h = model.hidden_size
+
+    def matrices(inner: int) -> int:
+        return (_up(model, inner) + inner) * h
+
+    if not _is_moe(model, layer):
+        return matrices(model.ffn_hidden_size)
+    experts = model.top_k if active else model.num_experts
+    each = matrices(model.moe_ffn_hidden_size or model.ffn_hidden_size)
+    return experts * each + matrices(model.shared_ffn_hidden_size) + model.num_experts * h

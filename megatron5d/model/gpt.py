@@ -1,0 +1,143 @@
+"""The GPT as phases: embedding; per layer attention and mlp, or attention, dispatch, experts and combine; head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron5d.config.pattern import moe_layers
+from megatron5d.config.schema import Config
+from megatron5d.expert_parallel.balance import Balancer
+from megatron5d.model.attention import Attention
+from megatron5d.model.context import context_attention, sequence_rows
+from megatron5d.model.ends import TIED, Embedding, Head
+from megatron5d.model.mla import Mla
+from megatron5d.model.mlp import Mlp
+from megatron5d.model.moe import MoeCombine, MoeDispatch, MoeExperts, TokenShare
+from megatron5d.model.partition import Part
+from megatron5d.model.rope import RotaryTables, rotary_dim
+from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.rng import initialize
+from megatron5d.topology.shard import spec_of
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Gpt(nn.Module):
+    """The phases of the model, in the order in which a micro-batch passes them: all of them, or some stages' share.
+
+    Args:
+        config: the whole run's configuration (model, moe, parallel.sp, precision, recompute, train.z_loss).
+        mesh: this rank's axes.
+        device: of the parameters; "meta" allocates nothing.
+        parts: what this rank holds, by stage; None = the whole model as stage 0.
+        shared: which parameters the mirrored pipeline rank holds too: "all", "tied" (the embedding) or "none".
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device | str = "cpu",
+        parts: Mapping[int, Part] | None = None,
+        shared: str = "none",
+    ) -> None:
+        super().__init__()
+        model = config.model
+        self.parts = dict(sorted((parts or {0: Part(range(model.num_layers), True, True)}).items()))
+        dtype = DTYPES[config.precision.dtype]
+        build: dict[str, Any] = {"sp": config.parallel.sp, "dtype": dtype, "device": device}
+        rope = None
+        if model.position == "rope":
+            rope = RotaryTables(rotary_dim(model), model.rope_theta, model.rope_scaling, dtype, device)
+        context = context_attention(config, mesh)
+        attention: Callable[..., nn.Module] = (
+            partial(Mla, compress=config.parallel.cp_compress_kv) if model.attention == "mla" else Attention
+        )
+        has_embedding = any(part.embedding for part in self.parts.values())
+        self.embedding = Embedding(model, mesh, **build) if has_embedding else None
+        self.balancer = self._balancer(config, mesh, device, shared)
+        share = TokenShare(mesh["tp"], config.parallel.sp, sequence_rows(config, mesh))
+        self.layers = nn.ModuleDict()
+        for i in (i for part in self.parts.values() for i in part.layers):
+            phases: list[nn.Module] = [attention(model, i, mesh, rope=rope, context=context, **build)]
+            if self.balancer is not None and i in self.balancer.layers:
+                dispatch = MoeDispatch(model, config.moe, i, mesh, share=share, balancer=self.balancer, **build)
+                phases += [dispatch, MoeExperts(model, i, mesh, dispatcher=dispatch.dispatcher, **build)]
+                phases.append(MoeCombine(dispatch.dispatcher, share))
+            else:
+                phases.append(Mlp(model, i, mesh, **build))
+            self.layers[str(i)] = nn.ModuleList(phases)
+        self.head = None
+        if any(part.head for part in self.parts.values()):
+            tied = self.embedding.tokens.weight if self.embedding is not None and model.tie_embeddings else None
+            self.head = Head(model, mesh, z_loss=config.train.z_loss, tied=tied, **build)
+        self._mark_recompute(config)
+        self._mark_shared(shared)
+
+    def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, shared: str) -> Balancer | None:
+        """Of all MoE layers here; a rank without one still takes part in what is told of them."""
+        if not config.model.num_experts:
+            return None
+        here = [i for part in self.parts.values() for i in part.layers if i in moe_layers(config.model)]
+        stage = mesh["stage_pair" if shared == "all" else "stage"]
+        return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
+
+    def _mark_recompute(self, config: Config) -> None:
+        if config.recompute.mode == "full":
+            for part in self.parts.values():
+                for i in part.layers[: config.recompute.num_layers]:
+                    for phase in self._layer(i):
+                        phase.recompute = getattr(phase, "recomputable", True)  # type: ignore[assignment]
+
+    def _mark_shared(self, shared: str) -> None:
+        for parameter in self.parameters():
+            spec = spec_of(parameter)
+            if shared == "all" or (shared == "tied" and spec.name == TIED):
+                parameter.spec = replace(spec, shared="pair")  # type: ignore[attr-defined]
+
+    def _layer(self, i: int) -> list[nn.Module]:
+        return list(self.layers[str(i)].children())
+
+    def units_of(self, stage: int) -> list[list[nn.Module]]:
+        """The phases of a local stage, grouped by what is reduced, sharded and gathered together."""
+        part = self.parts[stage]
+        units: list[list[nn.Module]] = [self._layer(i) for i in part.layers]
+        if part.embedding and self.embedding is not None:
+            units.insert(0, [self.embedding])
+        if part.head and self.head is not None:
+            units.append([self.head])
+        return units
+
+    def phases_of(self, stage: int) -> list[nn.Module]:
+        """The phases of a local stage in order."""
+        return [phase for unit in self.units_of(stage) for phase in unit]
+
+    @property
+    def units(self) -> list[list[nn.Module]]:
+        """Of all local stages, in order: the embedding, each block, the head."""
+        return [unit for stage in self.parts for unit in self.units_of(stage)]
+
+    @property
+    def phases(self) -> list[nn.Module]:
+        """Of all local stages, in order."""
+        return [phase for unit in self.units for phase in unit]
+
+    def initialize(self, seed: int) -> None:
+        """Random weights from the seed and each parameter's global name: the same on any layout."""
+        for parameter in self.parameters():
+            initialize(parameter, seed)
+
+    def weights(self) -> list[torch.Tensor]:
+        """Everything local that a checkpoint keeps of the model: parameters, and the routers' biases (buffers)."""
+        return [*self.parameters(), *(buffer for buffer in self.buffers() if hasattr(buffer, "spec"))]
+
+    def named_specs(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(global name, local parameter), a tied parameter once."""
+        for parameter in self.parameters():
+            yield parameter.spec.name, parameter  # type: ignore[attr-defined]

@@ -1,0 +1,179 @@
+"""A trained model put to use: its logits on given tokens, and text sampled from it, on any dp × tp layout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron5d.checkpoint.folder import read_run
+from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.checkpoint.weights import load_weights
+from megatron5d.config.convert import from_dict
+from megatron5d.config.fault import ConfigError
+from megatron5d.config.laws import broken_laws
+from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
+from megatron5d.model.gpt import Gpt
+from megatron5d.model.hf import load_hf_weights
+from megatron5d.model.hf_config import read_model_config
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import Mesh, build_mesh
+from megatron5d.topology.process import Process
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: exactly one of the two.
+
+    Args:
+        hf: a Hugging Face folder.
+        checkpoint: a checkpoint of ours, or a directory of them, whose newest whole one is meant.
+    """
+
+    hf: Path | None = None
+    checkpoint: Path | None = None
+
+    def config(self, world: int, *, tp: int = 1, sp: bool = False, dtype: str | None = None) -> Config:
+        """The configuration to run the model with.
+
+        Args:
+            world: number of ranks.
+            tp, sp: the layout; dp is what remains of the world.
+            dtype: of weights and arithmetic; None = the checkpoint's own, fp32 for a Hugging Face folder.
+
+        Raises:
+            ConfigError: the model does not fit the layout.
+            ValueError: no such folder, or one that is not whole.
+        """
+        if self.hf is not None:
+            config = Config(model=read_model_config(self.hf))
+        else:
+            config = from_dict(read_run(self.folder)["config"])
+        config = Config(
+            model=replace(config.model, from_hf=None),
+            moe=replace(config.moe, capacity_factor=None),
+            data=config.data,
+            parallel=ParallelConfig(tp=tp, sp=sp and tp > 1),
+            precision=PrecisionConfig(dtype=dtype or config.precision.dtype),
+        )
+        groups = {"model", "parallel", "precision"}
+        faults = [f for f in broken_laws(config, world) if {knob.split(".")[0] for knob in f.knobs} <= groups]
+        if faults:
+            raise ConfigError(faults)
+        return config
+
+    @property
+    def folder(self) -> Path:
+        """The one checkpoint that `checkpoint` means."""
+        found = find_checkpoint(None, str(self.checkpoint))
+        assert found is not None
+        return found
+
+    def load(self, model: Gpt, config: Config) -> list[str]:
+        """Fills the model's local parameters, every rank its own share; returns lines worth telling."""
+        if self.hf is not None:
+            return load_hf_weights(model.weights(), config.model, self.hf)
+        load_weights(model.weights(), self.folder)
+        return []
+
+
+def open_predictor(source: Source, config: Config, process: Process) -> Predictor:
+    """Builds the model of a source on this rank and loads its weights.
+
+    Comm: group creation; DCP's planning for a checkpoint of ours.
+    """
+    sizes = resolve(process.world, tp=config.parallel.tp)
+    mesh = build_mesh(sizes, process.rank, num_kv_heads=config.model.num_kv_heads)
+    model = Gpt(config, mesh, process.device)
+    for note in source.load(model, config):
+        if process.rank == 0:
+            print(note, file=sys.stderr)
+    return Predictor(model, config, mesh, process.device)
+
+
+class Predictor:
+    """Forward passes without training; the ranks of one tp line work on the same tokens.
+
+    Args:
+        model: with loaded weights.
+        config: that it was built from.
+        mesh: that it was built on.
+        device: that it is on.
+    """
+
+    def __init__(self, model: Gpt, config: Config, mesh: Mesh, device: torch.device) -> None:
+        self.model, self.config, self.mesh, self.device = model, config, mesh, device
+        self._trunk = Stage(model.phases[:-1])
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The logits at every position.
+
+        Args:
+            tokens: int64 `[b, s]`, the same on all ranks of a tp line.
+
+        Returns:
+            `[b, s, vocab_size]` in the model's dtype, the same on all ranks of a tp line.
+
+        Comm: the layers' own on tp; all_gather tp of the logits.
+
+        Raises:
+            ValueError: more tokens than a learned position table has rows.
+        """
+        b, s = tokens.shape
+        if self.config.model.position == "learned" and s > self.config.model.max_positions:
+            raise ValueError(f"{s} tokens exceed model.max_positions = {self.config.model.max_positions}")
+        multiple = self.mesh["tp"].size if self.config.parallel.sp else 1
+        tokens = F.pad(tokens.to(self.device), (0, -s % multiple))  # later tokens do not touch earlier logits
+        positions = torch.arange(tokens.shape[1], device=self.device).clamp(max=s - 1).expand(tokens.shape)
+        mask = torch.zeros(tokens.shape, device=self.device)
+        batch = MicroBatch(tokens, tokens, mask, positions, None)
+        hidden = self._trunk.evaluate(None, batch)  # [s/tp, b, h]
+        assert self.model.head is not None
+        return self.model.head.logits(hidden).transpose(0, 1)[:, :s]
+
+    def sample(
+        self, prompt: Sequence[int], num_tokens: int, *, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
+        vocab_size: int | None = None,
+    ) -> Iterator[int]:  # fmt: skip
+        """Continues a prompt token by token; each token is a forward pass over all before it.
+
+        Args:
+            prompt: at least one token.
+            num_tokens: how many to add.
+            temperature: the logits are divided by it; 0 takes the likeliest token.
+            top_k: only so many likeliest tokens can be drawn; 0 = all.
+            seed: of the draws; the same on every rank.
+            vocab_size: only ids below are drawn, where the model's vocabulary is larger than its tokenizer's.
+
+        Yields:
+            The new tokens, the same on every rank of a tp line.
+        """
+        if not prompt:
+            raise ValueError("the prompt has no token: a text model needs something to continue")
+        draws = torch.Generator().manual_seed(seed)
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            if self.config.model.position == "learned":
+                tokens = tokens[-self.config.model.max_positions :]
+            last = self.logits(torch.tensor([tokens]))[0, -1, :vocab_size]
+            token = draw(last.double().cpu(), temperature, top_k, draws)
+            tokens.append(token)
+            yield token
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """One token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < logits.numel():
+        least = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator))

@@ -1,0 +1,177 @@
+"""Multi-head latent attention: queries, keys and values grow out of two small latents, heads cut over tp.
+
+    q = q_up(norm(q_down(x)))  or  q(x)             per head: dn features, and dr that positions turn
+    c_kv, k_pe = kv_down(x);  k, v = kv_up(norm(c_kv))       per head: dn and dv; k_pe, dr, is one for all heads
+    scores = [q, rope(q_pe)] · [k, rope(k_pe)]
+
+The down-projections are small and every tp rank holds them whole. Every head of every rank uses what they make, so
+exactly one collective must add up its gradient over tp. It stands where fewer elements pass: behind the
+down-projections (`late`) or, where queries come straight from x or the latents are no smaller than it, before them.
+Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import accumulate_weight_grad, apply_rope
+from megatron5d.comm.collectives import copy_to, gather_from
+from megatron5d.config.schema import ModelConfig
+from megatron5d.context_parallel.attention import ContextAttention
+from megatron5d.model.attention_core import AttentionCore
+from megatron5d.model.norm import Norm
+from megatron5d.model.rope import RotaryTables, softmax_temperature
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.gradient import Defer, grad_buffer
+from megatron5d.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_linear,
+    replicated_parameter,
+)
+from megatron5d.topology.axis import single
+from megatron5d.topology.mesh import Mesh
+
+_ALONE = single("tp")
+
+
+def _product(x: Tensor, weight: Tensor, defer: Defer) -> Tensor:
+    """x·Wᵀ with what this rank holds of W; what must be gathered and summed over tp is so elsewhere."""
+    return column_linear(x, weight, _ALONE, False, defer)
+
+
+class Mla(nn.Module):
+    """Phase: x + out(attention(q, k, v)).
+
+    Args:
+        config: the architecture.
+        layer: global index of the block.
+        mesh: `tp` cuts the heads.
+        sp: activations between tp regions are cut along the sequence.
+        rope: tables of cos and sin for dr features.
+        context: attention over cp, None where sequences are whole.
+        compress: c_kv and k_pe travel over cp instead of keys and values.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, rope: RotaryTables,
+        context: ContextAttention | None = None, compress: bool = False, **factory,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.tp, h, name = mesh["tp"], config.hidden_size, f"layers.{layer}.attention"
+        self.sp, self.rope, self.interleaved = sp and self.tp.size > 1, rope, config.rope_interleaved
+        self.compress = compress and context is not None
+        self.num_heads = self.tp.divide(config.num_heads, "model.num_heads")  # a/tp
+        self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim  # dn, dr, dv
+        dn, dr, dv = self.dims
+        self.latents = config.q_lora_rank or 0, config.kv_lora_rank, dr
+        q_rank, kv_rank, _ = self.latents
+        self.late = q_rank > 0 and sum(self.latents) < h
+        norm = {"tp": self.tp, "eps": config.norm_eps, **factory}
+        linear = {"init": config.init_std, **factory}
+        partial = self.sp or not self.late  # a share of the sequence, or the gradient of this rank's heads alone
+        self.norm = Norm(config.norm, h, f"{name}.norm", partial=sp, **norm)
+        down = {"tp": self.tp, "partial": partial, "decay": True, **linear}
+        self.q_down = self.q_norm = None
+        if q_rank:
+            self.q_down = replicated_parameter((q_rank, h), f"{name}.q_down.weight", **down)
+            self.q_norm = Norm("rmsnorm", q_rank, f"{name}.q_norm", partial=partial, **norm)
+        self.kv_down = replicated_parameter((kv_rank + dr, h), f"{name}.kv_down.weight", **down)
+        self.kv_norm = Norm("rmsnorm", kv_rank, f"{name}.kv_norm", partial=partial, **norm)
+        q_name = f"{name}.q_up" if q_rank else f"{name}.q"
+        self.q = ColumnParallelLinear(q_rank or h, [(config.num_heads, dn + dr)], q_name, self.tp, **linear)
+        self.kv_up = ColumnParallelLinear(kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear)
+        scale = softmax_temperature(config.rope_scaling) / math.sqrt(dn + dr)
+        self.core = AttentionCore(config, name, mesh, scale=scale, context=context, **factory)
+        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
+        self.out = RowParallelLinear(
+            config.num_heads * dv, h, f"{name}.out", self.tp, sp=sp, bias=config.attention_out_bias, init=out_std,
+            **factory,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
+        dn, dr, dv = self.dims
+        q, c_kv, k_pe = self._down(self.norm(x), defer)
+        q = _product(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))  # [s/cp, b, a/tp, dn+dr]
+        q_nope, q_pe = q.split([dn, dr], -1)
+        tables = self.rope(batch.positions)
+        q_pe, k_pe = apply_rope(q_pe, k_pe.unsqueeze(2), *tables, interleaved=self.interleaved)
+        q = torch.cat((q_nope, q_pe), -1)
+        if self.compress:
+            carrier = Latents(self.kv_up.weight, self.num_heads, self.dims)
+            core = self.core.compressed(q, torch.cat((c_kv, k_pe.squeeze(2)), -1), carrier, batch)
+        else:
+            kv = _product(c_kv, self.kv_up.weight, defer).unflatten(-1, (self.num_heads, dn + dv))
+            core = self.core(q, *_keys_values(kv, k_pe, dn), batch)  # [s/cp, b, a/tp, dv]
+        return x + self.out(core.flatten(2), defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+
+    def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries come from `[s/cp, b, rq]` (or h), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
+        if not self.late:
+            x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
+        q = x
+        if self.q_down is not None and self.q_norm is not None:
+            q = self.q_norm(_product(x, self.q_down, defer))
+        _, kv_rank, dr = self.latents
+        c_kv, k_pe = _product(x, self.kv_down, defer).split([kv_rank, dr], -1)
+        c_kv = self.kv_norm(c_kv)
+        if self.late:
+            joined = self._enter(torch.cat((q, c_kv, k_pe), -1))  # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp
+            q, c_kv, k_pe = joined.split(list(self.latents), -1)
+        return q, c_kv, k_pe
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """Into the region where each tp rank works for its own heads: gradients are added up on the way back."""
+        return gather_from(x, self.tp) if self.sp else copy_to(x, self.tp)
+
+
+def _keys_values(kv: Tensor, k_pe: Tensor, dn: int) -> tuple[Tensor, Tensor]:
+    """kv `[t, b, a, dn+dv]`, k_pe `[t, b, 1, dr]` -> k `[t, b, a, dn+dr]`, v `[t, b, a, dv]`."""
+    k_nope, v = kv.split([dn, kv.shape[-1] - dn], -1)
+    return torch.cat((k_nope, k_pe.expand(-1, -1, kv.shape[2], -1)), -1), v
+
+
+class Latents:
+    """A block is c_kv beside the turned k_pe, `[t, b, r+dr]`, the same for all heads; kv_up is applied on arrival.
+
+    The weight's gradient is written while the block is here, whatever the schedule: kept for later, the gradients of
+    every block's keys and values would be as long as the whole sequence.
+
+    Args:
+        weight: kv_up's, `[a/tp·(dn+dv), r]`.
+        num_heads: a/tp.
+        dims: dn, dr, dv.
+        rows: of the weight, those of the heads that are opened; None = all.
+    """
+
+    def __init__(self, weight: Tensor, num_heads: int, dims: tuple[int, int, int], rows: slice | None = None) -> None:
+        self.weight, self.num_heads, self.dims = weight, num_heads, dims
+        self.rows = slice(None) if rows is None else rows
+        self.value_dim = dims[2]
+
+    def share(self, rank: int, size: int) -> Latents:
+        dn, _, dv = self.dims
+        n = self.num_heads // size
+        rows = n * (dn + dv)
+        return Latents(self.weight, n, self.dims, slice(rank * rows, (rank + 1) * rows)) if size > 1 else self
+
+    def open(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        dn, dr, dv = self.dims
+        c_kv, k_pe = block.split([block.shape[-1] - dr, dr], -1)
+        kv = F.linear(c_kv, self.weight[self.rows]).unflatten(-1, (self.num_heads, dn + dv))
+        return _keys_values(kv, k_pe.unsqueeze(2), dn)
+
+    def close(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        dn, dr, _ = self.dims
+        dk_nope, dk_pe = dk.split([dn, dr], -1)
+        dkv = torch.cat((dk_nope, dv), -1).flatten(2).to(block.dtype)  # [t, b, a·(dn+dv)]
+        c_kv = block[..., :-dr]
+        into = grad_buffer(self.weight)[self.rows]
+        accumulate_weight_grad(into, dkv.flatten(0, 1), c_kv.reshape(-1, c_kv.shape[-1]))
+        return torch.cat(((dkv @ self.weight[self.rows]).to(dk.dtype), dk_pe.sum(2)), -1)

@@ -1,0 +1,48 @@
+"""The feed-forward half of a dense block, its inner dim cut over tp."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from kernels import gelu, swiglu
+from megatron5d.config.schema import ModelConfig
+from megatron5d.model.norm import Norm
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.gradient import Defer
+from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron5d.topology.mesh import Mesh
+
+
+class Mlp(nn.Module):
+    """Phase: x + down(activation(up(norm(x)))); with swiglu, `up` holds the gate rows, then the up rows.
+
+    Args:
+        config: the architecture.
+        layer: global index of the block.
+        mesh: `tp` cuts the inner dim.
+        sp: activations between tp regions are cut along the sequence.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, **factory) -> None:
+        super().__init__()
+        tp, h, f = mesh["tp"], config.hidden_size, config.ffn_hidden_size
+        name = f"layers.{layer}.mlp"
+        self.activation = config.activation
+        self.norm = Norm(config.norm, h, f"{name}.norm", tp, partial=sp, eps=config.norm_eps, **factory)
+        blocks = [(f, 1), (f, 1)] if config.activation == "swiglu" else [(f, 1)]
+        linear = {"sp": sp, "bias": config.mlp_bias, **factory}
+        self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, init=config.init_std, **linear)
+        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
+        self.down = RowParallelLinear(f, h, f"{name}.down", tp, init=out_std, **linear)
+
+    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
+        inner = self.up(self.norm(x), defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
+        if self.activation == "swiglu":
+            inner = swiglu(inner)  # [s/cp, b, f/tp]
+        else:
+            inner = gelu(inner, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return x + self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp

@@ -1,0 +1,239 @@
+"""The mixture-of-experts half of a block as three phases: dispatch, experts, combine.
+
+    dispatch   norm, router, sort; starts the way to the experts
+    experts    the shared expert, under that way; then the routed ones; starts the way home
+    combine    waits, adds up by the router's weights, adds the shared expert and the residual
+
+What goes from phase to phase is a tuple: the residual, the ticket of the exchange under way, the router's weights, the
+normalised input or the shared expert's output (None without one), and the trip, which is no tensor.
+Under sp the tokens are routed as they lie, cut along the sequence. Without sp the tp ranks hold the same tokens: each
+routes its share of them, and the outputs are gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import gelu, swiglu
+from megatron5d.comm.collectives import join_from, local_slice, split_to
+from megatron5d.config.schema import ModelConfig, MoeConfig
+from megatron5d.expert_parallel.balance import Balancer, Tokens
+from megatron5d.expert_parallel.capacity import within_capacity
+from megatron5d.expert_parallel.dispatch import Dispatcher, Trip
+from megatron5d.expert_parallel.experts import Experts
+from megatron5d.expert_parallel.hierarchy import NodeDispatcher, NodeTrip
+from megatron5d.expert_parallel.router import Router
+from megatron5d.model.norm import Norm
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.gradient import Defer
+from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.mesh import Mesh
+
+State = tuple[Tensor, Tensor, Tensor, Tensor | None, Trip | NodeTrip]
+
+
+def dispatcher_of(num_experts: int, mesh: Mesh) -> Any:
+    """Straight to the experts, or node by node where ep has an inner and an outer part (parallel.ep_inner)."""
+    if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
+        lines = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))
+        return NodeDispatcher(num_experts, *lines)
+    return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"])
+
+
+class TokenShare:
+    """Which of the tokens that lie here this rank routes.
+
+    Args:
+        tp: ranks that hold the same sequence positions (sp: neighbouring shares of them).
+        sp: tokens arrive cut along the sequence.
+        rows: positions in the sequence that this cp rank holds; None = all.
+    """
+
+    def __init__(self, tp: Axis, sp: bool, rows: list[int] | None = None) -> None:
+        self.tp, self.sp, self.rows = tp, sp and tp.size > 1, rows
+        self._places = cache(self._places_of)
+
+    def take(self, x: Tensor) -> Tensor:
+        """`[s, b, h]` -> `[n, h]`. Comm: none / without sp all_gather tp."""
+        flat = x.flatten(0, 1)
+        if self.sp or self.tp.size == 1:
+            return flat
+        return split_to(F.pad(flat, (0, 0, 0, -flat.shape[0] % self.tp.size)), self.tp)
+
+    def give(self, y: Tensor, like: Tensor) -> Tensor:
+        """`[n, h]` -> `[s, b, h]`. Comm: without sp all_gather tp / none."""
+        if not self.sp and self.tp.size > 1:
+            y = join_from(y, self.tp)[: like.shape[0] * like.shape[1]]
+        return y.view(like.shape)
+
+    def tokens(self, shape: torch.Size, batch: MicroBatch) -> Tokens:
+        """What is known of the tokens that `take` takes from hidden states of a shape."""
+        tokens = self._places(shape[0], shape[1], batch.tokens.device)
+        if batch.padding is None:
+            return tokens
+        real = ~batch.padding.t()  # [s/cp, b]
+        if self.sp:
+            return replace(tokens, real=local_slice(real, self.tp).flatten())
+        real = F.pad(real.flatten(), (0, -real.numel() % self.tp.size))
+        return replace(tokens, real=local_slice(real, self.tp))
+
+    def _places_of(self, s: int, b: int, device) -> Tokens:
+        count = s * self.tp.size if self.sp else s
+        rows = torch.tensor(self.rows if self.rows is not None else range(count), device=device)
+        assert rows.numel() == count, f"{count} positions of a sequence, {rows.numel()} expected"
+        order = (rows[:, None] * b + torch.arange(b, device=device)).flatten()
+        missing = 0 if self.sp else -order.numel() % self.tp.size
+        if missing:  # padding to an even share lies behind everything
+            order = torch.cat((order, order.max() + 1 + torch.arange(missing, device=device)))
+        real = torch.arange(order.numel(), device=device) < order.numel() - missing if missing else None
+        order = local_slice(order, self.tp)
+        return Tokens(order % b, order, None if real is None else local_slice(real, self.tp), b)
+
+
+class MoeDispatch(nn.Module):
+    """Phase: hidden states `[s/cp/tp, b, h]` -> State, the tokens under way to their experts.
+
+    Args:
+        config, moe: the architecture and the training of its router.
+        layer: global index of the block.
+        mesh: `ep`, `etp` of the expert view; `tp` shares or repeats the tokens; `cp_tp` joins a micro-batch.
+        sp: tokens arrive cut along the sequence.
+        share: which tokens this rank routes.
+        balancer: of all MoE layers here.
+        factory: dtype and device of the parameters.
+    """
+
+    recomputable = False  # its communication is under way; what it keeps is small
+
+    def __init__(
+        self, config: ModelConfig, moe: MoeConfig, layer: int, mesh: Mesh, *, sp: bool, share: TokenShare,
+        balancer: Balancer, **factory,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config, self.moe, self.layer, self.share, self.balancer = config, moe, layer, share, balancer
+        tp, name = mesh["tp"], f"layers.{layer}"
+        self.cp_tp = mesh["cp_tp"]
+        self.norm = Norm(
+            config.norm, config.hidden_size, f"{name}.mlp.norm", tp, partial=sp, eps=config.norm_eps, **factory
+        )
+        biased = config.router_bias or "bias" in moe.balance
+        owner = balancer.stage.rank == 0
+        self.router = Router(config, f"{name}.router", tp, biased=biased, owner=owner, **factory)
+        if self.router.bias is not None:
+            balancer.biases[layer] = self.router.bias
+        self.dispatcher = dispatcher_of(config.num_experts, mesh)
+
+    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> State:
+        normed = self.norm(x)
+        mine = self.share.take(normed)  # [n, h]
+        tokens = self.share.tokens(x.shape, batch)
+        logits = self.router.logits(mine, defer)  # [n, E]
+        experts, weights = self.router(logits)  # [n, k]
+        if tokens.real is not None:
+            experts = experts.masked_fill(~tokens.real[:, None], self.config.num_experts)
+            weights = tokens.masked(weights)
+        taken, weights, dropped = self._within_capacity(experts, weights, tokens)
+        self.balancer.observe(self.layer, logits, experts, dropped, tokens)
+        weights = self.balancer.attach(weights, self.layer, logits, experts, tokens)
+        ticket, weights, trip = self.dispatcher.send(mine, taken, weights)  # [n·k, h] under way  all_to_all ep
+        shared = normed if self.config.shared_ffn_hidden_size else None
+        return x, ticket, weights, shared, trip
+
+    def _within_capacity(
+        self, experts: Tensor, weights: Tensor, tokens: Tokens
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Choices that full experts refuse become none, with a weight of 0; and how many those are."""
+        if self.moe.capacity_factor is None:
+            return experts, weights, None
+        num_experts = self.config.num_experts
+        keep = within_capacity(
+            experts, weights, tokens.order, num_experts, self.moe.capacity_factor, self.moe.drop_by, self.cp_tp
+        )
+        dropped = (~keep & (experts < num_experts)).sum()
+        return experts.masked_fill(~keep, num_experts), weights * keep.to(weights.dtype), dropped
+
+
+class SharedExpert(nn.Module):
+    """An MLP that every token passes, its inner dim cut over tp.
+
+    Args:
+        config: the architecture; shared_ffn_hidden_size features inside.
+        name: global name.
+        tp: axis that cuts the inner dim.
+        sp: tokens are cut along the sequence.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, name: str, tp: Axis, *, sp: bool, **factory) -> None:
+        super().__init__()
+        h, f = config.hidden_size, config.shared_ffn_hidden_size
+        self.activation = config.activation
+        blocks = [(f, 1), (f, 1)] if config.activation == "swiglu" else [(f, 1)]
+        self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, sp=sp, init=config.init_std, **factory)
+        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
+        self.down = RowParallelLinear(f, h, f"{name}.down", tp, sp=sp, init=out_std, **factory)
+
+    def forward(self, x: Tensor, defer: Defer) -> Tensor:
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
+        inner = self.up(x, defer)  # [s/cp, b, 2f/tp]  all_gather tp
+        if self.activation == "swiglu":
+            inner = swiglu(inner)
+        else:
+            inner = gelu(inner, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+
+
+class MoeExperts(nn.Module):
+    """Phase: State -> State, the experts' outputs under way home.
+
+    Args:
+        config: the architecture.
+        layer: global index of the block.
+        mesh: `ep`, `etp`, `tp`.
+        sp: tokens are cut along the sequence.
+        dispatcher: of the same layer.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, dispatcher: Any, **factory) -> None:
+        super().__init__()
+        self.dispatcher = dispatcher
+        self.experts = Experts(config, f"layers.{layer}.experts", mesh["ep"], mesh["etp"], **factory)
+        self.shared = None
+        if config.shared_ffn_hidden_size:
+            self.shared = SharedExpert(config, f"layers.{layer}.shared_expert", mesh["tp"], sp=sp, **factory)
+
+    def forward(self, state: State, batch: MicroBatch, defer: Defer) -> State:
+        x, ticket, weights, normed, trip = state
+        shared = None
+        if self.shared is not None and normed is not None:
+            shared = self.shared(normed, defer)  # under the tokens' way
+        rows, trip = self.dispatcher.receive(ticket, trip)  # [r, h]
+        y = self.experts(rows, trip.offsets, defer)
+        return x, self.dispatcher.send_back(y, weights, trip), weights, shared, trip
+
+
+class MoeCombine(nn.Module):
+    """Phase: State -> hidden states `[s/cp/tp, b, h]`.
+
+    Args:
+        dispatcher: of the same layer.
+        share: of the same layer.
+    """
+
+    def __init__(self, dispatcher: Any, share: TokenShare) -> None:
+        super().__init__()
+        self.dispatcher, self.share = dispatcher, share
+
+    def forward(self, state: State, batch: MicroBatch, defer: Defer) -> Tensor:
+        x, ticket, weights, shared, trip = state
+        y = self.share.give(self.dispatcher.combine(ticket, weights, trip), x)
+        return x + y if shared is None else x + (y + shared)

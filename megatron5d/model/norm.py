@@ -1,0 +1,41 @@
+"""RMSNorm and LayerNorm over the hidden dim, replicated in tp."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kernels import layer_norm, rms_norm
+from megatron5d.tensor_parallel.linear import replicated_parameter
+from megatron5d.topology.axis import Axis
+
+
+class Norm(nn.Module):
+    """`[..., n]` -> the same, normalised; statistics in fp32 (fp64 for fp64).
+
+    Args:
+        kind: "rmsnorm" or "layernorm".
+        size: n.
+        name: global name.
+        tp: ranks that hold copies of the weight.
+        partial: acts on a share of the sequence or of the heads, so its gradient is summed over tp.
+        eps: added to the variance.
+        factory: dtype and device.
+    """
+
+    def __init__(self, kind: str, size: int, name: str, tp: Axis, *, partial: bool, eps: float, **factory) -> None:
+        super().__init__()
+        self.eps = eps
+        partial = partial and tp.size > 1
+        self.weight = replicated_parameter((size,), f"{name}.weight", tp, partial=partial, init="ones", **factory)
+        self.bias = None
+        self.kind = kind
+        if kind == "layernorm":
+            self.bias = replicated_parameter((size,), f"{name}.bias", tp, partial=partial, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "layernorm":
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {self.weight.shape[0]}"

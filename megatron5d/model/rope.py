@@ -1,0 +1,115 @@
+"""Rotary position embedding: frequencies and their stretching to longer contexts.
+
+Pair j of the rotary dims turns by position·θ^(-2j/dr) (Su et al., arXiv:2104.09864). Stretchings, by the names that
+Hugging Face's configurations give them:
+  linear   all frequencies / factor (Chen et al., arXiv:2306.15595)
+  llama3   wavelengths longer than original/low_freq_factor are divided by factor, those shorter than
+           original/high_freq_factor kept, a linear blend between (Dubey et al., arXiv:2407.21783; constants in its
+           released configuration)
+  yarn     the same idea with a ramp between the dims that make beta_slow and beta_fast turns over the original context,
+           and cos, sin multiplied by an attention factor (Peng et al., arXiv:2309.00071)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron5d.config.schema import ModelConfig, RopeScaling
+
+
+def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Angle per position of each rotary pair.
+
+    Args:
+        dim: rotary dims dr of a head.
+        theta: base.
+        scaling: how frequencies are stretched.
+        dtype: fp32, or fp64 for a model in fp64.
+
+    Returns:
+        `[dr/2]`.
+    """
+    inv = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).to(dtype) / dim)
+    if scaling.type == "linear":
+        return inv / scaling.factor
+    if scaling.type == "llama3":
+        return _llama3(inv, scaling)
+    if scaling.type == "yarn":
+        return _yarn(inv, dim, theta, scaling)
+    return inv
+
+
+def _llama3(inv: Tensor, scaling: RopeScaling) -> Tensor:
+    original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / inv
+    blend = (original / wavelength - low) / (high - low)
+    between = (1 - blend) * inv / scaling.factor + blend * inv
+    stretched = torch.where(wavelength > original / low, inv / scaling.factor, inv)
+    middle = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(middle, between, stretched)
+
+
+def _yarn(inv: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    def dim_of(turns: float) -> float:
+        """The (fractional) pair index that makes so many turns over the original context."""
+        return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dim_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(dim_of(scaling.beta_slow)), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=inv.dtype) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return inv / scaling.factor * ramp + inv * (1 - ramp)
+
+
+def attention_factor(scaling: RopeScaling) -> float:
+    """What cos and sin are multiplied with (yarn's temperature; 1 otherwise)."""
+    if scaling.type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale_all_dim:
+        return _temperature(scaling, scaling.mscale) / _temperature(scaling, scaling.mscale_all_dim)
+    return _temperature(scaling, 1.0)
+
+
+def softmax_temperature(scaling: RopeScaling) -> float:
+    """What latent attention multiplies its scores with, positions or not (DeepSeek's mscale_all_dim; 1 otherwise)."""
+    return _temperature(scaling, scaling.mscale_all_dim) ** 2 if scaling.type == "yarn" else 1.0
+
+
+def _temperature(scaling: RopeScaling, mscale: float) -> float:
+    return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+def rotary_dim(model: ModelConfig) -> int:
+    """Features of a head that positions turn."""
+    return model.qk_rope_head_dim if model.attention == "mla" else model.head_dim
+
+
+class RotaryTables:
+    """cos and sin of a token's angles by its position.
+
+    Args:
+        dim: rotary dims dr of a head.
+        theta, scaling: as in ModelConfig.
+        dtype: of the model; tables are fp32, fp64 for fp64.
+        device: of the model.
+    """
+
+    def __init__(self, dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device) -> None:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.inv = inverse_frequencies(dim, theta, scaling, wide).to(device)
+        self.factor = attention_factor(scaling)
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            positions: int64 `[b, s/cp]`, global positions.
+
+        Returns:
+            cos, sin `[s/cp, b, dr/2]`.
+        """
+        angles = positions.t().to(self.inv.dtype).unsqueeze(-1) * self.inv
+        return angles.cos() * self.factor, angles.sin() * self.factor

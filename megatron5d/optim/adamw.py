@@ -1,0 +1,155 @@
+"""AdamW on the owned slices of the buckets: flat fp32 master weights and moments, one call for all of them.
+
+Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); the arithmetic is torch's fused AdamW, or NVIDIA apex's FusedAdam
+where it is really there (the package of that name on PyPI is something else).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron5d.config.schema import OptimConfig
+from megatron5d.data_parallel.buckets import Bucket, Segment
+from megatron5d.topology.shard import ShardSpec
+
+
+@dataclass
+class SliceState:
+    """Optimiser state of one bucket's owned slice, flat."""
+
+    bucket: Bucket
+    segments: list[Segment]
+    master: Tensor  # the weights themselves where they are wide enough
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @property
+    def has_master(self) -> bool:
+        """Master weights are a copy of their own, wider than the weights."""
+        return self.master.dtype != self.bucket.weights.dtype
+
+
+def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
+    """Weight decay applies to parameters of two and more dims that no glob excludes."""
+    return spec.decay and len(spec.shape) >= 2 and not any(fnmatch.fnmatch(spec.name, glob) for glob in exclude)
+
+
+def apex_adam() -> type | None:
+    """NVIDIA's FusedAdam, told from its namesake by the compiled kernel."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        import amp_C
+        from apex.optimizers import FusedAdam
+    except ImportError:
+        return None
+    return FusedAdam if hasattr(amp_C, "multi_tensor_adam") else None
+
+
+class AdamW:
+    """
+    Args:
+        buckets: whose owned slices are updated; their gradients must be reduced.
+        config: betas, eps, weight_decay, decay_exclude, implementation.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], config: OptimConfig) -> None:
+        self.slices = [self._slice(bucket) for bucket in buckets]
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        self._grads: list[tuple[Tensor, Tensor]] = []  # (view of the master, view of the main gradient)
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for state in self.slices:
+            grads = state.bucket.grads[state.bucket.owned]
+            for segment in state.segments:
+                span = slice(*segment.owned)
+                view = state.master[span]
+                groups[decays(segment.spec, config.decay_exclude)].append(view)
+                self._grads.append((view, grads[span]))
+                states[view] = {"exp_avg": state.exp_avg[span], "exp_avg_sq": state.exp_avg_sq[span]}
+        self._optimizer = self._build(groups, states, config)
+
+    def _slice(self, bucket: Bucket) -> SliceState:
+        owned = bucket.weights[bucket.owned]
+        wide = torch.float64 if owned.dtype == torch.float64 else torch.float32
+        master = owned if owned.dtype == wide else owned.to(wide)
+        return SliceState(bucket, bucket.segments(), master, torch.zeros_like(master), torch.zeros_like(master))
+
+    def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
+        param_groups = [
+            {"params": groups[True], "weight_decay": config.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ]
+        settings: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+        apex = apex_adam() if config.implementation in ("auto", "apex") else None
+        if config.implementation == "apex" and apex is None:
+            raise ValueError(
+                "optim.implementation = apex, but NVIDIA apex with amp_C.multi_tensor_adam and a CUDA device are not "
+                "both here; use optim.implementation=torch"
+            )
+        param_groups = [group for group in param_groups if group["params"]] or param_groups[:1]
+        self.step_count = 0
+        if apex is not None:
+            optimizer = apex(param_groups, adam_w_mode=True, **settings)
+        else:
+            optimizer = torch.optim.AdamW(param_groups, fused=True, **settings)
+            for state in states.values():
+                state["step"] = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
+        for view, state in states.items():
+            optimizer.state[view] = state
+        return optimizer
+
+    def step(self, lr: float, scale: float | None = None) -> None:
+        """One update of the owned slices; the weights of other slices are stale until gathered.
+
+        Args:
+            lr: rate of this step.
+            scale: factor of the gradients (clipping), applied in place.
+        """
+        if scale is not None:
+            for state in self.slices:
+                state.bucket.grads[state.bucket.owned].mul_(scale)
+        for view, grad in self._grads:
+            view.grad = grad if grad.dtype == view.dtype else grad.to(view.dtype)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.step_count += 1
+        for view, _ in self._grads:
+            view.grad = None
+        self.masters_to_weights()
+
+    def masters_to_weights(self) -> None:
+        """Rounds the master weights into the model's owned slices."""
+        for state in self.slices:
+            if state.has_master:
+                state.bucket.weights[state.bucket.owned].copy_(state.master)
+
+    def weights_to_masters(self) -> None:
+        """Takes the model's weights as the truth (after an import)."""
+        for state in self.slices:
+            if state.has_master:
+                state.master.copy_(state.bucket.weights[state.bucket.owned])
+
+    def set_step_count(self, count: int) -> None:
+        """How many updates the moments have seen (bias correction), after a resume."""
+        self.step_count = count
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(count)
+        for group in self._optimizer.param_groups:
+            if "step" in group:
+                group["step"] = count
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
+        """(kind, flat tensor over the owned slice, its slice) of everything a checkpoint keeps."""
+        for state in self.slices:
+            if state.has_master:
+                yield "master", state.master, state
+            yield "exp_avg", state.exp_avg, state
+            yield "exp_avg_sq", state.exp_avg_sq, state

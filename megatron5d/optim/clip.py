@@ -1,0 +1,43 @@
+"""The global gradient norm, every element counted once, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron5d.data_parallel.buckets import Bucket
+
+
+def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
+    """This rank's share of the squared L2 norm over all parameters of the model: sum it over the world.
+
+    A rank adds up what it owns: pieces of which it is the first copy, and only where it is the first of the ranks that
+    hold the same slice.
+
+    Args:
+        buckets: with reduced gradients.
+
+    Returns:
+        fp64 scalar.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=buckets[0].grads.device)
+    for bucket in buckets:
+        if bucket.replicate.rank != 0:
+            continue
+        grads = bucket.grads[bucket.owned]
+        spans = [span for segment in bucket.segments() for span in segment.counted()]
+        if spans:
+            norms = torch._foreach_norm([grads[start:stop] for start, stop in spans])
+            total += torch.stack(norms).double().square().sum()
+    return total
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float | None:
+    """What gradients are multiplied with so that their norm is at most `max_norm`; None where they stay.
+
+    torch's rule (`clip_grad_norm_`), with its 1e-6. `max_norm` = 0 means no clipping.
+    """
+    coefficient = max_norm / (norm + 1e-6)
+    return coefficient if max_norm > 0 and coefficient < 1 else None

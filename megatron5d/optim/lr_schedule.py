@@ -1,0 +1,33 @@
+"""The learning rate of each step.
+
+Step s counts from 1. While warming up the rate is lr·s/warmup_steps; then the schedule runs and reaches min_lr exactly
+at the last step (`constant` stays at lr). wsd = warm-up, stable, decay: linear over the last decay_steps
+(Hu et al. 2024, arXiv:2404.06395).
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron5d.config.schema import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """
+    Args:
+        config: lr, min_lr, schedule, warmup_steps, decay_steps.
+        step: 1 ... total_steps.
+        total_steps: train.steps.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    begin = total_steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
+    begin = max(begin, config.warmup_steps)
+    if step <= begin:
+        return config.lr
+    progress = min(1.0, (step - begin) / (total_steps - begin))
+    if config.schedule == "cosine":
+        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr + (config.min_lr - config.lr) * progress

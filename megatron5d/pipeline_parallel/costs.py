@@ -1,0 +1,96 @@
+"""What an action costs: the times and the memory that simulation and search reckon with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron5d.pipeline_parallel.program import OPS, Placement
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Times and memory of every stage, modelled or measured, in any one unit of time.
+
+    Args:
+        compute: `[len(OPS), num_stages]` compute time of each op on each stage.
+        a2a: `[len(OPS), num_stages]` time of its own all-to-all, which only an overlapped partner can hide.
+        comm: Latency of a message between neighbouring stages on different ranks.
+        activation: `[num_stages]` memory from F until W (or B) has run, in micro-batches of one rank's layers.
+        stash: `[num_stages]` memory that a deferred W needs besides, from I until W has run, in the same unit.
+    """
+
+    compute: np.ndarray
+    a2a: np.ndarray
+    comm: float
+    activation: np.ndarray
+    stash: np.ndarray
+
+    def plain(self) -> np.ndarray:
+        """Return `[len(OPS), num_stages]` the time of an action that nothing overlaps."""
+        return self.compute + self.a2a
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one micro-batch through one rank's share (1/num_ranks) of the model; they divide over its chunks.
+
+    Args:
+        F: Compute of a forward.
+        I: Compute of a backward of the input.
+        W: Compute of a backward of the weights; a full backward B costs I + W.
+        comm: Latency of a message between neighbouring stages on different ranks; it delays the receiver only.
+        a2aF: All-to-all inside F.
+        a2aB: All-to-all inside I, or inside B.
+        stage_scale: Time and activations of each stage relative to an even split; None = all 1.
+    """
+
+    F: float = 1.0
+    I: float = 1.0
+    W: float = 1.0
+    comm: float = 0.0
+    a2aF: float = 0.0
+    a2aB: float = 0.0
+    stage_scale: tuple[float, ...] | None = None
+
+    def of(self, placement: Placement) -> StageCosts:
+        """Return the costs of every stage of `placement`.
+
+        Raises:
+            ValueError: `stage_scale` has another number of stages than the placement.
+        """
+        num_stages = placement.num_stages
+        scale = np.ones(num_stages) if self.stage_scale is None else np.array(self.stage_scale, dtype=float)
+        if len(scale) != num_stages:
+            raise ValueError(f"stage_scale has {len(scale)} entries, but the schedule has {num_stages} stages")
+        share = scale * (placement.num_ranks / num_stages)
+        compute = {"F": self.F, "I": self.I, "W": self.W, "B": self.I + self.W}
+        a2a = {"F": self.a2aF, "I": self.a2aB, "W": 0.0, "B": self.a2aB}
+        return StageCosts(
+            compute=np.array([[compute[op]] for op in OPS]) * share,
+            a2a=np.array([[a2a[op]] for op in OPS]) * share,
+            comm=self.comm,
+            activation=share,
+            stash=share,
+        )
+
+
+def parse_costs(text: str, stage_scale: Sequence[float] | None = None) -> Costs:
+    """Return the Costs of a text such as `F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5`; what it omits keeps its default.
+
+    Raises:
+        ValueError: An unknown key, or a value that is no number or negative.
+    """
+    names = [field.name for field in fields(Costs) if field.name != "stage_scale"]
+    values: dict[str, float] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = item.partition("=")
+        if key not in names:
+            raise ValueError(f"costs: unknown key {key!r}; the keys are {', '.join(names)}")
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise ValueError(f"costs: {key}={value!r} is no number") from None
+        if not 0 <= values[key] < float("inf"):
+            raise ValueError(f"costs: {key}={value} must be a finite number of at least 0")
+    return Costs(**values, stage_scale=None if stage_scale is None else tuple(stage_scale))

@@ -1,0 +1,132 @@
+"""A Program drawn over time: in the terminal, as SVG, and as PNG."""
+
+from html import escape
+from pathlib import Path
+
+from megatron5d.pipeline_parallel.program import Action, Program
+from megatron5d.pipeline_parallel.simulate import Simulation
+from megatron5d.pipeline_parallel.text import slot_text
+
+COLOURS = {
+    "F": ("#4c78a8", "#9ecae9"),
+    "I": ("#54a24b", "#a3d998"),
+    "W": ("#eeb92b", "#fbe29a"),
+    "B": ("#2f7f6f", "#8fcfc0"),
+}
+"""Each op's colour; the second one is for the later half of the stages, or for the second direction."""
+ANSI = {"F": 44, "I": 42, "W": 43, "B": 46}
+NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "full backward"}
+
+
+def draw_text(program: Program, result: Simulation, width: int = 160, coloured: bool = False) -> str:
+    """Return one line a rank, time from left to right; `·` is waiting, and a pair shares its time half and half.
+
+    Args:
+        program: The Program.
+        result: Its simulation.
+        width: Columns that the makespan is spread over.
+        coloured: Whether to colour the ops with terminal codes.
+    """
+    scale = width / result.makespan if result.makespan else 0.0
+    lines = [_caption(program, result)]
+    edges = program.table.rank_start.tolist()
+    for rank, line in enumerate(program.ranks):
+        cells: list[str] = []
+        for slot, index in zip(line, range(edges[rank], edges[rank + 1])):
+            first, stop = round(result.start[index] * scale), round(result.end[index] * scale)
+            cells += ["·"] * (first - len(cells))
+            cuts = [first + (stop - first) * part // len(slot) for part in range(len(slot) + 1)]
+            for action, a, b in zip(slot, cuts, cuts[1:]):
+                cells += _cell(action, b - a, coloured)
+        lines.append(f"{rank:>3} " + "".join(cells) + "·" * (width - len(cells)))
+    return "\n".join(lines)
+
+
+def draw_svg(program: Program, result: Simulation, width: int = 1600, row: int = 26) -> str:
+    """Return the Program as an SVG picture; the pointer shows each action and its times.
+
+    Args:
+        program: The Program.
+        result: Its simulation.
+        width: Pixels of the makespan.
+        row: Pixels of one rank's line.
+    """
+    scale = width / result.makespan if result.makespan else 0.0
+    left, top = 60, 50
+    parts = [f'<text x="{left}" y="18" font-size="13">{escape(_caption(program, result))}</text>']
+    for k, (op, name) in enumerate(NAMES.items()):
+        x = left + 150 * k
+        parts.append(f'<rect x="{x}" y="27" width="14" height="14" fill="{COLOURS[op][0]}"/>')
+        parts.append(f'<text x="{x + 19}" y="39" font-size="12">{op} {name}</text>')
+    edges = program.table.rank_start.tolist()
+    for rank, line in enumerate(program.ranks):
+        y = top + rank * row
+        parts.append(f'<text x="4" y="{y + row * 0.65:.1f}" font-size="12">rank {rank}</text>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{width}" height="{row - 3}" fill="#f2f2f2"/>')
+        for slot, index in zip(line, range(edges[rank], edges[rank + 1])):
+            start, end = float(result.start[index]), float(result.end[index])
+            tip = escape(f"{slot_text(slot)}  {start:g} to {end:g}")
+            height = (row - 3) / len(slot)
+            for k, action in enumerate(slot):
+                colour = COLOURS[action.op][_shade(program, action)]
+                box = (left + start * scale, y + k * height, (end - start) * scale, height)
+                parts.append(_svg_box(box, colour, tip, str(action.microbatch)))
+    size = f'width="{left + width + 10}" height="{top + program.num_ranks * row + 10}"'
+    body = "\n".join(parts)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">\n{body}\n</svg>\n'
+
+
+def draw_png(program: Program, result: Simulation, path: Path) -> None:
+    """Write the Program as a PNG picture to `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 0.8 + 0.3 * program.num_ranks), layout="constrained")
+    axes = figure.subplots()
+    edges = program.table.rank_start.tolist()
+    for rank, line in enumerate(program.ranks):
+        bars: dict[tuple[str, float, float], list[tuple[float, float]]] = {}
+        for slot, index in zip(line, range(edges[rank], edges[rank + 1])):
+            start, end = float(result.start[index]), float(result.end[index])
+            for k, action in enumerate(slot):
+                box = (COLOURS[action.op][_shade(program, action)], rank - 0.45 + 0.9 * k / len(slot), 0.9 / len(slot))
+                bars.setdefault(box, []).append((start, end - start))
+        for (colour, low, height), spans in bars.items():
+            axes.broken_barh(spans, (low, height), facecolors=colour, edgecolors="white", linewidth=0.3)
+    axes.set(title=_caption(program, result), xlabel="time", ylabel="rank", xlim=(0, result.makespan))
+    axes.set_yticks(range(program.num_ranks))
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def _svg_box(box: tuple[float, float, float, float], colour: str, tip: str, label: str) -> str:
+    """Return a rectangle (x, y, width, height), with its label where that fits."""
+    x, y, width, height = box
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    shape = f'<rect {place} fill="{colour}" stroke="#fff" stroke-width="0.6"><title>{tip}</title></rect>'
+    points = min(11.0, height * 0.8)
+    if width < 0.62 * points * len(label):
+        return shape
+    middle = f'x="{x + width / 2:.2f}" y="{y + height / 2 + 0.36 * points:.2f}" font-size="{points:.1f}"'
+    return shape + f'<text {middle} text-anchor="middle" pointer-events="none">{label}</text>'
+
+
+def _caption(program: Program, result: Simulation) -> str:
+    sizes = f"pp={program.num_ranks}, {program.num_stages} stages, {program.num_microbatches} micro-batches"
+    times = f"makespan {result.makespan:g}, overhead {result.overhead:g}, bubble {100 * result.bubble:.1f} %"
+    return f"{program.name}: {sizes}; {times}, peak activations {result.peak_activations.max():g}"
+
+
+def _shade(program: Program, action: Action) -> int:
+    if program.copies > 1:
+        return program.direction[action.microbatch]
+    return int(program.chunks > 1 and action.stage >= program.num_stages // 2)
+
+
+def _cell(action: Action, columns: int, coloured: bool) -> list[str]:
+    """Return one string a column: the action's name as far as it fits."""
+    name = f"{action.op}{action.microbatch}"
+    shown = list(name.ljust(columns) if len(name) <= columns else action.op * columns)
+    if coloured and shown:
+        shown[0] = f"\x1b[30;{ANSI[action.op]}m{shown[0]}"
+        shown[-1] += "\x1b[0m"
+    return shown

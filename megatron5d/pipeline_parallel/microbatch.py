@@ -1,0 +1,47 @@
+"""What travels beside the hidden states through every phase of every stage: one micro-batch's tokens and masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The sequences of one micro-batch on one data-parallel rank: b = mbs, s = seq_len (seq_len/cp under cp)."""
+
+    tokens: Tensor  # int64 [b, s]: inputs; padding is 0
+    labels: Tensor  # int64 [b, s]: the token after each input; padding is IGNORED
+    loss_mask: Tensor  # fp32 [b, s]: 1 where the prediction counts, 0 where it does not
+    positions: Tensor  # int64 [b, s]: position in the row, or in its document under data.document_mask
+    documents: Tensor | None  # int64 [b, s]: number of the document within the row; None = attend to the whole row
+    padding: Tensor | None = None  # bool [b, s]: True where the input is padding; None = nowhere
+    context: Any = None  # under cp: what attention computes on this rank (context_parallel.plan.ContextPlan)
+
+    @property
+    def num_targets(self) -> Tensor:
+        """Predictions that count, an fp32 scalar: this micro-batch's share of the loss's denominator."""
+        return self.loss_mask.sum()
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Inputs that are not padding, an fp64 scalar."""
+        count = torch.full((), self.tokens.numel(), dtype=torch.float64, device=self.tokens.device)
+        return count if self.padding is None else count - self.padding.sum()
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> MicroBatch:
+        """The same micro-batch on another device."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatch:
+        """The same micro-batch in page-locked memory, from which copies to a GPU overlap with compute."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change) -> MicroBatch:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(value) for name, value in tensors.items()}
+        return dataclasses.replace(self, **changed)

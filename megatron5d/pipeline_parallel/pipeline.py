@@ -1,0 +1,100 @@
+"""The local stages of a model as one pipeline: training steps and evaluations of any number of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron5d.comm.p2p import Form, open_channels
+from megatron5d.pipeline_parallel.executor import Executor, Loss, forward_only
+from megatron5d.pipeline_parallel.program import Placement, Program
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.pipeline_parallel.transfers import flows
+from megatron5d.topology.axis import Axis
+
+
+class Pipeline:
+    """Executors for every number of micro-batches, over one set of stages and channels.
+
+    Args:
+        program_of: number of micro-batches of a step -> verified Program; all with the same placement.
+        placement: of those Programs.
+        stages: the stage of every (direction, stage) that this rank holds.
+        axis: pp.
+        form: of what travels between stages, `[s/cp/tp, b, h]`.
+
+    Comm: the channels are opened, see comm/p2p.py.
+    """
+
+    def __init__(
+        self,
+        program_of: Callable[[int], Program],
+        placement: Placement,
+        stages: Mapping[tuple[int, int], Stage],
+        axis: Axis,
+        form: Form,
+    ) -> None:
+        self.placement, self.axis, self.form = placement, axis, form
+        self._program_of, self._stages = program_of, stages
+        lines = flows(Program("channels", placement, (), ()))
+        ends = open_channels([(flow.source, flow.destination) for flow in lines], axis, form.device)
+        self._channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
+        self._executors: dict[tuple[int, bool], Executor] = {}
+
+    @property
+    def has_loss(self) -> bool:
+        """This rank computes the loss of some micro-batches."""
+        return any(stage == self.placement.num_stages - 1 for _, stage in self._stages)
+
+    def executor(self, num_microbatches: int, training: bool = True) -> Executor:
+        """The executor of so many micro-batches, made on first use."""
+        key = num_microbatches, training
+        if key not in self._executors:
+            program = self._program_of(num_microbatches)
+            assert program.placement == self.placement, f"{program.name} has another placement than the model"
+            if not training:
+                program = forward_only(program)
+            name = f"rank {self.axis.ranks[self.axis.rank]} (pipeline rank {self.axis.rank})"
+            self._executors[key] = Executor(program, self.axis.rank, self._stages, self._channels, name, training)
+        return self._executors[key]
+
+    def train(self, batches: Sequence[Any], loss: Loss) -> None:
+        """Forward and backward of all micro-batches (see Executor.run)."""
+        self.executor(len(batches)).run(batches, loss, self.form)
+
+    def evaluate(self, batches: Sequence[Any], loss: Loss) -> None:
+        """Forward of all micro-batches through the same pipeline."""
+        self.executor(len(batches), training=False).run(batches, loss, self.form)
+
+    def passes(self, num_microbatches: int) -> dict[nn.Module, int]:
+        """Every local phase with the number of micro-batches that pass it, in the order in which the phases finish.
+
+        The order is the same on all ranks that hold a copy of the same stages.
+        """
+        program = self.executor(num_microbatches).program
+        counts: dict[nn.Module, int] = {}
+        local = sorted({stage for _, stage in self._stages}, key=lambda stage: _finish(program, stage))
+        for stage in local:
+            for direction, held in self._stages:
+                if held == stage:
+                    for phase in reversed(self._stages[direction, held].phases):
+                        counts[phase] = counts.get(phase, 0) + program.direction.count(direction)
+        return counts
+
+
+def _finish(program: Program, stage: int) -> tuple[int, int]:
+    """When the last holder of a copy has the last weight gradient of a stage, as (slots from its end, stage).
+
+    Slots are counted back from each rank's own end: ranks begin at different times and end together.
+    """
+    left = []
+    for rank in {line[stage] for line in program.placement.route}:
+        line = program.ranks[rank]
+        last = max(
+            (position for position, slot in enumerate(line) for op, held, _ in slot if op in "WB" and held == stage),
+            default=0,
+        )
+        left.append(last - len(line))
+    return max(left), stage

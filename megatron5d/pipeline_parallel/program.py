@@ -1,0 +1,176 @@
+"""A pipeline schedule as data: which rank holds which stage, and what each rank does in which order.
+
+A stage is one slice of the model (stages run 0 … S−1 from the embedding to the loss). A `Placement` sends every stage
+to a rank; where a schedule is bidirectional each stage has two copies, and micro-batches of direction 0 and 1 take
+different routes through the ranks. A `Program` adds, for each rank, an ordered list of slots; a slot is one action, or
+two that run interleaved so that the communication of one hides under the compute of the other.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+OPS = ("F", "I", "W", "B")
+"""F forward; I backward of the input; W backward of the weights; B both at once, in one action."""
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage."""
+
+    op: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+
+Slot = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which stage.
+
+    Args:
+        route: `route[direction][stage]` is the rank; one direction, or two where every stage has two copies.
+        num_ranks: Pipeline ranks, each of which holds equally many stages.
+    """
+
+    route: tuple[tuple[int, ...], ...]
+    num_ranks: int
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.route[0])
+
+    @property
+    def copies(self) -> int:
+        """Copies of every parameter over the pipeline."""
+        return len(self.route)
+
+    @property
+    def chunks(self) -> int:
+        """Into how many stages one rank's share (1/num_ranks) of the model is cut; a second copy does not count."""
+        return self.num_stages // self.num_ranks
+
+    def stages_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return the (direction, stage) pairs that `rank` holds, in this order: its local chunks."""
+        return [(d, s) for d, line in enumerate(self.route) for s, holder in enumerate(line) if holder == rank]
+
+
+def loop_placement(num_ranks: int, chunks: int = 1) -> Placement:
+    """Return the placement in which stage s lies on rank s mod num_ranks (0 1 2 3 0 1 2 3)."""
+    return Placement((tuple(range(num_ranks)) * chunks,), num_ranks)
+
+
+def zigzag_placement(num_ranks: int, chunks: int = 2) -> Placement:
+    """Return the placement that turns round at both ends (0 1 2 3 3 2 1 0 0 1 …); two chunks are the V."""
+    down = tuple(range(num_ranks))
+    legs = (down if chunk % 2 == 0 else down[::-1] for chunk in range(chunks))
+    return Placement((tuple(rank for leg in legs for rank in leg),), num_ranks)
+
+
+def mirrored_placement(num_ranks: int) -> Placement:
+    """Return the bidirectional placement: stage s on rank s, and its copy on rank num_ranks − 1 − s."""
+    down = tuple(range(num_ranks))
+    return Placement((down, down[::-1]), num_ranks)
+
+
+def placement_name(placement: Placement) -> str:
+    """Return what a placement is called: loop, zigzag, mirrored, or its routes where it is none of them."""
+    num_ranks, chunks = placement.num_ranks, placement.chunks
+    known = {
+        "loop": loop_placement(num_ranks, chunks),
+        "zigzag": zigzag_placement(num_ranks, chunks),
+        "mirrored": mirrored_placement(num_ranks),
+    }
+    routes = " and ".join(" ".join(map(str, line)) for line in placement.route)
+    return next((name for name, other in known.items() if other == placement), f"custom ({routes})")
+
+
+class Table(NamedTuple):
+    """Every action of a Program as integer arrays, rank by rank in program order."""
+
+    rank_start: np.ndarray  # [num_ranks + 1] the slots of rank r are rank_start[r] … rank_start[r + 1] − 1
+    slot_start: np.ndarray  # [num_slots + 1] the actions of slot k are slot_start[k] … slot_start[k + 1] − 1
+    op: np.ndarray  # [num_actions] index into OPS
+    stage: np.ndarray  # [num_actions]
+    microbatch: np.ndarray  # [num_actions]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every pipeline rank does in one step, as an ordered list of slots.
+
+    Args:
+        name: What the Program is called in tables and messages.
+        placement: Which rank holds which stage.
+        direction: The direction of each micro-batch; all 0 where every stage has one copy.
+        ranks: `ranks[r]` is the tuple of slots of rank r; a slot is one Action or two overlapped ones.
+    """
+
+    name: str
+    placement: Placement
+    direction: tuple[int, ...]
+    ranks: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.direction)
+
+    @property
+    def copies(self) -> int:
+        return self.placement.copies
+
+    @property
+    def chunks(self) -> int:
+        return self.placement.chunks
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """Return the rank on which `microbatch` meets `stage`."""
+        return self.placement.route[self.direction[microbatch]][stage]
+
+    @cached_property
+    def table(self) -> Table:
+        """The same Program as integer arrays."""
+        slots = [slot for line in self.ranks for slot in line]
+        actions = [action for slot in slots for action in slot]
+        code = {op: index for index, op in enumerate(OPS)}
+        return Table(
+            rank_start=_offsets(len(line) for line in self.ranks),
+            slot_start=_offsets(len(slot) for slot in slots),
+            op=np.array([code[action[0]] for action in actions], dtype=np.int8),
+            stage=np.array([action[1] for action in actions], dtype=np.int32),
+            microbatch=np.array([action[2] for action in actions], dtype=np.int32),
+        )
+
+
+def make_program(name: str, placement: Placement, direction: Sequence[int], ranks: Iterable[Iterable[Slot]]) -> Program:
+    """Return a Program from any iterables of slots."""
+    return Program(name, placement, tuple(direction), tuple(tuple(slots) for slots in ranks))
+
+
+def program_from_table(name: str, placement: Placement, direction: Sequence[int], table: Table) -> Program:
+    """Return the Program whose `table` is given: the way from compiled code back to readable slots."""
+    columns = (table.op.tolist(), table.stage.tolist(), table.microbatch.tolist())
+    actions = [Action(OPS[op], stage, microbatch) for op, stage, microbatch in zip(*columns)]
+    bounds = table.slot_start.tolist()
+    slots = [tuple(actions[a:b]) for a, b in zip(bounds, bounds[1:])]
+    edges = table.rank_start.tolist()
+    return make_program(name, placement, direction, (slots[a:b] for a, b in zip(edges, edges[1:])))
+
+
+def _offsets(lengths: Iterable[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(np.fromiter(lengths, dtype=np.int64))]).astype(np.int64)

@@ -1,0 +1,89 @@
+"""One forward, one backward: each rank runs ahead by a number of forwards, then alternates."""
+
+from megatron5d.pipeline_parallel.program import Action, Program, Slot, loop_placement, make_program
+from megatron5d.pipeline_parallel.registry import schedule
+
+
+@schedule("1f1b")
+def one_forward_one_backward(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
+    """Return 1F1B (PipeDream-Flush).
+
+    Bubble (p − 1)(F + B); activations p.
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training (2104.04473), §2.2.1.
+    """
+
+    def line(rank: int) -> list[Slot]:
+        return _alternate(*depth_first(rank, num_ranks, num_microbatches, 1), ahead=num_ranks - 1 - rank)
+
+    return make_program("1f1b", loop_placement(num_ranks), [0] * num_microbatches, map(line, range(num_ranks)))
+
+
+@schedule("interleaved", chunks=2, any_chunks=True)
+def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
+    """Return interleaved (depth-first) 1F1B: v chunks a rank, taken in turns by groups of about p micro-batches.
+
+    Bubble (p − 1)(F + B)/v where p divides m; activations p(1 + (p − 1)/(pv)).
+    Source: Narayanan et al. 2021 (2104.04473), §2.2.2.
+    """
+
+    def line(rank: int) -> list[Slot]:
+        ahead = (chunks - 1) * group_sizes(num_ranks, num_microbatches)[0] + 2 * (num_ranks - 1 - rank)
+        return _alternate(*depth_first(rank, num_ranks, num_microbatches, chunks), ahead)
+
+    placement = loop_placement(num_ranks, chunks)
+    return make_program("interleaved", placement, [0] * num_microbatches, map(line, range(num_ranks)))
+
+
+@schedule("interleaved_overlap", chunks=2, any_chunks=True)
+def interleaved_overlap(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
+    """Return interleaved 1F1B that overlaps the forward and the backward of its steady state.
+
+    Bubble (p − 1)(F + B)/v where p divides m, and each pair hides the all-to-all of one under the compute of the other.
+    It runs one forward further ahead than `interleaved`, since an overlapped F is done only when its B is: activations
+    p(1 + (p − 1)/(pv)) + 1/v.
+    Source: Megatron-Core's 1F1B with expert all-to-all overlap; Narayanan et al. 2021 (2104.04473) for the order.
+    """
+
+    def line(rank: int) -> list[Slot]:
+        ahead = (chunks - 1) * group_sizes(num_ranks, num_microbatches)[0] + 2 * (num_ranks - 1 - rank) + 1
+        forwards, backwards = depth_first(rank, num_ranks, num_microbatches, chunks)
+        ahead = min(ahead, len(forwards))
+        pairs: list[Slot] = [(f, b) for f, b in zip(forwards[ahead:], backwards)]
+        return [(f,) for f in forwards[:ahead]] + pairs + [(b,) for b in backwards[len(pairs) :]]
+
+    placement = loop_placement(num_ranks, chunks)
+    return make_program("interleaved_overlap", placement, [0] * num_microbatches, map(line, range(num_ranks)))
+
+
+def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
+    """Return how many micro-batches go through one chunk before the next chunk's turn.
+
+    Groups hold p micro-batches where p divides m. Otherwise they are as many groups of at least p as there can be, as
+    even as possible and the larger ones first, so that no rank waits for a group shorter than the pipeline. One group
+    where m < p.
+    """
+    rounds = max(1, num_microbatches // num_ranks)
+    size, larger = divmod(num_microbatches, rounds)
+    return [size + (index < larger) for index in range(rounds)]
+
+
+def depth_first(
+    rank: int, num_ranks: int, num_microbatches: int, chunks: int, backward: str = "B"
+) -> tuple[list[Action], list[Action]]:
+    """Return the forwards and the backwards of one rank, each in its order: the chunks in turns, group by group."""
+    forwards, backwards, first = [], [], 0
+    for size in group_sizes(num_ranks, num_microbatches):
+        group = range(first, first + size)
+        forwards += [Action("F", chunk * num_ranks + rank, i) for chunk in range(chunks) for i in group]
+        backwards += [Action(backward, chunk * num_ranks + rank, i) for chunk in reversed(range(chunks)) for i in group]
+        first += size
+    return forwards, backwards
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Slot]:
+    """Return `ahead` forwards, then a forward and a backward in turns, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    slots: list[Slot] = [(action,) for action in forwards[:ahead]]
+    for forward, backward in zip(forwards[ahead:], backwards):
+        slots += [(forward,), (backward,)]
+    return slots + [(action,) for action in backwards[len(forwards) - ahead :]]

@@ -1,0 +1,95 @@
+"""Evolution on several placements at once: every turn serves those that still promise something."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron5d.pipeline_parallel.program import Program
+from megatron5d.pipeline_parallel.search.clock import Clock
+from megatron5d.pipeline_parallel.search.evolve import Evolution
+from megatron5d.pipeline_parallel.search.list_scheduler import STUCK
+from megatron5d.pipeline_parallel.search.problem import Problem
+
+ELITES = 8
+"""Policies that go on from one size of the problem to the next."""
+STEP = 0.3
+"""Spread of the first candidates around a policy; priorities of the plain policy lie 1 apart."""
+PATIENCE = 60
+"""Generations without progress after which evolution starts again around the best policy."""
+TURNS_TO_DROP = 4
+"""Turns after which the last of the arms is dropped, until two are left."""
+
+
+class Arm:
+    """Evolution on one problem.
+
+    Args:
+        problem: What policies are tried on.
+        starts: Policies to begin with; evolution goes on around the best of them.
+        seed: Of the only source of chance.
+        clock: Counts what is tried here, and ends it.
+    """
+
+    def __init__(self, problem: Problem, starts: Sequence[np.ndarray], seed: Sequence[int], clock: Clock) -> None:
+        self.problem, self._clock = problem, clock
+        self._rng = np.random.default_rng(list(seed))
+        self.elites: list[tuple[float, np.ndarray]] = []
+        for numbers in starts:
+            if not self.elites or clock.share() < 1:
+                self._try(numbers)
+        self._evolution, self._idle = Evolution(self.elites[0][1], STEP, self._rng), 0
+
+    @property
+    def best(self) -> float:
+        """The shortest makespan so far; STUCK or more where no policy came through."""
+        return self.elites[0][0]
+
+    def generation(self) -> None:
+        """Try one generation, or what the clock allows of it."""
+        before, makespans = self.best, []
+        for numbers in self._evolution.ask():
+            if self._clock.share() >= 1:
+                return
+            makespans.append(self._try(numbers))
+        self._evolution.tell(np.array(makespans))
+        self._idle = 0 if self.best < before - 1e-9 else self._idle + 1
+        if self._idle >= PATIENCE or self._evolution.step < STEP / 100:
+            self._evolution, self._idle = Evolution(self.elites[0][1], STEP, self._rng), 0
+
+    def _try(self, numbers: np.ndarray) -> float:
+        makespan = self.problem.makespan(numbers)
+        self._clock.used += 1
+        if len(self.elites) < ELITES or makespan < self.elites[-1][0] - 1e-9:
+            self.elites = sorted([*self.elites, (makespan, numbers)], key=lambda elite: elite[0])[:ELITES]
+        return makespan
+
+
+def evolve(
+    levels: Sequence[Sequence[Problem]], starts: Sequence[Sequence[np.ndarray]], seed: int, clock: Clock
+) -> Program | None:
+    """Return the best Program of the last level, called `auto`; None where every policy gets stuck.
+
+    Args:
+        levels: The same placements in every level, from the smallest size to the one that is asked for.
+        starts: For every placement, the policies to begin with.
+        seed: Of all chance.
+        clock: What may be spent on all levels together; most of it goes to the first.
+    """
+    arms: list[Arm] = []
+    for level, problems in enumerate(levels):
+        arms = [Arm(p, s, (seed, level, index), clock) for index, (p, s) in enumerate(zip(problems, starts))]
+        _take_turns(arms, clock, until=1 - 0.3 ** (level + 1) if level + 1 < len(levels) else 1.0)
+        starts = [[numbers for _, numbers in arm.elites] for arm in arms]
+    winner = min(arms, key=lambda arm: arm.best)
+    return None if winner.best >= STUCK else winner.problem.program(winner.elites[0][1], "auto")
+
+
+def _take_turns(arms: Sequence[Arm], clock: Clock, until: float) -> None:
+    alive, turn = list(arms), 0
+    while clock.share() < until:
+        for arm in alive:
+            if clock.share() < until:
+                arm.generation()
+        turn += 1
+        if turn % TURNS_TO_DROP == 0 and len(alive) > 2:
+            alive.remove(max(alive, key=lambda arm: arm.best))

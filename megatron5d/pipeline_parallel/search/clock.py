@@ -1,0 +1,28 @@
+"""How much a search may still do: a number of evaluations, which repeats exactly, and a time limit, which does not."""
+
+import time
+
+
+class Clock:
+    """Counts evaluations against two limits.
+
+    Args:
+        seconds: The time limit; None = none.
+        evaluations: The most list schedules to try; None = no limit.
+    """
+
+    def __init__(self, seconds: float | None, evaluations: int | None) -> None:
+        self.seconds, self.limit, self.used = seconds, evaluations, 0
+        self._start = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def share(self) -> float:
+        """Return how much of the tighter limit is used up, 1 or more where one is reached."""
+        by_count = self.used / self.limit if self.limit else 0.0
+        by_time = self.elapsed_s / self.seconds if self.seconds else 0.0
+        if self.limit:
+            return max(by_count, by_time if by_time >= 1 else 0.0)
+        return by_time

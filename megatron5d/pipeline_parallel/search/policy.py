@@ -1,0 +1,133 @@
+"""The numbers that decide what a free rank does next; they name no micro-batch, so they serve every p and m."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron5d.pipeline_parallel.search.lanes import Lanes
+
+PHASES = ("warm-up", "steady", "cool-down")
+"""Until a rank's first I; then; once few forwards are left to it."""
+
+
+class Policy(NamedTuple):
+    """A rank takes the slot of highest score; C is the number of lanes a rank holds. Times are in `Lanes.unit`.
+
+    The score of an action is its priority, shifted by where its rank lies, by how long its input has been waiting, by
+    what is in flight or pending, and lowered by the time the rank would idle for it. A pair scores as the better of
+    the two, plus a bonus.
+    """
+
+    priority: np.ndarray  # [3 phases, 3 ops, C]
+    slope: np.ndarray  # [3 phases, 3 ops, C] times the rank's position
+    age: np.ndarray  # [2] of F and I, per unit of time since the input arrived
+    crowding: np.ndarray  # [C] of F, per micro-batch of one rank's layers between F and W on its lane, over p
+    pressure: np.ndarray  # [3 phases] of W, per micro-batch of one rank's layers between I and W, over p
+    idle: np.ndarray  # [3 phases] per unit of time that the rank would wait
+    bonus: np.ndarray  # [3 phases, 3 pairs]
+    reserve: np.ndarray  # [2, C] share of the cap that an F leaves free: constant, and times the rank's position
+    sticky: np.ndarray  # [2] of F and of I, while its lane is in the middle of a group
+    group: np.ndarray  # [2] micro-batches in a group of F and of I, over p
+    ending: np.ndarray  # [1] cool-down begins when a rank has so many forwards left, over p, in micro-batches
+
+
+INPUT = np.dtype([("age", "f8"), ("sticky", "f8"), ("group", "i8")])
+PHASE = np.dtype([("idle", "f8"), ("pressure", "f8"), ("bonus", "f8", 3)])
+
+
+class Rules(NamedTuple):
+    """A policy brought to the ranks, times and activations of one problem, so that a decision takes few steps."""
+
+    score: np.ndarray  # [R, 3 phases, 3 ops, C]
+    limit: np.ndarray  # [R, C] activations after an F on this lane
+    crowding: np.ndarray  # [C] per activation
+    inputs: np.ndarray  # [2] of INPUT, for F and I
+    phases: np.ndarray  # [3] of PHASE
+    ending: float  # activations of forwards left
+
+
+def rules_of(policy: Policy, lanes: Lanes) -> Rules:
+    """Return a policy's Rules for one problem."""
+    num_ranks = len(lanes.cap)
+    along = lanes.position[:, None]
+    inputs, phases = np.zeros(2, dtype=INPUT), np.zeros(3, dtype=PHASE)
+    inputs["age"], inputs["sticky"] = policy.age / lanes.unit, policy.sticky
+    inputs["group"] = np.maximum(np.rint(policy.group * num_ranks), 1)
+    phases["idle"], phases["pressure"] = policy.idle / lanes.unit, policy.pressure / num_ranks
+    phases["bonus"] = policy.bonus
+    return Rules(
+        score=policy.priority + policy.slope * along[:, None, None],
+        limit=lanes.cap[:, None] * (1 - np.clip(policy.reserve[0] + policy.reserve[1] * along, 0, 1)) + 1e-9,
+        crowding=policy.crowding / num_ranks,
+        inputs=inputs,
+        phases=phases,
+        ending=float(policy.ending[0]) * num_ranks,
+    )
+
+
+def shapes(num_lanes: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every field of a Policy for ranks of `num_lanes` lanes."""
+    return {
+        "priority": (3, 3, num_lanes),
+        "slope": (3, 3, num_lanes),
+        "age": (2,),
+        "crowding": (num_lanes,),
+        "pressure": (3,),
+        "idle": (3,),
+        "bonus": (3, 3),
+        "reserve": (2, num_lanes),
+        "sticky": (2,),
+        "group": (2,),
+        "ending": (1,),
+    }
+
+
+def policy_of(numbers: np.ndarray, num_lanes: int) -> Policy:
+    """Return the Policy whose fields lie one after another in `numbers`."""
+    fields, first = {}, 0
+    for name, shape in shapes(num_lanes).items():
+        size = int(np.prod(shape))
+        fields[name] = numbers[first : first + size].reshape(shape)
+        first += size
+    assert first == len(numbers), f"a policy for {num_lanes} lanes has {first} numbers, not {len(numbers)}"
+    return Policy(**fields)
+
+
+def flat(policy: Policy) -> np.ndarray:
+    """Return the numbers of a policy one after another."""
+    return np.concatenate([np.asarray(field, dtype=float).reshape(-1) for field in policy])
+
+
+def plain_policy(num_lanes: int) -> Policy:
+    """Return the policy that evolution can always start from: backwards first, deep lanes first, W in the gaps."""
+    depth = np.arange(num_lanes) / max(num_lanes - 1, 1)
+    by_op = np.stack([1.0 + depth, 3.0 + depth, -1.0 + 0 * depth])
+    return Policy(
+        priority=np.stack([by_op, by_op, by_op]),
+        slope=np.zeros((3, 3, num_lanes)),
+        age=np.zeros(2),
+        crowding=np.zeros(num_lanes),
+        pressure=np.array([1.0, 1.0, 0.0]),
+        idle=np.full(3, 2.0),
+        bonus=np.full((3, 3), 1.0),
+        reserve=np.stack([0.1 * (1 - depth), np.zeros(num_lanes)]),
+        sticky=np.zeros(2),
+        group=np.ones(2),
+        ending=np.array([0.5]),
+    )
+
+
+def resampled(policy: Policy, num_lanes: int) -> Policy:
+    """Return a policy for ranks of another number of lanes, by interpolation from the first to the last."""
+    here = policy.crowding.shape[0]
+    if here == num_lanes:
+        return policy
+    wanted = np.linspace(0, here - 1, num_lanes) if num_lanes > 1 else np.array([(here - 1) / 2])
+    below = np.floor(wanted).astype(int)
+    above, share = np.minimum(below + 1, here - 1), wanted - below
+
+    def fit(field: np.ndarray) -> np.ndarray:
+        return field[..., below] * (1 - share) + field[..., above] * share
+
+    per_lane = ("priority", "slope", "crowding", "reserve")
+    return policy._replace(**{name: fit(getattr(policy, name)) for name in per_lane})

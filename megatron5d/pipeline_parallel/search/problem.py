@@ -1,0 +1,83 @@
+"""One placement with its costs and its memory: what a policy is tried on."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron5d.pipeline_parallel.costs import StageCosts
+from megatron5d.pipeline_parallel.program import OPS, Placement, Program, Table, program_from_table
+from megatron5d.pipeline_parallel.search.lanes import LANE_OPS, PAIRS, Lanes, lanes_of
+from megatron5d.pipeline_parallel.search.list_scheduler import STUCK, empty_schedule, list_schedule
+from megatron5d.pipeline_parallel.search.policy import policy_of, rules_of
+
+NOWHERE = empty_schedule(0, 0)
+"""Where a list schedule is written of which only the makespan matters."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a policy is tried on.
+
+    Args:
+        name: What the placement is called.
+        placement: Which rank holds which stage.
+        num_microbatches: Of one step, over both directions.
+        costs: Of every stage.
+        memory: `[num_ranks]` the most activations a rank may hold, in micro-batches of one rank's layers.
+        pairs: Which of PAIRS may overlap.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    costs: StageCosts
+    memory: np.ndarray
+    pairs: tuple[str, ...] = PAIRS
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes that one rank holds: its chunks, times the copies."""
+        return self.placement.num_stages * self.placement.copies // self.placement.num_ranks
+
+    @property
+    def num_actions(self) -> int:
+        return len(LANE_OPS) * self.placement.num_stages * self.num_microbatches
+
+    @cached_property
+    def direction(self) -> tuple[int, ...]:
+        """The direction of every micro-batch: with two copies, the first half takes the first."""
+        back = self.num_microbatches // 2 if self.placement.copies == 2 else 0
+        return (0,) * (self.num_microbatches - back) + (1,) * back
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        return lanes_of(self.placement, self.costs, self.direction, self.memory, self.pairs)
+
+    def makespan(self, numbers: np.ndarray) -> float:
+        """Return the makespan under a policy; STUCK or more where the policy gets stuck."""
+        return self._run(numbers, NOWHERE)
+
+    def program(self, numbers: np.ndarray, name: str) -> Program | None:
+        """Return the Program that a policy makes; None where it gets stuck."""
+        slots = int(self.lanes.table["count"][self.lanes.held_by].sum(axis=1).max()) * len(LANE_OPS)
+        schedule = empty_schedule(self.placement.num_ranks, slots)
+        return self._program(schedule, name) if self._run(numbers, schedule) < STUCK else None
+
+    def _run(self, numbers: np.ndarray, schedule: np.ndarray) -> float:
+        rules = rules_of(policy_of(numbers, self.num_lanes), self.lanes)
+        return float(list_schedule(self.lanes, rules, schedule))
+
+    def _program(self, schedule: np.ndarray, name: str) -> Program:
+        present = schedule["op"] >= 0
+        actions, second = schedule[present], present[..., 1][present[..., 0]]
+        first = np.array([0, self.num_microbatches - self.num_microbatches // 2])
+        codes = np.array([OPS.index(code) for code in LANE_OPS])
+        table = Table(
+            rank_start=np.concatenate([[0], np.cumsum(present[..., 0].sum(axis=1))]),
+            slot_start=np.concatenate([[0], np.cumsum(1 + second)]),
+            op=codes[actions["op"]],
+            stage=actions["lane"] % self.placement.num_stages,
+            microbatch=actions["microbatch"] + first[actions["lane"] // self.placement.num_stages],
+        )
+        return program_from_table(name, self.placement, self.direction, table)

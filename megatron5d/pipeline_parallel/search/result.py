@@ -1,0 +1,38 @@
+"""What a search returns."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron5d.pipeline_parallel.program import Program
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best Program found, verified; times in the unit of the costs.
+
+    Args:
+        program: Called `auto`, or by its name where a named schedule is the best.
+        makespan: From the first action's start to the last one's end.
+        overhead: makespan − the compute of the busiest rank.
+        bubble: overhead / makespan.
+        peak: `[num_ranks]` activations, in micro-batches of one rank's layers.
+        lower_bound: An overhead below which no Program of this placement goes with so many activations.
+        placement: Name of the placement.
+        evaluations: List schedules tried.
+        elapsed_s: Time taken.
+        compiled: Whether numba was there; without it a list schedule takes a hundred times as long.
+        named: The best named schedule that fits, and its makespan; None where none does.
+    """
+
+    program: Program
+    makespan: float
+    overhead: float
+    bubble: float
+    peak: np.ndarray
+    lower_bound: float
+    placement: str
+    evaluations: int
+    elapsed_s: float
+    compiled: bool
+    named: tuple[str, float] | None

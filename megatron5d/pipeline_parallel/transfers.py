@@ -1,0 +1,102 @@
+"""The messages of a Program: what each rank sends after which slot, and when it posts which receive.
+
+A *flow* is a directed pair of ranks, forward or backward, and one boundary between two stages. Each flow is a channel
+of its own in which messages keep their order; between channels no order is needed. A receive is posted one slot before
+its consumer's predecessor: early enough that no message waits for the receiver's compute stream, and late enough that
+at most two messages per rank are under way before their time (four around overlapped slots).
+With fewer channels (one a pair of ranks, or one a direction) the plain program order of V-shaped, zigzag, bidirectional
+and looped zero-bubble schedules deadlocks.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron5d.pipeline_parallel.program import Action, Program, Slot
+
+SLOTS_AHEAD = 2
+"""A receive is posted before the slot that stands this many places before its consumer."""
+
+
+class Flow(NamedTuple):
+    """One in-order channel."""
+
+    source: int
+    destination: int
+    kind: str  # "F": outputs go from stage `boundary` to `boundary` + 1; "B": their gradients come back
+    boundary: int
+
+    def __str__(self) -> str:
+        arrow = ">" if self.kind == "F" else "<"
+        return (
+            f"{self.kind} of stages {self.boundary}{arrow}{self.boundary + 1}, rank {self.source} to {self.destination}"
+        )
+
+
+class Message(NamedTuple):
+    """One micro-batch in one flow."""
+
+    flow: Flow
+    microbatch: int
+
+
+class Step(NamedTuple):
+    """One slot with its messages: post the receives, wait for the slot's own inputs, run it, send its outputs."""
+
+    receives: tuple[Message, ...]
+    slot: Slot
+    sends: tuple[Message, ...]
+
+
+def input_of(program: Program, action: Action) -> Message | None:
+    """Return the message that `action` waits for, or None where its input is made on the same rank or read as data."""
+    if action.op == "W" or (action.op == "F" and action.stage == 0):
+        return None
+    if action.op == "F":
+        return _message(program, "F", action.stage - 1, action.stage, action.microbatch)
+    if action.stage == program.num_stages - 1:
+        return None
+    return _message(program, "B", action.stage + 1, action.stage, action.microbatch)
+
+
+def output_of(program: Program, action: Action) -> Message | None:
+    """Return the message that `action` sends, or None where its output stays on the rank or ends the chain."""
+    if action.op == "W" or (action.op == "F" and action.stage == program.num_stages - 1):
+        return None
+    if action.op == "F":
+        return _message(program, "F", action.stage, action.stage + 1, action.microbatch)
+    if action.stage == 0:
+        return None
+    return _message(program, "B", action.stage, action.stage - 1, action.microbatch)
+
+
+def flows(program: Program) -> list[Flow]:
+    """Return every flow of the Program in one order that is the same on all ranks, to create its channels in."""
+    found = set()
+    for line in program.placement.route:
+        for boundary, (near, far) in enumerate(zip(line, line[1:])):
+            if near != far:
+                found |= {Flow(near, far, "F", boundary), Flow(far, near, "B", boundary)}
+    return sorted(found)
+
+
+def steps(program: Program, rank: int, slots_ahead: int = SLOTS_AHEAD) -> Iterator[Step]:
+    """Yield the slots of `rank` with the receives to post before and the sends to issue after each.
+
+    Args:
+        program: A verified Program.
+        rank: The pipeline rank.
+        slots_ahead: How many places before its consumer a receive is posted.
+    """
+    line = program.ranks[rank]
+    inputs = [tuple(filter(None, (input_of(program, action) for action in slot))) for slot in line]
+    for position, slot in enumerate(line):
+        due = (
+            inputs[: slots_ahead + 1] if position == 0 else inputs[position + slots_ahead : position + slots_ahead + 1]
+        )
+        sends = tuple(filter(None, (output_of(program, action) for action in slot)))
+        yield Step(tuple(message for messages in due for message in messages), slot, sends)
+
+
+def _message(program: Program, kind: str, source: int, destination: int, microbatch: int) -> Message | None:
+    near, far = program.rank_of(source, microbatch), program.rank_of(destination, microbatch)
+    return None if near == far else Message(Flow(near, far, kind, min(source, destination)), microbatch)

@@ -1,0 +1,98 @@
+"""Token embedding cut over tp along the vocabulary.
+
+Each rank looks up the tokens of its rows and zeros for the others; the sum over tp is the embedding.
+Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron5d.comm.collectives import reduce_from, reduce_scatter_to
+from megatron5d.precision.gradient import Defer, grad_buffer, run_now
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
+
+_ROW_MULTIPLE = 8  # bf16 GEMMs of the head want 16-byte rows
+
+
+class VocabRange:
+    """The vocabulary rows of one tp rank: padded so that all ranks hold equally many.
+
+    Args:
+        vocab_size: true number of tokens.
+        tp: the axis that cuts it.
+    """
+
+    def __init__(self, vocab_size: int, tp: Axis) -> None:
+        self.vocab_size = vocab_size
+        per_rank = -(-vocab_size // tp.size)
+        self.rows = -(-per_rank // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        self.start = min(tp.rank * self.rows, vocab_size)
+        self.valid = min(self.rows, vocab_size - self.start)  # rows beyond are padding
+
+
+def vocab_weight(vocab_size: int, hidden_size: int, name: str, tp: Axis, init: float, **factory) -> nn.Parameter:
+    """`[rows, h]`: this rank's share of a `[vocab, h]` matrix; padding rows belong to no piece."""
+    vocab = VocabRange(vocab_size, tp)
+    pieces = (Piece((vocab.start, 0), (vocab.valid, hidden_size)),) if vocab.valid else ()
+    spec = ShardSpec(name, (vocab_size, hidden_size), pieces, init=init)
+    return new_parameter((vocab.rows, hidden_size), spec, **factory)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, ids, start, defer: Defer):
+        local = ids - start
+        outside = (local < 0) | (local >= weight.shape[0])
+        local = local.masked_fill(outside, 0)
+        ctx.save_for_backward(local, outside)
+        ctx.weight, ctx.defer = weight, defer
+        return weight[local].masked_fill(outside.unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        local, outside = ctx.saved_tensors
+        weight = ctx.weight
+
+        def weight_grad() -> None:
+            grad = grad_buffer(weight)
+            rows = dy.masked_fill(outside.unsqueeze(-1), 0).reshape(-1, dy.shape[-1])
+            grad.index_add_(0, local.reshape(-1), rows.to(grad.dtype))
+
+        ctx.defer(weight_grad)
+        return None, None, None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids to hidden states.
+
+    Args:
+        vocab_size: true number of tokens; padding to equal shares is internal.
+        hidden_size: h.
+        tp: axis that cuts the vocabulary.
+        sp: the result leaves cut along the sequence.
+        init: standard deviation of the initialisation.
+        factory: dtype and device.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: Axis, *, sp: bool, init: float, **factory) -> None:
+        super().__init__()
+        self.tp, self.sp = tp, sp and tp.size > 1
+        self.vocab = VocabRange(vocab_size, tp)
+        self.weight = vocab_weight(vocab_size, hidden_size, "embedding.weight", tp, init, **factory)
+
+    def forward(self, tokens: Tensor, defer: Defer = run_now) -> Tensor:
+        """
+        Args:
+            tokens: int64 `[b, s/cp]`, the same on every tp rank.
+            defer: takes the weight-gradient half of the backward.
+
+        Returns:
+            `[s/cp/tp, b, h]` with sp, else `[s/cp, b, h]`.
+
+        Comm: reduce_scatter (sp) or all_reduce tp of s/cp·b·h elements / all_gather (sp) or none.
+        """
+        x = _Lookup.apply(self.weight, tokens.t(), self.vocab.start, defer)  # partial [s/cp, b, h]
+        return reduce_scatter_to(x, self.tp) if self.sp else reduce_from(x, self.tp)

@@ -1,0 +1,238 @@
+"""Linear layers cut over tp: columns (outputs) or rows (inputs), with the two GEMMs of the backward apart.
+
+                    forward                                   backward of the input (I)           weights (W)
+Column, sp          all_gather x; y = x·Wᵀ                    dx = dy·W; reduce_scatter dx        dW = dyᵀ·x
+Column, no sp       y = x·Wᵀ                                  dx = dy·W; all_reduce dx            dW = dyᵀ·x
+Row, sp             y = x·Wᵀ; reduce_scatter y                all_gather dy; dx = dy·W            dW = dyᵀ·x
+Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W                           dW = dyᵀ·x
+
+W is handed to `defer`, which runs it at once, under the collective of dx, or keeps it for a schedule that splits
+the backward. Under sp only the sharded x is kept between forward and backward; it is gathered again under dx's GEMM.
+Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron5d.comm.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megatron5d.precision.gradient import Defer, add_weight_grad, run_now
+from megatron5d.topology.axis import Axis, single
+from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, whole
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, tp: Axis, sp: bool, defer: Defer):
+        ctx.tp, ctx.sp, ctx.defer, ctx.weight = tp, sp, defer, weight
+        ctx.save_for_backward(x)
+        if sp:
+            x = all_gather(x, tp)  # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        tp, weight = ctx.tp, ctx.weight
+        (x,) = ctx.saved_tensors
+        gathering = start_all_gather(x, tp) if ctx.sp else Pending(x)
+        dx = dy @ weight  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
+        x = gathering.wait()
+        if ctx.sp:
+            reducing = start_reduce_scatter(dx, tp)  # [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp
+        else:
+            reducing = start_all_reduce(dx, tp)
+        ctx.defer(lambda: add_weight_grad(weight, dy, x))
+        return reducing.wait(), None, None, None, None
+
+
+def column_linear(x: Tensor, weight: Tensor, tp: Axis, sp: bool, defer: Defer = run_now) -> Tensor:
+    """x·Wᵀ with W's rows cut over tp.
+
+    Args:
+        x: `[s/cp/tp, b, in]` with sp, else `[s/cp, b, in]`.
+        weight: `[out/tp, in]`.
+        tp: axis that cuts the outputs.
+        sp: x arrives cut along the sequence.
+        defer: takes the weight-gradient half of the backward.
+
+    Returns:
+        `[s/cp, b, out/tp]`.
+
+    Comm: with sp all_gather tp of s/cp·b·in elements / reduce_scatter; else none / all_reduce.
+    """
+    return _ColumnLinear.apply(x, weight, tp, sp and tp.size > 1, defer)
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, layer: RowParallelLinear, defer: Defer):
+        ctx.layer, ctx.defer, ctx.weight = layer, defer, weight
+        ctx.save_for_backward(x)
+        y = F.linear(x, weight)  # [s/cp, b, in/tp] -> partial [s/cp, b, out]
+        if layer.sp:
+            return reduce_scatter(y, layer.tp)  # [s/cp, b, out] -> [s/cp/tp, b, out]  reduce_scatter tp
+        return all_reduce(y, layer.tp)
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight = ctx.weight
+        (x,) = ctx.saved_tensors
+        if ctx.layer.sp:
+            dy = all_gather(dy, ctx.layer.tp)  # [s/cp/tp, b, out] -> [s/cp, b, out]  all_gather tp
+        dx = dy @ weight
+        ctx.defer(lambda: add_weight_grad(weight, dy, x))
+        return dx, None, None, None
+
+
+def column_pieces(
+    blocks: Sequence[tuple[int, int]], inner: tuple[int, ...], tp: Axis, copies: Axis
+) -> tuple[int, tuple[Piece, ...]]:
+    """How this rank's share of a stack of row blocks lies in the whole.
+
+    Args:
+        blocks: (count, rows of one) per part, e.g. q heads, k heads, v heads; each part is cut by blocks.
+        inner: the remaining dims, `(in,)` for a weight and `()` for a bias.
+        tp: the axis that cuts.
+        copies: the tp ranks that hold the same block where a part has fewer blocks than ranks.
+
+    Returns:
+        Number of local rows, and the pieces in local order.
+    """
+    pieces: list[Piece] = []
+    start = row = 0
+    zeros = (0,) * len(inner)
+    for count, rows in blocks:
+        if count % tp.size == 0:
+            local, first, shared = count // tp.size, tp.rank * (count // tp.size), False
+        else:
+            assert tp.size % count == 0 and copies.size == tp.size // count, (count, tp, copies)
+            local, first, shared = 1, tp.rank // copies.size, True
+        pieces.append(
+            Piece(
+                (start + first * rows, *zeros), (local * rows, *inner), row,
+                copies=(copies.name,) if shared else (), summed=(copies.name,) if shared else (),
+                owner=not shared or copies.rank == 0,
+            )
+        )  # fmt: skip
+        start += count * rows
+        row += local * rows
+    return row, tuple(pieces)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x·Wᵀ + bias, its outputs cut over tp.
+
+    Args:
+        in_features: size of x's last dim.
+        blocks: (count, rows of one) per part of the output; out_features is their sum. A part with fewer blocks
+            than ranks is copied over `copies` (KV heads).
+        name: global name of the layer.
+        tp: axis that cuts the outputs.
+        sp: x arrives cut along the sequence.
+        bias: add one.
+        init: standard deviation of the weight's initialisation.
+        copies: tp ranks that share a block.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(
+        self, in_features: int, blocks: Sequence[tuple[int, int]], name: str, tp: Axis, *, sp: bool = False,
+        bias: bool = False, init: float = 0.02, copies: Axis | None = None, **factory,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.tp, self.sp = tp, sp and tp.size > 1
+        copies = copies or single("tp_kv")
+        out_features = sum(count * rows for count, rows in blocks)
+        self.shape = (out_features, in_features)
+        rows, pieces = column_pieces(blocks, (in_features,), tp, copies)
+        spec = ShardSpec(f"{name}.weight", self.shape, pieces, init=init)
+        self.weight = new_parameter((rows, in_features), spec, **factory)
+        self.bias = None
+        if bias:
+            rows, pieces = column_pieces(blocks, (), tp, copies)
+            spec = ShardSpec(f"{name}.bias", (out_features,), pieces, decay=False)
+            self.bias = new_parameter((rows,), spec, **factory)
+
+    def forward(self, x: Tensor, defer: Defer = run_now) -> Tensor:
+        """`column_linear` and the bias: `[s/cp/tp | s/cp, b, in]` -> `[s/cp, b, out/tp]`."""
+        y = column_linear(x, self.weight, self.tp, self.sp, defer)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.shape[1]} -> {self.shape[0]} cut over {self.tp}, sp={self.sp}"
+
+
+class RowParallelLinear(nn.Module):
+    """y = x·Wᵀ + bias, its inputs cut over tp; the bias is added once, after the reduction.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        name: global name of the layer.
+        tp: axis that cuts the inputs.
+        sp: y leaves cut along the sequence.
+        bias: add one.
+        init: standard deviation of the weight's initialisation.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, name: str, tp: Axis, *, sp: bool = False, bias: bool = False,
+        init: float = 0.02, **factory,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.tp, self.sp = tp, sp and tp.size > 1
+        self.shape = (out_features, in_features)
+        n = tp.divide(in_features, f"inputs of {name}")
+        spec = ShardSpec(f"{name}.weight", self.shape, (Piece((0, tp.rank * n), (out_features, n)),), init=init)
+        self.weight = new_parameter((out_features, n), spec, **factory)
+        self.bias = None
+        if bias:
+            self.bias = replicated_parameter((out_features,), f"{name}.bias", tp, partial=self.sp, **factory)
+
+    def forward(self, x: Tensor, defer: Defer = run_now) -> Tensor:
+        """
+        Args:
+            x: `[s/cp, b, in/tp]`.
+            defer: takes the weight-gradient half of the backward.
+
+        Returns:
+            `[s/cp/tp, b, out]` with sp, else `[s/cp, b, out]`.
+
+        Comm: reduce_scatter tp of s/cp·b·out elements with sp, else all_reduce / all_gather with sp, else none.
+        """
+        y = _RowLinear.apply(x, self.weight, self, defer)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.shape[1]} -> {self.shape[0]}, inputs cut over {self.tp}, sp={self.sp}"
+
+
+def replicated_parameter(
+    shape: tuple[int, ...], name: str, tp: Axis, *, partial: bool, init: float | str = "zeros", decay: bool = False,
+    **factory,
+) -> nn.Parameter:  # fmt: skip
+    """A parameter that every tp rank holds whole (norms, output biases, position tables).
+
+    Args:
+        shape: of the parameter.
+        name: global name.
+        tp: the axis of copies.
+        partial: its gradient is a partial sum on each rank (it acted on a sequence shard) and is added over tp.
+        init, decay: as in ShardSpec.
+        factory: dtype and device.
+    """
+    axes = (tp.name,) if tp.size > 1 else ()
+    pieces = whole(shape, copies=axes, summed=axes if partial else (), owner=tp.rank == 0)
+    return new_parameter(shape, ShardSpec(name, shape, pieces, init=init, decay=decay), **factory)

@@ -1,0 +1,174 @@
+"""Rank arithmetic in plain integers: who stands where in the dense and in the expert view of one world.
+
+Dense view   pp · dp · cp · tp     (in any order; dp = dp_replicate × dp_shard, shard fastest)
+Expert view  pp · edp · ep · etp   (folds the ranks of one pipeline stage, etp fastest; edp = edp_replicate × edp_shard)
+
+Nothing here talks to anybody: the layout of 16,384 ranks can be checked in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+DENSE_AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of all axes of a world; `resolve` derives what is not given."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int
+    etp: int
+    order: tuple[str, ...] = DENSE_AXES
+    cp_inner: int = 1
+    ep_inner: int = 1
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def edp_replicate(self) -> int:
+        """Into how many replicas HSDP parts edp: as dp, where that is possible."""
+        return self.dp_replicate if self.edp % self.dp_replicate == 0 else 1
+
+
+def resolve(
+    world: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None,
+    dp_replicate: int = 1, order: tuple[str, ...] = DENSE_AXES, cp_inner: int = 1, ep_inner: int = 1,
+) -> Sizes:  # fmt: skip
+    """Fills in dp (what remains of the world) and checks that both views fit it.
+
+    Args:
+        world: number of ranks.
+        tp, cp, pp, ep, etp, dp_replicate: sizes of the axes; etp=None means tp.
+        order: the dense axes, slowest first.
+        cp_inner: neighbours on the cp line that exchange heads for sequence.
+        ep_inner: neighbours on the ep line that lie in one node.
+
+    Raises:
+        ValueError: the product does not divide the world; names the numbers and the nearest legal world.
+    """
+    if tuple(sorted(order)) != tuple(sorted(DENSE_AXES)):
+        raise ValueError(f"parallel.order = {list(order)} must name each of {list(DENSE_AXES)} once")
+    model = tp * cp * pp
+    if world % model:
+        fits = max(model, world // model * model)
+        raise ValueError(
+            f"world size {world} is not divisible by tp·cp·pp = {tp}·{cp}·{pp} = {model}; "
+            f"nearest world sizes that fit: {fits}, {fits + model}"
+        )
+    dp = world // model
+    if dp % dp_replicate:
+        nearest = max(d for d in range(1, dp_replicate + 1) if dp % d == 0)
+        raise ValueError(
+            f"parallel.dp_replicate = {dp_replicate} does not divide dp = {dp} (= {world} ranks / {model}); "
+            f"nearest legal value: {nearest}"
+        )
+    etp = tp if etp is None else etp
+    fold = dp * cp * tp
+    if fold % (ep * etp):
+        nearest = max(d for d in range(1, ep + 1) if fold % (d * etp) == 0) if fold % etp == 0 else 1
+        raise ValueError(
+            f"parallel.ep·etp = {ep}·{etp} does not divide dp·cp·tp = {dp}·{cp}·{tp} = {fold}; "
+            f"nearest legal parallel.ep: {nearest}"
+        )
+    return Sizes(pp, dp_replicate, dp // dp_replicate, cp, tp, ep, etp, tuple(order), cp_inner, ep_inner)
+
+
+class Grid:
+    """Ranks laid out row-major along named axes, slowest first.
+
+    Args:
+        axes: (name, size) pairs, slowest first.
+        ranks: the rank at each row-major position; None = 0 ... n-1.
+    """
+
+    def __init__(self, axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...] | None = None) -> None:
+        self.names = tuple(name for name, _ in axes)
+        self.sizes = tuple(size for _, size in axes)
+        count = prod(self.sizes)
+        self.ranks = tuple(range(count)) if ranks is None else ranks
+        assert len(self.ranks) == count
+        self._position = {rank: i for i, rank in enumerate(self.ranks)}
+        strides = [prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
+        self._stride = dict(zip(self.names, strides))
+        self._size = dict(zip(self.names, self.sizes))
+
+    def coordinate(self, rank: int, name: str) -> int:
+        """Where `rank` stands along one axis."""
+        return self._position[rank] // self._stride[name] % self._size[name]
+
+    def line(self, rank: int, *names: str) -> tuple[int, ...]:
+        """All ranks that differ from `rank` along `names` only, row-major in the grid's own order."""
+        along = [name for name in self.names if name in names]
+        start = self._position[rank]
+        start -= sum(self.coordinate(rank, name) * self._stride[name] for name in along)
+        steps = product(*(range(0, self._size[n] * self._stride[n], self._stride[n]) for n in along))
+        return tuple(self.ranks[start + sum(step)] for step in steps)
+
+    def lines(self, *names: str) -> Iterator[tuple[int, ...]]:
+        """Every line along `names`, each once: a partition of the ranks."""
+        for rank in self.ranks:
+            if all(self.coordinate(rank, name) == 0 for name in names):
+                yield self.line(rank, *names)
+
+
+def dense_grid(sizes: Sizes) -> Grid:
+    """pp, dp_replicate, dp_shard, cp, tp in the configured order."""
+    axes: list[tuple[str, int]] = []
+    for name in sizes.order:
+        if name == "dp":
+            axes += [("dp_replicate", sizes.dp_replicate), ("dp_shard", sizes.dp_shard)]
+        else:
+            axes.append((name, getattr(sizes, name)))
+    return Grid(tuple(axes))
+
+
+def expert_grid(sizes: Sizes, dense: Grid) -> Grid:
+    """pp, edp, ep, etp: within one pipeline stage the ranks, ascending, are folded with etp fastest."""
+    stages: list[list[int]] = [[] for _ in range(sizes.pp)]
+    for rank in range(sizes.world):
+        stages[dense.coordinate(rank, "pp")].append(rank)
+    ranks = tuple(rank for stage in stages for rank in stage)
+    replicate, shard = sizes.edp_replicate, sizes.edp // sizes.edp_replicate
+    edp = (("edp_replicate", replicate), ("edp_shard", shard))
+    return Grid((("pp", sizes.pp), *edp, ("ep", sizes.ep), ("etp", sizes.etp)), ranks)
+
+
+# The lines of ranks that layers and reductions ask for, as axes of the dense and of the expert grid.
+DENSE_LINES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_replicate": ("dp_replicate",),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "cp_tp": ("cp", "tp"),
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
+}
+EXPERT_LINES: dict[str, tuple[str, ...]] = {
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "ep_etp": ("ep", "etp"),
+    "edp": ("edp_replicate", "edp_shard"),
+    "edp_replicate": ("edp_replicate",),
+    "edp_shard": ("edp_shard",),
+}

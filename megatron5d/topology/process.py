@@ -1,0 +1,232 @@
+"""Which process am I, and the meeting with the others: the only place that reads the environment.
+
+Three launchers are understood, in this order: torchrun (and `launch/fork.py`, which sets the same variables), a
+SLURM job step, and none at all, which is one process. The nodes of a SLURM step find each other from the step's node
+list and the job's number; nothing has to be exported by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+MET = "met"
+RENDEZVOUS_TIMEOUT_S = 300.0  # for the last rank to appear; nodes of one job boot minutes apart, not half hours
+_FIRST_PORT, _NUM_PORTS = 12000, 20000  # below the ephemeral range, so no outgoing connection holds it
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the launcher says about this process.
+
+    Args:
+        rank: of this process, 0 ... world-1.
+        world: number of processes.
+        local_rank: index among the processes of this node, which chooses the GPU.
+        meeting: where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at world 1, or
+            "met": the launcher has made the process group and will end it (a test's forked ranks).
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    meeting: str = ""
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process, ready to communicate.
+
+    Args:
+        rank: of this process, 0 ... world-1.
+        world: number of processes.
+        local_rank: index among the processes of this node.
+        device: where this process computes.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+
+
+def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
+    """Reads rank, world size and meeting point from the launcher's variables; needs no GPU and talks to nobody.
+
+    Args:
+        variables: the process environment.
+
+    Raises:
+        ValueError: a launcher's variables are incomplete or contradict each other.
+    """
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        found = _from_torchrun(variables)
+    elif "SLURM_STEP_ID" in variables:  # absent in a batch script or an salloc shell, where nobody else was started
+        found = _from_slurm(variables)
+    else:
+        found = Environment()
+    if not 0 <= found.rank < found.world:
+        raise ValueError(f"rank {found.rank} of a world of {found.world}: RANK or SLURM_PROCID must be below the size")
+    return found
+
+
+def _integer(variables: Mapping[str, str], *names: str) -> int:
+    """The first of these variables that is set."""
+    for name in names:
+        if name in variables:
+            if not re.fullmatch(r"\d+", variables[name]):
+                raise ValueError(f"environment variable {name}={variables[name]!r} is not a whole number")
+            return int(variables[name])
+    raise ValueError(f"environment variable {' or '.join(names)} is not set, though others of the same launcher are")
+
+
+def _from_torchrun(variables: Mapping[str, str]) -> Environment:
+    rank, world = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
+    local_rank = _integer(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank
+    if world == 1:
+        return Environment(rank, world, local_rank)
+    if "MEGATRON5D_MEETING" in variables:
+        return Environment(rank, world, local_rank, variables["MEGATRON5D_MEETING"])
+    if "MASTER_ADDR" not in variables:
+        raise ValueError(f"WORLD_SIZE={world} but MASTER_ADDR is not set: the ranks cannot find each other")
+    _integer(variables, "MASTER_PORT")
+    return Environment(rank, world, local_rank, "env://")
+
+
+def _from_slurm(variables: Mapping[str, str]) -> Environment:
+    rank = _integer(variables, "SLURM_PROCID")
+    world = _integer(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    local_rank = _integer(variables, "SLURM_LOCALID")
+    if world == 1:
+        return Environment(rank, world, local_rank)
+    host = variables.get("MASTER_ADDR") or first_host(
+        variables.get("SLURM_STEP_NODELIST") or variables["SLURM_JOB_NODELIST"]
+    )
+    if "MASTER_PORT" in variables:
+        port = _integer(variables, "MASTER_PORT")
+    else:
+        number = _integer(variables, "SLURM_JOB_ID") + _integer(variables, "SLURM_STEP_ID")
+        port = _FIRST_PORT + number % _NUM_PORTS
+    return Environment(rank, world, local_rank, f"tcp://{host}:{port}")
+
+
+def first_host(node_list: str) -> str:
+    """The first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
+    if first is None:
+        raise ValueError(f"SLURM's node list is {node_list!r}: no host in it")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+def start_process(timeout_s: float, environment: Environment | None = None) -> Process:
+    """Chooses the device and joins the other ranks; at world size 1 nothing is initialised.
+
+    Args:
+        timeout_s: seconds after which a collective gives up (`parallel.timeout_s`).
+        environment: None reads the variables of this process.
+
+    Comm: NCCL on GPUs, gloo otherwise; one store round trip per rank before it, so that absent ranks are named.
+
+    Raises:
+        ValueError: the node has no GPU for this local rank, or the meeting point's host name does not resolve.
+        TimeoutError: some ranks did not appear; names them.
+    """
+    environment = environment or read_environment()
+    device = _choose_device(environment.local_rank)
+    if environment.world > 1 and environment.meeting != MET:
+        store = _meet(environment)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            rank=environment.rank,
+            world_size=environment.world,
+            store=store,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    return Process(environment.rank, environment.world, environment.local_rank, device)
+
+
+def stop_process() -> None:
+    """Leaves the others after a good end.
+
+    Does nothing while an exception is on its way out: a failing rank must speak before its peers see it leave, or
+    one of their "connection closed" would pass for the cause, and NCCL would wait for kernels that never finish.
+    """
+    if dist.is_initialized() and os.environ.get("MEGATRON5D_MEETING") != MET and sys.exc_info()[0] is None:
+        dist.destroy_process_group()
+
+
+def _choose_device(local_rank: int) -> torch.device:
+    """This rank's own GPU; where a launcher shows each rank a single one, that one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count > 1 and local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: this node shows {count}. Start at most {count} ranks on a node, "
+            "or set CUDA_VISIBLE_DEVICES= (empty) to run on CPUs"
+        )
+    device = torch.device("cuda", local_rank if count > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _meet(environment: Environment) -> dist.Store:
+    """The store that all ranks share, once all of them are there."""
+    if environment.meeting.startswith("tcp://"):
+        _check_resolves(environment.meeting.removeprefix("tcp://").rsplit(":", 1)[0])
+    elif environment.meeting == "env://":
+        _check_resolves(os.environ["MASTER_ADDR"])
+    timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    try:
+        store, _, _ = next(dist.rendezvous(environment.meeting, environment.rank, environment.world, timeout=timeout))
+    except RuntimeError as error:  # torch's network and store errors
+        raise TimeoutError(
+            f"rank {environment.rank} could not reach rank 0 at {environment.meeting} "
+            f"within {RENDEZVOUS_TIMEOUT_S:g} s (MASTER_ADDR, MASTER_PORT): {error}"
+        ) from error
+    _roll_call(store, environment.rank, environment.world, RENDEZVOUS_TIMEOUT_S)
+    return store
+
+
+def _check_resolves(host: str) -> None:
+    """torch would retry an unknown name for minutes without saying it."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ValueError(
+            f"the ranks are to meet on host {host!r}, whose name {socket.gethostname()!r} cannot resolve ({error}): "
+            "set MASTER_ADDR to a name or address that all nodes know"
+        ) from error
+
+
+def _roll_call(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
+    """Everyone signs, rank 0 reads the list: an absent rank is named instead of being waited for in silence."""
+    store.set(f"here/{rank}", "")
+    if rank:
+        store.wait(["roll_call"], timedelta(seconds=timeout_s + 10))  # rank 0's list comes first
+        absent = store.get("roll_call").decode()
+    else:
+        absent = _absent(store, world, time.monotonic() + timeout_s)
+        store.set("roll_call", absent)
+    if absent:
+        raise TimeoutError(f"of {world} ranks these did not appear within {timeout_s:g} s: {absent}")
+
+
+def _absent(store: dist.Store, world: int, deadline: float) -> str:
+    missing = list(range(world))
+    while missing and time.monotonic() < deadline:
+        missing = [r for r in missing if not store.check([f"here/{r}"])]
+        if missing:
+            time.sleep(0.02)
+    shown = ", ".join(map(str, missing[:16]))
+    return f"{shown} and {len(missing) - 16} more" if len(missing) > 16 else shown

@@ -1,0 +1,94 @@
+"""Initial weights as a function of (seed, global name, global index): the same on any layout.
+
+A counter-based generator: element i of the tensor called `name` is hash(seed, name, i), so a rank computes its own
+rectangle alone and nobody ever holds a whole large weight. SplitMix64's finaliser (Steele et al. 2014, "Fast
+splittable pseudorandom number generators") gives 64 random bits per element, Box-Muller turns them into a normal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from math import pi
+
+import torch
+
+from megatron5d.topology.shard import spec_of
+
+_MASK = (1 << 64) - 1
+_CHUNK = 1 << 22  # elements hashed at a time, so that int64 scratch stays at some 100 MB
+
+
+def _signed(x: int) -> int:
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift: torch's >> on int64 drags the sign bit along."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def hash_bits(key: int, index: torch.Tensor) -> torch.Tensor:
+    """64 random bits per index.
+
+    Args:
+        key: 64-bit key of the stream.
+        index: int64, any shape.
+
+    Returns:
+        int64 of the same shape, all bits used.
+    """
+    x = index * _signed(0x9E3779B97F4A7C15) + _signed(key)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def stream_key(seed: int, name: str) -> int:
+    """64-bit key of the stream that belongs to a parameter."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+
+
+def normal(key: int, index: torch.Tensor) -> torch.Tensor:
+    """Standard normal deviates in fp64, one per index."""
+    bits = hash_bits(key, index)
+    radius = (_shift(bits, 32).double() + 0.5) * 2.0**-32  # in (0, 1): the logarithm is finite
+    angle = (bits & 0xFFFFFFFF).double() * 2.0**-32
+    return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(2 * pi * angle)
+
+
+@torch.no_grad()
+def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
+    """Fills a local parameter from its spec; padding rows become zero.
+
+    Args:
+        parameter: carries a ShardSpec; its `init` is a standard deviation, "ones" or "zeros".
+        seed: of the run.
+    """
+    spec = spec_of(parameter)
+    if parameter.device.type == "meta":
+        return
+    parameter.zero_()
+    for piece in spec.pieces:
+        rows = parameter[piece.row : piece.row + piece.shape[0]] if piece.shape else parameter
+        if spec.init == "ones":
+            rows.fill_(1.0)
+        elif spec.init != "zeros":
+            _fill_normal(rows, piece.offset, spec.shape, stream_key(seed, spec.name), float(spec.init))
+
+
+def _fill_normal(local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], key: int, std: float) -> None:
+    """local[i...] = std · normal(flat global index of offset + i), some rows at a time."""
+    row_elements = max(1, local[0].numel())
+    step = max(1, _CHUNK // row_elements)
+    within = torch.zeros(1, dtype=torch.int64, device=local.device)
+    for dim in range(1, len(shape)):
+        line = torch.arange(offset[dim], offset[dim] + local.shape[dim], device=local.device)
+        within = within.unsqueeze(-1) * shape[dim] + line
+    row_stride = 1
+    for extent in shape[1:]:
+        row_stride *= extent
+    for first in range(0, local.shape[0], step):
+        rows = torch.arange(first, min(first + step, local.shape[0]), device=local.device) + offset[0]
+        index = rows.view(-1, *(1,) * (len(shape) - 1)) * row_stride + within.view(1, *local.shape[1:])
+        local[first : first + step].copy_(normal(key, index) * std)

@@ -1,0 +1,127 @@
+"""Where a parameter lies in the whole model: the only truth about sharding.
+
+A local parameter is a stack of pieces along its dim 0. Each piece is a rectangle of one global tensor:
+
+    local rows            global tensor  (fused q, k, v on rank r of tp)
+    0 .. 2d      q heads  rows  2dr .. 2dr+2d
+    2d .. 3d     k head   rows  a·d + ...          copies on `tp_kv` where heads are fewer than ranks
+    3d .. 4d     v head   rows  (a+g)·d + ...
+
+Rows that no piece covers are padding: they are zero, receive no gradient and are never saved.
+Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion all read this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of the global tensor and the local rows that hold it.
+
+    Args:
+        offset: first index in each dim of the global tensor.
+        shape: extent in each dim; whole local rows.
+        row: first local row (dim 0) of the rectangle.
+        copies: axes whose other ranks hold the same rectangle (data parallelism aside).
+        summed: the subset of `copies` over which gradients are partial and must be added up.
+        owner: this rank is the first of its copies: it alone counts the piece in norms and writes it to disk.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: int = 0
+    copies: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+    owner: bool = True
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def flat(self) -> tuple[int, int]:
+        """First and last+1 element of the piece in the flattened local tensor."""
+        start = self.row * prod(self.shape[1:])
+        return start, start + self.numel
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The place of one parameter in the whole.
+
+    Args:
+        name: global name, the same on any layout.
+        shape: global shape, without padding.
+        pieces: what this rank holds of it.
+        expert: replicated over edp (True) or over dp·cp (False).
+        init: standard deviation of the normal initialisation, or "ones" / "zeros".
+        decay: weight decay applies.
+        shared: "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional
+            schedule, a tied embedding whose ends lie apart): that rank then counts as data parallel. "" = nobody.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    expert: bool = False
+    init: float | str = "zeros"
+    decay: bool = field(default=True)
+    shared: str = ""
+
+    def prefixed(self, prefix: str) -> ShardSpec:
+        return replace(self, name=f"{prefix}.{self.name}" if prefix else self.name)
+
+
+def whole(shape: tuple[int, ...], copies: tuple[str, ...] = (), summed: tuple[str, ...] = (), owner: bool = True):
+    """The single piece of a tensor that this rank holds entirely."""
+    return (Piece((0,) * len(shape), shape, 0, copies, summed, owner),)
+
+
+def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device) -> torch.nn.Parameter:
+    """A local parameter that carries its spec as `.spec`; its pieces are not initialised, its padding is zero."""
+    padded = sum(piece.numel for piece in spec.pieces) < prod(local_shape)
+    allocate = torch.zeros if padded else torch.empty
+    parameter = torch.nn.Parameter(allocate(local_shape, dtype=dtype, device=device))
+    parameter.spec = spec  # type: ignore[attr-defined]
+    return parameter
+
+
+def spec_of(parameter: torch.Tensor) -> ShardSpec:
+    return parameter.spec  # type: ignore[attr-defined]
+
+
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cuts the flat range [start, stop) of a row-major tensor into at most 2·ndim-1 rectangles.
+
+    Args:
+        shape: of the tensor.
+        start, stop: flat element range.
+
+    Returns:
+        (offset, extent) pairs, in flat order; their elements are contiguous in the flat range.
+    """
+    if stop <= start:
+        return []
+    if len(shape) <= 1:
+        return [((start,), (stop - start,))] if shape else [((), ())]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last or (first == last and start // row == (stop - 1) // row):
+        index = start // row
+        inner = rectangles(shape[1:], start - index * row, stop - index * row)
+        return [((index, *offset), (1, *extent)) for offset, extent in inner]
+    parts = []
+    if start < first * row:
+        inner = rectangles(shape[1:], start - (first - 1) * row, row)
+        parts += [((first - 1, *offset), (1, *extent)) for offset, extent in inner]
+    if last > first:
+        parts.append(((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if stop > last * row:
+        inner = rectangles(shape[1:], 0, stop - last * row)
+        parts += [((last, *offset), (1, *extent)) for offset, extent in inner]
+    return parts

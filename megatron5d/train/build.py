@@ -1,0 +1,117 @@
+"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline. Read it, and you have seen all training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.comm.ledger import Ledger
+from megatron5d.config.schema import Config
+from megatron5d.context_parallel.layout import layout_of
+from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.model.ends import Head
+from megatron5d.model.gpt import DTYPES, Gpt
+from megatron5d.model.hf import load_hf_weights
+from megatron5d.optim.adamw import AdamW
+from megatron5d.pipeline_parallel.pipeline import Pipeline
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.topology.grid import Sizes, resolve
+from megatron5d.topology.mesh import Mesh, build_mesh
+from megatron5d.topology.process import Process
+from megatron5d.train.schedule import PipelinePlan, agreed_plan, boundary_form
+from megatron5d.train.state import Progress, load_other_run, resume
+from megatron5d.train.step import Trainer
+
+
+@dataclass
+class Run:
+    """Everything a training loop holds."""
+
+    config: Config
+    process: Process
+    mesh: Mesh
+    ledger: Ledger
+    model: Gpt
+    sync: GradSync
+    optimizer: AdamW
+    trainer: Trainer
+    progress: Progress
+    notes: list[str] = field(default_factory=list)  # of loading, for the log
+
+    @property
+    def reads_tokens(self) -> bool:
+        """This rank looks at tokens or labels; the middle of a pipeline does to tell documents, or padding, apart."""
+        ends = self.model.embedding is not None or self.model.head is not None
+        return ends or self.config.data.document_mask or self.config.model.num_experts > 0
+
+
+def sizes_of(config: Config, world: int) -> Sizes:
+    """The axes of a run: dp is what remains of the world."""
+    p = config.parallel
+    return resolve(
+        world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, dp_replicate=p.dp_replicate, order=tuple(p.order),
+        ep_inner=p.ep_inner, cp_inner=layout_of(p.cp_method, p.cp, config.train.seq_len, p.cp_inner).inner,
+    )  # fmt: skip
+
+
+def grad_dtype(config: Config) -> torch.dtype:
+    """Of main gradients: fp64 for a model in fp64, else as configured."""
+    return torch.float64 if config.precision.dtype == "fp64" else DTYPES[config.precision.grad_dtype]
+
+
+def build_run(config: Config, process: Process) -> Run:
+    """Builds a run and brings it to where its checkpoint, or its initialisation, says.
+
+    Args:
+        config: a lawful configuration.
+        process: this rank.
+
+    Raises:
+        ValueError: the pipeline, a checkpoint or an imported model does not fit.
+
+    Comm: group creation; the pipeline's channels; loading a checkpoint.
+    """
+    plan = agreed_plan(config, process)
+    ledger = Ledger()
+    mesh = build_mesh(
+        sizes_of(config, process.world),
+        process.rank,
+        num_kv_heads=config.model.num_kv_heads,
+        pairs=plan.shared != "none",
+        recorder=ledger,
+    )
+    model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
+    checkpoint, notes = find_checkpoint(config.checkpoint.dir, config.checkpoint.resume), list[str]()
+    if checkpoint is None:
+        notes = _first_weights(config, model)
+    sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
+    progress = Progress() if checkpoint is None else resume(checkpoint, sync, optimizer, model.weights())
+    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, notes)
+
+
+def _first_weights(config: Config, model: Gpt) -> list[str]:
+    """The weights of a first step; returns where they were trained as another function than this model computes."""
+    init = config.init
+    if init.from_checkpoint is not None:
+        return load_other_run(init.from_checkpoint, model.weights(), config)
+    if init.from_hf is not None:
+        return load_hf_weights(model.weights(), config.model, init.from_hf)
+    model.initialize(config.train.seed)
+    return []
+
+
+def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, AdamW, Trainer]:
+    """Data parallelism, optimiser and pipeline around a model whose weights are there (or will be loaded).
+
+    Comm: the pipeline's channels are opened.
+    """
+    sync = GradSync(model.units, mesh, config.parallel.zero, grad_dtype(config))
+    optimizer = AdamW(sync.buckets, config.optim)
+    held = plan.placement.stages_of(mesh["pp"].rank)
+    stages = {(direction, stage): Stage(model.phases_of(stage), sync) for direction, stage in held}
+    form = boundary_form(config, sync.buckets[0].weights.device)
+    pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form)
+    trainer = Trainer(pipeline, sync, optimizer, mesh, Head.sums, config.optim.clip, balancer=model.balancer)
+    return sync, optimizer, trainer

@@ -1,0 +1,129 @@
+"""The training loop: batches in, steps, records, evaluations and checkpoints out."""
+
+from __future__ import annotations
+
+from megatron5d.checkpoint.save import Saver
+from megatron5d.comm.collectives import all_reduce
+from megatron5d.config.convert import to_dict
+from megatron5d.config.schema import Config
+from megatron5d.model.flops import parameter_count
+from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.topology.process import Process
+from megatron5d.train.build import Run, build_run
+from megatron5d.train.data import train_loader, valid_loader
+from megatron5d.train.report import Reporter
+from megatron5d.train.signals import REQUEUE, StopFlag
+from megatron5d.train.state import run_record, run_tensors
+
+
+def train(config: Config, process: Process) -> int:
+    """Trains from where the run stands to its last step.
+
+    Args:
+        config: a lawful configuration.
+        process: this rank.
+
+    Returns:
+        Exit code: 0 finished, 75 stopped on a signal with a checkpoint saved.
+
+    Raises:
+        InterruptedError: stopped on a signal without a place for a checkpoint.
+    """
+    run = build_run(config, process)
+    saver = None
+    if config.checkpoint.dir:
+        c = config.checkpoint
+        saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s)  # type: ignore[arg-type]
+    with StopFlag() as stop:
+        reporter = Reporter(run)
+        _introduce(run, reporter)
+        try:
+            stopped = _steps(run, reporter, saver, stop)
+            if saver is not None:
+                saver.wait()
+        finally:
+            reporter.close()
+    if not stopped:
+        return 0
+    if saver is None:
+        raise InterruptedError(
+            f"stopped on a signal at step {run.progress.step}; set checkpoint.dir to save on signals"
+        )
+    return REQUEUE
+
+
+def _introduce(run: Run, reporter: Reporter) -> None:
+    s, progress = run.mesh.sizes, run.progress
+    reporter.say(
+        f"{run.config.model.name}: {parameter_count(run.config.model):,} parameters on {s.world} ranks "
+        f"(dp {s.dp}, tp {s.tp}, cp {s.cp}, pp {s.pp}, ep {s.ep}), {run.config.precision.dtype}, "
+        f"zero {run.config.parallel.zero}" + (f"; resumed at step {progress.step}" if progress.step else "")
+    )
+    for note in run.notes:
+        reporter.say(note)
+
+
+def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag) -> bool:
+    """Runs the remaining steps; True where a signal ended them early."""
+    config, progress, train_config = run.config, run.progress, run.config.train
+    last = train_config.stop_after or train_config.steps
+    valid_exists = _evaluate(run, reporter, "initial_valid_loss") if progress.step == 0 else True
+    loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens)
+    saved_at = progress.step
+    stopped = False
+    reporter.start_clock()
+    try:
+        while progress.step < last and not stopped:
+            run.ledger.clear()
+            batches = next(loader)
+            lr = learning_rate(config.optim, progress.step + 1, train_config.steps)
+            watched = progress.step == 0 or _due(progress.step + 1, config.moe.log_every)
+            result = run.trainer.step(batches, lr, stop=bool(stop), watched=watched)
+            seconds = reporter.stop_clock()
+            progress.step += 1
+            progress.consumed_samples = loader.consumed_samples
+            progress.tokens += result.num_targets
+            stopped = result.stop
+            at_end = progress.step == last
+            if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
+                _evaluate(run, reporter, "valid_loss")
+            reporter.step(result, lr, seconds)
+            if saver and (stopped or at_end or _due(progress.step, config.checkpoint.every)):
+                _save(run, saver)
+                saved_at = progress.step
+            reporter.start_clock()
+    finally:
+        loader.close()
+    if stopped:
+        where = f"; checkpoint at step {saved_at}" if saver else ""
+        reporter.say(f"stopped on {stop.received or 'a signal of another rank'}{where}")
+    return stopped and progress.step < train_config.steps
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _evaluate(run: Run, reporter: Reporter, name: str) -> bool:
+    """Mean loss over the first eval_batches global batches of the valid data; False where there is none.
+
+    Comm: the layers' and the pipeline's; all_reduce over the world of a few numbers.
+    """
+    loader = valid_loader(run.config, run.mesh, reads=run.reads_tokens)
+    if loader is None:
+        return False
+    total = None
+    for _ in range(run.config.train.eval_batches):
+        share = run.trainer.evaluate(next(loader))
+        total = share if total is None else total + share
+    assert total is not None
+    loss, *_, targets = all_reduce(total, run.mesh["world"]).tolist()
+    reporter.add(name, loss / targets)
+    reporter.say(f"step {run.progress.step}: validation loss {loss / targets:.4f}")
+    return True
+
+
+def _save(run: Run, saver: Saver) -> None:
+    run.sync.finish_gather()
+    tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
+    saver.save(run.progress.step, tensors, run_record(run.progress, to_dict(run.config)))

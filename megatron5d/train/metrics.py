@@ -1,0 +1,125 @@
+"""What a run tells about itself: JSON lines, Weights & Biases, a progress bar. Rank 0 alone writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from tqdm import tqdm
+
+from megatron5d.config.schema import LogConfig
+
+# Dense bf16 peak of one device, TFLOP/s, by a part of its name; vendors' data sheets, without sparsity.
+_PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "GB200": 2500.0}
+
+
+def peak_tflops(log: LogConfig, device: torch.device) -> float | None:
+    """Peak of one device for MFU; None where it is not known (a CPU)."""
+    if log.peak_tflops is not None:
+        return log.peak_tflops
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak memory of this rank in 10⁹ bytes: allocated on the device, or resident where the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+class JsonLines:
+    """One JSON object a step. Records of steps that a resumed run will do again are taken out first.
+
+    Args:
+        path: of the file.
+        done: steps already done; later records, and a line cut off by a kill, are dropped.
+    """
+
+    def __init__(self, path: str | Path, done: int) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in self._whole_lines(path) if json.loads(line)["step"] <= done] if done else []
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept))
+        os.replace(temporary, path)
+        self._file: TextIO = path.open("a", buffering=1)
+
+    @staticmethod
+    def _whole_lines(path: Path) -> list[str]:
+        if not path.exists():
+            return []
+        lines = path.read_text().splitlines(keepends=True)
+        return [line for line in lines if line.endswith("}\n")]
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Wandb:
+    """A Weights & Biases run that a resumed job continues under the same id.
+
+    Args:
+        log: mode, project, name, entity, folder.
+        config: of the run, as nested dicts.
+        run_id: of the run to continue; None starts one.
+    """
+
+    def __init__(self, log: LogConfig, config: dict[str, Any], run_id: str | None) -> None:
+        import wandb  # two seconds to import: only the rank that logs pays
+
+        folder = log.wandb.dir or log.dir
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=log.wandb.project,
+            name=log.wandb.name,
+            entity=log.wandb.entity,
+            mode=log.wandb.mode,  # type: ignore[arg-type]
+            dir=folder,
+            id=run_id,
+            resume="allow",
+            config=config,
+            settings=wandb.Settings(silent=log.wandb.mode == "offline", console="off"),
+        )
+
+    @property
+    def run_id(self) -> str:
+        return self._run.id
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._run.log({key: value for key, value in record.items() if value is not None}, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Bar:
+    """The progress bar: loss, tokens/s, time left."""
+
+    def __init__(self, total: int, done: int, enabled: bool) -> None:
+        columns = None if sys.stderr.isatty() else 100
+        self._bar = tqdm(
+            total=total, initial=done, disable=not enabled, unit="step", desc="train", ncols=columns, mininterval=0.5
+        )
+
+    def update(self, loss: float, tokens_per_s: float) -> None:
+        self._bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def say(self, text: str) -> None:
+        """A line above the bar; printed plainly where there is no bar."""
+        self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()

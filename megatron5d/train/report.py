@@ -1,0 +1,100 @@
+"""Turns a step's result into a record and sends it to every writer of the run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatron5d.config.convert import to_dict
+from megatron5d.model.flops import flops_per_token
+from megatron5d.train.build import Run
+from megatron5d.train.metrics import Bar, JsonLines, Wandb, memory_gb, peak_tflops
+from megatron5d.train.step import StepResult
+
+
+class Reporter:
+    """Writes the records of one run; on every rank but 0 it computes and writes nothing.
+
+    Args:
+        run: whose configuration says where to write.
+    """
+
+    def __init__(self, run: Run) -> None:
+        config, progress = run.config, run.progress
+        self.run = run
+        self.active = run.process.rank == 0
+        self._peak = peak_tflops(config.log, run.process.device)
+        self._flops = flops_per_token(config.model, config.train.seq_len)
+        self._pending: dict[str, Any] = {}
+        self._jsonl = self._wandb = None
+        self._bar = Bar(config.train.steps, progress.step, self.active and config.log.progress)
+        if self.active and config.log.jsonl:
+            self._jsonl = JsonLines(config.log.jsonl, progress.step)
+        if self.active and config.log.wandb.mode != "disabled":
+            self._wandb = Wandb(config.log, to_dict(config), progress.wandb_id)
+            progress.wandb_id = self._wandb.run_id
+        self._since = time.perf_counter()
+
+    def start_clock(self) -> None:
+        """Leaves out of the next step's time what came before (evaluation, saving)."""
+        self._since = time.perf_counter()
+
+    def stop_clock(self) -> float:
+        """Seconds since `start_clock` or the last `stop_clock`."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+    def add(self, name: str, value: float) -> None:
+        """A figure that goes into the next record."""
+        self._pending[name] = value
+
+    def step(self, result: StepResult, lr: float, seconds: float) -> None:
+        """Records one step; written every `log.every` steps, at the first and at the last."""
+        if not self.active:
+            return
+        record = self._record(result, lr, seconds)
+        self._bar.update(record["loss"], record["tokens_per_s_per_gpu"] * self.run.process.world)
+        config, step = self.run.config, self.run.progress.step
+        if step % config.log.every == 0 or step in (1, config.train.steps) or self._pending:
+            record |= self._pending
+            self._pending = {}
+            for writer in (self._jsonl, self._wandb):
+                if writer is not None:
+                    writer.write(record)
+
+    def _record(self, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
+        run, config = self.run, self.run.config
+        rate = result.num_targets / seconds / run.process.world
+        record: dict[str, Any] = {
+            "step": run.progress.step,
+            "loss": result.sums["loss"],
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": run.progress.tokens,
+            "step_time_s": seconds,
+            "tokens_per_s_per_gpu": rate,
+            "mfu": rate * self._flops / (self._peak * 1e12) if self._peak else None,
+            "memory_gb": memory_gb(run.process.device),
+            "consumed_samples": run.progress.consumed_samples,
+        }
+        if config.train.z_loss:
+            record["z_loss"] = result.sums["z_loss"]
+        record |= {name: value for name, value in result.sums.items() if name not in ("loss", "z_loss")}
+        if config.parallel.cp > 1:
+            record["cp_balance"] = result.cp_balance
+        record |= result.layers
+        for axis, num_bytes in run.ledger.bytes_by_axis().items():
+            record[f"comm_{axis}_bytes"] = num_bytes
+        return record
+
+    def say(self, text: str) -> None:
+        """A line on the console of rank 0."""
+        if self.active:
+            self._bar.say(text)
+
+    def close(self) -> None:
+        self._bar.close()
+        for writer in (self._jsonl, self._wandb):
+            if writer is not None:
+                writer.close()

@@ -1,0 +1,167 @@
+"""From the configuration to the pipeline's Programs and to what each rank holds of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron5d.comm.p2p import Form
+from megatron5d.config.fault import Fault
+from megatron5d.config.law import data_parallel
+from megatron5d.config.schema import Config
+from megatron5d.model.gpt import DTYPES
+from megatron5d.model.partition import Part, layout_of, parts_of, shared_by_mirror
+from megatron5d.pipeline_parallel.program import Placement, Program
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule
+from megatron5d.pipeline_parallel.text import read_program
+from megatron5d.pipeline_parallel.verify import verify
+from megatron5d.topology.process import Process
+from megatron5d.train.search import known_programs, searched_programs
+
+PIPELINE_KNOBS = (
+    "pipeline.schedule",
+    "pipeline.layout",
+    "pipeline.memory",
+    "pipeline.costs",
+    "parallel.pp",
+    "parallel.vpp",
+    "model.tie_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How the pipeline of a run is laid out; the same on every rank.
+
+    Args:
+        program_of: number of micro-batches of a step -> verified Program.
+        placement: of all of them.
+        layout: layers per stage.
+        shared: which parameters mirrored ranks hold together: all, tied or none.
+    """
+
+    program_of: Callable[[int], Program]
+    placement: Placement
+    layout: tuple[int, ...]
+    shared: str
+
+    def parts(self, pp_rank: int) -> dict[int, Part]:
+        """What a pipeline rank holds of the model, by stage."""
+        parts = parts_of(self.layout)
+        return {stage: parts[stage] for _, stage in self.placement.stages_of(pp_rank)}
+
+
+def plan_pipeline(config: Config, world: int, searched: dict[int, Program] | None = None) -> PipelinePlan:
+    """Lays out the pipeline of a lawful configuration; talks to nobody.
+
+    Args:
+        config: model, pipeline, parallel and train.
+        world: number of ranks.
+        searched: what `pipeline.schedule = auto` has found; None = search now, which takes seconds.
+
+    Raises:
+        ValueError: the schedule, the number of micro-batches, the layers or the tied embedding do not fit together.
+    """
+    counts = micro_batch_counts(config, world)
+    if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
+        program_of = (searched or searched_programs(config, counts)).__getitem__
+    else:
+        program_of = cache(_programs(config))
+    programs = [program_of(m) for m in counts]
+    placement = programs[-1].placement
+    if any(program.placement != placement for program in programs):
+        raise ValueError(
+            f"pipeline.schedule = {config.pipeline.schedule} lays its stages out differently for the numbers of "
+            f"micro-batches that train.gbs_ramp = {config.train.gbs_ramp} passes through; set train.gbs_ramp=null"
+        )
+    layout = layout_of(config, placement.num_stages)
+    return PipelinePlan(program_of, placement, tuple(layout), shared_by_mirror(placement, config.model.tie_embeddings))
+
+
+def agreed_plan(config: Config, process: Process) -> PipelinePlan:
+    """The plan of a run; what must be searched for, rank 0 finds and tells the others.
+
+    Comm: with `pipeline.schedule = auto` a broadcast of the Programs over the world.
+    """
+    if config.pipeline.schedule != "auto" or process.world == 1:
+        return plan_pipeline(config, process.world)
+    found: list[dict[int, Program] | None] = [None]
+    if process.rank == 0:
+        found = [searched_programs(config, micro_batch_counts(config, process.world))]
+    dist.broadcast_object_list(found, src=0)
+    return plan_pipeline(config, process.world, found[0])
+
+
+def pipeline_faults(config: Config, world: int) -> list[Fault]:
+    """What is wrong with the pipeline of a configuration that is lawful otherwise, before any process group is made."""
+    try:
+        known = None
+        if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
+            known = known_programs(config, micro_batch_counts(config, world))
+        plan_pipeline(config, world, known)
+    except ValueError as error:
+        reason, _, fix = str(error).rpartition("; ")
+        knobs = [knob for knob in PIPELINE_KNOBS if knob in str(error)] or ["pipeline.schedule"]
+        if "num_microbatches" in reason:
+            knobs.append("train.gbs")
+            reason = f"{reason} = train.gbs / (train.mbs·dp) = {config.train.gbs} / {_sequences_at_once(config, world)}"
+            fix = _nearest_batch(config, world) or fix
+        return [Fault("pipeline", tuple(knobs), reason or fix, fix)]
+    return []
+
+
+def _nearest_batch(config: Config, world: int) -> str | None:
+    """The override that gives the schedule a number of micro-batches it admits; None where none is near."""
+    unit, program_of = _sequences_at_once(config, world), _programs(config)
+    now = config.train.gbs // unit
+    for m in sorted(range(1, now + 4 * config.parallel.pp + 1), key=lambda m: (abs(m - now), m)):
+        with suppress(ValueError):
+            program_of(m)
+            return f"train.gbs={m * unit}"
+    return None
+
+
+def _sequences_at_once(config: Config, world: int) -> int:
+    """Sequences of one micro-batch on all data-parallel ranks: train.mbs·dp."""
+    return config.train.mbs * data_parallel(config, world)
+
+
+def micro_batch_counts(config: Config, world: int) -> list[int]:
+    """Micro-batches per step and data-parallel rank: every number that the run will see, ascending."""
+    sizes = {config.train.gbs}
+    if config.train.gbs_ramp is not None:
+        start, increment, _ = config.train.gbs_ramp
+        sizes |= set(range(start, config.train.gbs, increment))
+    return sorted(size // _sequences_at_once(config, world) for size in sizes)
+
+
+def _programs(config: Config) -> Callable[[int], Program]:
+    """Micro-batches -> Program, as a named schedule or a file says; one rank alone needs no schedule."""
+    name, pp = config.pipeline.schedule, config.parallel.pp
+    if name.startswith("file:"):
+        path = Path(name.removeprefix("file:"))
+        return lambda m: _verified(read_program(path.read_text(), str(path), pp, m))
+    if name != "auto":
+        find_schedule(name)
+    if pp == 1:
+        return lambda m: build_program("1f1b", 1, m)
+    # parallel.vpp = 1 is what a user has who says nothing: then the schedule decides
+    chunks = config.parallel.vpp if config.parallel.vpp > 1 else None
+    return lambda m: _verified(build_program(name, pp, m, chunks))
+
+
+def _verified(program: Program) -> Program:
+    verify(program)
+    return program
+
+
+def boundary_form(config: Config, device) -> Form:
+    """What travels between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp."""
+    p, t = config.parallel, config.train
+    rows = t.seq_len // p.cp // (p.tp if p.sp else 1)
+    return Form((rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device)

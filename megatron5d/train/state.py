@@ -1,0 +1,131 @@
+"""Everything that a run is at one moment, and how it goes to disk and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+import megatron5d
+from megatron5d.checkpoint.folder import read_run
+from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
+from megatron5d.checkpoint.load import find_checkpoint, load_tensors
+from megatron5d.checkpoint.weights import load_weights
+from megatron5d.config.convert import to_dict
+from megatron5d.config.schema import Config
+from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.optim.adamw import AdamW
+from megatron5d.topology.shard import ShardSpec, spec_of
+
+FORMAT = 1  # of run.json; raised when an older reader would misread it
+
+
+@dataclass
+class Progress:
+    """How far the run is. The random state is the seed and these counts: nothing else is drawn."""
+
+    step: int = 0  # optimiser steps done
+    consumed_samples: int = 0  # sequences of all steps so far
+    tokens: int = 0  # target tokens of all steps so far
+    wandb_id: str | None = None
+
+
+def _written_elsewhere(bucket: Bucket) -> bool:
+    """The first of the ranks that hold the same slice writes it."""
+    return bucket.replicate.rank != 0
+
+
+def _weights(buckets: list[Bucket], writing: bool) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
+    for bucket in buckets:
+        if writing and _written_elsewhere(bucket):
+            continue
+        flat = bucket.weights[bucket.owned]
+        for segment in bucket.segments():
+            yield segment.spec, sharded_slice(segment, flat, writing=writing)
+
+
+def _optimizer(optimizer: AdamW, kind: str, writing: bool) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
+    for name, flat, state in optimizer.tensors():
+        if name == kind and not (writing and _written_elsewhere(state.bucket)):
+            for segment in state.segments:
+                yield segment.spec, sharded_slice(segment, flat, writing=writing)
+
+
+def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
+    """Those of a model's weights that no optimiser moves (the routers' biases)."""
+    for tensor in weights:
+        spec = spec_of(tensor)
+        if not isinstance(tensor, nn.Parameter) and not (writing and not spec.pieces[0].owner):
+            yield spec, ShardedTensor(spec.shape, [(spec.pieces[0].offset, tensor)], tensor.dtype)
+
+
+def run_tensors(
+    sync: GradSync, optimizer: AdamW, weights: Iterable[Tensor], *, writing: bool
+) -> dict[str, ShardedTensor]:
+    """All tensors of a run by key: `model.<name>`, `optim.{master,exp_avg,exp_avg_sq}.<name>`.
+
+    Args:
+        sync: whose buckets hold the weights.
+        optimizer: whose slices hold the rest.
+        weights: of the model; its parameters are those of the buckets.
+        writing: only what this rank is the one to write; else all it holds.
+    """
+    tensors = named("model", _weights(sync.buckets, writing)) | named("model", _buffers(weights, writing))
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        tensors |= named(f"optim.{kind}", _optimizer(optimizer, kind, writing))
+    return tensors
+
+
+def run_record(progress: Progress, config: dict[str, Any]) -> dict[str, Any]:
+    """What run.json holds."""
+    return {"format": FORMAT, "version": megatron5d.__version__, "progress": asdict(progress), "config": config}
+
+
+def resume(folder: Path, sync: GradSync, optimizer: AdamW, weights: Iterable[Tensor]) -> Progress:
+    """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
+
+    Raises:
+        ValueError: the checkpoint does not fit the model, or a newer version wrote it.
+    """
+    record = read_run(folder)
+    if record["format"] > FORMAT:
+        raise ValueError(
+            f"{folder} has format {record['format']}, this version reads up to {FORMAT}; upgrade megatron5d"
+        )
+    load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False))
+    progress = Progress(**record["progress"])
+    optimizer.set_step_count(progress.step)
+    sync.start_gather()
+    sync.finish_gather()
+    return progress
+
+
+def load_other_run(folder: str, weights: Iterable[Tensor], config: Config) -> list[str]:
+    """Fills the weights from a checkpoint of another run, whose optimiser, step and data order stay behind.
+
+    Args:
+        folder: one checkpoint, or a directory of them, whose newest whole one is meant.
+        weights: of the model (`Gpt.weights`).
+        config: of this run.
+
+    Returns:
+        Fields in which this model computes another function than the one that was saved: intended when a context is
+        stretched, a mistake otherwise.
+
+    Raises:
+        ValueError: no whole checkpoint there, or one that does not fit the model.
+    """
+    found = find_checkpoint(None, folder, "init.from_checkpoint")
+    assert found is not None
+    load_weights(weights, found)
+    saved, here = read_run(found)["config"]["model"], to_dict(config)["model"]
+    passive = {"name", "from_hf", "init_std", "init_scale_output", "max_positions"}
+    return [
+        f"model.{field}: {here[field]} here, {saved[field]} in {found}"
+        for field in saved
+        if field in here and field not in passive and saved[field] != here[field]
+    ]

@@ -1,0 +1,180 @@
+"""One optimiser step: micro-batches forward and backward through the pipeline, one reduction, one update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
+from megatron5d.context_parallel.plan import balance
+from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.expert_parallel.balance import Balancer
+from megatron5d.optim.adamw import AdamW
+from megatron5d.optim.clip import clip_coefficient, global_square_sum
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.pipeline import Pipeline
+from megatron5d.topology.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Figures of one step, the same on every rank."""
+
+    sums: dict[str, float]  # over the global batch: means over target tokens (loss, z_loss), the routers' losses
+    grad_norm: float  # before clipping
+    num_targets: int  # target tokens of the global batch
+    stop: bool  # some rank was asked to stop
+    cp_balance: float = 1.0  # context_parallel.plan.balance, mean over dp; 1 = even
+    layers: dict[str, float] = field(default_factory=dict)  # what the routers did, on steps that are watched
+
+
+class Trainer:
+    """Runs steps over the local stages of a model.
+
+    Args:
+        pipeline: this rank's stages; the last stage of the model returns sums named `sums`.
+        sync: data parallelism, the stages' hooks.
+        optimizer: over the sync's buckets.
+        mesh: this rank's axes.
+        sums: names of the last stage's sums; the first is the objective.
+        clip: largest gradient norm; 0 = no clipping.
+        balancer: of the MoE layers here; None = a dense model.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, sync: GradSync, optimizer: AdamW, mesh: Mesh, sums: Sequence[str], clip: float,
+        balancer: Balancer | None = None,
+    ) -> None:  # fmt: skip
+        self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
+        self.sums, self.clip, self.balancer = tuple(sums), clip, balancer
+
+    def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False) -> StepResult:
+        """
+        Args:
+            batches: this rank's micro-batches, the same number on every rank.
+            lr: learning rate.
+            stop: this rank was asked to stop; told to everybody in the step's reduction.
+            watched: tell what the routers did, layer by layer.
+
+        Raises:
+            ValueError: the global batch has no target token.
+            FloatingPointError: the loss or the gradient norm is not finite.
+
+        Comm: beside the layers' and the pipeline's: all_reduce dp_cp of one number (where the loss is computed, before
+            the first backward), gradient reduction, all_reduce world of a few numbers, all_gather of the weights (left
+            pending); with experts all_reduce of counts over the stage, and over the world on a watched step.
+        """
+        share = self.accumulate(batches, watched)
+        self.sync.finish_reduce()
+        square_sum = global_square_sum(self.sync.buckets)
+        routers = share[:0] if self.balancer is None else self.balancer.values
+        uneven = cp_balance(batches)
+        report = torch.cat((square_sum.view(1), routers, share, share.new_tensor([float(stop), uneven])))
+        square_total, *totals, targets, stops, uneven = all_reduce(report, self.mesh["world"]).tolist()
+        losses, totals = totals[: len(routers)], totals[len(routers) :]
+        num_targets = round(targets)
+        if num_targets == 0:
+            raise ValueError("a global batch has no target token at all: its loss is masked everywhere")
+        grad_norm = math.sqrt(square_total)
+        result = StepResult(
+            sums={name: total / num_targets for name, total in zip(self.sums, totals)},
+            grad_norm=grad_norm,
+            num_targets=num_targets,
+            stop=stops > 0,
+            cp_balance=uneven / self.mesh["world"].size,
+        )
+        self._refuse_nonfinite(result)
+        self.optimizer.step(lr, clip_coefficient(grad_norm, self.clip))
+        self.sync.start_gather()
+        if self.balancer is not None:
+            result.sums.update(zip(self.balancer.names, losses))
+            self.balancer.finish_step()
+            result.layers.update(self.balancer.layer_figures(self.mesh["world"]) if watched else {})
+        return result
+
+    def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
+        """Forward and backward of all micro-batches; leaves the mean gradient in the owned slices once reduced.
+
+        Returns:
+            fp64 `[len(sums) + 1]`: this rank's share of the sums over target tokens and, last, of their number; added
+            up over the world they are those of the global batch.
+        """
+        device = self.sync.buckets[0].weights.device
+        self.sync.start_step(self.pipeline.passes(len(batches)))
+        here = _LossHere(len(self.sums), device)
+        if self.pipeline.has_loss:
+            here.count(batches, self.mesh)
+        batches = [batch.to(device) for batch in batches]
+        if self.balancer is not None:
+            self._start_balancing(self.balancer, batches, watched)
+        self.pipeline.train(batches, here)
+        return here.share * self._counts
+
+    def _start_balancing(self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool) -> None:
+        """Sets the scale of auxiliary gradients; where they need the whole batch's choices, makes these first.
+
+        A loss over the global batch pulls by counts that no micro-batch knows alone: one forward more makes its
+        gradient exact on any layout, for a third more compute.
+        """
+        num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
+        balancer.start_step(len(batches) * self.mesh["dp"].size, num_tokens, self.mesh["dp_cp"], watched)
+        if balancer.counts_ahead:
+            balancer.start_counting()
+            self.pipeline.evaluate(batches, lambda *_: None)
+            balancer.finish_counting()
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Forward alone; returns what `accumulate` returns."""
+        device = self.sync.buckets[0].weights.device
+        here = _LossHere(len(self.sums), device)
+        self.pipeline.evaluate([batch.to(device) for batch in batches], here)
+        return here.share * self._counts
+
+    @property
+    def _counts(self) -> bool:
+        """The other tp ranks computed the same loss."""
+        return self.mesh["tp"].rank == 0
+
+    def _refuse_nonfinite(self, result: StepResult) -> None:
+        if not (math.isfinite(result.sums["loss"]) and math.isfinite(result.grad_norm)):
+            raise FloatingPointError(
+                f"loss = {result.sums['loss']}, grad_norm = {result.grad_norm}: the weights were left as before this "
+                f"step; lower optim.lr or optim.clip, or resume from an earlier checkpoint"
+            )
+
+
+def cp_balance(batches: Sequence[MicroBatch]) -> float:
+    """`balance` of the attention that these micro-batches bring; 1 where sequences are whole."""
+    plans = [batch.context for batch in batches if batch.context is not None]
+    return balance(plans) if plans else 1.0
+
+
+class _LossHere:
+    """Adds up the last stage's outputs on this rank and gives their gradient.
+
+    Args:
+        num_sums: entries of an output; the first is the objective.
+        device: of the outputs.
+    """
+
+    def __init__(self, num_sums: int, device: torch.device) -> None:
+        self.share = torch.zeros(num_sums + 1, dtype=torch.float64, device=device)
+        self._counting: Pending | None = None
+        self._grad: torch.Tensor | None = None
+
+    def count(self, batches: Sequence[MicroBatch], mesh: Mesh) -> None:
+        """Starts counting the targets of the global batch, wherever their loss is computed."""
+        targets = torch.stack([batch.num_targets.double() for batch in batches]).sum().to(self.share.device)
+        self._counting = start_all_reduce(targets, mesh["dp_cp"])
+
+    def __call__(self, batch: MicroBatch, y: torch.Tensor) -> torch.Tensor | None:
+        self.share[:-1] += y
+        self.share[-1] += batch.num_targets
+        if self._counting is not None:  # the loss is a sum, divided once by the global number of targets
+            self._grad = torch.zeros_like(y)
+            self._grad[0] = 1 / self._counting.wait().clamp(min=1)
+            self._counting = None
+        return self._grad

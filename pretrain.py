@@ -1,0 +1,49 @@
+"""Trains a model: `python pretrain.py experiment=... [group.key=value ...]`, alone or under a launcher."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron5d.config.fault import ConfigError, refuse
+from megatron5d.config.load import load_config, to_yaml
+from megatron5d.model.hf import model_config_from_hf
+from megatron5d.topology.process import read_environment, start_process, stop_process
+from megatron5d.train.loop import train
+from megatron5d.train.schedule import pipeline_faults
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one rank of a job.
+
+    Args:
+        argv: Hydra overrides.
+
+    Returns:
+        Exit code: 0 finished, 2 refused, 75 stopped on a signal with a checkpoint saved.
+    """
+    environment = read_environment()
+    try:
+        config = load_config(
+            argv,
+            world=environment.world,
+            rank=environment.rank,
+            model_from_hf=model_config_from_hf,
+            checks=[pipeline_faults],
+        )
+    except ConfigError as error:
+        refuse(error.faults, environment.rank)
+    process = start_process(config.parallel.timeout_s)
+    try:
+        if process.rank == 0 and config.log.dir:
+            folder = Path(config.log.dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(to_yaml(config))
+        return train(config, process)
+    finally:
+        stop_process()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

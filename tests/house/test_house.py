@@ -1,0 +1,21 @@
+"""The tree keeps the limits of its house. Raising one is a decision to defend, not a habit."""
+
+from pathlib import Path
+
+import pytest
+from house.rules import RULES
+from house.source import Source
+
+SOURCE = Source(Path(__file__).resolve().parents[2])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps(rule):
+    broken = rule(SOURCE)
+    assert not broken, "\n" + "\n".join(broken)
+
+
+def test_the_tree_was_really_read():
+    paths = {file.path for file in SOURCE.files}
+    assert {"pretrain.py", "kernels/__init__.py", "megatron5d/topology/axis.py", "tests/ranks.py"} <= paths
+    assert len(SOURCE.code) > 50

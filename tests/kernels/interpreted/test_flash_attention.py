@@ -1,0 +1,106 @@
+"""Attention kernels against the whole score matrix in float64."""
+
+import pytest
+import torch
+
+import kernels
+from kernels import flash_attention_forward
+from kernels.flash_attention_plain import AttentionRule
+
+TOLERANCE = 6e-3
+
+
+def relative(got, want):
+    return float((got.detach().double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+
+
+def inputs(s=97, t=None, b=2, a=2, g=1, d=32, dv=None, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(s + d)
+    t, dv = t or s, dv or d
+    shapes = ((s, b, a, d), (t, b, g, d), (t, b, g, dv))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def check(q, k, v, backward=True, **options):
+    sinks = options.pop("sinks", None)
+    scale = q.shape[-1] ** -0.5
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    rule = AttentionRule(scale, **options)
+    want, want_lse = kernels.attention_reference(*wide[:3], rule, wide[3] if sinks is not None else None)
+    got, lse = kernels.attention(q, k, v, scale=scale, sinks=sinks, **options)
+    assert got.dtype == q.dtype and lse.dtype == torch.float32
+    assert relative(got, want.detach()) < TOLERANCE
+    torch.testing.assert_close(lse.double(), want_lse.detach(), rtol=0, atol=2e-3)
+    if not backward:
+        return
+    dout = torch.randn(want.shape).to(q.dtype)
+    wanted = torch.autograd.grad(want, wide, dout.double())
+    for one, expected in zip(torch.autograd.grad(got, leaves, dout), wanted):
+        assert one.shape == expected.shape
+        # Where the gradient is exactly zero (one key, say) only rounding is left.
+        assert (one.double() - expected).norm() < 2 * TOLERANCE * expected.norm() + 1e-3
+
+
+DOCUMENTS = torch.tensor([0] * 20 + [1] * 40 + [2] * 37)
+SHUFFLED = torch.tensor([3] * 30 + [1] * 30 + [3] * 37)
+RULES = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 17},
+    "two_sided_window": {"causal": False, "window": 40},
+    "documents": {"documents": torch.stack((DOCUMENTS, SHUFFLED))},
+    "documents_full": {"documents": torch.stack((DOCUMENTS, SHUFFLED)), "causal": False},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": torch.tensor([0.7, -2.0])},
+    "positions": {"q_positions": torch.arange(60, 157), "k_positions": torch.arange(97).flip(0) * 2},
+    "all_at_once": {
+        "documents": torch.stack((DOCUMENTS, SHUFFLED)),
+        "window": 33,
+        "softcap": 5.0,
+        "sinks": torch.zeros(2),
+    },
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule(rule):
+    check(*inputs(), **RULES[rule])
+
+
+@pytest.mark.parametrize("s, t", [(1, 1), (7, 7), (127, 127), (129, 129), (64, 32), (33, 130), (130, 33)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_odd_lengths(s, t, causal):
+    check(*inputs(s=s, t=t, b=1), causal=causal)
+
+
+@pytest.mark.parametrize("d, dv", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (16, 48)])
+def test_head_dims(d, dv):
+    check(*inputs(s=70, b=1, d=d, dv=dv))
+
+
+@pytest.mark.parametrize("a, g", [(1, 1), (4, 4), (6, 2), (4, 1)])
+def test_grouped_heads(a, g):
+    check(*inputs(s=40, a=a, g=g))
+
+
+def test_float16():
+    check(*inputs(dtype=torch.float16))
+
+
+def test_views_into_one_qkv():
+    qkv = torch.randn(50, 2, 6, 32).bfloat16()
+    check(*(x.detach() for x in qkv.split((4, 1, 1), dim=2)))
+    check(*(x.transpose(0, 1) for x in inputs(s=2, b=50)))
+
+
+def test_queries_that_see_nothing():
+    q, k, v = inputs(s=40, b=1)
+    out, lse = kernels.attention(q, k, v, scale=1.0, q_positions=torch.arange(40) - 20)
+    assert not out[:20].any() and bool((lse[..., :20] == float("-inf")).all()) and bool(lse[..., 20:].isfinite().all())
+
+
+def test_the_kernel_really_runs(monkeypatch):
+    monkeypatch.setattr(flash_attention_forward, "_forward_kernel", None)
+    with pytest.raises(TypeError):
+        kernels.attention(*inputs(), scale=1.0)

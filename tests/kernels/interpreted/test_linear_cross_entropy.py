@@ -1,0 +1,36 @@
+"""The fused head in slices against whole logits in float64; and the weight gradient it adds up with."""
+
+import pytest
+import torch
+
+from kernels import linear_cross_entropy as module
+from kernels.weight_grad import accumulate_weight_grad
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("tokens, slice_bytes", [(1, 1), (37, 1), (37, 2**20)])
+def test_sum_losses_and_gradients(tokens, slice_bytes, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(module, "SLICE_BYTES", slice_bytes)
+    x, weight = torch.randn(tokens, 24).to(dtype), torch.randn(136, 24).to(dtype)
+    labels, token_weights = torch.randint(0, 136, (tokens,)), torch.rand(tokens, dtype=torch.float64)
+    if tokens > 1:
+        labels[3] = -100
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    want, want_losses = module.linear_cross_entropy_reference(*wide, labels, token_weights, z_coef=0.02)
+    leaves = [t.requires_grad_() for t in (x, weight)]
+    weights = token_weights.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    got, losses = module.linear_cross_entropy(*leaves, labels, weights, z_coef=0.02)
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=0, check_dtype=False)
+    torch.testing.assert_close(losses.double(), want_losses, rtol=10 * tolerance, atol=tolerance)
+    wanted = torch.autograd.grad(3 * want, wide)
+    for one, expected in zip(torch.autograd.grad(3 * got, leaves), wanted):
+        assert one.dtype == dtype and (one.double() - expected).norm() < tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("n, out, inside", [(1, 8, 8), (7, 24, 136), (129, 72, 40), (64, 64, 64)])
+def test_weight_grad_kernel(n, out, inside):
+    main, dy, x = torch.randn(out, inside), torch.randn(n, out).bfloat16(), torch.randn(n, inside).bfloat16()
+    want = main.double() + dy.double().t() @ x.double()
+    where = main.data_ptr()
+    accumulate_weight_grad(main, dy, x)
+    assert main.data_ptr() == where and (main.double() - want).norm() < 1e-6 * want.norm()

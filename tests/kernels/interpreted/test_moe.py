@@ -1,0 +1,96 @@
+"""Grouped products, permutation and top-k against loops over single tokens and experts."""
+
+import pytest
+import torch
+
+from kernels import grouped_matmul as grouped
+from kernels import moe
+from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows
+
+COUNTS = [[5, 0, 130, 1], [0, 0, 0, 7], [64, 64, 64, 64], [1], [0, 200]]
+
+
+def relative(got, want):
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("n, k", [(48, 72), (200, 136)])
+def test_grouped_matmul(counts, n, k):
+    rows, experts = sum(counts) + 3, len(counts)  # three rows of padding
+    x, weight = torch.randn(rows, k).bfloat16(), torch.randn(experts, n, k).bfloat16()
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    wide_x, wide_w = x.double().requires_grad_(), weight.double().requires_grad_()
+    bounds = offsets.tolist()
+    parts = [wide_x[lo:hi] @ w.t() for lo, hi, w in zip(bounds, bounds[1:], wide_w)]
+    want = torch.cat([*parts, wide_x[bounds[-1] :, :1] * torch.zeros(1, n)])
+    got = grouped.grouped_matmul(x.requires_grad_(), weight.requires_grad_(), offsets)
+    assert relative(got, want) < 5e-3 and not got[bounds[-1] :].any()
+    dy = torch.randn(rows, n).bfloat16()
+    dy[bounds[-1] :] = 0
+    grads = torch.autograd.grad(got, (x, weight), dy)
+    for one, expected in zip(grads, torch.autograd.grad(want, (wide_x, wide_w), dy.double())):
+        assert relative(one, expected) < 5e-3
+    assert not grads[1][[i for i, count in enumerate(counts) if count == 0]].any()
+
+
+def test_weight_grad_adds_and_ignores_the_neighbours_infinities():
+    dy, x = torch.randn(140, 32).bfloat16(), torch.randn(140, 48).bfloat16()
+    dy[70:], x[70:] = float("inf"), float("nan")
+    main = torch.ones(1, 32, 48)
+    grouped.grouped_weight_grad(dy, x, torch.tensor([0, 70]), main)
+    assert relative(main - 1, dy[:70].double().t() @ x[:70].double()) < 1e-5
+
+
+def test_grouped_fp8():
+    counts, n, k = [70, 0, 3], 200, 272
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    x = quantize_rows(torch.randn(sum(counts), k))
+    blocks = [quantize_blocks(torch.randn(n, k))[0] for _ in counts]
+    values = torch.stack([b.values.view(torch.uint8) for b in blocks]).view(torch.float8_e4m3fn)
+    weight = Quantized(values, torch.stack([b.scales for b in blocks]), 128)
+    got = grouped.grouped_matmul_fp8(x, weight, offsets, torch.float32)
+    bounds = offsets.tolist()
+    wide = x.dequantize(torch.float64)
+    want = torch.cat([wide[lo:hi] @ b.dequantize(torch.float64).t() for lo, hi, b in zip(bounds, bounds[1:], blocks)])
+    assert relative(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n, k, experts, h", [(1, 1, 1, 1), (7, 2, 5, 127), (20, 3, 4, 129)])
+def test_permute_and_back(n, k, experts, h, dtype):
+    tolerance = 1e-6 if dtype == torch.float32 else 5e-3
+    choices = torch.stack([torch.randperm(experts)[:k] for _ in range(n)])
+    where = moe.places(choices, experts)
+    x, probs = torch.randn(n, h).to(dtype).requires_grad_(), torch.rand(n, k).requires_grad_()
+    rows = moe.permute(x, where)
+    order = sorted((int(e), t, j) for t in range(n) for j, e in enumerate(choices[t]))
+    assert torch.equal(rows, x[[t for _, t, _ in order]])
+    assert where.offsets.tolist() == [sum(e < b for e, _, _ in order) for b in range(experts + 1)]
+    y = moe.unpermute(rows * 2, probs, where)
+    wide_x, wide_p = x.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
+    want = 2 * wide_x * wide_p.sum(1, keepdim=True)
+    assert relative(y, want) < tolerance
+    dy = torch.randn(n, h).to(dtype)
+    wanted = torch.autograd.grad(want, (wide_x, wide_p), dy.double())
+    for one, expected in zip(torch.autograd.grad(y, (x, probs), dy), wanted):
+        assert relative(one, expected) < 2 * tolerance
+
+
+@pytest.mark.parametrize("n, experts, k", [(1, 1, 1), (9, 7, 3), (5, 64, 8), (3, 129, 129)])
+def test_top_k(n, experts, k):
+    scores = torch.randn(n, experts).requires_grad_()
+    values, indices = moe.top_k(scores, k)
+    want, order = scores.detach().topk(k)
+    assert torch.equal(values, want) and torch.equal(indices, order)
+    dvalues = torch.randn(n, k)
+    (got,) = torch.autograd.grad(values, scores, dvalues)
+    assert torch.equal(got, torch.zeros(n, experts).scatter(1, order, dvalues))
+
+
+def test_top_k_ties_and_impossible_scores():
+    scores = torch.tensor([[1.0, 2.0, 2.0, 1.0], [float("-inf")] * 4])
+    assert moe.top_k(scores, 3)[1].tolist() == [[1, 2, 0], [0, 1, 2]]
+    with pytest.raises(ValueError, match="cannot choose 5"):
+        moe.top_k(scores, 5)

@@ -1,0 +1,127 @@
+"""One fault at a time in a copy of a kernel's file: comparison with the reference, or the interpreter, notices."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime.errors import InterpreterError
+
+import kernels
+from kernels.flash_attention_plain import AttentionRule
+from kernels.fp8_quantize import quantize_blocks, quantize_rows
+
+ROOT = Path(kernels.__file__).parent
+
+
+def with_fault(tmp_path, name, right, wrong):
+    """The module with `right` replaced by `wrong`; without a fault where both are equal."""
+    source = (ROOT / f"{name}.py").read_text()
+    assert right in source, f"{name}.py no longer contains {right!r}: plant the fault anew"
+    path = tmp_path / f"{name}.py"
+    path.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(f"planted_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def norm(module):
+    x, weight = torch.randn(5, 7), torch.randn(7)
+    return module.rms_norm(x, weight, 1e-5), kernels.rms_norm_reference(x.double(), weight.double(), 1e-5)
+
+
+def rope(module):
+    q, k, angle = torch.randn(5, 2, 3, 8), torch.randn(5, 2, 1, 8), torch.randn(5, 2, 4)
+    tables = angle.cos(), angle.sin()
+    return module.apply_rope(q, k, *tables)[0], kernels.apply_rope_reference(q, k, *tables)[0]
+
+
+def statistics(module):
+    logits, labels = torch.randn(3, 150) - 5, torch.tensor([0, 140, 7])
+    return torch.stack(module.vocab_statistics(logits, labels, 0, 150)), torch.stack(
+        [logits.amax(1), (logits - logits.amax(1, keepdim=True)).exp().sum(1), logits[range(3), labels]]
+    )
+
+
+def attention_inputs():
+    return [torch.randn(100, 1, 2, 32).bfloat16() for _ in range(3)]
+
+
+def attention_forward(module):
+    q, k, v = attention_inputs()
+    rule = AttentionRule(0.2)
+    wide = (x.double() for x in (q, k, v))
+    return module.forward(q, k, v, rule, None)[0], kernels.attention_reference(*wide, rule)[0]
+
+
+def attention_backward(module):
+    rule, inputs = AttentionRule(0.2), attention_inputs()
+    wide = [x.double().requires_grad_() for x in inputs]
+    out, lse = kernels.attention_reference(*wide, rule)
+    dout = torch.randn(out.shape).bfloat16()
+    got = module.backward(dout, *inputs, out.detach().bfloat16(), lse.detach().float(), rule)
+    want = torch.autograd.grad(out, wide, dout.double())
+    return torch.cat([g.flatten().double() for g in got]), torch.cat([w.flatten() for w in want])
+
+
+def float8(module):
+    a = quantize_rows(torch.randn(70, 400) * torch.logspace(-2, 2, 400))
+    b = quantize_blocks(torch.randn(130, 400))[0]
+    return module.fp8_matmul(a, b), a.dequantize() @ b.dequantize().t()
+
+
+def weight_grad(module):
+    dy, x, main = torch.randn(100, 32).bfloat16(), torch.randn(100, 48).bfloat16(), torch.zeros(1, 32, 48)
+    module.grouped_weight_grad(dy, x, torch.tensor([0, 70]), main)
+    return main[0], dy[:70].double().t() @ x[:70].double()
+
+
+TAIL = "dy = tl.where(mine, dy, tl.zeros_like(dy))\n        x = tl.where(mine, x, tl.zeros_like(x))"
+FAULTS = {
+    "dropped mask": ("normalization", norm, "column_is_live = column < width", "column_is_live = column >= 0"),
+    "dropped eps": ("normalization", norm, "/ width + eps)", "/ width + 100 * eps + 0.1)"),
+    "wrong stride": ("rope", rope, "s * q_stride_s + b * q_stride_b", "s * q_stride_b + b * q_stride_s"),
+    "wrong sign": ("rope", rope, "x1 * cos - x2 * sin).to(y_ptr", "x1 * cos + x2 * sin).to(y_ptr"),
+    "wrong padding": (
+        "vocab_cross_entropy",
+        statistics,
+        'num_valid_columns, other=float("-inf")',
+        "num_valid_columns, other=0.0",
+    ),
+    "off-by-one tile": (
+        "flash_attention_forward",
+        attention_forward,
+        "stop = tl.minimum(num_keys, first + BLOCK_M)",
+        "stop = tl.minimum(num_keys, first + BLOCK_M - BLOCK_N)",
+    ),
+    "no causal mask": ("flash_attention_forward", attention_forward, "tl.where(seen & ", "tl.where((seen | True) & "),
+    "no rescaling": ("flash_attention_forward", attention_forward, "out = out * shrink[:, None]", "out = out * 1.0"),
+    "no delta": ("flash_attention_backward", attention_backward, "(dp - delta[None, :])", "dp"),
+    "late start": (
+        "flash_attention_backward",
+        attention_backward,
+        "start = first // BLOCK_M * BLOCK_M",
+        "start = first // BLOCK_M * BLOCK_M + BLOCK_M",
+    ),
+    "missing promotion": ("fp8_matmul", float8, "total += part", "total = part"),
+    "neighbours' rows": ("grouped_matmul", weight_grad, TAIL, "dy = dy\n        x = x"),
+}
+
+
+def distance(pair):
+    got, want = (x.detach().double() for x in pair)
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_noticed(fault, tmp_path):
+    name, run, right, wrong = FAULTS[fault]
+    torch.manual_seed(0)
+    assert distance(run(with_fault(tmp_path, name, right, right))) < 1e-2
+    torch.manual_seed(0)
+    try:
+        error = distance(run(with_fault(tmp_path, name, right, wrong)))
+    except InterpreterError:
+        return
+    assert not error < 3e-2, f"the planted fault moved the result by {error} only"

@@ -1,0 +1,66 @@
+"""Every kernel compiles for every target within its budget; and the gate itself notices what it should."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+EVERYTHING = os.environ.get("MEGATRON5D_ALL_KERNELS") == "1"
+
+
+def gate(*arguments: str, timeout_s: float = 900) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "kernels.testing.compile_gate", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+
+def test_every_kernel_is_within_its_budget(tmp_path):
+    out = tmp_path / "reports.json"
+    extra = ["--all", "--targets", "sm_80,sm_90,sm_100,gfx942"] if EVERYTHING else []
+    run = gate("--json", str(out), *extra, timeout_s=3600 if EVERYTHING else 900)
+    assert run.returncode == 0, "\n".join(line for line in run.stdout.splitlines() if line[:4] != "ok  ") + run.stderr
+    reports = json.loads(out.read_text())
+    assert all(report["launches"] for by_target in reports.values() for report in by_target.values())
+
+
+def report(**changes) -> dict:
+    launch = {"kernel": "k", "num_warps": 8, "registers": 100, "stack": 0, "shared": 1000, "instructions": {"wgmma": 4}}
+    return {"launches": [launch | changes]}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, None),
+        ({"stack": 8}, "spills 8 bytes"),
+        ({"registers": 101}, "101 registers, the budget is 100"),
+        ({"shared": 300 * 1024}, "wants 307200 bytes"),
+        ({"instructions": {"mma": 4}}, "no kernel contains wgmma"),
+    ],
+)
+def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
+    from kernels.testing import compile_gate, gate_cases
+
+    monkeypatch.setitem(compile_gate.CASES, "case", gate_cases.Case(lambda: None, {"sm_90": ("wgmma",)}))
+    budget = {"case": {"sm_90": {"registers": 100, "shared": 2**30}}}
+    found = compile_gate.faults("case", "sm_90", report(**changes), budget)
+    assert (not found) if message is None else (len(found) == 1 and message in found[0])
+
+
+def test_the_gate_wants_a_budget_and_reports_errors():
+    from kernels.testing import compile_gate
+
+    assert "no entry" in compile_gate.faults("moe", "sm_90", report(), {})[0]
+    assert compile_gate.faults("moe", "sm_90", {"error": "the compiler died"}, {}) == ["the compiler died"]
+
+
+def test_an_entry_that_no_case_reaches_is_named():
+    from kernels.testing import compile_gate
+
+    missing = compile_gate.unselected({"moe": {"sm_90": {"selected": [["moe_topk", 0]]}}}, "sm_90")
+    assert "moe_topk[0]" not in missing and "rope[0]" in missing

@@ -1,0 +1,114 @@
+"""The plain paths of every op against closed forms and torch's own functions."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernels
+
+DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def close(got, want, dtype):
+    got, want = got.double(), want.double()
+    assert got.shape == want.shape
+    assert (got - want).norm() <= DTYPES[dtype] * want.norm() + 1e-300, float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_equal_torch(dtype):
+    x, w, b = torch.randn(3, 5, 7).to(dtype), torch.randn(7).to(dtype), torch.randn(7).to(dtype)
+    close(kernels.rms_norm(x, w, 1e-5), F.rms_norm(x.double(), (7,), w.double(), 1e-5), dtype)
+    close(kernels.layer_norm(x, w, b, 1e-5), F.layer_norm(x.double(), (7,), w.double(), b.double(), 1e-5), dtype)
+    close(kernels.layer_norm(x, w, None, 1e-5), F.layer_norm(x.double(), (7,), w.double(), None, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_equal_their_formulas(dtype):
+    x = torch.randn(3, 10).to(dtype)
+    gate, up = x.double().split(5, -1)
+    close(kernels.swiglu(x), gate / (1 + torch.exp(-gate)) * up, dtype)
+    z = x.double()
+    close(kernels.gelu(x), z * 0.5 * (1 + torch.erf(z / math.sqrt(2))), dtype)
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))
+    close(kernels.gelu(x, "tanh"), 0.5 * z * (1 + tanh), dtype)
+
+
+def test_odd_gate_up_is_refused():
+    with pytest.raises(ValueError, match="odd"):
+        kernels.swiglu(torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_is_a_complex_rotation(interleaved):
+    q, k = torch.randn(5, 2, 4, 10).double(), torch.randn(5, 2, 1, 8).double()
+    angle = torch.randn(5, 2, 3).double()
+
+    def turn(x):
+        pairs = x[..., :6].unflatten(-1, (3, 2)) if interleaved else x[..., :6].unflatten(-1, (2, 3)).mT
+        turned = torch.view_as_real(
+            torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(1).double(), angle)[:, :, None]
+        )
+        flat = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
+        return torch.cat((flat, x[..., 6:]), -1)
+
+    got_q, got_k = kernels.apply_rope(q, k, angle.cos(), angle.sin(), interleaved)
+    close(got_q, turn(q), torch.float64)
+    close(got_k, turn(k), torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_sharded_cross_entropy_equals_torch(dtype, shards):
+    rows, columns, valid, z_coef = 11, 12, 10, 0.1
+    logits = torch.randn(rows, columns).to(dtype) * 3
+    labels = torch.randint(0, valid, (rows,))
+    labels[4] = -100
+    dloss = torch.rand(rows).double()
+    exact = logits.double().requires_grad_()
+    lse = exact[:, :valid].logsumexp(-1)
+    want = F.cross_entropy(exact[:, :valid], labels, reduction="none") + (z_coef * lse**2).where(labels != -100, 0)
+    want.backward(dloss)
+
+    width = columns // shards
+    parts = [logits[:, i * width : (i + 1) * width].clone() for i in range(shards)]
+    live = [max(0, min(width, valid - i * width)) for i in range(shards)]
+    stats = [kernels.vocab_statistics(p, labels, i * width, n) for i, (p, n) in enumerate(zip(parts, live))]
+    row_max = torch.stack([m for m, _, _ in stats]).amax(0)
+    row_sum = sum(s * (m - row_max).exp() for m, s, _ in stats)
+    target = sum(t for _, _, t in stats)
+    merged = row_max + row_sum.log()
+    loss = (merged - target + z_coef * merged**2).where(labels != -100, 0)
+    close(loss, want.detach(), dtype)
+    for i, (p, n) in enumerate(zip(parts, live)):
+        out = kernels.vocab_cross_entropy_backward(p, labels, row_max, row_sum, dloss, i * width, n, z_coef=z_coef)
+        assert out is p
+    close(torch.cat(parts, 1), exact.grad, dtype)
+    assert not torch.cat(parts, 1)[:, valid:].any()
+
+
+def test_cross_entropy_is_differentiable():
+    logits = torch.randn(6, 9).double().requires_grad_()
+    labels = torch.tensor([0, 3, -100, 6, 2, 1])
+    assert torch.autograd.gradcheck(
+        lambda z: kernels.cross_entropy(z, labels, num_valid_columns=7, z_coef=0.01), logits
+    )
+    want = kernels.cross_entropy_reference(logits, labels, num_valid_columns=7, z_coef=0.01)
+    close(kernels.cross_entropy(logits, labels, num_valid_columns=7, z_coef=0.01), want, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_grad_adds_in_place(dtype):
+    main = torch.randn(5, 7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    dy, x = torch.randn(9, 5).to(dtype), torch.randn(9, 7).to(dtype)
+    want = main.double() + dy.double().t() @ x.double()
+    where = main.data_ptr()
+    kernels.accumulate_weight_grad(main, dy, x)
+    assert main.data_ptr() == where
+    close(main, want, torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_the_package_says_whose_it_is():
+    assert kernels.OWNER == "megatron5d"

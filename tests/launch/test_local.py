@@ -1,0 +1,190 @@
+"""launch/local.sh and its fork launcher: exit codes, who failed first, signals, nothing left running."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from megatron5d.topology.process import start_process, stop_process
+
+def main(argv):
+    me = start_process(60.0)
+    x = torch.tensor(float(me.rank))
+    dist.all_reduce(x)
+    out, what = argv
+    with open(f"{out}/rank{me.rank}", "w") as f:
+        f.write(f"{os.getpid()} {x.item():g}")
+    if what == "refuse":
+        return 2
+    if me.rank == 1 and what == "raise":
+        raise ValueError("the cause")
+    if me.rank == 2 and what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what in ("raise", "die"):
+        dist.barrier()
+    if what == "hang" and me.rank == 1:
+        raise ValueError("the cause")
+    if what == "hang":
+        time.sleep(600)
+    if what == "wait":
+        got = []
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, lambda number, frame: got.append(number))
+        open(f"{out}/ready{me.rank}", "w").close()
+        while not got:
+            time.sleep(0.05)
+        time.sleep(0.3 * me.rank)
+        print(f"rank {me.rank} saved on {signal.Signals(got[0]).name}", flush=True)
+        return 75
+    stop_process()
+    return 0
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def environment_of(folder):
+    """Makes the launcher run the toy program with this interpreter."""
+    (folder / "toy.py").write_text(TOY)
+    return os.environ | {"PYTHON": sys.executable, "PROGRAM": str(folder / "toy.py"), "PYTHONPATH": str(ROOT)}
+
+
+class Launch:
+    """A running launcher with the toy program, in its own session."""
+
+    def __init__(self, folder, what, ranks=3, options=()):
+        self.folder, self.ranks = folder, ranks
+        environment = os.environ | {
+            "PYTHON": sys.executable,
+            "PROGRAM": str(folder / "toy.py"),
+            "PYTHONPATH": str(ROOT),
+        }
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        self.process = subprocess.Popen(
+            ["bash", "launch/local.sh", str(ranks), *options, str(folder), what],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self, timeout=200):
+        """(exit code, output); the launcher and its ranks are gone afterwards."""
+        try:
+            output, _ = self.process.communicate(timeout=timeout)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in self.pids():
+            assert not is_running(pid)
+        return self.process.returncode, output
+
+    def pids(self):
+        return [int(p.read_text().split()[0]) for p in self.folder.glob("rank*")]
+
+    def wait_until_ready(self):
+        deadline = time.monotonic() + 150
+        while len(list(self.folder.glob("ready*"))) < self.ranks:
+            assert time.monotonic() < deadline and self.process.poll() is None
+            time.sleep(0.05)
+
+
+def is_running(pid):
+    """A killed process takes a moment to go."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_all_ranks_run_and_meet(tmp_path):
+    code, output = Launch(tmp_path, "finish").end()
+    assert code == 0, output
+    assert [(tmp_path / f"rank{r}").read_text().split()[1] for r in range(3)] == ["3", "3", "3"]
+
+
+def test_refused_configuration_is_exit_code_2(tmp_path):
+    code, output = Launch(tmp_path, "refuse").end()
+    assert code == 2
+    assert "failed first" not in output
+
+
+def test_the_raising_rank_is_told_with_its_traceback_and_nobody_elses(tmp_path):
+    code, output = Launch(tmp_path, "raise").end()
+    assert code == 1
+    assert "ValueError: the cause" in output
+    assert "Connection closed" not in output
+    assert "rank 1 failed first (exit code 1)" in output.splitlines()[-1]
+
+
+def test_a_killed_rank_takes_the_others_with_it(tmp_path):
+    code, output = Launch(tmp_path, "die").end()
+    assert code == 128 + signal.SIGKILL
+    assert "rank 2 failed first (killed by SIGKILL)" in output.splitlines()[-1]
+
+
+def test_ranks_that_notice_nothing_are_ended_too(tmp_path):
+    start = time.monotonic()
+    code, output = Launch(tmp_path, "hang").end()
+    assert code == 1
+    assert "rank 1 failed first" in output
+    assert time.monotonic() - start < 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_every_rank_and_75_comes_back(tmp_path, number):
+    launch = Launch(tmp_path, "wait")
+    launch.wait_until_ready()
+    launch.process.send_signal(number)
+    code, output = launch.end()
+    assert code == 75
+    assert sorted(output.splitlines()) == [f"rank {r} saved on {number.name}" for r in range(3)]
+
+
+def test_ranks_die_with_a_killed_launcher(tmp_path):
+    launch = Launch(tmp_path, "wait")
+    launch.wait_until_ready()
+    launch.process.kill()
+    assert launch.end()[0] == -signal.SIGKILL
+
+
+def test_fresh_interpreters_as_gpus_need_them(tmp_path):
+    environment = environment_of(tmp_path)
+    command = [sys.executable, "launch/fork.py", "--spawn", "--program", environment["PROGRAM"], "2", str(tmp_path)]
+    done = subprocess.run([*command, "finish"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "rank1").read_text().split()[1] == "1"
+
+
+def test_torchrun(tmp_path):
+    code, output = Launch(tmp_path, "finish", options=["--torchrun"]).end()
+    assert code == 0, output
+    assert (tmp_path / "rank2").read_text().split()[1] == "3"
+
+
+def test_without_a_number_of_ranks_it_explains_itself():
+    done = subprocess.run(["bash", "launch/local.sh", "a=1"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "launch/local.sh 8 experiment=quickstart" in done.stderr
+
+
+def test_more_ranks_than_gpus_run_on_cpus(tmp_path):
+    environment = environment_of(tmp_path) | {"CUDA_VISIBLE_DEVICES": "0"}
+    command = ["bash", "launch/local.sh", "2", str(tmp_path), "finish"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks but 1 GPU(s): running on CPUs" in done.stderr

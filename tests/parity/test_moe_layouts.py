@@ -1,0 +1,174 @@
+"""Mixtures of experts on N ranks equal one process: loss, every gradient, auxiliary losses, biases; fp64 to 1e-10."""
+
+import dataclasses
+import os
+
+import pytest
+from layouts import assert_parity
+
+from megatron5d.config.schema import (
+    Config,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
+
+MODELS = {
+    "mixtral": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 24},
+    "deepseek": {
+        "num_experts": 8, "top_k": 3, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 20, "first_k_dense": 1,
+        "router_score": "sigmoid", "num_groups": 4, "top_groups": 2, "group_score": "top2_sum", "router_bias": True,
+        "routed_scaling_factor": 2.5,
+    },
+    "latent": {
+        "num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 12, "num_groups": 2,
+        "norm_topk_prob": False, "attention": "mla", "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 8, "rope_interleaved": True,
+    },
+    "plain": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 16, "activation": "gelu", "norm_topk_prob": False},
+}  # fmt: skip
+BALANCES = {
+    "none": {},
+    "aux": {"balance": ["aux"], "aux_coef": 0.3},
+    "seq": {"balance": ["seq_aux"], "aux_coef": 0.2, "z_coef": 0.05},
+    "all": {"balance": ["aux", "seq_aux", "global_aux", "bias"], "aux_coef": 0.1, "z_coef": 0.02, "bias_rate": 0.05},
+}
+
+
+def config_of(model="mixtral", balance="all", *, gbs=8, mbs=1, moe=None, recompute=None, layers=2, **parallel):
+    return Config(
+        model=ModelConfig(
+            **{"num_layers": layers, "hidden_size": 32, "ffn_hidden_size": 48, "head_dim": 8, "vocab_size": 97,
+               **MODELS[model]}
+        ),
+        parallel=ParallelConfig(**parallel),
+        train=TrainConfig(steps=10, gbs=gbs, mbs=mbs, seq_len=8),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
+        moe=MoeConfig(**{**BALANCES[balance], **(moe or {})}),
+        precision=PrecisionConfig(dtype="fp64"),
+        recompute=recompute or RecomputeConfig(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("balance", BALANCES)
+def test_one_rank(model, balance):
+    assert_parity(config_of(model, balance, mbs=2), world=1, steps=2)
+
+
+LAYOUTS = {
+    "ep2": (2, {"ep": 2}),
+    "ep4, edp2, zero": (8, {"ep": 4, "zero": 1}),
+    "ep8 beyond dp": (8, {"ep": 8, "tp": 2, "sp": True, "etp": 1}),
+    "tp2 sp, ep2": (2, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+    "tp2, ep2": (2, {"tp": 2, "ep": 2, "etp": 1}),
+    "tp2 sp, etp2": (2, {"tp": 2, "sp": True}),
+    "tp2, ep2, etp2, zero": (4, {"tp": 2, "ep": 2, "zero": 1}),
+    "tp1, ep2, etp2": (4, {"ep": 2, "etp": 2}),
+    "tp2 sp, edp4": (4, {"tp": 2, "sp": True, "etp": 1, "zero": 1}),
+    "nodes of 2": (4, {"ep": 4, "ep_inner": 2}),
+    "tp2 sp, ep2, etp2, hybrid": (8, {"tp": 2, "sp": True, "ep": 2, "dp_replicate": 2, "zero": 1}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["mixtral", "deepseek"])
+def test_layout(layout, model):
+    world, parallel = LAYOUTS[layout]
+    gbs = 8 if layout == "ep4, edp2, zero" else 4
+    assert_parity(config_of(model, gbs=gbs, **parallel), world=world, steps=2)
+
+
+@pytest.mark.parametrize("drop_by", ["probability", "position"])
+@pytest.mark.parametrize(
+    ("world", "parallel"), [(1, {}), (4, {"tp": 2, "sp": True, "ep": 2}), (2, {"tp": 2, "etp": 1})]
+)
+def test_limited_capacity_drops_the_same_everywhere(world, parallel, drop_by):
+    moe = {"capacity_factor": 1.0, "drop_by": drop_by}
+    assert_parity(config_of("mixtral", mbs=2, moe=moe, **parallel), world=world, steps=2)
+
+
+@pytest.mark.parametrize(("world", "parallel"), [(1, {}), (2, {"tp": 2, "ep": 2, "etp": 1}), (4, {"ep": 4, "zero": 1})])
+@pytest.mark.parametrize("capacity", [None, 1.1])
+def test_padding_neither_routes_nor_counts(world, parallel, capacity):
+    config = config_of("deepseek", mbs=2, moe={"capacity_factor": capacity}, **parallel)
+    assert_parity(config, world=world, steps=2, ignored=0.8)
+
+
+def test_latent_attention_and_experts():
+    assert_parity(config_of("latent", gbs=4, tp=2, sp=True, ep=4, etp=1, zero=1), world=4, steps=2)
+
+
+@pytest.mark.parametrize("mbs", [1, 2, 4])
+def test_gradient_accumulation(mbs):
+    assert_parity(config_of("mixtral", mbs=mbs, ep=2, zero=1), world=2, steps=2)
+
+
+@pytest.mark.parametrize(("model", "parallel"), [("mixtral", {}), ("deepseek", {"etp": 1, "ep": 4, "ep_inner": 2})])
+def test_full_recompute(model, parallel):
+    parallel = {"ep": 2, "tp": 2, "sp": True} | parallel
+    assert_parity(config_of(model, gbs=4, recompute=RecomputeConfig("full"), **parallel), world=4, steps=2)
+
+
+def test_an_odd_number_of_tokens_over_tp_without_sp():
+    config = config_of("deepseek", gbs=4, tp=2, ep=2, etp=1)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_len=7))
+    assert_parity(config, world=2, steps=2)
+
+
+@pytest.mark.parametrize("pattern", [{"moe_layers": [0, 2]}, {"moe_interval": 2}, {"first_k_dense": 2}])
+def test_dense_layers_between(pattern):
+    config = config_of("mixtral", layers=3, ep=2)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **pattern))
+    assert_parity(config, world=2, steps=2)
+
+
+def with_schedule(config, schedule, layout=None):
+    return dataclasses.replace(config, pipeline=PipelineConfig(schedule=schedule, layout=layout))
+
+
+PIPELINES = {
+    "1f1b, ep2": (4, "1f1b", {"pp": 2, "ep": 2}, 2),
+    "zb_h1, tp2 sp, ep2": (4, "zb_h1", {"pp": 2, "tp": 2, "sp": True, "ep": 2, "etp": 1}, 2),
+    "interleaved, ep2, zero": (4, "interleaved", {"pp": 2, "vpp": 2, "ep": 2, "zero": 1}, 4),
+    "dualpipe_v, ep2": (4, "dualpipe_v", {"pp": 2, "ep": 2}, 4),
+    "dualpipe, ep2, zero": (4, "dualpipe", {"pp": 2, "ep": 2, "zero": 1}, 2),
+    "dualpipe, edp2": (4, "dualpipe", {"pp": 2}, 2),
+}
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_pipelines(case):
+    """Auxiliary gradients and counts of every micro-batch, in both directions and with weight gradients apart."""
+    world, schedule, parallel, layers = PIPELINES[case]
+    config = config_of("mixtral", layers=layers, gbs=8, mbs=1, **parallel)
+    assert_parity(with_schedule(config, schedule), world=world, steps=2)
+
+
+CONTEXT = {
+    "cp2, ep2": (2, {"cp": 2, "ep": 2}),
+    "cp2, tp2 sp, ep2, etp2": (4, {"cp": 2, "tp": 2, "sp": True, "ep": 2}),
+    "cp2, dp2, ep4": (4, {"cp": 2, "ep": 4, "zero": 1}),
+    "cp2, tp2, capacity": (4, {"cp": 2, "tp": 2, "ep": 2, "etp": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CONTEXT)
+def test_sequences_cut_over_cp(case):
+    world, parallel = CONTEXT[case]
+    moe = {"capacity_factor": 1.0, "drop_by": "position"} if "capacity" in case else {}
+    config = config_of("deepseek", mbs=2, moe=moe, **parallel)
+    assert_parity(config, world=world, steps=2, ignored=0.8)
+
+
+@pytest.mark.skipif(os.environ.get("MEGATRON5D_FULL") != "1", reason="16 ranks; set MEGATRON5D_FULL=1")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
+def test_all_five_dimensions(schedule):
+    parallel = {"tp": 2, "sp": True, "cp": 2, "pp": 2, "ep": 4, "etp": 1, "zero": 1}
+    config = config_of("deepseek", layers=4, gbs=8, mbs=1, **parallel)
+    assert_parity(with_schedule(config, schedule), world=16, steps=2, ignored=0.8)

@@ -1,0 +1,224 @@
+"""The whole model on one page: no parallelism, no kernels, no classes. The oracle of the parity tests.
+
+Weights are a dict of global tensors by global name; all arithmetic is in their dtype and goes through autograd.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from megatron5d.config.schema import MoeConfig
+
+
+def norm(x, w, name, c):
+    if c.norm == "layernorm":
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], c.norm_eps)
+    return rms(x, w[f"{name}.weight"], c)
+
+
+def rms(x, weight, c):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + c.norm_eps) * weight
+
+
+def linear(x, w, name):
+    y = x @ w[f"{name}.weight"].T
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+def rotate(x, positions, c):
+    """x [b, heads, s, d], positions [b, s]; plain frequencies (stretched ones have their own tests)."""
+    d = x.shape[-1]
+    inv = c.rope_theta ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
+    angle = (positions[:, :, None] * inv)[:, None]  # [b, 1, s, d/2]
+    cos, sin = angle.cos(), angle.sin()
+    if c.rope_interleaved:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    first, second = x[..., : d // 2], x[..., d // 2 :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def split_heads(x, heads):
+    """[b, s, heads·d] -> [b, heads, s, d]"""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def grouped_heads(x, w, name, c, positions):
+    a, g, d = c.num_heads, c.num_kv_heads, c.head_dim
+    q, k, v = linear(x, w, f"{name}.qkv").split([a * d, g * d, g * d], dim=-1)
+    q, k, v = split_heads(q, a), split_heads(k, g), split_heads(v, g)
+    if c.qk_norm:
+        q, k = rms(q, w[f"{name}.q_norm.weight"], c), rms(k, w[f"{name}.k_norm.weight"], c)
+    if c.position == "rope":
+        q, k = rotate(q, positions, c), rotate(k, positions, c)
+    return q, *(t.repeat_interleave(a // g, dim=1) for t in (k, v))
+
+
+def latent_heads(x, w, name, c, positions):
+    a, dn, dr, dv = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+    if c.q_lora_rank is None:
+        q = linear(x, w, f"{name}.q")
+    else:
+        q = linear(rms(linear(x, w, f"{name}.q_down"), w[f"{name}.q_norm.weight"], c), w, f"{name}.q_up")
+    q_nope, q_pe = split_heads(q, a).split([dn, dr], dim=-1)
+    c_kv, k_pe = linear(x, w, f"{name}.kv_down").split([c.kv_lora_rank, dr], dim=-1)
+    kv = linear(rms(c_kv, w[f"{name}.kv_norm.weight"], c), w, f"{name}.kv_up")
+    k_nope, v = split_heads(kv, a).split([dn, dv], dim=-1)
+    q_pe, k_pe = rotate(q_pe, positions, c), rotate(k_pe[:, None], positions, c).expand(-1, a, -1, -1)
+    return torch.cat((q_nope, q_pe), -1), torch.cat((k_nope, k_pe), -1), v
+
+
+def attention(x, w, name, c, positions, documents):
+    q, k, v = (latent_heads if c.attention == "mla" else grouped_heads)(x, w, name, c, positions)  # [b, a, s, d]
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if c.attention_softcap:
+        scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
+    row, column = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])[None, :]
+    seen = column <= row
+    if c.attention_window is not None:
+        seen = seen & (row - column < c.attention_window)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    scores = scores.masked_fill(~seen, -math.inf)
+    if c.attention_sinks:
+        sinks = w[f"{name}.sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    out = torch.softmax(scores, -1)[..., : x.shape[1]] @ v
+    return linear(out.transpose(1, 2).flatten(2), w, f"{name}.out")
+
+
+def mlp(x, w, name, c):
+    inner = linear(x, w, f"{name}.up")
+    if c.activation == "swiglu":
+        gate, up = inner.chunk(2, -1)
+        inner = F.silu(gate) * up
+    else:
+        inner = F.gelu(inner, approximate="tanh" if c.activation == "gelu_tanh" else "none")
+    return linear(inner, w, f"{name}.down")
+
+
+def expert(x, w, name, e, c):
+    inner = x @ w[f"{name}.up.weight"][e].T
+    if c.activation == "swiglu":
+        gate, up = inner.chunk(2, -1)
+        inner = F.silu(gate) * up
+    else:
+        inner = F.gelu(inner, approximate="tanh" if c.activation == "gelu_tanh" else "none")
+    return inner @ w[f"{name}.down.weight"][e].T
+
+
+def best(values, k):
+    """The k largest of the last dim as a 0/1 mask; of equals the first."""
+    order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return torch.zeros_like(values).scatter(-1, order, 1.0)
+
+
+def route(scores, w, layer, c):
+    """0/1 choice [b, s, E] by score, bias and groups."""
+    ranked = scores + w.get(f"{layer}.router.bias", 0.0)
+    if c.top_groups < c.num_groups:
+        groups = ranked.unflatten(-1, (c.num_groups, -1))
+        worth = groups.max(-1).values if c.group_score == "max" else groups.sort(-1).values[..., -2:].sum(-1)
+        allowed = best(worth, c.top_groups).repeat_interleave(c.num_experts // c.num_groups, -1)
+        ranked = torch.where(allowed > 0, ranked, -math.inf)
+    return best(ranked, c.top_k)
+
+
+def limited(chosen, weights, moe, mbs):
+    """Choices that full experts do not refuse, micro-batch by micro-batch; tokens in the order (position, row)."""
+    taken = torch.zeros_like(chosen)
+    b, s, num_experts = chosen.shape
+    for first in range(0, b, mbs):
+        tokens = [(i, j) for i in range(s) for j in range(first, first + mbs)]
+        limit = math.ceil(moe.capacity_factor * int(chosen[first : first + mbs].sum()) / num_experts)
+        for e in range(num_experts):
+            queue = [(i, j) for i, j in tokens if chosen[j, i, e]]
+            if moe.drop_by == "probability":
+                queue.sort(key=lambda token, e=e: -weights[token[1], token[0], e].item())
+            for i, j in queue[:limit]:
+                taken[j, i, e] = 1
+    return taken
+
+
+def moe_layer(x, w, layer, c, moe, mbs, real, book):
+    """Mixture of experts on [b, s, h]; what balancing needs goes into `book` (a dict of sums over layers)."""
+    z = x @ w[f"{layer}.router.weight"].T
+    scores = torch.softmax(z, -1) if c.router_score == "softmax" else torch.sigmoid(z)
+    chosen = route(scores.detach(), w, layer, c) * real
+    weights = scores * chosen
+    if c.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights = weights * c.routed_scaling_factor
+    if moe.capacity_factor is not None:
+        taken = limited(chosen, weights.detach(), moe, mbs)
+        book[f"{layer}.dropped"] = ((chosen - taken).sum() / chosen.sum()).item()
+        weights = weights * taken
+    book[f"{layer}.counts"] = chosen.sum((0, 1))
+    out = sum(weights[..., e : e + 1] * expert(x, w, f"{layer}.experts", e, c) for e in range(c.num_experts))
+    if c.shared_ffn_hidden_size:
+        out = out + mlp(x, w, f"{layer}.shared_expert", c)
+    p = scores / scores.sum(-1, keepdim=True) * real
+    plain = best(scores.detach(), c.top_k) * real
+    lse = torch.logsumexp(z, -1, keepdim=True) * real
+    terms = {
+        "aux_loss": auxiliary(plain, p, c, mbs),
+        "seq_aux_loss": auxiliary(plain, p, c, 1),
+        "global_aux_loss": auxiliary(plain, p, c, len(x)),
+        "router_z_loss": lse.square().sum() / real.sum(),
+    }
+    for name, value in terms.items():
+        book[name] = book.get(name, 0.0) + value
+    return out
+
+
+def auxiliary(plain, p, c, rows):
+    """E/(k·T²) · Σ_e n_e Σ_t p_te over so many sequences at a time, then the mean."""
+    n, mass = (t.view(-1, rows * t.shape[1], c.num_experts).sum(1) for t in (plain, p))  # [parts, E]
+    size = n.sum(-1) / c.top_k
+    return (c.num_experts / (c.top_k * size.clamp(min=1) ** 2) * (n * mass).sum(-1)).mean()
+
+
+def is_moe(c, i):
+    if c.moe_layers is not None:
+        return c.num_experts > 0 and i in c.moe_layers
+    return c.num_experts > 0 and i >= c.first_k_dense and (i + 1) % c.moe_interval == 0
+
+
+def logits(w, c, tokens, positions=None, documents=None, *, moe=None, mbs=1, real=None, book=None):
+    """tokens int64 [b, s] -> [b, s, vocab]; real [b, s, 1] is 0 for padding."""
+    moe, book = moe or MoeConfig(), {} if book is None else book
+    real = torch.ones(*tokens.shape, 1, dtype=w["embedding.weight"].dtype) if real is None else real
+    if positions is None:
+        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    x = w["embedding.weight"][tokens]
+    if c.position == "learned":
+        x = x + w["position_embedding.weight"][positions]
+    for i in range(c.num_layers):
+        layer = f"layers.{i}"
+        x = x + attention(norm(x, w, f"{layer}.attention.norm", c), w, f"{layer}.attention", c, positions, documents)
+        y = norm(x, w, f"{layer}.mlp.norm", c)
+        x = x + (moe_layer(y, w, layer, c, moe, mbs, real, book) if is_moe(c, i) else mlp(y, w, f"{layer}.mlp", c))
+    out = norm(x, w, "final_norm", c) @ w["embedding.weight" if c.tie_embeddings else "head.weight"].T
+    return c.logit_softcap * torch.tanh(out / c.logit_softcap) if c.logit_softcap else out
+
+
+def losses(w, c, batch, z_coef=0.0, moe=None, mbs=1):
+    """Mean loss over the batch's target tokens, the objective whose gradient is taken, and the routers' book."""
+    real, book = torch.ones(*batch.tokens.shape, 1, dtype=w["embedding.weight"].dtype), {}
+    if batch.padding is not None:
+        real[batch.padding] = 0.0
+    z = logits(w, c, batch.tokens, batch.positions, batch.documents, moe=moe, mbs=mbs, real=real, book=book)
+    lse = torch.logsumexp(z, -1)
+    labels = batch.labels.clamp(min=0)
+    token_loss = lse - z.gather(-1, labels[..., None]).squeeze(-1)
+    count = batch.loss_mask.sum()
+    loss = (token_loss * batch.loss_mask).sum() / count
+    objective = loss + z_coef * (lse.square() * batch.loss_mask).sum() / count
+    for kind in ("aux", "seq_aux", "global_aux") if c.num_experts else ():
+        objective = objective + (moe.aux_coef * book[f"{kind}_loss"] if kind in moe.balance else 0.0)
+    if c.num_experts:
+        objective = objective + moe.z_coef * book["router_z_loss"]
+    return loss, objective, book

@@ -1,0 +1,162 @@
+"""A run that stops and goes on is the run that never stopped: bit for bit on its layout, exactly placed on another."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from layouts import _rectangles
+from ranks import run_ranks
+from runs import curve, train_on_ranks, whole_tensors, write_corpus
+
+from megatron5d.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from megatron5d.topology.process import Process
+from megatron5d.train.build import build_run
+
+STEPS, STOP = 6, 3
+SAVED_ON = {"tp": 2, "sp": True, "zero": 1}  # of 4 ranks
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=97)
+
+
+def config_of(folder, corpus, *, parallel=None, dtype="fp32", stop_after=0, **checkpoint):
+    return Config(
+        model=ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8),
+        parallel=ParallelConfig(**(SAVED_ON if parallel is None else parallel)),
+        train=TrainConfig(steps=STEPS, gbs=8, mbs=2, seq_len=16, stop_after=stop_after),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2),
+        precision=PrecisionConfig(dtype=dtype),
+        data=DataConfig(train=[corpus]),
+        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0, **checkpoint),
+        log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False),
+    )
+
+
+def run(folder, corpus, world=4, **kwargs):
+    folder.mkdir(exist_ok=True)
+    assert train_on_ranks(config_of(folder, corpus, **kwargs), world) == [0] * world
+    return folder
+
+
+def last(folder, step=STEPS):
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for key in left:
+        assert torch.equal(left[key], right[key]), f"{key} differs by {(left[key] - right[key]).abs().max()}"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_same_layout_goes_on_bit_for_bit(tmp_path, corpus, dtype):
+    straight = run(tmp_path / "straight", corpus, dtype=dtype)
+    broken = run(tmp_path / "broken", corpus, dtype=dtype, stop_after=STOP)
+    run(tmp_path / "broken", corpus, dtype=dtype)
+    assert curve(broken / "log.jsonl") == curve(straight / "log.jsonl")
+    tensors = whole_tensors(last(straight))
+    assert_equal(whole_tensors(last(broken)), tensors)
+    assert any(key.startswith("optim.master.") for key in tensors) == (dtype == "bf16")
+
+
+OTHERS = {
+    "one process": (1, {}),
+    "more tensor parallel": (4, {"tp": 4, "sp": True}),
+    "data parallel alone, whole": (4, {"zero": 0}),
+    "data parallel alone, sharded": (2, {"zero": 1}),
+    "hybrid sharded": (8, {"tp": 2, "zero": 1, "dp_replicate": 2}),
+}
+
+
+def _held_after_loading(rank, world, config):
+    loaded = build_run(config, Process(rank, world, rank, torch.device("cpu")))
+    moments = []
+    for kind, flat, state in loaded.optimizer.tensors():
+        for segment in state.segments:
+            moments.append((f"optim.{kind}.{segment.spec.name}", flat[slice(*segment.owned)].clone()))
+    whole = [(p.spec.name, piece, p.detach().clone()) for p in loaded.model.parameters() for piece in p.spec.pieces]
+    return loaded.progress.step, _rectangles(loaded.sync, "weights"), moments, whole
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_another_layout_gets_every_element_and_continues_the_curve(tmp_path, corpus, layout):
+    world, parallel = OTHERS[layout]
+    straight = run(tmp_path / "straight", corpus)
+    moved = run(tmp_path / "moved", corpus, stop_after=STOP)
+    saved = whole_tensors(last(moved, STOP))
+
+    config = config_of(moved, corpus, parallel=parallel)
+    for step, rectangles, moments, whole in run_ranks(_held_after_loading, world, config):
+        assert step == STOP
+        for name, offset, values in rectangles:
+            index = tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
+            assert torch.equal(values, saved[f"model.{name}"][index])
+        for name, piece, local in whole:  # what the forward will use: gathered from all owners
+            index = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
+            assert torch.equal(local[piece.row : piece.row + piece.shape[0]], saved[f"model.{name}"][index])
+        for name, values in moments:
+            assert torch.isin(values, torch.cat([saved[name].flatten(), torch.zeros(1)])).all(), name
+
+    run(tmp_path / "moved", corpus, world=world, parallel=parallel)
+    for mine, reference in zip(curve(moved / "log.jsonl"), curve(straight / "log.jsonl"), strict=True):
+        assert mine == pytest.approx(reference, rel=2e-5)
+    for key, values in whole_tensors(last(straight)).items():
+        torch.testing.assert_close(whole_tensors(last(moved))[key], values, rtol=1e-3, atol=1e-5)
+
+
+def test_background_saves_hold_the_same(tmp_path, corpus):
+    ours = run(tmp_path / "now", corpus, every=2)
+    behind = run(tmp_path / "behind", corpus, every=2, async_save=True)
+    for step in (2, 4, 6):
+        assert_equal(whole_tensors(last(behind, step)), whole_tensors(last(ours, step)))
+
+
+def test_a_torn_or_truncated_checkpoint_is_never_resumed(tmp_path, corpus):
+    straight = run(tmp_path / "straight", corpus)
+    torn = run(tmp_path / "torn", corpus, every=1, stop_after=5)
+    data = next(last(torn, 5).glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])  # a copy cut short
+    shutil.copytree(last(torn, 4), last(torn, 4).with_name("step-00000007.tmp"))  # a save that was killed
+    shutil.copytree(last(torn, 4), last(torn, 8))
+    (last(torn, 8) / "files.json").unlink()
+    run(tmp_path / "torn", corpus)
+    assert curve(torn / "log.jsonl") == curve(straight / "log.jsonl")
+
+
+def test_only_the_newest_are_kept(tmp_path, corpus):
+    folder = tmp_path / "kept"
+    config = config_of(folder, corpus, every=1)
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, keep=2))
+    folder.mkdir()
+    train_on_ranks(config, 2)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000005",
+        "step-00000006",
+    ]
+    assert (folder / "checkpoints" / "latest").read_text() == "step-00000006\n"
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path, corpus):
+    folder = run(tmp_path / "saved", corpus)
+    config = config_of(folder, corpus, resume=str(last(folder)))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, ffn_hidden_size=64, qk_norm=True))
+    with pytest.raises(AssertionError, match=r"(?s)missing in the checkpoint: model.layers.0.attention.k_norm.weight"):
+        train_on_ranks(config, 2)
+    with pytest.raises(
+        AssertionError, match=r"model.layers.1.mlp.up.weight: saved \(96, 32\), this model has \(128, 32\)"
+    ):
+        train_on_ranks(config, 2)

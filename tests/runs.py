@@ -1,0 +1,63 @@
+"""Whole training runs on forked ranks, from a Config to files, for tests of resuming and of the loop itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.load import load_tensors
+from megatron5d.config.schema import Config
+from megatron5d.data.indexed import IndexedWriter
+from megatron5d.topology.process import Process
+from megatron5d.train.loop import train
+
+
+def write_corpus(prefix: Path, *, vocab_size: int, documents: int = 60, seed: int = 0) -> str:
+    """A dataset that can be learnt: each token has four successors. Documents end with token 0."""
+    rng = np.random.default_rng(seed)
+    successors = np.random.default_rng(1).integers(1, vocab_size, (vocab_size, 4))
+    writer = IndexedWriter(str(prefix), vocab_size=vocab_size)
+    for _ in range(documents):
+        ids = [int(rng.integers(1, vocab_size))]
+        for _ in range(int(rng.integers(5, 60))):
+            ids.append(int(successors[ids[-1], rng.integers(4)]))
+        writer.add_document(np.array([*ids, 0]))
+    writer.finalize()
+    return str(prefix)
+
+
+def train_on_ranks(config: Config, world: int, timeout: float = 120) -> list[int]:
+    """Runs the training loop; returns each rank's exit code."""
+
+    def one(rank: int, world: int) -> int:
+        return train(config, Process(rank, world, rank, torch.device("cpu")))
+
+    return run_ranks(one, world, timeout=timeout)
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def curve(path: Path) -> list[tuple[int, float, float, float]]:
+    """(step, loss, grad_norm, lr) of every record."""
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in records(path)]
+
+
+def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, read in this process."""
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    full = {}
+    for key, entry in entries.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        full[key] = torch.full(entry.size, float("nan"), dtype=entry.properties.dtype)
+    parts = {key: ShardedTensor(t.shape, [((0,) * t.ndim, t)], t.dtype) for key, t in full.items()}
+    load_tensors(folder, parts)
+    return full

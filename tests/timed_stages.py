@@ -1,0 +1,138 @@
+"""Stages whose compute is a timed wait: the true executor and its messages, with more ranks than cores.
+
+A waiting rank needs no core. What Python and the network take between two actions is part of what is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron5d.comm.p2p import Form, open_channels
+from megatron5d.pipeline_parallel.costs import Costs, StageCosts
+from megatron5d.pipeline_parallel.executor import Executor, Timing
+from megatron5d.pipeline_parallel.program import OPS, Program
+from megatron5d.pipeline_parallel.transfers import flows
+from megatron5d.topology.axis import Axis
+
+FORM = Form((4,), torch.float64)
+
+
+@dataclass
+class Held:
+    """Activations and deferred weight gradients that a rank's stages hold, and the most they ever held."""
+
+    now: float = 0.0
+    peak: float = 0.0
+
+    def add(self, amount: float) -> None:
+        self.now += amount
+        self.peak = max(self.peak, self.now)
+
+
+def come_first() -> None:
+    """Lets this rank's threads, which do next to nothing, wake before those of others, where that is allowed."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(PermissionError, ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(thread), -15)
+
+
+def wait_until(moment: float) -> float:
+    """Sleeps until the moment, and returns it, or what time it is if that is later already."""
+    now = time.perf_counter()
+    if moment > now:
+        time.sleep(moment - now)
+    return max(moment, now)
+
+
+@dataclass
+class TimedStage:
+    """A stage with the times of `costs`; values travel through it as numbers that name their origin.
+
+    Compute is in two halves around the all-to-all, which runs while nobody computes, or under a partner's compute.
+    """
+
+    number: int
+    costs: StageCosts
+    unit_s: float
+    held: Held
+    in_flight: set[int] = field(default_factory=set)
+
+    def _phases(self, op: str) -> Iterator[None]:
+        index = OPS.index(op)
+        compute = float(self.costs.compute[index, self.number]) * self.unit_s
+        a2a = float(self.costs.a2a[index, self.number]) * self.unit_s
+        sent = wait_until(time.perf_counter() + compute / 2)
+        yield
+        arrived = wait_until(sent + a2a)
+        wait_until(arrived + compute / 2)
+
+    def forward_steps(self, microbatch: int, x: Tensor | None, batch) -> Iterator[Tensor]:
+        self.held.add(float(self.costs.activation[self.number]))
+        self.in_flight.add(microbatch)
+        self._check(x, microbatch, self.number - 1 if self.number else None)
+        for _ in self._phases("F"):
+            yield torch.empty(0)
+        yield torch.tensor([float(self.number), float(microbatch), 0.0, 0.0], dtype=FORM.dtype)
+
+    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Tensor | None]:
+        self._check(grad, microbatch, self.number + 1)
+        for _ in self._phases("I" if split else "B"):
+            yield None
+        if not split:
+            self._release(microbatch)
+        yield torch.tensor([float(self.number), float(microbatch), 0.0, 0.0], dtype=FORM.dtype)
+
+    def weight_steps(self, microbatch: int) -> Iterator[None]:
+        yield from self._phases("W")
+        self._release(microbatch)
+
+    def _release(self, microbatch: int) -> None:
+        self.in_flight.remove(microbatch)
+        self.held.add(-float(self.costs.activation[self.number]))
+
+    def _check(self, value: Tensor | None, microbatch: int, origin: int | None) -> None:
+        if origin is not None:
+            assert value is not None and value[:2].tolist() == [origin, microbatch], (self.number, microbatch, value)
+
+    def evaluate(self, x: Tensor | None, batch) -> Tensor:
+        *_, y = self.forward_steps(batch, x, batch)
+        self._release(batch)
+        return y
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.in_flight)
+
+
+def timed_executor(program: Program, axis: Axis, costs: Costs, unit_s: float) -> tuple[Executor, Held]:
+    """One rank's executor over timed stages, with its channels open; without torch's checks, which cost time."""
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    held = Held()
+    stage_costs = costs.of(program.placement)
+    stages = {key: TimedStage(key[1], stage_costs, unit_s, held) for key in program.placement.stages_of(axis.rank)}
+    lines = flows(program)
+    ends = open_channels([(flow.source, flow.destination) for flow in lines], axis)
+    channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
+    return Executor(program, axis.rank, stages, channels), held
+
+
+def last_gradient(batch, y: Tensor) -> Tensor:
+    """The loss of timed stages: the gradient names a stage beyond the last."""
+    grad = y.clone()
+    grad[0] += 1
+    return grad
+
+
+def run_timed(executor: Executor) -> list[Timing]:
+    """Runs the Program once and returns the times of this rank's actions."""
+    executor.timeline = timeline = []
+    executor.run(range(executor.program.num_microbatches), last_gradient, FORM)
+    return timeline

@@ -1,0 +1,143 @@
+"""The same small stages under torch's pipeline runtime and under ours: an oracle for gradients and for host cost."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from megatron5d.comm.p2p import Form, open_channels
+from megatron5d.pipeline_parallel.executor import Executor
+from megatron5d.pipeline_parallel.program import Program
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.pipeline_parallel.transfers import flows
+from megatron5d.tensor_parallel.linear import column_linear
+from megatron5d.topology.axis import Axis, single
+
+# torch's class -> (our name, stages per rank, whether the stages lie in a V)
+SCHEDULES = {
+    "ScheduleGPipe": ("gpipe", 1, False),
+    "Schedule1F1B": ("1f1b", 1, False),
+    "ScheduleInterleaved1F1B": ("interleaved", 2, False),
+    "ScheduleLoopedBFS": ("bfs", 2, False),
+    "ScheduleInterleavedZeroBubble": ("interleaved_zb", 2, False),
+    "ScheduleZBVZeroBubble": ("zb_v", 2, True),
+    "ScheduleDualPipeV": ("dualpipe_v", 2, True),
+}
+HIDDEN = 4
+DTYPE = torch.float64
+FORM = Form((2, HIDDEN), DTYPE)
+
+
+def weight_of(layer: int) -> Tensor:
+    generator = torch.Generator().manual_seed(layer)
+    return torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=DTYPE) / 2
+
+
+def data(num_microbatches: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets `[2·m, h]`, two rows a micro-batch."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 2 * num_microbatches, HIDDEN, generator=generator, dtype=DTYPE).unbind()
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+class TorchStage(nn.Module):
+    """`num_layers` layers of one stage, in plain torch."""
+
+    def __init__(self, stage: int, num_layers: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=DTYPE) for _ in range(num_layers))
+        for i, linear in enumerate(self.linears):
+            linear.weight.data.copy_(weight_of(stage * num_layers + i))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.linears:
+            x = x + torch.tanh(linear(x))
+        return x
+
+
+class Phase(nn.Module):
+    """The same layer with its weight gradient apart."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_of(layer))
+
+    def forward(self, x, batch, defer):
+        x = batch[0] if x is None else x
+        return x + torch.tanh(column_linear(x, self.weight, single("tp"), False, defer))
+
+
+class TorchPipeline:
+    """One rank of torch's runtime.
+
+    Args:
+        name: class of torch.distributed.pipelining.
+        axis: pp.
+        num_microbatches: of a step.
+        num_layers: of a stage.
+    """
+
+    def __init__(self, name: str, axis: Axis, num_microbatches: int, num_layers: int = 1) -> None:
+        _, chunks, is_v = SCHEDULES[name]
+        num_stages = chunks * axis.size
+        local = [axis.rank, 2 * axis.size - 1 - axis.rank] if is_v else range(axis.rank, num_stages, axis.size)
+        self.modules = {stage: TorchStage(stage, num_layers) for stage in local}
+        stages = [
+            pipelining.PipelineStage(module, stage, num_stages, torch.device("cpu"), group=axis.group)
+            for stage, module in self.modules.items()
+        ]
+        arguments = {"n_microbatches": num_microbatches, "loss_fn": loss, "scale_grads": False}
+        self.schedule = getattr(pipelining, name)(stages if chunks > 1 else stages[0], **arguments)
+        self._is_first, self._is_last = 0 in self.modules, num_stages - 1 in self.modules
+        self._x, self._target = data(num_microbatches)
+
+    def step(self) -> None:
+        given = (self._x,) if self._is_first else ()
+        self.schedule.step(*given, **({"target": self._target} if self._is_last else {}))
+
+    def grads(self) -> dict[int, list[Tensor]]:
+        return {stage: [linear.weight.grad for linear in module.linears] for stage, module in self.modules.items()}
+
+
+class OurPipeline:
+    """One rank of our executor over the same layers."""
+
+    def __init__(self, program: Program, axis: Axis, num_layers: int = 1) -> None:
+        held = program.placement.stages_of(axis.rank)
+        self._phases = {
+            stage: [Phase(stage * num_layers + i) for i in range(num_layers)] for stage in {stage for _, stage in held}
+        }
+        stages = {(direction, stage): Stage(self._phases[stage]) for direction, stage in held}
+        lines = flows(program)
+        ends = open_channels([(flow.source, flow.destination) for flow in lines], axis)
+        channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
+        self.executor = Executor(program, axis.rank, stages, channels)
+        x, target = data(program.num_microbatches)
+        self._batches = list(zip(x.chunk(program.num_microbatches), target.chunk(program.num_microbatches)))
+
+    def step(self) -> None:
+        self.executor.run(self._batches, lambda batch, y: 2 * (y - batch[1]), FORM)
+
+    def grads(self) -> dict[int, list[Tensor]]:
+        return {stage: [phase.weight.grad for phase in phases] for stage, phases in self._phases.items()}
+
+
+def unchecked_axis(rank: int, world: int) -> Axis:
+    """The pp axis over all ranks, in a group without torch's checks, which would be measured too."""
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    return Axis("pp", tuple(range(world)), rank, dist.new_group(list(range(world))))
+
+
+def serial_grads(num_stages: int, num_microbatches: int, num_layers: int = 1) -> dict[int, list[Tensor]]:
+    """The gradients of all stages, by plain autograd in one process."""
+    modules = [TorchStage(stage, num_layers) for stage in range(num_stages)]
+    x, target = data(num_microbatches)
+    for module in modules:
+        x = module(x)
+    loss(x, target).backward()
+    return {stage: [linear.weight.grad for linear in module.linears] for stage, module in enumerate(modules)}

@@ -1,0 +1,64 @@
+"""When a folder is a checkpoint, which one is the newest, which may go."""
+
+import pytest
+
+from megatron5d.checkpoint.folder import commit, fault_of, newest, read_run, saved_steps, step_folder
+from megatron5d.checkpoint.load import find_checkpoint
+
+
+def save(directory, step, keep=0):
+    temporary = step_folder(directory, step).with_suffix(".tmp")
+    temporary.mkdir(parents=True)
+    (temporary / "run.json").write_text('{"progress": {}}')
+    (temporary / "__0_0.distcp").write_bytes(b"x" * 100)
+    return commit(temporary, keep)
+
+
+def test_saved_folders_are_whole_and_the_newest_is_found(tmp_path):
+    for step in (5, 10, 123456789):
+        save(tmp_path, step)
+    assert saved_steps(tmp_path) == [5, 10, 123456789]
+    assert newest(tmp_path) == tmp_path / "step-123456789"
+    assert (tmp_path / "latest").read_text() == "step-123456789\n"
+    assert read_run(tmp_path / "step-00000005") == {"progress": {}}
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 5)
+    save(tmp_path, 5)
+    assert saved_steps(tmp_path) == [5]
+
+
+def test_keep_removes_the_oldest_whole_ones(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=2)
+    assert saved_steps(tmp_path) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: (f / "files.json").unlink(), "no files.json"),
+        (lambda f: (f / "__0_0.distcp").write_bytes(b"x" * 99), "99 bytes where 100 bytes were saved"),
+        (lambda f: (f / "run.json").unlink(), "no file where 16 bytes were saved"),
+        (lambda f: f.rename(f.with_suffix(".tmp")), "is not a folder"),
+    ],
+)
+def test_a_damaged_one_is_named_and_passed_over(tmp_path, damage, said):
+    save(tmp_path, 1)
+    last = save(tmp_path, 2)
+    damage(last)
+    assert said in fault_of(last)
+    assert newest(tmp_path) == tmp_path / "step-00000001"
+    with pytest.raises(ValueError, match="checkpoint.resume"):
+        find_checkpoint(None, str(last))
+
+
+def test_where_a_run_starts(tmp_path):
+    assert find_checkpoint(str(tmp_path), "auto") is None
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    assert find_checkpoint(str(tmp_path), "auto") == second
+    assert find_checkpoint(str(tmp_path), "none") is None
+    assert find_checkpoint(None, "auto") is None
+    assert find_checkpoint(None, str(first)) == first
+    assert find_checkpoint(None, str(tmp_path)) == second, "a directory of checkpoints means its newest"

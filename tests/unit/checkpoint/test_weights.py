@@ -1,0 +1,71 @@
+"""Weights without an optimiser: rows out of a checkpoint, and parts that are made while it is written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.checkpoint.save import Saver
+from megatron5d.checkpoint.weights import SavedWeights, lazy_tensor, load_weights
+from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
+
+
+def saved(folder, tensors) -> Path:
+    Saver(folder, keep=1).save(1, tensors, {})
+    found = find_checkpoint(None, str(folder))
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def whole():
+    return torch.randn(7, 3).bfloat16()
+
+
+def test_rows_across_the_parts_they_were_saved_in(tmp_path, whole):
+    parts = [((0, 0), whole[:4, :2].contiguous()), ((0, 2), whole[:4, 2:].contiguous()), ((4, 0), whole[4:])]
+    vector = torch.randn(5)
+    tensors = {
+        "model.w": ShardedTensor((7, 3), parts, torch.bfloat16),
+        "model.b": ShardedTensor((5,), [((0,), vector)], torch.float32),
+        "optim.master.w": ShardedTensor((5,), [((0,), vector)], torch.float32),
+    }
+    weights = SavedWeights(saved(tmp_path, tensors))
+    assert set(weights.tensors) == {"w", "b"}
+    for start, stop in [(0, 7), (3, 6), (6, 7)]:
+        rows = weights.read("w", (start, 0), (stop - start, 3))
+        assert rows.dtype == torch.bfloat16 and torch.equal(rows, whole[start:stop])
+    assert torch.equal(weights.read("b", (1,), (3,)), vector[1:4])
+    assert torch.equal(weights.read("w", (2, 1), (4, 2)), whole[2:6, 1:])
+
+
+def test_lazy_parts_are_made_when_they_are_written(tmp_path, whole):
+    made = []
+
+    def make(offset):
+        made.append(offset)
+        return whole[offset[0] : offset[0] + (4 if offset[0] == 0 else 3)]
+
+    tensor = lazy_tensor((7, 3), {(0, 0): (4, 3), (4, 0): (3, 3)}, torch.bfloat16, make)
+    assert made == []
+    folder = saved(tmp_path, {"model.w": tensor})
+    assert sorted(made) == [(0, 0), (4, 0)]
+    assert torch.equal(SavedWeights(folder).read("w", (0, 0), (7, 3)), whole)
+
+
+def test_local_parameters_take_their_pieces_in_their_own_dtype(tmp_path, whole):
+    folder = saved(tmp_path, {"model.w": ShardedTensor((7, 3), [((0, 0), whole)], torch.bfloat16)})
+    pieces = (Piece((5, 0), (2, 3), 0), Piece((1, 0), (1, 3), 2))
+    parameter = new_parameter((4, 3), ShardSpec("w", (7, 3), pieces), torch.float64, "cpu")
+    load_weights([parameter], folder)
+    assert torch.equal(parameter.data, torch.cat([whole[5:7], whole[1:2], torch.zeros(1, 3)]).double())
+
+
+def test_another_model_is_refused(tmp_path, whole):
+    folder = saved(tmp_path, {"model.w": ShardedTensor((7, 3), [((0, 0), whole)], torch.bfloat16)})
+    wide = new_parameter((7, 4), ShardSpec("w", (7, 4), (Piece((0, 0), (7, 4)),)), torch.float32, "cpu")
+    other = new_parameter((2,), ShardSpec("b", (2,), (Piece((0,), (2,)),)), torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"(?s)model\.b.*model\.w: saved \(7, 3\), this model has \(7, 4\)"):
+        load_weights([wide, other], folder)

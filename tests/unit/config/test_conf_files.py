@@ -1,0 +1,191 @@
+"""conf/ and the schema say the same, and the published models have the published number of parameters."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron5d.config.context_cost import recommended
+from megatron5d.config.convert import key_of, keys, leaves, value_of
+from megatron5d.config.laws import broken_laws
+from megatron5d.config.load import CONF, load_config
+from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.model.flops import parameter_count
+
+GROUPS = [key for key in keys() if "." not in key]
+
+# Sum of the tensors in each release's safetensors files, tied matrices once, without multi-token prediction.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2_xl": 1_557_611_200,
+    "llama2_7b": 6_738_415_616,
+    "llama2_70b": 68_976_648_192,
+    "llama3_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v2": 235_741_434_880,
+    "deepseek_v3": 671_026_404_352 + 58 * 256,  # the routers' biases, which the release keeps as buffers
+}
+MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml") if file.stem != "default")
+# ranks their headers promise
+EXPERIMENTS = {
+    "quickstart": 8,
+    "quickstart_moe": 8,
+    "gpt2_124m": 8,
+    "llama3_8b": 64,
+    "llama3_70b": 256,
+    "llama3_8b_128k": 128,
+    "llama3_8b_to_128k": 128,
+}
+
+
+def flat(node: dict, prefix: str = "") -> dict[str, object]:
+    out: dict[str, object] = {}
+    for key, value in node.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_default_file_lists_every_field_with_the_default_of_the_schema(group):
+    listed = flat(yaml.safe_load((CONF / group / "default.yaml").read_text()), group + ".")
+    expected = {key: value_of(Config(), key) for key in leaves() if key.startswith(group + ".")}
+    assert listed == expected
+    assert list(listed) == list(expected), "in the order of the schema"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_field_of_a_default_file_is_explained(group):
+    """Names of people, projects and runs explain themselves."""
+    for line in (CONF / group / "default.yaml").read_text().splitlines():
+        key = re.match(r"\s*(\w+): \S", line)
+        assert key is None or "  # " in line or key.group(1) in ("project",), line
+
+
+def test_groups_are_the_fields_of_the_configuration():
+    folders = {path.name for path in CONF.iterdir() if path.is_dir()}
+    assert folders == {*GROUPS, "experiment"}
+    assert [key_of(field) for field in Config.__dataclass_fields__.values()] == GROUPS
+
+
+def test_nothing_said_is_the_schema():
+    assert load_config([]) == Config()
+
+
+def parameters(model: ModelConfig, experts: int | None = None) -> int:
+    """Number of parameters from the architecture alone, tied matrices once; only so many experts a layer."""
+    h, f, d = model.hidden_size, model.ffn_hidden_size, model.head_dim
+    q, kv = model.num_heads * d, model.num_kv_heads * d
+    norm = 2 * h if model.norm == "layernorm" else h
+    if model.attention == "mla":
+        a, dn, dr, dv = model.num_heads, model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+        rq, r = model.q_lora_rank, model.kv_lora_rank
+        queries = h * a * (dn + dr) if rq is None else h * rq + rq + rq * a * (dn + dr)
+        attention = queries + h * (r + dr) + r + r * a * dn + r * a * dv + a * dv * h
+    else:
+        attention = h * q + 2 * h * kv + q * h
+        attention += (q + 2 * kv) * model.qkv_bias + 2 * d * model.qk_norm
+    attention += h * model.attention_out_bias
+    matrices = 3 if model.activation == "swiglu" else 2
+    mlp = matrices * h * f + ((matrices - 1) * f + h) * model.mlp_bias
+    embeddings = model.vocab_size * h * (1 if model.tie_embeddings else 2)
+    positions = model.max_positions * h if model.position == "learned" else 0
+    moe, E = 0, model.num_experts
+    if E:
+        sparse = (E if experts is None else experts) * (model.moe_ffn_hidden_size or f) + model.shared_ffn_hidden_size
+        layers = [i for i in range(model.num_layers) if i >= model.first_k_dense and (i + 1) % model.moe_interval == 0]
+        moe = len(layers) * (matrices * h * sparse + E * h + E * model.router_bias - mlp)
+    return embeddings + positions + model.num_layers * (attention + mlp + 2 * norm) + norm + moe
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_has_the_parameters_its_file_promises(name):
+    model = load_config([f"model={name}"]).model
+    assert model.name == name
+    promised = re.search(r"([\d,]{5,}) parameters", (CONF / "model" / f"{name}.yaml").read_text())
+    assert promised is not None
+    assert parameters(model) == int(promised.group(1).replace(",", ""))
+    assert parameters(model) == PUBLISHED.get(name, parameters(model)) == parameter_count(model)
+    active = re.search(r"([\d,]{5,})\s+of\s+them\s+active", (CONF / "model" / f"{name}.yaml").read_text())
+    if model.num_experts:
+        assert active is not None
+        counted = int(active.group(1).replace(",", ""))
+        assert counted == parameters(model, experts=model.top_k) == parameter_count(model, active=True)
+
+
+def test_all_published_models_are_there():
+    assert set(PUBLISHED) <= set(MODELS)
+
+
+def test_details_that_parameter_counts_do_not_show():
+    llama, qwen, gpt2 = (load_config([f"model={name}"]).model for name in ("llama3_1b", "qwen3_8b", "gpt2_xl"))
+    scaling = llama.rope_scaling
+    assert (scaling.type, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor) == (
+        "llama3",
+        32.0,
+        1.0,
+        4.0,
+    )
+    assert (llama.rope_theta, llama.norm_eps, llama.max_positions) == (500000.0, 1e-5, 131072)
+    assert (qwen.rope_theta, qwen.norm_eps, qwen.max_positions, qwen.qk_norm) == (1e6, 1e-6, 40960, True)
+    assert (gpt2.activation, gpt2.norm, gpt2.max_positions, gpt2.position) == (
+        "gelu_tanh",
+        "layernorm",
+        1024,
+        "learned",
+    )
+
+
+def test_each_experiment_is_promised_a_world():
+    assert {file.stem for file in (CONF / "experiment").glob("*.yaml")} == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_is_legal_on_the_ranks_it_promises(name, tmp_path, monkeypatch):
+    """Once its data is there; without, that is all that is refused."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config([f"experiment={name}"])
+    faults = broken_laws(config, EXPERIMENTS[name])
+    assert {knob.partition(".")[0] for fault in faults for knob in fault.knobs} - {"init"} == {"data"}
+    Path(config.init.from_checkpoint or "runs").mkdir(parents=True)
+    prefixes = [*(config.data.train or ["corpus"]), *config.data.valid]
+    for file in [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_bytes(b"")
+    if config.data.tokenizer:
+        Path(config.data.tokenizer).write_bytes(b"")
+    given = [] if config.data.train else ["data.train=corpus"]
+    loaded = load_config([f"experiment={name}", *given], world=EXPERIMENTS[name])
+    text = (CONF / "experiment" / f"{name}.yaml").read_text()
+    assert f"{EXPERIMENTS[name]} ranks" in text or f"{EXPERIMENTS[name]} GPUs" in text
+    assert loaded.model.name in (name, load_config([f"experiment={name}"]).model.name)
+
+
+def test_quickstart_uses_tensor_sequence_pipeline_and_data_parallelism():
+    config = load_config(["experiment=quickstart"])
+    parallel = config.parallel
+    assert (parallel.tp, parallel.sp, parallel.pp, parallel.zero) == (2, True, 2, 1)
+    assert EXPERIMENTS["quickstart"] // (parallel.tp * parallel.pp) == 2
+    assert config.checkpoint.dir == f"{config.log.dir}/checkpoints"
+    assert config.log.wandb.mode == "offline" and config.train.eval_every > 0
+
+
+def test_the_context_recipe_stretches_what_the_short_one_trained():
+    """One architecture but for the stretching of Llama 3.1, as many tokens a step; cp by the method that sends least."""
+    short, long = (load_config([f"experiment={name}"]) for name in ("llama3_8b", "llama3_8b_to_128k"))
+    assert long.init.from_checkpoint == short.checkpoint.dir
+    scaling = load_config(["model=llama3_1b"]).model.rope_scaling
+    assert long.model.rope_scaling == replace(scaling, factor=8.0)
+    assert replace(long.model, rope_scaling=short.model.rope_scaling, max_positions=8192) == short.model
+    assert long.train.gbs * long.train.seq_len == short.train.gbs * short.train.seq_len == 4 << 20
+    assert (long.parallel.cp_method, long.parallel.cp_inner) == recommended(long)

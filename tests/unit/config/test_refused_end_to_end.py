@@ -1,0 +1,64 @@
+"""pretrain.py itself refuses: exit code 2, one message from one rank, before anybody is met and anything is written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def pretrain(folder: Path, *argv: str, rank: int = 0, world: int = 1) -> subprocess.CompletedProcess[str]:
+    """Runs one rank; its meeting point is an address where nobody listens, so meeting anybody would fail or hang."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
+    launcher = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}  # fmt: skip
+    env = {**kept, **(launcher if world > 1 else {}), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(ROOT / "pretrain.py"), *argv]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+def everything_below(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.fixture()
+def folder(tmp_path):
+    for name in ("corpus.bin", "corpus.idx"):
+        (tmp_path / name).write_bytes(b"")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "words"),
+    [
+        (["train.gbss=16", "model=lama3_8b"], 1, ["did you mean train.gbs?", "model=llama3_8b"]),
+        (["parallel.tp=3", "optim.lr=-1", "train.steps=ten"], 8, ["parallel.tp=", "optim.lr=", "train.steps=100"]),
+        (["log.dir=run", "log.jsonl=run/log.jsonl", "checkpoint.dir=run/c", "parallel.zero=2"], 2, ["parallel.zero=1"]),
+        (["model.from_hf=."], 1, ["model.from_hf", "config.json"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_refused_before_anything_happens(argv, world, words, folder):
+    before = everything_below(folder)
+    ended = pretrain(folder, "data.train=[corpus]", *argv, world=world)
+    assert ended.returncode == 2, ended.stderr
+    for word in words:
+        assert word in ended.stderr, ended.stderr
+    assert ended.stdout == "" and "Traceback" not in ended.stderr
+    assert everything_below(folder) == before
+
+
+def test_the_other_ranks_are_silent(folder):
+    ended = pretrain(folder, "data.train=[corpus]", "train.gbs=3", rank=1, world=2)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+
+
+def test_cfg_and_help_end_well(folder):
+    shown = pretrain(folder, "--cfg", "job", "experiment=quickstart")
+    assert shown.returncode == 0 and "seq_len: 128" in shown.stdout and shown.stderr == ""
+    helped = pretrain(folder, "--help")
+    assert helped.returncode == 0 and "global batch, in sequences" in helped.stdout
+    assert everything_below(folder) == ["corpus.bin", "corpus.idx"]

@@ -1,0 +1,100 @@
+"""What a step keeps falls as 1/cp, and no tensor of it is as large as sequence times sequence."""
+
+import dataclasses
+
+import pytest
+import torch
+from layouts import make_rows, micro_batch
+from memory_watch import MemoryWatch
+from parity_configs import config_of
+from ranks import run_ranks
+
+from megatron5d.config.schema import DataConfig, RecomputeConfig
+from megatron5d.model.context import SequenceSharding
+from megatron5d.model.gpt import Gpt
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import sizes_of
+
+S = 2048
+METHODS = {
+    "ring": {},
+    "allgather": {"cp_method": "allgather"},
+    "ulysses": {"cp_method": "ulysses"},
+    "two_level": {"cp_method": "two_level", "cp_inner": 2},
+}
+
+
+def test_the_watch_sees_what_lives_and_what_was_largest():
+    with MemoryWatch() as watch:
+        kept = torch.ones(10, dtype=torch.float64)
+        view = kept.view(2, 5)[1:]
+        kept.add_(1)
+        passing = kept * 2
+        larger = torch.zeros(100)
+        del passing, larger
+        kept.mul_(2)
+    assert (watch.live_bytes, watch.peak_bytes, watch.largest[:2]) == (80, 80 + 80 + 400, (100, (100,)))
+    assert view.numel() == 5
+
+
+def step_on_rank(rank: int, world: int, config):
+    """(bytes kept between forward and backward, most bytes alive, elements of the largest tensor) of one step."""
+    mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
+    model = Gpt(config, mesh)
+    model.initialize(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    batch = SequenceSharding(config, mesh)(micro_batch(config, make_rows(config, 1)))
+    stage = Stage(model.phases)
+    with MemoryWatch() as watch:
+        sums = stage.forward(0, None, batch)
+        kept = watch.live_bytes
+        stage.backward(0, torch.tensor([1.0, 0.0]))
+    assert sums.isfinite().all() and stage.num_in_flight == 0
+    return kept, watch.peak_bytes, watch.largest
+
+
+def measured(model: str, documents: bool = False, recompute: str = "none", **parallel):
+    """The worst rank's figures."""
+    config = config_of(model, gbs=1, recompute=RecomputeConfig(recompute), **parallel)
+    data = DataConfig(document_mask=True, eod=3) if documents else DataConfig()
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=32),
+        train=dataclasses.replace(config.train, seq_len=S),
+        precision=dataclasses.replace(config.precision, dtype="fp32"),
+        data=data,
+    )
+    kept, peaks, largest = zip(*run_ranks(step_on_rank, config.parallel.cp, config))
+    return max(kept), max(peaks), max(largest)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """One rank without context parallelism: bytes kept."""
+    return {model: measured(model)[0] for model in ("llama_gqa", "mla")}
+
+
+@pytest.mark.parametrize("model", ["llama_gqa", "mla"])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_kept_falls_as_one_over_cp(whole, model, method):
+    kept, peak, largest = measured(model, cp=4, **METHODS[method])
+    assert kept < 1.1 * whole[model] / 4
+    assert peak < 0.35 * whole[model], "gathered keys and the blocks of a backward included"
+    assert largest[0] < S * S / 4, largest
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_mask_makes_a_square(method):
+    """Packed documents and a window go through attention in blocks of queries."""
+    for model, documents in (("llama_gqa", True), ("mla_window_softcap", False)):
+        *_, largest = measured(model, documents=documents, cp=4, **METHODS[method])
+        assert largest[0] < S * S / 4, largest
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputed_layers_keep_their_input_alone(method):
+    """Two layers of two phases: each keeps one hidden state of h = 32, and the head its logits of 32 and its input."""
+    kept, _, _ = measured("llama_gqa", cp=4, recompute="full", **METHODS[method])
+    assert kept < 1.1 * (S // 4) * 4 * (4 * 32 + 2 * 32 + 2 * 32)

@@ -1,0 +1,123 @@
+"""Sources, splits and mixtures, against slow transcriptions of their definitions."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from megatron5d.data import blend
+from megatron5d.data.blend import (
+    Source,
+    megatron_blend,
+    megatron_sizes,
+    mixing_cycle,
+    normalised,
+    parse_sources,
+    split_range,
+)
+
+
+def test_sources_are_weight_and_prefix():
+    assert parse_sources(["0.3 /a/b", " 7   c d ", "plain", "./3"]) == [
+        Source("/a/b", 0.3, True),
+        Source("c d", 7.0, True),
+        Source("plain", 1.0, False),
+        Source("./3", 1.0, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "data.valid is empty"),
+        ([""], "names no file"),
+        (["0.3", "a"], "'0.3' names no file"),
+        (["0 a"], "weight .* is 0"),
+        (["-1 a"], "weight .* is -1"),
+        (["nan a"], "weight .* is nan"),
+        (["inf a"], "weight .* is inf"),
+        ("a", "is one string"),
+    ],
+)
+def test_bad_sources_are_refused(entries, message):
+    with pytest.raises(ValueError, match=message):
+        parse_sources(entries, "data.valid")
+
+
+@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "80,20", "100", "0,1,0", "0.5,0.25,0.25", "98.5,1,0.5"])
+@pytest.mark.parametrize("num", [1, 7, 40, 1000, 12345])
+def test_split_parts_are_contiguous_and_complete(split, num):
+    shares = [Fraction(s) for s in split.split(",")] + [Fraction(0)] * (3 - split.count(",") - 1)
+    borders = [sum(shares[:k], Fraction(0)) / sum(shares) * num for k in range(4)]
+    for part, low, high in zip(("train", "valid", "test"), borders, borders[1:]):
+        if round(low) == round(high):
+            with pytest.raises(ValueError, match=f"data.split='{split}' gives {part} 0 of {num}"):
+                split_range(split, part, num)
+        else:
+            begin, end = split_range(split, part, num)
+            assert abs(begin - low) <= 0.5 + 1e-9 and abs(end - high) <= 0.5 + 1e-9
+
+
+def test_no_split_gives_everything():
+    assert split_range(None, "valid", 5) == (0, 5)
+
+
+@pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "-1,2", "0,0,0", "1;2"])
+def test_bad_splits_are_refused(split):
+    with pytest.raises(ValueError, match="data.split="):
+        split_range(split, "train", 10)
+
+
+def greedy(weights, size):
+    """The text: for i = 0 … size−1 the dataset that maximises w_d · max(i, 1) − taken_d, the first maximum wins."""
+    taken = [0] * len(weights)
+    result = []
+    for i in range(size):
+        lags = [w * max(i, 1) - t for w, t in zip(weights, taken)]
+        d = lags.index(max(lags))
+        result.append((d, taken[d]))
+        taken[d] += 1
+    return result
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1], [3, 7], [1, 1, 1], [0.1, 0.2, 0.3, 0.4], [5, 0.001, 2], [1] * 7])
+def test_megatron_blend_is_the_greedy_rule(weights):
+    weights = normalised(weights)
+    ids, numbers = megatron_blend(weights, 3000)
+    assert (ids.dtype, numbers.dtype) == (np.int16, np.int64)
+    assert list(zip(ids.tolist(), numbers.tolist())) == greedy(weights, 3000)
+
+
+def test_compiled_blend_is_the_same(monkeypatch):
+    pytest.importorskip("numba")
+    weights = normalised([0.31, 0.17, 0.29, 0.23])
+    plain = megatron_blend(weights, 5000)
+    monkeypatch.setattr(blend, "COMPILE_ABOVE", 0)
+    compiled = megatron_blend(weights, 5000)
+    assert all((a == b).all() for a, b in zip(plain, compiled))
+
+
+def test_megatron_sizes_carry_the_surplus():
+    assert megatron_sizes([0.3, 0.7], 1000, 0.005) == [302, 704]
+    assert megatron_sizes([0.3, 0.7], 1001, 0.0) == [301, 701]
+    assert megatron_sizes([1.0], 10, 0.005) == [11]
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1], [0.3, 0.7], [0.1, 0.2, 0.3, 0.4], [1, 1e-9], [2, 3, 5, 7, 11, 13]])
+def test_mixing_cycle_is_even_at_every_length(weights):
+    cycle = 4096
+    ids, numbers, counts = mixing_cycle(weights, cycle)
+    assert len(ids) == cycle and counts.sum() == cycle and counts.min() >= 1
+    for d, weight in enumerate(weights):
+        exact = weight / math.fsum(weights) * cycle
+        assert abs(counts[d] - exact) <= 1 + len(weights) * exact / cycle + (exact < 1)
+        mine = ids == d
+        assert numbers[mine].tolist() == list(range(counts[d]))  # each sample once, in order
+        away = np.abs(np.cumsum(mine) - counts[d] * np.arange(1, cycle + 1) / cycle)
+        assert away.max() <= max(1, len(weights) / 2)
+
+
+def test_many_datasets_all_take_part():
+    _, _, counts = mixing_cycle([1.0] * 500, cycle=100)
+    assert counts.tolist() == [1] * 500

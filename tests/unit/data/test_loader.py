@@ -1,0 +1,118 @@
+"""The loader: every layout reads the same global batches, and one number resumes it."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from megatron5d.data.indexed import IndexedWriter
+from megatron5d.data.loader import Loader
+from megatron5d.data.sampler import samples_of_steps
+from megatron5d.data.samples import open_samples
+
+
+@pytest.fixture
+def samples(tmp_path):
+    writer = IndexedWriter(tmp_path / "a", vocab_size=1000)
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        writer.add_document(np.append(random.integers(1, 1000, size=random.integers(3, 40)), 0))
+    writer.finalize()
+    return open_samples([str(tmp_path / "a")], seq_len=8, seed=3)
+
+
+def rows(batches):
+    """All rows of a step as tuples of seq_len + 1 tokens."""
+    return [tuple(t.tolist()) for b in batches for t in torch.cat([b.tokens, b.labels[:, -1:]], dim=1)]
+
+
+@pytest.mark.parametrize(("mbs", "dp"), [(1, 1), (12, 1), (1, 12), (2, 3), (3, 2), (6, 2)])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_global_batches_are_the_same_under_any_layout(samples, mbs, dp, prefetch):
+    loaders = [Loader(samples, gbs=12, mbs=mbs, dp_rank=r, dp_size=dp, prefetch=prefetch) for r in range(dp)]
+    for step in range(4):
+        ranks = [next(loader) for loader in loaders]
+        assert {len(batches) for batches in ranks} == {12 // (mbs * dp)}
+        assert {batch.tokens.shape for batches in ranks for batch in batches} == {(mbs, 8)}
+        in_order = [row for micro in zip(*ranks) for row in rows(micro)]
+        assert in_order == [tuple(samples[i].tolist()) for i in range(12 * step, 12 * step + 12)]
+    for loader in loaders:
+        loader.close()
+
+
+@pytest.mark.parametrize("ramp", [None, [4, 4, 30]])
+def test_resume_is_exact_at_every_step(samples, ramp):
+    whole = Loader(samples, gbs=12, mbs=2, dp_rank=1, dp_size=2, gbs_ramp=ramp)
+    steps = [rows(next(whole)) for _ in range(8)]
+    assert whole.consumed_samples == samples_of_steps(8, 12, ramp)  # read ahead, but not counted
+    whole.close()
+    for start in range(8):
+        consumed = samples_of_steps(start, 12, ramp)
+        rest = Loader(samples, gbs=12, mbs=2, dp_rank=1, dp_size=2, gbs_ramp=ramp, consumed_samples=consumed)
+        assert [rows(next(rest)) for _ in range(start, 8)] == steps[start:]
+        rest.close()
+
+
+def test_ramp_changes_the_number_of_micro_batches(samples):
+    loader = Loader(samples, gbs=12, mbs=2, dp_size=2, gbs_ramp=[4, 4, 24], prefetch=1)
+    assert [len(next(loader)) for _ in range(6)] == [1, 1, 1, 2, 2, 3]
+    loader.close()
+
+
+def test_reads_ahead_no_further_than_told(samples):
+    read = []
+    original = type(samples).__getitem__
+
+    class Counting(type(samples)):
+        def __getitem__(self, i):
+            read.append(i)
+            return original(self, i)
+
+    counting = Counting(samples.streams, samples._route, samples.seq_len, None)
+    loader = Loader(counting, gbs=4, mbs=4, prefetch=3)
+    next(loader)
+    threading.Event().wait(0.3)
+    assert 4 * 2 <= len(read) <= 4 * (1 + 3 + 1)  # the step taken, three in the queue, one waiting to enter it
+    loader.close()
+
+
+def test_documents_from_eods_and_from_the_index_agree(samples):
+    by_token = next(Loader(samples, gbs=12, mbs=12, document_mask=True, eod=0, prefetch=0))[0]
+    by_index = next(Loader(samples, gbs=12, mbs=12, document_mask=True, prefetch=0))[0]
+    assert by_token.documents.max() > 0
+    assert torch.equal(by_token.documents, by_index.documents)
+    assert torch.equal(by_token.positions, by_index.positions)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_tokens_beyond_the_vocabulary_are_refused_where_they_are_asked_for(samples, prefetch):
+    loader = Loader(samples, gbs=12, mbs=12, vocab_size=100, prefetch=prefetch)
+    with pytest.raises(ValueError, match=r"a: sample \d+ has token id \d+, model\.vocab_size is 100"):
+        next(loader)
+    assert loader.consumed_samples == 0
+    good = Loader(samples, gbs=12, mbs=12, vocab_size=1000, prefetch=prefetch)
+    next(good)
+    good.close()
+
+
+def test_an_order_that_ends_is_refused_only_when_its_end_is_asked_for(tmp_path, samples):
+    finite = open_samples([samples.streams[0].dataset.prefix], seq_len=8, order="megatron", num_samples=24)
+    loader = Loader(finite, gbs=finite.num_samples, mbs=1)
+    assert len(next(loader)) == finite.num_samples
+    with pytest.raises(IndexError, match="data.order=megatron was built for"):
+        next(loader)
+
+
+def test_batch_sizes_are_checked_before_anything_is_read(samples):
+    with pytest.raises(ValueError, match="train.gbs=10"):
+        Loader(samples, gbs=10, mbs=2, dp_size=3)
+
+
+def test_close_ends_the_thread_even_while_it_waits(samples):
+    loader = Loader(samples, gbs=4, mbs=1, prefetch=1)
+    next(loader)
+    thread = loader._thread
+    loader.close()
+    loader.close()
+    assert not thread.is_alive()

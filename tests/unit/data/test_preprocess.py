@@ -1,0 +1,274 @@
+"""Preprocessing end to end: the right tokens, the same bytes after any kill, and clear refusals."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron5d.data import preprocess
+from megatron5d.data.indexed import IndexedDataset, finish_partial
+from megatron5d.data.tokenize_units import Recipe
+from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.data.train_tokenizer import train_sentencepiece
+
+pytest.importorskip("sentencepiece")
+ROOT = Path(__file__).resolve().parents[3]
+RANDOM = random.Random(0)
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+TEXTS = [" ".join(RANDOM.choices(WORDS, k=RANDOM.randrange(1, 60))) for _ in range(400)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory):
+    return train_sentencepiece(TEXTS, 330, tmp_path_factory.mktemp("tok") / "tok")
+
+
+@pytest.fixture
+def corpus_file(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def tool(*arguments):
+    command = [sys.executable, "tools/preprocess.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def summary_of(*arguments):
+    done = tool(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def contents(folder, pattern):
+    return {path.name.partition(".")[2]: path.read_bytes() for path in sorted(folder.glob(pattern))}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_documents_become_their_tokens(tmp_path, tokenizer_file, corpus_file, workers):
+    summary = summary_of(
+        *("--input", corpus_file, "--tokenizer", tokenizer_file, "--out", tmp_path / "o"),
+        *("--append-eod", "--workers", workers),
+    )
+    tokenizer = load_tokenizer(tokenizer_file)
+    data = IndexedDataset(tmp_path / "o")
+    expected = [[*tokenizer.encode(text), tokenizer.eod] for text in TEXTS]
+    assert [data.document(i).tolist() for i in range(data.num_documents)] == expected
+    assert summary["documents"] == len(TEXTS) and summary["tokens"] == sum(map(len, expected))
+    assert summary["dtype"] == "uint16" and summary["bad_lines"] == 0
+    assert sorted(p.name for p in tmp_path.glob("o*")) == ["o.bin", "o.idx", "o.preprocess.json"]
+
+
+def test_a_second_run_has_nothing_to_do_and_another_job_is_refused(tmp_path, tokenizer_file, corpus_file):
+    arguments = ["--input", corpus_file, "--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--workers", 1]
+    assert summary_of(*arguments)["up_to_date"] is False
+    before = os.stat(tmp_path / "o.idx").st_mtime_ns
+    assert summary_of(*arguments)["up_to_date"] is True
+    assert os.stat(tmp_path / "o.idx").st_mtime_ns == before
+    refused = tool(*arguments, "--append-eod")
+    assert refused.returncode == 2 and "o.idx is there already" in refused.stderr and "--overwrite" in refused.stderr
+    assert summary_of(*arguments, "--append-eod", "--overwrite")["up_to_date"] is False
+
+
+def test_validation_documents_are_held_out(tmp_path, tokenizer_file, corpus_file):
+    common = ["--input", corpus_file, "--tokenizer", tokenizer_file, "--workers", 1]
+    summary_of(*common, "--out", tmp_path / "all")
+    summary = summary_of(*common, "--out", tmp_path / "o", "--valid-fraction", 0.2)
+    parts = [IndexedDataset(tmp_path / f"o_{part}") for part in ("train", "valid")]
+    train, valid = ([part.document(i).tolist() for i in range(part.num_documents)] for part in parts)
+    whole = IndexedDataset(tmp_path / "all")
+    in_order = [whole.document(i).tolist() for i in range(whole.num_documents)]
+    assert 50 <= len(valid) <= 110  # 80 expected, 8 the standard deviation
+    merged, left = [], list(valid)
+    for document in in_order:  # each part keeps the corpus's order
+        if left and document == left[0] and (len(merged) >= len(train) or document != train[len(merged)]):
+            left.pop(0)
+        else:
+            merged.append(document)
+    assert merged == train and not left
+    assert summary["documents"] == len(TEXTS)
+
+
+KILLER = """
+import os, signal, sys
+from pathlib import Path
+from megatron5d.data import corpus, preprocess
+from megatron5d.data.tokenize_units import Recipe
+if __name__ == "__main__":
+    corpus.UNIT_BYTES = 1500
+    files, tokenizer, out, kill_after, save_every_s, workers = sys.argv[1:]
+    seen = []
+    def progress(done_bytes, state):
+        seen.append(done_bytes)
+        if len(seen) == int(kill_after):
+            os.kill(os.getpid(), signal.SIGKILL)
+    job = preprocess.Job((Path(files),), out, Recipe(tokenizer, append_eod=True), valid_fraction=0.1)
+    summary = preprocess.preprocess(job, int(workers), preprocess.Reporting(progress), save_every_s=float(save_every_s))
+    print(len(seen), summary["resumed_documents"])
+"""
+
+
+def run_until(script, corpus_file, tokenizer_file, out, kill_after, save_every_s, workers):
+    arguments = [corpus_file, tokenizer_file, out, kill_after, save_every_s, workers]
+    return subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(("save_every_s", "workers"), [(0, 1), (0.003, 1), (0, 2)])
+def test_killed_runs_go_on_and_end_with_the_same_bytes(tmp_path, tokenizer_file, corpus_file, save_every_s, workers):
+    script = tmp_path / "killer.py"
+    script.write_text(KILLER)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole = run_until(script, corpus_file, tokenizer_file, tmp_path / "whole" / "o", 0, 9, 1)
+    num_units = int(whole.stdout.split()[0])
+    assert num_units > 30
+    resumed = 0
+    for kill_after in (7, 1, 9) if workers == 1 else (12,):
+        killed = run_until(
+            script, corpus_file, tokenizer_file, tmp_path / "killed" / "o", kill_after, save_every_s, workers
+        )
+        assert killed.returncode == -9, killed.stderr
+        assert not list((tmp_path / "killed").glob("*.idx"))
+        with (tmp_path / "killed" / "o_train.bin.partial").open("ab") as file:
+            file.write(b"half a write")
+    last = run_until(script, corpus_file, tokenizer_file, tmp_path / "killed" / "o", 0, save_every_s, workers)
+    assert last.returncode == 0, last.stderr
+    units_left, resumed = map(int, last.stdout.split())
+    if save_every_s == 0:
+        assert units_left == num_units - (17 if workers == 1 else 12) and resumed > 0
+    for suffix in ("_train.bin", "_train.idx", "_valid.bin", "_valid.idx"):
+        assert (tmp_path / "killed" / f"o{suffix}").read_bytes() == (tmp_path / "whole" / f"o{suffix}").read_bytes()
+    assert not list((tmp_path / "killed").glob("*.partial*"))
+
+
+def processes_marked(mark):
+    """Ids of the processes that have `mark` in their environment, which children inherit."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find processes")
+def test_killed_parents_leave_no_processes(tmp_path, tokenizer_file, corpus_file):
+    script, mark = tmp_path / "killer.py", f"KILLED_RUN={tmp_path}"
+    script.write_text(KILLER)
+    arguments = map(str, [script, corpus_file, tokenizer_file, tmp_path / "o", 5, 0, 2])
+    environment = {**os.environ, "KILLED_RUN": str(tmp_path)}
+    # output to nowhere: a pipe would be held open by orphans, and waiting for its end would wait for them
+    parent = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    most = 0
+    while parent.poll() is None:
+        most = max(most, len(processes_marked(mark)))
+        time.sleep(0.02)
+    assert parent.returncode == -9 and most >= 3  # the parent and two workers were seen at work
+    deadline = time.monotonic() + 20
+    while processes_marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_marked(mark) == []
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_kill_while_the_files_get_their_names_is_finished(tmp_path, tokenizer_file, corpus_file, monkeypatch, at):
+    def job(out):
+        return preprocess.Job((corpus_file,), str(tmp_path / out), Recipe(str(tokenizer_file)), valid_fraction=0.1)
+
+    preprocess.preprocess(job("whole"), 1)
+    calls = []
+
+    def killed(prefix, dtype):
+        calls.append(prefix)
+        if len(calls) > at:
+            raise KeyboardInterrupt
+        finish_partial(prefix, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess, "finish_partial", killed)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess.preprocess(job("o"), 1)
+    assert preprocess.preprocess(job("o"), 1)["documents"] == len(TEXTS)
+    for suffix in ("_train.bin", "_train.idx", "_valid.bin", "_valid.idx"):
+        assert (tmp_path / f"o{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+def test_bad_lines_stop_the_run_or_are_counted(tmp_path, tokenizer_file, corpus_file):
+    lines = corpus_file.read_text().splitlines()
+    lines[250] = '{"text": 7}'
+    lines[300] = "nonsense"
+    corpus_file.write_text("\n".join(lines))
+    arguments = ["--input", corpus_file, "--tokenizer", tokenizer_file, "--out", tmp_path / "o"]
+    refused = tool(*arguments)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert f"{corpus_file}:251: field 'text' is a int, not a string" in refused.stderr
+    assert not (tmp_path / "o.idx").exists()
+    counted = summary_of(*arguments, "--skip-bad")  # the refused run goes on
+    assert (counted["bad_lines"], counted["documents"]) == (2, 398)
+
+
+def test_an_unfinished_run_of_another_job_is_not_mixed_in(tmp_path, tokenizer_file, corpus_file):
+    (tmp_path / "killer.py").write_text(KILLER)
+    run_until(tmp_path / "killer.py", corpus_file, tokenizer_file, tmp_path / "o", 5, 0, 1)
+    refused = tool(
+        "--input", corpus_file, "--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--valid-fraction", 0.1
+    )
+    assert refused.returncode == 2 and "unfinished run with other inputs or settings" in refused.stderr
+
+
+def test_empty_documents_are_counted_and_not_written(tmp_path, tokenizer_file):
+    (tmp_path / "c.jsonl").write_text('{"text": ""}\n{"text": "alpha"}\n{"text": ""}\n')
+    common = ["--tokenizer", tokenizer_file, "--append-eod", "--workers", 1]
+    summary = summary_of("--input", tmp_path / "c.jsonl", "--out", tmp_path / "o", *common)
+    assert (summary["documents"], summary["empty"]) == (1, 2)
+    assert IndexedDataset(tmp_path / "o").num_documents == 1
+
+
+def test_each_key_is_a_dataset_of_its_own(tmp_path, tokenizer_file):
+    (tmp_path / "c.jsonl").write_text('{"q": "alpha", "a": "beta gamma"}\n{"q": "", "a": "delta"}\n')
+    common = ["--tokenizer", tokenizer_file, "--json-keys", "q", "a", "--workers", 1]
+    summary_of("--input", tmp_path / "c.jsonl", "--out", tmp_path / "o", *common)
+    tokenizer = load_tokenizer(tokenizer_file)
+    for key, texts in {"q": ["alpha"], "a": ["beta gamma", "delta"]}.items():
+        data = IndexedDataset(tmp_path / f"o_{key}")
+        assert [data.document(i).tolist() for i in range(data.num_documents)] == [tokenizer.encode(t) for t in texts]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--input": "/nowhere"}, "/nowhere: no such file or folder"),
+        ({"--tokenizer": "/nowhere.model"}, "/nowhere.model: no such tokenizer file"),
+        ({"--valid-fraction": "1.5"}, "--valid-fraction 1.5"),
+        ({"--workers": "0"}, "--workers 0"),
+        ({"--eod": "<nope>"}, "'<nope>' is not in the vocabulary"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_code_2(tmp_path, tokenizer_file, corpus_file, change, message):
+    settings = {"--input": corpus_file, "--tokenizer": tokenizer_file, "--out": tmp_path / "o", **change}
+    refused = tool(*(part for pair in settings.items() for part in pair))
+    assert refused.returncode == 2 and message in refused.stderr and "Traceback" not in refused.stderr
+    assert not list(tmp_path.glob("o*"))
+
+
+def test_a_folder_of_sources(tmp_path, tokenizer_file):
+    folder = ROOT / "megatron5d" / "data"
+    summary = summary_of(
+        *("--input", folder, "--glob", "*.py", "--exclude", "loader.py", "__pycache__"),
+        *("--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--workers", 2),
+    )
+    sources = [p for p in sorted(folder.glob("*.py")) if p.name != "loader.py" and p.stat().st_size]
+    tokenizer, data = load_tokenizer(tokenizer_file), IndexedDataset(tmp_path / "o")
+    assert summary["files"] >= data.num_documents == len(sources)
+    assert [tokenizer.decode(data.document(i).tolist()) for i in range(len(sources))] == [
+        p.read_text() for p in sources
+    ]

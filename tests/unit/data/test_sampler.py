@@ -1,0 +1,71 @@
+"""Which rank takes which sample, for all sizes in one process."""
+
+import itertools
+
+import pytest
+
+from megatron5d.data.sampler import check_batch_sizes, global_batch_size, micro_batch_samples, samples_of_steps
+
+
+@pytest.mark.parametrize(("mbs", "dp"), list(itertools.product([1, 2, 3, 4], [1, 2, 3, 5, 8])))
+def test_global_batches_do_not_depend_on_the_layout(mbs, dp):
+    gbs = 3 * mbs * dp
+    for step in range(3):
+        ranks = [micro_batch_samples(step * gbs, gbs, mbs, rank, dp) for rank in range(dp)]
+        taken = [i for rank in ranks for each in rank for i in each]
+        assert sorted(taken) == list(range(step * gbs, (step + 1) * gbs))
+        assert all(len(rank) == gbs // (mbs * dp) and all(len(each) == mbs for each in rank) for rank in ranks)
+
+
+def test_micro_steps_take_consecutive_entries_rank_by_rank():
+    # two ranks, micro-batches of 2, batches of 8, after 16 samples: written out by hand
+    assert micro_batch_samples(16, 8, 2, 0, 2) == [range(16, 18), range(20, 22)]
+    assert micro_batch_samples(16, 8, 2, 1, 2) == [range(18, 20), range(22, 24)]
+
+
+def slow_ramp(consumed, gbs, start, increment, length):
+    """Megatron's rule with exact fractions: an increment after each length / ((gbs − start) / increment) samples."""
+    size = start
+    passed = 1
+    while size < gbs and consumed * ((gbs - start) // increment) >= passed * length:
+        size += increment
+        passed += 1
+    return size
+
+
+@pytest.mark.parametrize("ramp", [[4, 4, 100], [8, 2, 37], [2, 14, 64], [16, 4, 50], [4, 4, 0]])
+def test_ramp_grows_in_equal_increments(ramp):
+    sizes = [global_batch_size(consumed, 16, ramp) for consumed in range(200)]
+    assert sizes == [slow_ramp(consumed, 16, *ramp) for consumed in range(200)]
+    assert sizes == sorted(sizes) and sizes[-1] == 16
+    consumed = 0
+    for steps in range(40):
+        assert samples_of_steps(steps, 16, ramp) == consumed
+        consumed += global_batch_size(consumed, 16, ramp)
+
+
+def test_without_a_ramp_samples_are_a_product():
+    assert samples_of_steps(10**9, 7) == 7 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("gbs", "mbs", "dp", "ramp", "message"),
+    [
+        (10, 2, 3, None, r"train\.gbs=10 .* 2·3 = 6; nearest legal: 6"),
+        (2, 2, 3, None, r"nearest legal: 6"),
+        (0, 1, 1, None, r"train\.gbs=0"),
+        (12, 2, 3, [6, 6], r"train\.gbs_ramp=\[6, 6\]; it is"),
+        (12, 2, 3, [6, 5, 10], r"does not go from 6 to train\.gbs=12"),
+        (12, 2, 3, [18, 6, 10], r"does not go"),
+        (12, 2, 3, [4, 4, 10], r"nearest legal: \[6, 6, 10\]"),
+    ],
+)
+def test_impossible_sizes_are_refused(gbs, mbs, dp, ramp, message):
+    with pytest.raises(ValueError, match=message):
+        check_batch_sizes(gbs, mbs, dp, ramp)
+
+
+def test_possible_sizes_pass():
+    check_batch_sizes(12, 2, 3)
+    check_batch_sizes(24, 2, 3, [6, 6, 100])
+    check_batch_sizes(12, 2, 3, [12, 5, 100])  # nothing to grow: the increment is not used

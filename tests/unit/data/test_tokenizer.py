@@ -1,0 +1,227 @@
+"""Tokenizers of the three kinds, each against the package or algorithm it stands for."""
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron5d.data.tiktoken_ranks import CL100K_PATTERN, GPT2_PATTERN, O200K_PATTERN
+from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.data.train_tokenizer import train_sentencepiece
+
+ROOT = Path(__file__).resolve().parents[3]
+CORPUS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests" / "unit" / "data").glob("*.py"))]
+TEXTS = [
+    "",
+    " ",
+    "def f(x):\n        return  x\n\n\ttab\r\n",
+    "  leading and trailing  ",
+    "naïve café 中文 👩‍👩‍👧 \u200b\x00\x07",
+    "a <|endoftext|> b </s> <unk> <0x41>",
+    "12345 3.14",
+]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_file(tmp_path_factory):
+    pytest.importorskip("sentencepiece")
+    return train_sentencepiece(CORPUS, 1000, tmp_path_factory.mktemp("tok") / "made" / "tok")
+
+
+@pytest.fixture(scope="module")
+def hugging_face_file(tmp_path_factory):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(CORPUS, trainer)
+    model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
+    model.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiktoken_file(tmp_path_factory):
+    pytest.importorskip("tiktoken")
+    ranks = [bytes([b]) for b in range(256)] + [b"ab", b"cd", b"abcd", b" ab"]
+    path = tmp_path_factory.mktemp("tik") / "tokenizer.model"
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(ranks)))
+    return path
+
+
+@pytest.fixture(params=["sentencepiece_file", "hugging_face_file", "tiktoken_file"])
+def tokenizer_path(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("text", TEXTS + CORPUS[:3])
+def test_every_text_comes_back_unchanged(tokenizer_path, text):
+    tokenizer = load_tokenizer(tokenizer_path)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.eod not in ids  # characters that spell a special token are characters
+
+
+def test_eod_is_found_and_not_shown(tokenizer_path):
+    tokenizer = load_tokenizer(tokenizer_path)
+    assert tokenizer.eod is not None and tokenizer.eod < tokenizer.vocab_size
+    assert tokenizer.decode([*tokenizer.encode("x"), tokenizer.eod]) == "x"
+
+
+def test_sentencepiece_is_trained_to_size(sentencepiece_file):
+    tokenizer = load_tokenizer(sentencepiece_file)
+    assert sentencepiece_file.name == "tok.model"
+    assert (tokenizer.vocab_size, tokenizer.eod) == (1000, 1)
+    text = CORPUS[0]
+    assert len(tokenizer.encode(text)) < len(text) / 2
+
+
+def test_long_documents_are_not_dropped_from_training(tmp_path):
+    pytest.importorskip("sentencepiece")
+    words = "zebra quagga okapi " * 30_000  # far beyond sentencepiece's limit for one input
+    path = train_sentencepiece([words], 300, tmp_path / "t")
+    assert len(load_tokenizer(path).encode("quagga okapi")) <= 6
+
+
+def test_impossible_vocabulary_gives_sentencepieces_reason(tmp_path):
+    pytest.importorskip("sentencepiece")
+    with pytest.raises(ValueError, match="--vocab-size 60000.*Vocabulary size too high.*<= "):
+        train_sentencepiece(["a b c"], 60000, tmp_path / "t")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bos_of_a_hugging_face_template_is_not_added(hugging_face_file):
+    assert 0 not in load_tokenizer(hugging_face_file).encode("hello")
+
+
+def test_eos_of_the_config_beside_it_wins(hugging_face_file, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(hugging_face_file.read_bytes())
+    for eos in ("<s>", {"content": "<s>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert load_tokenizer(tmp_path).eod == 0  # the folder is enough
+    assert load_tokenizer(tmp_path, eod="<|endoftext|>").eod == 1
+    assert load_tokenizer(tmp_path, eod=7).eod == 7
+    with pytest.raises(ValueError, match="'<nope>' is not in the vocabulary; it has .*<|endoftext|>"):
+        load_tokenizer(tmp_path, eod="<nope>")
+
+
+def test_tiktoken_merges_by_rank(tiktoken_file):
+    tokenizer = load_tokenizer(tiktoken_file)
+    assert tokenizer.encode("abcd cd ab") == [258, ord(" "), 257, 259]
+    assert (tokenizer.vocab_size, tokenizer.eod) == (261, 260)
+
+
+@pytest.mark.parametrize(("num_ranks", "vocab", "eod"), [(100256, 100277, 100257), (128000, 128256, 128001)])
+def test_published_tiktoken_vocabularies_are_known_by_their_size(tmp_path, num_ranks, vocab, eod):
+    pytest.importorskip("tiktoken")
+    tokens = [bytes([b]) for b in range(256)] + [b"%06d" % i for i in range(num_ranks - 256)]
+    path = tmp_path / "x.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (vocab, eod)
+
+
+def test_patterns_cut_text_as_published():
+    regex = pytest.importorskip("regex")
+    text = "I'll say HelloWorld 12345 times:\n\n  ok!!\tdone"
+    cut = {
+        GPT2_PATTERN: ["I", "'ll", " say", " HelloWorld", " 12345", " times", ":", "\n\n ", " ok", "!!", "\t", "done"],
+        CL100K_PATTERN: [
+            "I",
+            "'ll",
+            " say",
+            " HelloWorld",
+            " ",
+            "123",
+            "45",
+            " times",
+            ":\n\n",
+            " ",
+            " ok",
+            "!!",
+            "\tdone",
+        ],
+        O200K_PATTERN: [
+            "I'll",
+            " say",
+            " Hello",
+            "World",
+            " ",
+            "123",
+            "45",
+            " times",
+            ":\n\n",
+            " ",
+            " ok",
+            "!!",
+            "\tdone",
+        ],
+    }
+    for pattern, pieces in cut.items():
+        assert regex.findall(pattern, text) == pieces, pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing", None, "no such tokenizer file"),
+        ("empty.model", b"", "is empty"),
+        ("noise.model", b"\x01\x02not a model", "not a sentencepiece model"),
+        ("tokenizer.json", b'{"nothing": 1}', r"not a tokenizer\.json"),
+        ("bad.tiktoken", b"YQ== 0\nYg== one\n", r"bad\.tiktoken:2: .*base64-token rank"),
+        ("same.tiktoken", b"YQ== 0\nYg== 0\n", "2 tokens share 1 ranks"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as refused:
+        load_tokenizer(tmp_path / name)
+    assert name in str(refused.value)
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_package_is_named(tokenizer_path, monkeypatch):
+    package = {"tok.model": "sentencepiece", "tokenizer.json": "tokenizers", "tokenizer.model": "tiktoken"}
+    monkeypatch.setitem(sys.modules, package[tokenizer_path.name], None)
+    with pytest.raises(ValueError, match=f"needs the package {package[tokenizer_path.name]}: pip install"):
+        load_tokenizer(tokenizer_path)
+
+
+def tool(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "tools/tokenizer.py", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+def test_tool_trains_and_shows(tmp_path):
+    pytest.importorskip("sentencepiece")
+    made = tool(
+        "train", "--input", "tests/unit/data", "--glob", "*.py", "--vocab-size", 600, "--out", tmp_path / "t", "--json"
+    )
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout)["vocab_size"] == 600
+    shown = tool("show", tmp_path / "t.model", "--text", "-", "--json", input="def f():\n\tpass")
+    found = json.loads(shown.stdout)
+    assert shown.returncode == 0 and found["round_trip"] and "".join(found["pieces"]) == "def f():\n\tpass"
+    refused = tool("show", tmp_path / "nowhere.model")
+    assert refused.returncode == 2 and "no such tokenizer file" in refused.stderr and "Traceback" not in refused.stderr

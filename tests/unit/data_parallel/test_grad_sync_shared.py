@@ -1,0 +1,81 @@
+"""Reductions that mirrored ranks share start in one order, however differently their stages finish."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+from megatron5d.data_parallel.grad_sync import GradSync, data_axes
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard import ShardSpec, new_parameter, whole
+
+
+class Unit(nn.Module):
+    def __init__(self, name: str, shared: str, size: int = 5) -> None:
+        super().__init__()
+        spec = replace(ShardSpec(name, (size,), whole((size,))), shared=shared)
+        self.weight = new_parameter((size,), spec, dtype=torch.float64, device="cpu")
+        self.weight.data.zero_()
+
+
+def finished(sync, units, order, rank):
+    """Each phase gets one gradient of rank + 1, in the given order; returns the order in which reductions started."""
+    started = []
+    for index, bucket in enumerate(sync.buckets):
+
+        def start(whole=bucket.start_reduce, index=index):
+            started.append(index)
+            return whole()
+
+        bucket.start_reduce = start
+    sync.start_step(dict.fromkeys(units, 1))
+    for i in order:
+        units[i].weight.main_grad += rank + 1
+        sync.after_weight_grads(units[i])
+    before_end = list(started)
+    sync.finish_reduce()
+    return before_end, started, [bucket.grads[:5].tolist() for bucket in sync.buckets]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("checked", [False, True])
+def test_mirrored_ranks_reduce_in_one_order(zero, checked):
+    def on_rank(rank, world):
+        if not checked:
+            dist.set_debug_level(dist.DebugLevel.OFF)
+        mesh = build_mesh(resolve(world, pp=2), rank, pairs=True)
+        units = [Unit("a", "pair"), Unit("own", ""), Unit("b", "pair")]
+        sync = GradSync([[unit] for unit in units], mesh, zero, torch.float64)
+        order = [0, 1, 2] if rank == 0 else [2, 1, 0]
+        return finished(sync, units, order, rank)
+
+    (first, one, grads), (second, two, theirs) = run_ranks(on_rank, 2)
+    shared = [[index for index in started if index != 1] for started in (one, two)]
+    assert shared == [[0, 2], [0, 2]]
+    assert 1 in first and 1 in second  # a bucket of this rank alone waits for nobody
+    if checked:
+        assert first == second == [1]
+    else:
+        assert first == [0, 1, 2] and second == [1, 0, 2]
+    if zero == 0:
+        assert grads[0] == theirs[0] == [3.0] * 5 and (grads[1], theirs[1]) == ([1.0] * 5, [2.0] * 5)
+
+
+def test_a_shared_parameter_counts_its_mirror_as_data_parallel():
+    def on_rank(rank, world):
+        mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, pairs=True)
+        return [
+            tuple(axis.ranks for axis in data_axes(mesh, zero, shared))
+            for zero in (0, 1)
+            for shared in ("", "pair")
+        ]  # fmt: skip
+
+    found = run_ranks(on_rank, 8)[5]  # pp rank 1 of 2, dp 4 = replicate 2 × shard 2
+    assert found[0][1] == (4, 5, 6, 7)
+    assert found[1][1] == tuple(range(8))
+    assert found[2] == ((4, 5), (5, 7))
+    assert found[3] == ((0, 1, 4, 5), (5, 7))

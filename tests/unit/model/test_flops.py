@@ -1,0 +1,50 @@
+"""Counts of parameters and FLOPs against the built model and against a counter that watches the reference compute."""
+
+import pytest
+import reference_gpt
+import torch
+from parity_configs import MODELS, config_of
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron5d.model.flops import flops_per_token, parameter_count
+from megatron5d.model.gpt import Gpt
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
+
+S = 16
+
+
+def built(model: str):
+    config = config_of(model)
+    return config.model, Gpt(config, build_mesh(resolve(1)))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_are_those_of_the_built_model(model):
+    config, gpt = built(model)
+    padding = sum(p.shape[0] - p.spec.shape[0] for p in gpt.parameters() if p.dim() == 2) * config.hidden_size
+    assert parameter_count(config) == sum(p.numel() for p in gpt.parameters()) - padding
+
+
+@pytest.mark.parametrize("model", ["llama_gqa", "mqa_qk_norm", "gpt2_style", "mla", "mla_plain_q"])
+def test_flops_are_those_that_the_reference_computes(model):
+    """The reference computes the whole score matrix; of it the convention counts what a causal query sees."""
+    config, gpt = built(model)
+    gpt.initialize(1)
+    weights = {name: p.detach()[: p.spec.shape[0]] for name, p in gpt.named_specs()}
+    with FlopCounterMode(display=False) as counter:
+        reference_gpt.logits(weights, config, torch.zeros(1, S, dtype=torch.int64))
+    mla = config.attention == "mla"
+    key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim if mla else config.head_dim
+    value_dim = config.v_head_dim if mla else config.head_dim
+    unseen = 2 * config.num_layers * config.num_heads * (key_dim + value_dim) * S * (S - 1) / 2
+    assert flops_per_token(config, S) * S / 3 == counter.get_total_flops() - unseen
+
+
+def test_a_window_is_attended_to_at_most():
+    """By hand: of 16 queries the first four see 1, 2, 3, 4 tokens and the others 5."""
+    windowed, whole = config_of("softcaps_window").model, config_of("llama_gqa").model
+    assert (windowed.attention_window, windowed.num_kv_heads, whole.num_kv_heads) == (5, 4, 2)
+    pairs = (1 + 2 + 3 + 4 + 12 * 5) / S
+    matrices = 32 * 3 * 32 + 32 * 32 + 3 * 32 * 48
+    assert flops_per_token(windowed, S) == 6 * (2 * (matrices + 2 * 4 * 8 * pairs) + 256 * 32)

@@ -1,0 +1,305 @@
+"""Folders of transformers' DeepSeek families: settings, tensors there and back, prediction layers and refusals."""
+
+import json
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron5d.config.load import load_config
+from megatron5d.config.pattern import moe_layers
+from megatron5d.config.schema import ModelConfig, RopeScaling
+from megatron5d.model.hf import load_hf_weights
+from megatron5d.model.hf_config import model_config_from_hf, read_model_config
+from megatron5d.model.hf_export import hf_config_from_model, hf_family
+from megatron5d.model.hf_names import hf_entries
+from tools import convert, logits
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 61, "max_position_embeddings": 128, "kv_lora_rank": 16, "q_lora_rank": 12,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10, "moe_intermediate_size": 16,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+}  # fmt: skip
+YARN = {
+    "rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}  # fmt: skip
+FAMILIES = {
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**TINY, topk_method="group_limited_greedy"),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**TINY, rope_parameters=YARN),
+}
+
+
+def save(config, folder, **changes):
+    """Writes the configuration as transformers 5 does, then applies changes to the JSON."""
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    written = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in written.items() if value != "absent"}))
+    return folder
+
+
+def random_model(family):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    for tensor in model.state_dict().values():
+        torch.nn.init.normal_(tensor, std=0.3)
+    return model
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def imported(request, tmp_path_factory):
+    """(their model, its folder, our checkpoint of it); every parameter and router bias random."""
+    model = random_model(request.param)
+    hf, checkpoints = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours") / "ckpt"
+    model.save_pretrained(hf)
+    assert convert.main(["from-hf", "--hf", str(hf), "--out", str(checkpoints)]) == 0
+    return model, hf, checkpoints
+
+
+COMMON = {
+    "attention": "mla", "num_heads": 4, "num_kv_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10, "num_experts": 8, "top_k": 3,
+    "moe_ffn_hidden_size": 16, "shared_ffn_hidden_size": 32, "first_k_dense": 1, "routed_scaling_factor": 1.5,
+    "num_groups": 4, "top_groups": 2, "rope_interleaved": True,
+}  # fmt: skip
+
+
+def test_v2_settings(tmp_path):
+    fields = model_config_from_hf(save(FAMILIES["deepseek_v2"](), tmp_path))
+    wanted = COMMON | {
+        "router_score": "softmax", "norm_topk_prob": False, "group_score": "max", "router_bias": False,
+    }  # fmt: skip
+    assert {key: fields[key] for key in wanted} == wanted
+    greedy = model_config_from_hf(save(FAMILIES["deepseek_v2"](), tmp_path, topk_method="greedy"))
+    assert (greedy["num_groups"], greedy["top_groups"]) == (1, 1)
+    assert model_config_from_hf(save(FAMILIES["deepseek_v2"](), tmp_path, q_lora_rank=None))["q_lora_rank"] is None
+
+
+def test_v3_settings(tmp_path):
+    config = FAMILIES["deepseek_v3"]()
+    fields = model_config_from_hf(save(config, tmp_path))
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_positions": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
+    wanted = COMMON | {
+        "router_score": "sigmoid", "norm_topk_prob": True, "group_score": "top2_sum", "router_bias": True,
+        "rope_scaling": vars(RopeScaling(**scaling)),
+    }  # fmt: skip
+    assert {key: fields[key] for key in wanted} == wanted
+    assert not model_config_from_hf(save(config, tmp_path, rope_interleave=False))["rope_interleaved"]
+    rope = {key: value for key, value in YARN.items() if key not in ("rope_theta", "rope_type")} | {"type": "yarn"}
+    released = {"rope_parameters": "absent", "rope_theta": 10000, "rope_scaling": rope, "rope_interleave": "absent",
+                "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}  # fmt: skip
+    assert model_config_from_hf(save(config, tmp_path, **released)) == fields
+    dense = read_model_config(save(config, tmp_path, first_k_dense_replace=3))
+    assert moe_layers(dense) == [] and dense.num_experts == 0 and not dense.router_bias
+
+
+REFUSED = {
+    "rms_norm_eps = 1e-05": ("deepseek_v3", {"rms_norm_eps": 1e-5}),
+    "num_key_value_heads = 2": ("deepseek_v3", {"num_key_value_heads": 2}),
+    "attention_bias = True": ("deepseek_v3", {"attention_bias": True}),
+    "scoring_func = 'softmax'": ("deepseek_v3", {"scoring_func": "softmax"}),
+    "moe_layer_freq = 2": ("deepseek_v3", {"moe_layer_freq": 2}),
+    "mscale_all_dim = 0.7 with rope_type = 'linear'": (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0, "mscale_all_dim": 0.7}},
+    ),
+    "quantization_config": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),
+    "norm_topk_prob = True": ("deepseek_v2", {"norm_topk_prob": True}),
+    "topk_method = 'noaux_tc'": ("deepseek_v2", {"topk_method": "noaux_tc"}),
+    "num_experts_per_tok = None": ("deepseek_v2", {"num_experts_per_tok": None}),
+}
+
+
+@pytest.mark.parametrize("named", list(REFUSED))
+def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
+    family, changes = REFUSED[named]
+    save(FAMILIES[family](), tmp_path, **changes)
+    with pytest.raises(ValueError) as error:
+        model_config_from_hf(tmp_path)
+    assert named in str(error.value) and str(tmp_path) in str(error.value)
+
+
+V3_LIKE = ModelConfig(
+    name="m", num_layers=3, norm_eps=1e-6, attention="mla", q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8,
+    qk_rope_head_dim=6, v_head_dim=10, rope_interleaved=True, num_experts=8, moe_ffn_hidden_size=16,
+    shared_ffn_hidden_size=32, first_k_dense=1, router_score="sigmoid", routed_scaling_factor=2.5, num_groups=4,
+    top_groups=2, group_score="top2_sum", router_bias=True,
+)  # fmt: skip
+V2_LIKE = replace(
+    V3_LIKE, router_score="softmax", router_bias=False, group_score="max", norm_topk_prob=False, q_lora_rank=None
+)
+EXPORTED = {
+    "deepseek_v3": V3_LIKE,
+    "deepseek_v3, yarn": replace(V3_LIKE, rope_scaling=RopeScaling("yarn", 4.0, 16, mscale=0.9, mscale_all_dim=0.8)),
+    "deepseek_v3, factor": replace(
+        V3_LIKE, rope_scaling=RopeScaling("yarn", 4.0, 16, attention_factor=1.3, mscale_all_dim=0.8)
+    ),
+    "deepseek_v3, half-split": replace(V3_LIKE, rope_interleaved=False, norm_topk_prob=False, first_k_dense=0),
+    "deepseek_v2": V2_LIKE,
+    "deepseek_v2, greedy": replace(V2_LIKE, num_groups=1, top_groups=1, q_lora_rank=12),
+}
+
+
+@pytest.mark.parametrize("case", list(EXPORTED))
+@pytest.mark.parametrize("reader", ["ours", "transformers"])
+def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
+    model, family = EXPORTED[case], case.split(",")[0]
+    config = hf_config_from_model(model, "bf16")
+    assert hf_family(model) == config["model_type"] == family
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if reader == "transformers":
+        transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    read = replace(read_model_config(tmp_path), name="m")
+    assert replace(read, group_score=model.group_score if model.num_groups == 1 else read.group_score) == model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"norm_eps": 1e-5}, {"shared_ffn_hidden_size": 24}, {"shared_ffn_hidden_size": 0}, {"moe_layers": [0, 2]},
+     {"attention_out_bias": True}, {"attention_window": 9}, {"logit_softcap": 3.0}],
+)  # fmt: skip
+def test_export_is_refused_with_the_field(change):
+    with pytest.raises(ValueError) as error:
+        hf_config_from_model(replace(V3_LIKE, **change), "fp32")
+    for family in FAMILIES:
+        line = next(line for line in str(error.value).splitlines() if line.startswith(f"  {family}"))
+        assert next(iter(change)) in line
+
+
+def test_export_tells_the_two_families_apart():
+    with pytest.raises(ValueError) as error:
+        hf_family(replace(V3_LIKE, router_bias=False))
+    v3, v2 = str(error.value).splitlines()[1:]
+    assert "router_bias = False (only True)" in v3 and "router_bias" not in v2
+    assert "router_score = 'sigmoid' (only 'softmax')" in v2 and "group_score = 'top2_sum' (only 'max')" in v2
+
+
+def test_a_dense_model_with_latents_goes_out_and_in(tmp_path):
+    dense = replace(V3_LIKE, num_experts=0, shared_ffn_hidden_size=0, router_bias=False)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config_from_model(dense, "fp32")))
+    read = read_model_config(tmp_path)
+    assert moe_layers(read) == [] and read.attention == "mla" and read.ffn_hidden_size == dense.ffn_hidden_size
+
+
+def test_logits_of_folder_and_checkpoint(imported, tmp_path):
+    model, hf, checkpoints = imported
+    ids = torch.randint(0, 61, (3, 13))
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    with torch.no_grad():
+        wanted = model(ids).logits.numpy()
+    for source in (["--hf", hf], ["--checkpoint", checkpoints]):
+        words = [*source, "--tokens", tmp_path / "ids.npy", "--out", tmp_path / "out.npy"]
+        assert logits.main([str(word) for word in words]) == 0
+        np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_there_and_back_again(imported, tmp_path):
+    """The same tensors under the same names, no key amiss, the same logits to the bit."""
+    model, hf, checkpoints = imported
+    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(tmp_path), "--max-shard-gb", "2e-5"]
+    assert convert.main(words) == 0
+    written = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    original = load_file(hf / "model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    ids = torch.randint(0, 61, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+
+
+def test_a_routers_bias_stays_in_fp32_beside_bf16(tmp_path):
+    """Stored so by DeepSeek; rounding it would send tokens to other experts. The model stays bf16 all the same."""
+    model = random_model("deepseek_v3")
+    biases = {name: t.clone() for name, t in model.state_dict().items() if name.endswith("e_score_correction_bias")}
+    model.bfloat16().save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors") | biases
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    assert convert.main(["from-hf", "--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
+    assert convert.main(["to-hf", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(tmp_path / "out")]) == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(biases) == 2 and written.keys() == tensors.keys()
+    assert all(written[name].dtype == t.dtype and torch.equal(written[name], t) for name, t in tensors.items())
+
+
+def test_prediction_layers_are_passed_over_and_told(tmp_path, capsys):
+    """As in the release: a whole block behind the last, with an embedding, norms and a head of its own."""
+    random_model("deepseek_v3").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    block = {n.replace(".layers.2.", ".layers.3."): t.clone() for n, t in tensors.items() if ".layers.2." in n}
+    block |= {f"model.layers.3.{name}.weight": torch.ones(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    block |= {
+        "model.layers.3.eh_proj.weight": torch.ones(32, 64),
+        "model.layers.3.embed_tokens.weight": torch.ones(61, 32),
+    }
+    save_file(tensors | block, tmp_path / "model.safetensors")
+    config = read_model_config(tmp_path)
+    told = f"the {len(block)} tensors of multi-token prediction layer 3 are not read"
+    (line,) = load_hf_weights([], config, tmp_path)
+    assert told in line
+    assert convert.main(["from-hf", "--hf", str(tmp_path), "--out", str(tmp_path / "ckpt")]) == 0
+    assert told in capsys.readouterr().err
+    del block["model.layers.3.eh_proj.weight"]
+    save_file(tensors | block, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{len(block)} unexpected"):
+        load_hf_weights([], config, tmp_path)
+
+
+# Settings of the releases' own config.json, as on huggingface.co under the names in the files of conf/model; the fp8
+# release of V3 also has a quantization_config. initializer_range is no record of how the releases were initialised.
+YARN_40 = {
+    "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn",
+}  # fmt: skip
+V3 = {
+    "model_type": "deepseek_v3", "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN_40 | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rope_theta": 10000,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+V2 = {key: value for key, value in V3.items() if key != "num_nextn_predict_layers"} | {
+    "model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_shared_experts": 2, "norm_topk_prob": False,
+    "num_experts_per_tok": 6, "num_hidden_layers": 60,
+    "rope_scaling": YARN_40 | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 16.0, "scoring_func": "softmax", "topk_group": 3, "topk_method": "group_limited_greedy",
+    "vocab_size": 102400,
+}  # fmt: skip
+V2_LITE = V2 | {
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1,
+    "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "parameters"),
+    [
+        ("deepseek_v3", V3, 671_026_419_200),
+        ("deepseek_v2", V2, 235_741_434_880),
+        ("deepseek_v2_lite", V2_LITE, 15_706_484_224),
+    ],
+)
+def test_our_file_is_the_release(name, settings, parameters, tmp_path):
+    """And the tensors that we read are as many as transformers makes."""
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    model, ours = read_model_config(tmp_path), load_config([f"model={name}"]).model
+    assert replace(model, name=name, init_std=ours.init_std) == ours
+    stored = {entry.hf_name: prod(entry.shape) for entry in hf_entries(model, settings["model_type"])}
+    assert sum(stored.values()) == parameters
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert sum(tensor.numel() for tensor in theirs.state_dict().values()) == parameters

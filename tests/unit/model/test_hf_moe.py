@@ -1,0 +1,270 @@
+"""Folders of transformers' sparse families: settings in every spelling, tensors there and back, and what is refused."""
+
+import json
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron5d.config.load import load_config
+from megatron5d.config.pattern import moe_layers
+from megatron5d.config.schema import ModelConfig, RopeScaling
+from megatron5d.model.hf import load_hf_weights
+from megatron5d.model.hf_config import model_config_from_hf, read_model_config
+from megatron5d.model.hf_export import hf_config_from_model, hf_family
+from megatron5d.model.hf_names import hf_entries
+from megatron5d.topology.shard import ShardSpec, whole
+from tools import convert, logits
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 128,
+}  # fmt: skip
+QWEN3 = TINY | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+FAMILIES = {
+    "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=4, sliding_window=7),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN3, mlp_only_layers=[1], attention_bias=True),
+}
+
+
+def save(config, folder, **changes):
+    """Writes the configuration as transformers 5 does, then applies changes to the JSON."""
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    written = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in written.items() if value != "absent"}))
+    return folder
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def imported(request, tmp_path_factory):
+    """(their model, its folder, our checkpoint of it); every parameter random."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param]()).eval()
+    for tensor in model.state_dict().values():
+        torch.nn.init.normal_(tensor, std=0.3)
+    hf, checkpoints = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours") / "ckpt"
+    model.save_pretrained(hf)
+    assert convert.main(["from-hf", "--hf", str(hf), "--out", str(checkpoints)]) == 0
+    return model, hf, checkpoints
+
+
+def test_mixtral_settings(tmp_path):
+    config = transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=3, sliding_window=7)
+    fields = model_config_from_hf(save(config, tmp_path))
+    wanted = {
+        "num_experts": 4, "top_k": 3, "ffn_hidden_size": 48, "moe_ffn_hidden_size": None, "attention_window": 7,
+        "norm_topk_prob": True, "router_score": "softmax", "shared_ffn_hidden_size": 0, "rope_theta": 1e6,
+        "norm_eps": 1e-5, "qk_norm": False, "moe_interval": 1, "moe_layers": None, "router_bias": False,
+    }  # fmt: skip
+    assert {key: fields[key] for key in wanted} == wanted
+    assert model_config_from_hf(save(config, tmp_path, num_experts=4, num_local_experts="absent")) == fields
+    v4 = {"rope_parameters": "absent", "rope_theta": 1e6, "rope_scaling": None}
+    assert model_config_from_hf(save(config, tmp_path, **v4)) == fields
+    assert model_config_from_hf(save(config, tmp_path, rope_parameters="absent")) == fields
+
+
+def test_qwen3_moe_settings(tmp_path):
+    config = transformers.Qwen3MoeConfig(**QWEN3, norm_topk_prob=True)
+    fields = model_config_from_hf(save(config, tmp_path))
+    wanted = {
+        "num_experts": 4, "top_k": 3, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "attention_window": None,
+        "norm_topk_prob": True, "rope_theta": 1e4, "norm_eps": 1e-6, "qk_norm": True, "head_dim": 16,
+    }  # fmt: skip
+    assert {key: fields[key] for key in wanted} == wanted
+    assert model_config_from_hf(save(config, tmp_path, num_experts=4, num_local_experts="absent")) == fields
+    assert not model_config_from_hf(save(config, tmp_path, norm_topk_prob="absent"))["norm_topk_prob"]
+    sliding = {"use_sliding_window": True, "sliding_window": 9}
+    assert model_config_from_hf(save(config, tmp_path, **sliding))["attention_window"] == 9
+    assert model_config_from_hf(save(config, tmp_path, sliding_window=9))["attention_window"] is None
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("dense", [[], [0], [1, 4], [0, 1, 2, 3, 4]])
+def test_which_layers_are_sparse(tmp_path, step, dense):
+    """As the modules that transformers builds, and the same again after our export."""
+    config = transformers.Qwen3MoeConfig(
+        **QWEN3 | {"num_hidden_layers": 5}, decoder_sparse_step=step, mlp_only_layers=dense
+    )
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config).model.layers
+    sparse = [i for i, layer in enumerate(built) if hasattr(layer.mlp, "experts")]
+    model = read_model_config(save(config, tmp_path))
+    assert moe_layers(model) == sparse
+    if sparse:
+        (tmp_path / "config.json").write_text(json.dumps(hf_config_from_model(model, "fp32")))
+        assert moe_layers(read_model_config(tmp_path)) == sparse
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_defaults_are_the_familys_own(family, tmp_path):
+    """What config.json leaves out is what transformers' own class fills in."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    short = model_config_from_hf(tmp_path)
+    save(transformers.AutoConfig.for_model(family), tmp_path)
+    assert short == model_config_from_hf(tmp_path)
+
+
+REFUSED = {
+    "num_experts and num_local_experts": ("qwen3_moe", {"num_experts": 3}),
+    "decoder_sparse_step = 0": ("qwen3_moe", {"decoder_sparse_step": 0}),
+    "attention_bias = True": ("mixtral", {"attention_bias": True}),
+    "quantization_config": ("mixtral", {"quantization_config": {"quant_method": "fp8"}}),
+    "hidden_act = 'gelu'": ("mixtral", {"hidden_act": "gelu"}),
+}
+
+
+@pytest.mark.parametrize("named", list(REFUSED))
+def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
+    family, changes = REFUSED[named]
+    save(FAMILIES[family](), tmp_path, **changes)
+    with pytest.raises(ValueError) as error:
+        model_config_from_hf(tmp_path)
+    assert named in str(error.value) and str(tmp_path) in str(error.value)
+
+
+MIXTRAL_LIKE = ModelConfig(name="m", num_kv_heads=2, ffn_hidden_size=48, num_experts=4, rope_theta=1e6)
+QWEN3_LIKE = replace(MIXTRAL_LIKE, qk_norm=True, moe_ffn_hidden_size=24, norm_topk_prob=False)
+EXPORTED = {
+    "mixtral": MIXTRAL_LIKE,
+    "mixtral, window": replace(MIXTRAL_LIKE, attention_window=9, tie_embeddings=True, head_dim=8),
+    "qwen3_moe": replace(QWEN3_LIKE, rope_scaling=RopeScaling("yarn", 4.0, 128)),
+    "qwen3_moe, interval": replace(QWEN3_LIKE, moe_interval=2, norm_topk_prob=True, attention_window=9),
+    "qwen3_moe, list": replace(QWEN3_LIKE, moe_layers=[1], qkv_bias=True, attention_out_bias=True),
+}
+
+
+@pytest.mark.parametrize("case", list(EXPORTED))
+@pytest.mark.parametrize("reader", ["ours", "only num_experts", "transformers"])
+def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
+    model, family = EXPORTED[case], case.split(",")[0]
+    config = hf_config_from_model(model, "bf16")
+    assert hf_family(model) == config["model_type"] == family
+    if reader == "only num_experts":
+        config["num_experts"] = config.pop("num_local_experts")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if reader == "transformers":
+        transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert replace(read_model_config(tmp_path), name="m") == model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"router_score": "sigmoid"}, {"routed_scaling_factor": 2.5}, {"shared_ffn_hidden_size": 32}, {"num_groups": 2},
+     {"router_bias": True}, {"logit_softcap": 3.0}, {"attention_sinks": True}, {"activation": "gelu"}],
+)  # fmt: skip
+def test_export_is_refused_with_the_field(change):
+    with pytest.raises(ValueError) as error:
+        hf_config_from_model(replace(QWEN3_LIKE, **change), "fp32")
+    field = "top_groups" if "num_groups" in change else next(iter(change))
+    for family in ("mixtral", "qwen3_moe"):
+        line = next(line for line in str(error.value).splitlines() if line.startswith(f"  {family}"))
+        assert field in line
+
+
+def test_a_dense_model_is_not_exported_as_a_sparse_one_nor_the_other_way():
+    assert hf_family(replace(MIXTRAL_LIKE, num_experts=0)) == "llama"
+    with pytest.raises(
+        ValueError, match=r"(?s)mixtral cannot hold model\.moe_interval.*qwen3_moe cannot hold .*qk_norm"
+    ):
+        hf_family(replace(MIXTRAL_LIKE, moe_interval=2))
+
+
+def test_missing_and_unexpected_experts_are_told(imported, tmp_path):
+    """An expert less than the model and a layer more."""
+    model, hf, _ = imported
+    tensors = load_file(hf / "model.safetensors")
+    gone = [name for name in tensors if ".experts.3." in name]
+    (tmp_path / "config.json").write_text((hf / "config.json").read_text())
+    save_file({name: t for name, t in tensors.items() if name not in gone} | {"model.layers.7.x": torch.ones(1)},
+              tmp_path / "model.safetensors")  # fmt: skip
+    with pytest.raises(ValueError) as error:
+        load_hf_weights([], read_model_config(tmp_path), tmp_path)
+    message = str(error.value)
+    assert gone and all(f"\n    {name}\n" in message for name in gone)
+    assert message.index(f"{len(gone)} missing") < message.index("1 unexpected") < message.index("model.layers.7.x")
+
+
+def test_logits_of_folder_and_checkpoint(imported, tmp_path):
+    model, hf, checkpoints = imported
+    ids = torch.randint(0, 61, (3, 13))
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    with torch.no_grad():
+        wanted = model(ids).logits.numpy()
+    for source in (["--hf", hf], ["--checkpoint", checkpoints]):
+        words = [*source, "--tokens", tmp_path / "ids.npy", "--out", tmp_path / "out.npy"]
+        assert logits.main([str(word) for word in words]) == 0
+        np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_there_and_back_again(imported, tmp_path):
+    """Export in small files: the same tensors under the same names, no key amiss, the same logits to the bit."""
+    model, hf, checkpoints = imported
+    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(tmp_path), "--max-shard-gb", "2e-5"]
+    assert convert.main(words) == 0
+    written = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    original = load_file(hf / "model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    ids = torch.randint(0, 61, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+
+
+# Settings of the releases' own config.json, as on huggingface.co under the names in the files of conf/model.
+RELEASED = {
+    "mixtral_8x7b": {
+        "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
+    },
+    "qwen3_30b_a3b": {
+        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "qwen3_235b_a22b": {
+        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+        "max_position_embeddings": 40960, "max_window_layers": 94, "mlp_only_layers": [],
+        "moe_intermediate_size": 1536, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 94, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(RELEASED))
+def test_our_file_is_the_release(name, tmp_path):
+    """And the tensors that we read are as many as transformers makes."""
+    (tmp_path / "config.json").write_text(json.dumps(RELEASED[name]))
+    model = load_config([f"model={name}"]).model
+    assert replace(read_model_config(tmp_path), name=name) == model
+    stored = {entry.hf_name: prod(entry.shape) for entry in hf_entries(model, RELEASED[name]["model_type"])}
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert sum(stored.values()) == sum(tensor.numel() for tensor in theirs.state_dict().values())
+
+
+def test_a_bias_that_balancing_alone_uses_starts_at_zero(imported):
+    """A folder without biases feeds a run with moe.balance=[bias]."""
+    _, hf, _ = imported
+    config = read_model_config(hf)
+    bias = torch.ones(4)
+    bias.spec = ShardSpec("layers.0.router.bias", (4,), whole((4,)))
+    assert load_hf_weights([bias], config, hf) == []
+    assert torch.equal(bias, torch.zeros(4))

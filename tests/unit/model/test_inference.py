@@ -1,0 +1,118 @@
+"""Drawing tokens, and the forward pass of a checkpoint under other layouts, against the one-page model."""
+
+import collections
+
+import pytest
+import reference_gpt
+import torch
+from ranks import run_ranks
+
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.save import Saver
+from megatron5d.config.convert import to_dict
+from megatron5d.config.fault import ConfigError
+from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
+from megatron5d.model.gpt import Gpt
+from megatron5d.model.inference import Source, draw, open_predictor
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.process import Process
+from megatron5d.topology.shard import spec_of
+
+MODELS = {
+    "llama": ModelConfig(num_kv_heads=2, vocab_size=61, init_std=0.2),
+    "gpt2": ModelConfig(norm="layernorm", activation="gelu_tanh", position="learned", max_positions=11, qkv_bias=True,
+                        attention_out_bias=True, mlp_bias=True, tie_embeddings=True, vocab_size=61,
+                        init_std=0.2),
+}  # fmt: skip
+
+
+def checkpoint_of(config: Config, folder):
+    """A checkpoint written by one process; returns its global tensors."""
+    model = Gpt(config, build_mesh(resolve(1)))
+    model.initialize(seed=3)
+    weights = {spec_of(p).name: p.data[: spec_of(p).shape[0]] for p in model.parameters()}
+    tensors = {f"model.{name}": ShardedTensor(t.shape, [((0,) * t.ndim, t)], t.dtype) for name, t in weights.items()}
+    Saver(folder, keep=1).save(5, tensors, {"config": to_dict(config)})
+    return weights
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(("world", "tp", "sp"), [(1, 1, False), (4, 2, True), (4, 4, True)])
+def test_logits_of_a_checkpoint_on_any_layout(tmp_path, name, world, tp, sp):
+    """Also where tp does not divide the sequence: 11 tokens over 2 and 4 ranks."""
+    model = MODELS[name]
+    weights = checkpoint_of(Config(model=model, precision=PrecisionConfig("fp64")), tmp_path)
+    ids = torch.randint(0, 61, (2, 11))
+    wanted = reference_gpt.logits(weights, model, ids)
+    source = Source(checkpoint=tmp_path)
+
+    def fn(rank, world):
+        config = source.config(world, tp=tp, sp=sp)
+        predictor = open_predictor(source, config, Process(rank, world, rank, torch.device("cpu")))
+        return predictor.logits(ids).contiguous()
+
+    for got in run_ranks(fn, world):
+        assert got.shape == (2, 11, 61) and got.dtype == torch.float64
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture
+def predictor(tmp_path):
+    checkpoint_of(Config(model=MODELS["gpt2"]), tmp_path)
+    source = Source(checkpoint=tmp_path)
+    return open_predictor(source, source.config(1), Process(0, 1, 0, torch.device("cpu")))
+
+
+def test_greedy_text_is_the_argmax_of_every_prefix(predictor):
+    tokens = [5]
+    for token in predictor.sample([5], 9, temperature=0):
+        assert token == int(predictor.logits(torch.tensor([tokens]))[0, -1].argmax())
+        tokens.append(token)
+    assert len(tokens) == 10
+
+
+def test_sampling_is_a_function_of_the_seed(predictor):
+    a, b, c = (list(predictor.sample([1, 2], 12, seed=seed)) for seed in (1, 1, 2))
+    assert a == b != c
+
+
+def test_beyond_the_position_table(predictor):
+    """Logits of a longer row are refused; text goes on with the last tokens that fit."""
+    with pytest.raises(ValueError, match="max_positions = 11"):
+        predictor.logits(torch.zeros(1, 12, dtype=torch.long))
+    assert len(list(predictor.sample([1], 20))) == 20
+    (longer,) = predictor.sample(list(range(30)), 1, temperature=0)
+    (cut,) = predictor.sample(list(range(19, 30)), 1, temperature=0)
+    assert longer == cut
+
+
+def test_only_ids_below_the_tokenizers_size(predictor):
+    assert max(predictor.sample([1], 40, temperature=5.0, vocab_size=7)) < 7
+    with pytest.raises(ValueError, match="prompt"):
+        next(predictor.sample([], 1))
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(tmp_path):
+    checkpoint_of(Config(model=MODELS["llama"]), tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.num_heads = 4 is not divisible by parallel\.tp = 3"):
+        Source(checkpoint=tmp_path).config(3, tp=3)
+    with pytest.raises(ValueError, match="not a checkpoint|no whole|not a folder"):
+        Source(checkpoint=tmp_path / "nothing").config(1)
+
+
+def test_draw_follows_the_tempered_distribution():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, 1.0, 2.0, -3.0], dtype=torch.float64)
+    counts = collections.Counter(draw(logits, 0.5, 0, generator) for _ in range(20_000))
+    wanted = torch.exp(logits / 0.5) / torch.exp(logits / 0.5).sum()
+    for token, p in enumerate(wanted.tolist()):
+        assert counts[token] / 20_000 == pytest.approx(p, abs=4 * (p * (1 - p) / 20_000) ** 0.5 + 1e-4)
+
+
+def test_draw_among_the_likeliest():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.3, 5.0, 0.1, 4.9, 4.8], dtype=torch.float64)
+    assert {draw(logits, 10.0, 2, generator) for _ in range(200)} == {1, 3}
+    assert {draw(logits, 10.0, 99, generator) for _ in range(500)} == {0, 1, 2, 3, 4}
+    assert draw(logits, 0, 0, generator) == 1

@@ -1,0 +1,121 @@
+"""Layers to stages: the optimum by brute force, the user's list, and who shares what."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron5d.config.schema import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
+from megatron5d.model.flops import flops_per_token, head_flops
+from megatron5d.model.partition import Part, balanced, layout_of, parts_of, shared_by_mirror
+from megatron5d.model.stage_costs import ModelCosts
+from megatron5d.pipeline_parallel.program import Placement, loop_placement, mirrored_placement, zigzag_placement
+
+
+def every_layout(num_layers, num_stages, first, last):
+    for cuts in combinations(range(num_layers + num_stages - 1), num_stages - 1):
+        edges = [-1, *cuts, num_layers + num_stages - 1]
+        layout = [b - a - 1 for a, b in zip(edges, edges[1:])]
+        own = [first * (s == 0) + last * (s == num_stages - 1) for s in range(num_stages)]
+        if all(count or extra for count, extra in zip(layout, own)):
+            yield layout, own
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 2.0, 0.5]), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.5, 3.0]),
+    st.sampled_from([0.0, 1.0, 2.5]),
+)
+def test_balanced_is_the_best_of_all_splits(costs, num_stages, first, last):
+    def loads(layout, own):
+        found, begin = [], 0
+        for count, extra in zip(layout, own):
+            found.append(sum(costs[begin : begin + count]) + extra)
+            begin += count
+        return found
+
+    options = [loads(*option) for option in every_layout(len(costs), num_stages, first, last)]
+    if not options:
+        with pytest.raises(ValueError, match="fewer than"):
+            balanced(costs, num_stages, first, last)
+        return
+    own = [first * (s == 0) + last * (s == num_stages - 1) for s in range(num_stages)]
+    mine = loads(balanced(costs, num_stages, first, last), own)
+    assert max(mine) == min(map(max, options))
+    assert sum(x * x for x in mine) == min(sum(x * x for x in found) for found in options if max(found) == max(mine))
+
+
+def test_left_over_layers_go_to_the_first_stages():
+    assert balanced([1.0] * 126, 16) == [8] * 14 + [7, 7]
+    assert balanced([1.0] * 5, 4) == [2, 1, 1, 1]
+
+
+def config_of(num_layers=8, **pipeline):
+    return Config(
+        model=ModelConfig(num_layers=num_layers, vocab_size=4096),
+        parallel=ParallelConfig(pp=4),
+        pipeline=PipelineConfig(**pipeline),
+        train=TrainConfig(seq_len=64),
+    )
+
+
+def test_ends_count_as_layers_where_the_user_says_so():
+    assert layout_of(config_of(10, embedding_layers=1, head_layers=1), 4) == [2, 3, 3, 2]
+    assert layout_of(config_of(10), 4) == [3, 3, 2, 2]
+
+
+def test_by_cost_the_head_weighs_what_it_computes():
+    config = config_of(12, split="cost")
+    head = 6 * 4096 * 64
+    layer = (flops_per_token(config.model, 64) - head) / 12
+    layout = layout_of(config, 4)
+    assert sum(layout) == 12
+    assert max(layout[:-1]) >= layout[-1] + int(head / layer) - 1
+    assert layout[-1] < min(layout[:-1])
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ([2, 2, 2], r"names 3 stages, but pipeline.schedule = 1f1b with parallel.pp = 4 has 4"),
+        ([2, 2, 2, 3], r"sums to 9 layers, but model.num_layers = 8"),
+        ([4, 0, 2, 2], r"leaves stage 1 without a layer"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout, message):
+    with pytest.raises(ValueError, match=message):
+        layout_of(config_of(layout=layout), 4)
+
+
+def test_parts_cover_the_model_in_order():
+    assert parts_of([0, 3, 2]) == [Part(range(0), True, False), Part(range(3)), Part(range(3, 5), False, True)]
+    assert parts_of([2]) == [Part(range(2), True, True)]
+
+
+def test_who_shares_what():
+    assert shared_by_mirror(loop_placement(4), tied=True) == "tied"
+    assert shared_by_mirror(loop_placement(4, 2), tied=False) == "none"
+    assert shared_by_mirror(zigzag_placement(4, 2), tied=True) == "none"
+    assert shared_by_mirror(zigzag_placement(4, 3), tied=True) == "tied"
+    assert shared_by_mirror(mirrored_placement(4), tied=True) == "all"
+    assert shared_by_mirror(loop_placement(1), tied=True) == "none"
+    with pytest.raises(ValueError, match="tie_embeddings needs the first and the last stage"):
+        shared_by_mirror(Placement(((0, 2, 1),), 3), tied=True)
+    with pytest.raises(ValueError, match="mirrored ranks"):
+        shared_by_mirror(Placement(((0, 1, 2), (2, 0, 1)), 3), tied=False)
+
+
+def test_modelled_costs_add_up_to_the_models_flops():
+    """Over all stages F + I + W is the whole model's FLOPs, whatever the placement; B is I + W."""
+    config = config_of(8, split="cost")
+    whole = flops_per_token(config.model, 64)
+    for placement in (loop_placement(4), zigzag_placement(2, 2), loop_placement(2, 4)):
+        costs = ModelCosts(config).of(placement)
+        f, i, w, b = costs.compute
+        unit = (whole - head_flops(config.model)) / 3 / placement.num_ranks
+        assert (f + i + w).sum() * unit == pytest.approx(whole)
+        assert b == pytest.approx(i + w)
+        assert costs.activation.sum() == pytest.approx(placement.num_ranks)
+        assert (w > 0).all() and (i >= w).all() and i.sum() > w.sum()

@@ -1,0 +1,96 @@
+"""The rate of each step, and AdamW on slices against torch's on whole parameters."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron5d.config.schema import OptimConfig
+from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.optim.adamw import AdamW
+from megatron5d.optim.clip import clip_coefficient, global_square_sum
+from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.topology.axis import Axis, single
+from megatron5d.topology.shard import ShardSpec, new_parameter, whole
+
+BASE = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
+
+
+def rates(steps=12, **changes):
+    config = dataclasses.replace(BASE, **changes)
+    return [learning_rate(config, step, steps) for step in range(1, steps + 1)]
+
+
+def test_warm_up_is_linear_from_the_first_step():
+    assert rates()[:4] == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_min_lr_is_reached_exactly_at_the_last_step(schedule):
+    found = rates(schedule=schedule)
+    assert found[-1] == pytest.approx(0.1, abs=1e-15)
+    assert all(a > b for a, b in zip(found[3:], found[4:]))
+    assert found[7] == pytest.approx(0.55)  # half way down, 4 of 8 steps
+
+
+def test_wsd_holds_then_decays_linearly():
+    found = rates(schedule="wsd", decay_steps=4)
+    assert found[3:8] == [1.0] * 5
+    assert found[8:] == pytest.approx([0.775, 0.55, 0.325, 0.1])
+
+
+def test_constant_and_no_warm_up():
+    assert rates(schedule="constant", warmup_steps=0) == [1.0] * 12
+    assert rates(schedule="linear", warmup_steps=0, steps=2) == pytest.approx([0.55, 0.1])
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for name, shape in (("a", (7, 5)), ("b", (3,)), ("c", (2, 2)), ("d", (9, 4))):
+        p = new_parameter(shape, ShardSpec(name, shape, whole(shape), decay=len(shape) > 1), torch.float32, "cpu")
+        p.data.copy_(torch.randn(shape, generator=generator))
+        made.append(p)
+    return made
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices):
+    config = OptimConfig(lr=0.1, weight_decay=0.3, decay_exclude=["d"])
+    truth = [p.detach().clone().requires_grad_() for p in parameters()]
+    groups = [{"params": [truth[0], truth[2]]}, {"params": [truth[1], truth[3]], "weight_decay": 0.0}]
+    oracle = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
+    buckets = []
+    for rank in range(slices):
+        shard = Axis("dp_shard_cp", tuple(range(slices)), rank)
+        buckets.append(Bucket(parameters(), shard, single("dp_replicate"), torch.float32, {}))
+    optimizers = [AdamW([bucket], config) for bucket in buckets]
+    for step in range(3):
+        grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in truth]
+        for p, grad in zip(truth, grads):
+            p.grad = grad
+        oracle.step()
+        for bucket, optimizer in zip(buckets, optimizers):
+            for p, grad in zip(bucket.parameters, grads):
+                p.main_grad.copy_(grad)
+            optimizer.step(lr=0.1)
+    joined = torch.cat([bucket.weights[bucket.owned] for bucket in buckets])
+    for p, offset in zip(truth, buckets[0].offsets):
+        torch.testing.assert_close(joined[offset : offset + p.numel()].view(p.shape), p.detach())
+
+
+def test_the_norm_counts_owned_elements_once():
+    def bucket(rank, replica):
+        shard, replicate = Axis("dp_shard_cp", (0, 1), rank), Axis("dp_replicate", (0, 1), replica)
+        made = Bucket(parameters(), shard, replicate, torch.float32, {})
+        made.grads.fill_(2.0)  # padding between parameters too: it must not count
+        return made
+
+    total = sum(global_square_sum([bucket(rank, replica)]).item() for rank in (0, 1) for replica in (0, 1))
+    assert total == pytest.approx(4.0 * (35 + 3 + 4 + 36))
+
+
+def test_clipping_is_torchs_rule():
+    assert clip_coefficient(2.0, 1.0) == pytest.approx(1 / (2 + 1e-6))
+    assert clip_coefficient(0.5, 1.0) is None
+    assert clip_coefficient(5.0, 0.0) is None

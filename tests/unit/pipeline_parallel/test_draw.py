@@ -1,0 +1,60 @@
+"""Pictures of Programs: every action drawn once, at its time, on its rank."""
+
+import xml.etree.ElementTree as xml
+
+import pytest
+
+from megatron5d.pipeline_parallel.costs import Costs
+from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
+from megatron5d.pipeline_parallel.registry import build_program
+from megatron5d.pipeline_parallel.simulate import simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(name, p=4, m=8, costs=None):
+    program = build_program(name, p, m)
+    return program, simulate(program, costs or Costs())
+
+
+def test_terminal_by_hand():
+    program, result = drawn("1f1b", 2, 2)
+    assert draw_text(program, result, width=27).splitlines()[1:] == [
+        "  0 F0 F1 ······B0    ···B1    ",
+        "  1 ···F0 B0    F1 B1    ······",
+    ]
+    assert result.makespan == 9
+
+
+def test_terminal_shrinks_names_to_letters():
+    program, result = drawn("gpipe", 2, 8)
+    line = draw_text(program, result, width=27).splitlines()[1]
+    assert line == "  0 FFFFFFFF···B0B1B2B3B4B5B6B7"
+
+
+def test_colours_do_not_change_the_text():
+    program, result = drawn("zb_v")
+    plain = draw_text(program, result)
+    coloured = draw_text(program, result, coloured=True)
+    for code in ("\x1b[30;44m", "\x1b[30;42m", "\x1b[30;43m", "\x1b[0m"):
+        assert code in coloured
+        coloured = coloured.replace(code, "")
+    assert coloured == plain
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_v", "dualpipe", "interleaved_overlap"])
+def test_svg_has_one_box_an_action(name):
+    program, result = drawn(name, costs=Costs(F=1, I=1.25, W=0.75, comm=0.125))
+    root = xml.fromstring(draw_svg(program, result, width=800))
+    boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    assert len(boxes) == sum(len(slot) for line in program.ranks for slot in line)
+    assert max(float(box.get("x")) + float(box.get("width")) for box in boxes) == pytest.approx(860, abs=0.1)
+    tips = {box.find(f"{SVG}title").text.split()[0] for box in boxes}
+    assert len(tips) == sum(len(line) for line in program.ranks)
+    rows = {(float(box.get("y")) - 50) // 26 for box in boxes}
+    assert len(rows) == program.num_ranks
+
+
+def test_png_is_written(tmp_path):
+    draw_png(*drawn("dualpipe"), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,140 @@
+"""A stage's three actions: split or not, recomputed or not, interleaved or not, the gradients are the same bits."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.precision.gradient import add_weight_grad
+
+
+class Twice(torch.autograd.Function):
+    """x·Wᵀ with the weight half of its backward handed to defer, counting how often each half runs."""
+
+    @staticmethod
+    def forward(ctx, x, weight, layer, defer):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.layer, ctx.defer = weight, layer, defer
+        layer.log.append("F")
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        ctx.layer.log.append("I")
+
+        def closure():
+            ctx.layer.log.append("W")
+            add_weight_grad(ctx.weight, dy, x)
+
+        ctx.defer(closure)
+        return dy @ ctx.weight, None, None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, log, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64, generator=generator))
+        self.gain = nn.Parameter(torch.randn(6, dtype=torch.float64, generator=generator))
+        self.log = log
+
+    def forward(self, x, batch, defer):
+        x = batch if x is None else x
+        return x + torch.tanh(Twice.apply(x * self.gain, self.weight, self, defer))
+
+
+BATCHES = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+GRAD = torch.ones(4, 6, dtype=torch.float64)
+
+
+def make(recompute=False):
+    log = []
+    layers = [Layer(log, seed) for seed in range(3)]
+    layers[1].recompute = recompute
+    return layers, log
+
+
+def grads(layers):
+    return [p.grad.clone() for layer in layers for p in layer.parameters()]
+
+
+def truth():
+    layers, _ = make()
+    for batch in BATCHES:
+        x = batch
+        for layer in layers:
+            x = x + torch.tanh((x * layer.gain) @ layer.weight.t())
+        x.backward(GRAD)
+    return grads(layers)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_gradients_are_autograds(split, recompute):
+    layers, log = make(recompute)
+    stage = Stage(layers)
+    for i, batch in enumerate(BATCHES):
+        stage.forward(i, None, batch)
+    for i in range(2):
+        if split:
+            stage.backward_input(i, GRAD)
+        else:
+            stage.backward(i, GRAD)
+    assert log.count("W") == (0 if split else 6)
+    if split:
+        assert stage.num_in_flight == 2
+        for i in (1, 0):
+            stage.backward_weight(i)
+    assert stage.num_in_flight == 0
+    assert log.count("F") == 6 + 2 * recompute, "recomputed once, in I or B, and never again in W"
+    for ours, theirs in zip(grads(layers), truth()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
+
+
+def test_two_micro_batches_interleave_phase_by_phase():
+    layers, log = make()
+    stage = Stage(layers)
+    stage.forward(0, None, BATCHES[0])
+    log.clear()
+    backward, forward = stage.backward_steps(0, GRAD), stage.forward_steps(1, None, BATCHES[1])
+    for _ in range(3):
+        next(backward)
+        next(forward)
+    assert log == ["I", "W", "F"] * 3
+    assert next(backward, "end") == "end" and next(forward, "end") == "end"
+    stage.backward(1, GRAD)
+    for ours, theirs in zip(grads(layers), truth()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
+
+
+def test_hooks_hear_of_weights_when_they_are_complete():
+    heard = []
+
+    class Hooks:
+        def before_forward(self, phase):
+            heard.append(("F", layers.index(phase)))
+
+        def after_weight_grads(self, phase):
+            heard.append(("W", layers.index(phase)))
+
+    layers, _ = make()
+    stage = Stage(layers, Hooks())
+    stage.forward(0, None, BATCHES[0])
+    stage.backward_input(0, GRAD)
+    assert heard == [("F", 0), ("F", 1), ("F", 2)]
+    stage.backward_weight(0)
+    assert heard[3:] == [("W", 2), ("W", 1), ("W", 0)]
+
+
+def test_the_gradient_of_the_input_comes_back():
+    layers, _ = make()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    stage = Stage(layers)
+    stage.forward(0, x, None)
+    dx = stage.backward(0, GRAD)
+    leaf = x.clone().requires_grad_()
+    y = leaf
+    for layer in layers:
+        y = y + torch.tanh((y * layer.gain) @ layer.weight.t())
+    torch.testing.assert_close(dx, torch.autograd.grad(y, leaf, GRAD)[0])

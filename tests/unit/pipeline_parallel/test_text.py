@@ -1,0 +1,172 @@
+"""Programs as PyTorch's CSV, both ways: PyTorch's own parser reads ours, and its own schedules verify and simulate."""
+
+import csv
+import io
+
+import pytest
+from torch.distributed.pipelining import schedules as theirs
+
+from megatron5d.pipeline_parallel.costs import Costs
+from megatron5d.pipeline_parallel.program import Action, placement_name
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
+from megatron5d.pipeline_parallel.simulate import simulate
+from megatron5d.pipeline_parallel.text import read_program, slot_text, write_program
+from megatron5d.pipeline_parallel.verify import verify
+
+
+@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 12)])
+def test_round_trip(name, p, m):
+    program = build_program(name, p, m)
+    again = read_program(write_program(program), name)
+    assert again == program  # placement and directions are inferred
+    assert read_program(write_program(program), name, p, m) == program
+
+
+def parsed_by_torch(text):
+    return [[theirs._Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(text))]
+
+
+def flat(action):
+    return action.sub_actions or (action,)
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_torch_reads_what_we_write(name):
+    program = build_program(name, 4, 8)
+    read = parsed_by_torch(write_program(program))
+    assert [[tuple((a.computation_type.value, a.stage_index, a.microbatch_index) for a in flat(cell)) for cell in row]
+            for row in read] == [[tuple(map(tuple, slot)) for slot in line] for line in program.ranks]  # fmt: skip
+    if program.copies == 1:
+        actions = dict(enumerate(read))
+        mapping = theirs._validate_schedule(actions, 4, program.num_stages, 8)
+        assert mapping == dict(enumerate(program.placement.route[0]))
+        theirs._add_send_recv(actions, lambda stage: mapping[stage], program.num_stages)  # raises where it would hang
+
+
+def torch_order(kind, p, m, chunks):
+    """Return the pipeline order of one of torch's generators as CSV, without process groups or modules."""
+    made = kind.__new__(kind)
+    made.pp_group_size, made._n_microbatches, made.n_local_stages = p, m, chunks
+    made._num_stages = made.num_stages = p * chunks
+    made._stages = [None] * chunks
+    made.number_of_rounds = max(1, m // p)
+    made.microbatches_per_round = m // made.number_of_rounds
+    if chunks == 1:
+        order = made._get_pipeline_order()
+    else:
+        order = {rank: made._calculate_single_rank_operations(rank) for rank in range(p)}
+    out = io.StringIO()
+    csv.writer(out).writerows(["" if a is None else a for a in order[rank]] for rank in range(p))
+    return out.getvalue()
+
+
+THEIRS = {
+    "gpipe": (theirs.ScheduleGPipe, 1),
+    "bfs": (theirs.ScheduleLoopedBFS, 2),
+    "interleaved": (theirs.ScheduleInterleaved1F1B, 2),
+    "interleaved_zb": (theirs.ScheduleInterleavedZeroBubble, 2),
+    "zb_v": (theirs.ScheduleZBVZeroBubble, 2),
+    "dualpipe_v": (theirs.ScheduleDualPipeV, 2),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("p, m", [(2, 4), (4, 8), (4, 16), (8, 24)])
+def test_torchs_own_schedules_verify_and_cost_what_ours_do(name, p, m):
+    program = read_program(torch_order(THEIRS[name][0], p, m, THEIRS[name][1]), f"torch {name}", p, m)
+    ours = build_program(name, p, m)
+    assert program.placement == ours.placement
+    peaks = verify(program).peak_activations
+    costs = Costs(F=1.0, I=1.25, W=0.75, comm=0.125, a2aF=0.5, a2aB=0.25)
+    assert simulate(program, costs).makespan == pytest.approx(simulate(ours, costs).makespan)
+    assert peaks.tolist() == verify(ours).peak_activations.tolist()
+
+
+@pytest.mark.parametrize("name", ["interleaved_zb", "zb_v", "dualpipe_v"])
+def test_torchs_orders_are_ours_action_by_action(name):
+    program = read_program(torch_order(*THEIRS[name][:1], 4, 12, 2), name)
+    assert program.ranks == build_program(name, 4, 12).ranks
+
+
+def test_torchs_picture_of_1f1b_is_refused():
+    """Its `_get_pipeline_order` leaves out F0 on the last rank and has one micro-batch too many there."""
+    text = torch_order(theirs.Schedule1F1B, 4, 8, 1)
+    with pytest.raises(ValueError, match="rank 3: 3F8 is beyond num_microbatches=8"):
+        read_program(text, "torch 1f1b", 4, 8)
+    with pytest.raises(ValueError, match="is missing"):
+        verify(read_program(text, "torch 1f1b", 4))
+
+
+def test_communication_and_empty_cells_are_passed_over():
+    text = "0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+    program = read_program(text, "torch", 2, 1)
+    assert [[slot_text(slot) for slot in line] for line in program.ranks] == [["0F0", "0B0"], ["1F0", "1B0"]]
+    verify(program)
+
+
+def test_every_pair_is_written_under_torchs_one_name():
+    for text in ("0F0,(0F1;0I0)OVERLAP_F_B", "0F0,(0F1;0I0)OVERLAP_F_I", "0F0, ( 0F1 ; 0I0 )OVERLAP"):
+        program = read_program(text.replace("( ", "("), "pair")
+        assert program.ranks[0][1] == (Action("F", 0, 1), Action("I", 0, 0))
+        assert write_program(program) == "0F0,(0F1;0I0)OVERLAP_F_B\n"
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("0F0,hello\n", "rank 0, column 1: 'hello' is no action"),
+        ("0F0\n1F0,1G0\n", "rank 1, column 1: '1G0'"),
+        ("(0F0;0F1;0F2)OVERLAP_F_B\n", "is no action"),
+        ("", "no action"),
+        ("0F0,2F0\n1F0\n", "3 stages on 2 ranks.*such as 4"),
+    ],
+)
+def test_bad_text_is_refused_with_its_cell(text, words):
+    with pytest.raises(ValueError, match=words):
+        read_program(text, "bad.csv")
+
+
+def test_sizes_are_checked_against_the_file():
+    text = write_program(build_program("1f1b", 2, 4))
+    with pytest.raises(ValueError, match="2 rows, but pp=4"):
+        read_program(text, "f", 4)
+    with pytest.raises(ValueError, match="rank 0: 0F3 is beyond num_microbatches=3"):
+        read_program(text, "f", 2, 3)
+    with pytest.raises(ValueError, match="0F4 is missing"):
+        verify(read_program(text, "f", 2, 5))
+
+
+@pytest.mark.parametrize("name, broken", [("dualpipe", "3F4"), ("zb_v", "0F0"), ("1f1b", "2F3")])
+def test_a_misplaced_action_does_not_mislead_the_inference(name, broken):
+    """The placement follows the majority, so that verify points at the one cell that is wrong."""
+    program = build_program(name, 4, 8)
+    rows = [row.split(",") for row in write_program(program).splitlines()]
+    home = next(rank for rank, row in enumerate(rows) if broken in row)
+    rows[home].remove(broken)
+    rows[(home + 1) % 4].insert(0, broken)
+    read = read_program("\n".join(map(",".join, rows)), name, 4, 8)
+    assert read.placement == program.placement and read.direction == program.direction
+    with pytest.raises(ValueError, match=f"rank {(home + 1) % 4}, position 0: {broken} is on rank"):
+        verify(read)
+
+
+def test_a_slip_in_a_stage_is_found_at_its_place():
+    text = write_program(build_program("1f1b", 4, 8)).replace("2F3,", "7F3,")
+    with pytest.raises(ValueError, match="rank 2, position 5: 7F3: the stages are 0 to 3"):
+        verify(read_program(text, "slip", 4, 8))
+
+
+def test_rows_in_another_order_are_another_placement():
+    program = build_program("1f1b", 3, 4)
+    rows = write_program(program).splitlines()
+    turned = read_program("\n".join(rows[::-1]), "turned", 3, 4)
+    verify(turned)
+    assert turned.placement.route == ((2, 1, 0),) and placement_name(turned.placement) == "custom (2 1 0)"
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("1f1b", "loop"), ("bfs", "loop"), ("zb_v", "zigzag"), ("dualpipe", "mirrored")]
+)
+def test_placements_have_names(name, kind):
+    assert placement_name(build_program(name, 4, 8).placement) == kind

@@ -1,0 +1,73 @@
+"""The messages that the executor sends: every one once, in the same order at both ends, and few ahead of their time."""
+
+from collections import defaultdict
+
+import pytest
+
+from megatron5d.pipeline_parallel.program import Action
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
+from megatron5d.pipeline_parallel.transfers import Flow, Message, flows, input_of, output_of, steps
+
+PROGRAMS = [(name, p, m) for name in schedule_names() for p, m in ((2, 4), (4, 9), (4, 16)) if "dual" not in name] + [
+    ("dualpipe", 4, 16), ("dualpipe", 2, 4), ("dualpipe_v", 3, 7)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, p, m", PROGRAMS)
+def test_both_ends_of_every_flow_agree(name, p, m):
+    program = build_program(name, p, m)
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank in range(p):
+        for step in steps(program, rank):
+            for message in step.sends:
+                assert message.flow.source == rank
+                sent[message.flow].append(message.microbatch)
+            for message in step.receives:
+                assert message.flow.destination == rank
+                received[message.flow].append(message.microbatch)
+    assert sent == received
+    assert set(sent) <= set(flows(program))
+    assert flows(program) == sorted(set(flows(program)))
+    lines = [program.placement.route[way] for way in program.direction]
+    hops = sum(a != b for line in lines for a, b in zip(line, line[1:]))
+    assert sum(map(len, sent.values())) == 2 * hops
+
+
+@pytest.mark.parametrize("name, p, m", PROGRAMS)
+def test_receives_are_posted_early_and_few_at_a_time(name, p, m):
+    program = build_program(name, p, m)
+    for rank in range(p):
+        posted, slots = {}, list(steps(program, rank))
+        for k, step in enumerate(slots):
+            posted.update(dict.fromkeys(step.receives, k))
+            for message in filter(None, (input_of(program, action) for action in step.slot)):
+                assert k - posted.pop(message) == min(k, 2)
+            overlapped = any(len(other.slot) > 1 for other in slots[k : k + 3])
+            assert len(posted) <= (4 if overlapped else 2)
+        assert not posted
+
+
+def test_the_messages_of_a_v_by_hand():
+    program = build_program("zb_v", 2, 3)  # stages 0 1 | 1 0
+    assert output_of(program, Action("F", 0, 1)) == Message(Flow(0, 1, "F", 0), 1)
+    assert input_of(program, Action("F", 1, 1)) == Message(Flow(0, 1, "F", 0), 1)
+    assert output_of(program, Action("F", 1, 1)) is None and input_of(program, Action("F", 2, 1)) is None  # the turn
+    assert input_of(program, Action("I", 2, 0)) == Message(Flow(0, 1, "B", 2), 0)
+    assert input_of(program, Action("F", 0, 0)) is None and output_of(program, Action("I", 0, 0)) is None
+    assert input_of(program, Action("I", 3, 0)) is None and output_of(program, Action("F", 3, 0)) is None
+    assert input_of(program, Action("W", 2, 0)) is None and output_of(program, Action("W", 2, 0)) is None
+    assert {str(flow) for flow in flows(program)} == {
+        "F of stages 0>1, rank 0 to 1",
+        "B of stages 2<3, rank 0 to 1",
+        "B of stages 0<1, rank 1 to 0",
+        "F of stages 2>3, rank 1 to 0",
+    }
+
+
+def test_opposite_directions_share_no_flow():
+    program = build_program("dualpipe", 4, 8)
+    own = defaultdict(set)
+    for rank in range(4):
+        for step in steps(program, rank):
+            for message in step.sends:
+                own[message.flow].add(program.direction[message.microbatch])
+    assert len(own) == 12 and all(len(directions) == 1 for directions in own.values())

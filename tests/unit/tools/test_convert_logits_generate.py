@@ -1,0 +1,184 @@
+"""The three tools from their command lines: Hugging Face folders in and out, logits and text of either kind."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from megatron5d.checkpoint.hf import SafetensorsFolder
+from tools import convert, generate, logits
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**TINY, attention_bias=True),
+    "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16, tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=61),
+}
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def imported(request, tmp_path_factory):
+    """(their model, its folder, our checkpoint of it, token ids)"""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    hf, checkpoints = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours") / "ckpt"
+    model.save_pretrained(hf)
+    assert convert.main(["from-hf", "--hf", str(hf), "--out", str(checkpoints)]) == 0
+    ids = torch.randint(0, 61, (5, 13))
+    np.save(hf / "ids.npy", ids.numpy().astype(np.int32))
+    return model, hf, checkpoints, ids
+
+
+def run_logits(*words):
+    assert logits.main([str(word) for word in words]) == 0
+
+
+def test_logits_of_folder_and_checkpoint(imported, tmp_path):
+    model, hf, checkpoints, ids = imported
+    with torch.no_grad():
+        wanted = model(ids).logits.numpy()
+    for i, source in enumerate((["--hf", hf], ["--checkpoint", checkpoints])):
+        run_logits(*source, "--tokens", hf / "ids.npy", "--out", tmp_path / f"{i}.npy", "--mbs", 2)
+        got = np.load(tmp_path / f"{i}.npy")
+        assert got.shape == (5, 13, 61) and got.dtype == np.float32
+        np.testing.assert_allclose(got, wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_logits_over_ranks(imported, tmp_path):
+    """dp 2 × tp 2 with sp, an odd number of rows: the same numbers as one process, in fp64."""
+    _, hf, checkpoints, _ = imported
+    run_logits("--hf", hf, "--tokens", hf / "ids.npy", "--out", tmp_path / "1.npy", "--dtype", "fp64")
+
+    def fn(rank, world):
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT="1")
+        run_logits("--checkpoint", checkpoints, "--tokens", hf / "ids.npy", "--out", tmp_path / "4.npy",
+                   "--dtype", "fp64", "--tp", 2, "--sp", "--mbs", 2)  # fmt: skip
+
+    run_ranks(fn, 4)
+    one, four = np.load(tmp_path / "1.npy"), np.load(tmp_path / "4.npy")
+    assert one.dtype == four.dtype == np.float64
+    np.testing.assert_allclose(four, one, rtol=1e-10, atol=1e-12)
+
+
+def test_there_and_back_again(imported, tmp_path):
+    """Export in small files; transformers loads it and computes the same, to the bit."""
+    model, _, checkpoints, ids = imported
+    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(tmp_path), "--max-shard-gb", "2e-5"]
+    assert convert.main(words) == 0
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_export_in_bf16_with_its_tokenizer(imported, tmp_path):
+    model, _, checkpoints, _ = imported
+    (tmp_path / "made.json").write_text("{}")
+    out = tmp_path / "out"
+    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(out), "--dtype", "bf16",
+             "--tokenizer", str(tmp_path / "made.json")]  # fmt: skip
+    assert convert.main(words) == 0
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    theirs = model.state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, theirs[name].bfloat16()), name
+
+
+def test_no_more_than_one_tensor_is_read_at_a_time(imported, tmp_path, monkeypatch):
+    """While a checkpoint is written from a folder, each stored tensor is read once, when its turn comes."""
+    _, hf, _, _ = imported
+    read, written = SafetensorsFolder.read, []
+
+    def noted(self, name, offset, shape):
+        files = list(tmp_path.glob("**/*.distcp"))
+        written.append((name, files[0].stat().st_size if files else 0))
+        return read(self, name, offset, shape)
+
+    monkeypatch.setattr(SafetensorsFolder, "read", noted)
+    assert convert.main(["from-hf", "--hf", str(hf), "--out", str(tmp_path / "ckpt")]) == 0
+    names, sizes = zip(*written)
+    assert sorted(names) == sorted(set(names))
+    assert sizes[-1] > 0
+
+
+REFUSED = {
+    "is not a .npy file": lambda hf, tmp: ["--tokens", hf / "config.json"],
+    "id 61 at row 0, column 2 is outside the vocabulary 0 ... 60": lambda hf, tmp: ["--tokens", tmp / "far.npy"],
+    "holds float64": lambda hf, tmp: ["--tokens", tmp / "real.npy"],
+    "model.num_heads = 4 is not divisible": lambda hf, tmp: ["--tokens", hf / "ids.npy", "--tp", 3],
+    "--mbs 0": lambda hf, tmp: ["--tokens", hf / "ids.npy", "--mbs", 0],
+}
+
+
+@pytest.mark.parametrize("reason", list(REFUSED))
+def test_logits_refuses(imported, tmp_path, reason, capsys):
+    _, hf, _, _ = imported
+    np.save(tmp_path / "far.npy", np.array([[0, 60, 61]]))
+    np.save(tmp_path / "real.npy", np.array([[0.5]]))
+    words = ["--hf", hf, "--out", tmp_path / "out.npy", *REFUSED[reason](hf, tmp_path)]
+    assert logits.main([str(word) for word in words]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "out.npy").exists()
+
+
+def test_convert_refuses(imported, tmp_path, capsys):
+    _, hf, checkpoints, _ = imported
+    for words, reason in [
+        (["from-hf", "--hf", hf, "--out", checkpoints], "already holds the checkpoint of step 0"),
+        (["from-hf", "--hf", tmp_path, "--out", tmp_path / "c"], "config.json does not exist"),
+        (["to-hf", "--checkpoint", tmp_path, "--out", tmp_path / "o"], "checkpoint"),
+        (["to-hf", "--checkpoint", checkpoints, "--out", hf], "already holds model.safetensors"),
+    ]:
+        assert convert.main([str(word) for word in words]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def word_tokenizer(folder):
+    """A tokenizer of 61 words in the format of the tokenizers library."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(60)} | {"<|endoftext|>": 60}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_generate_greedy_as_transformers(imported, tmp_path, capsys):
+    model, _, checkpoints, _ = imported
+    words = ["--checkpoint", checkpoints, "--tokenizer", word_tokenizer(tmp_path), "--prompt", "w3 w7", "--json",
+             "--max-tokens", 12, "--temperature", 0]  # fmt: skip
+    assert generate.main([str(word) for word in words]) == 0
+    got = json.loads(capsys.readouterr().out)
+    tokens = [3, 7]
+    with torch.no_grad():
+        for _ in range(12):
+            token = int(model(torch.tensor([tokens])).logits[0, -1].argmax())
+            if token == 60:
+                break
+            tokens.append(token)
+    assert got["tokens"] == tokens
+    assert got["text"].split() == [f"w{token}" for token in tokens]
+
+
+def test_generate_refuses(imported, capsys):
+    _, _, checkpoints, _ = imported
+    for words, reason in [
+        (["--prompt", "x"], "--tokenizer PATH"),
+        (["--prompt", "x", "--max-tokens", "0"], "--max-tokens 0"),
+        (["--prompt", "x", "--tokenizer", "/nowhere/tok"], "/nowhere/tok"),
+    ]:
+        assert generate.main(["--checkpoint", str(checkpoints), *words]) == 2
+        assert reason in capsys.readouterr().err

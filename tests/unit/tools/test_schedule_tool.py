@@ -1,0 +1,113 @@
+"""tools/schedule.py from its command line: figures, pictures, files, and one clear line for what is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
+from megatron5d.pipeline_parallel.text import write_program
+from tools.schedule import main
+
+REAL = "F=1,I=1.2,W=0.8,comm=0.1"
+
+
+def output(capsys, *arguments):
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    assert main(list(arguments)) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    return said.err
+
+
+def test_simulate_prints_one_object(capsys):
+    sizes = ("--pp", "16", "--microbatches", "64")
+    figures = json.loads(output(capsys, "simulate", "--schedule", "dualpipe", *sizes, "--costs", REAL, "--json"))
+    assert figures["overhead"] == pytest.approx(26.0) and figures["makespan"] == pytest.approx(64 * 3 + 26)
+    assert figures["bubble"] == pytest.approx(26 / 218)
+    assert figures["peak_activations"] == [17.0] * 16 and figures["copies"] == 2
+    moe = json.loads(
+        output(capsys, "simulate", "--schedule", "dualpipe", *sizes, "--costs", "a2aF=0.5,a2aB=0.5", "--json")
+    )
+    assert moe["overhead"] == pytest.approx(34.5)
+
+
+def test_simulate_in_bytes_and_as_text(capsys):
+    sizes = ("--schedule", "1f1b", "--pp", "2", "--microbatches", "4")
+    figures = json.loads(output(capsys, "simulate", *sizes, "--activation-bytes", "1000", "--json"))
+    assert figures["peak_bytes"] == [2000, 1000]
+    assert "overhead  3.0" in output(capsys, "simulate", *sizes)
+
+
+def test_uneven_stages(capsys):
+    sizes = ("--schedule", "gpipe", "--pp", "2", "--microbatches", "1", "--json")
+    figures = json.loads(output(capsys, "simulate", *sizes, "--stage-scale", "0.5,2"))
+    assert figures["makespan"] == 7.5
+    assert "stage_scale has 3 entries" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,2,3")
+    assert "no list of numbers" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,x")
+
+
+def test_compare_lists_every_schedule_best_first(capsys):
+    sizes = ("--pp", "4", "--microbatches", "8")
+    rows = json.loads(output(capsys, "compare", *sizes, "--json"))
+    assert {row["schedule"].split()[0] for row in rows} == set(schedule_names())
+    assert [row["makespan"] for row in rows] == sorted(row["makespan"] for row in rows)
+    fitting = json.loads(output(capsys, "compare", *sizes, "--memory", "1", "--json"))
+    assert 0 < len(fitting) < len(rows) and all(max(row["peak_activations"]) <= 4 for row in fitting)
+    table = output(capsys, "compare", "--pp", "3", "--microbatches", "8")
+    assert "zb_v" in table and "not possible: dualpipe: " in table
+
+
+def test_show_draws_and_writes(capsys, tmp_path):
+    sizes = ("--schedule", "zb_v", "--pp", "2", "--microbatches", "4")
+    assert len(output(capsys, "show", *sizes).splitlines()) == 3
+    svg, png, text = (tmp_path / name for name in ("a.svg", "a.png", "a.csv"))
+    output(capsys, "show", *sizes, "--svg", str(svg), "--png", str(png), "--csv", str(text))
+    assert svg.read_text().startswith("<svg") and png.read_bytes().startswith(b"\x89PNG")
+    assert text.read_text() == write_program(build_program("zb_v", 2, 4))
+    again = ("simulate", "--schedule", f"file:{text}", "--pp", "2", "--microbatches", "4")
+    assert "overhead  0.5" in output(capsys, *again)
+
+
+def test_verify_a_file(capsys, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(write_program(build_program("1f1b", 4, 8)))
+    check = ("verify", str(file), "--pp", "4", "--microbatches", "8")
+    assert "correct" in output(capsys, *check)
+    assert json.loads(output(capsys, *check, "--json"))["peak_activations"] == [4, 3, 2, 1]
+    assert "0F3 raises the activations to 4" in refused(capsys, *check, "--memory", "0.75")
+    file.write_text(file.read_text().replace("2F5,", ""))
+    assert "mine.csv: rank 2, position 8: 2F5 is missing" in refused(capsys, *check)
+    assert "pp=5" in refused(capsys, "verify", str(file), "--pp", "5", "--microbatches", "8")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("simulate", "--schedule", "dualpip", "--pp", "4", "--microbatches", "8"), "did you mean dualpipe"),
+        (("simulate", "--schedule", "dualpipe", "--pp", "5", "--microbatches", "8"), "parallel.pp=6"),
+        (("simulate", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--costs", "Q=1"), "unknown key 'Q'"),
+        (("show", "--schedule", "file:/nowhere/x.csv", "--pp", "4", "--microbatches", "8"), "/nowhere/x.csv"),
+        (("verify", "/nowhere/x.csv", "--pp", "4", "--microbatches", "8"), "/nowhere/x.csv"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
+    said = refused(capsys, *arguments)
+    assert words in said and said.startswith("schedule.py: error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("simulate",), ("frobnicate",), ("verify", "x.csv")])
+def test_argparse_refuses_with_exit_code_2(arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    assert caught.value.code == 2
+
+
+def test_help_from_the_repository_root():
+    run = subprocess.run([sys.executable, "tools/schedule.py", "--help"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and all(word in run.stdout for word in ("show", "simulate", "compare", "verify"))

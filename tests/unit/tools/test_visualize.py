@@ -1,0 +1,76 @@
+"""Curves are read from the run's own records, drawn, and summed up."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.visualize import find_records, main, read_curve
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_folder(folder, name="metrics.jsonl"):
+    folder.mkdir(exist_ok=True)
+    records = [{"step": s, "tokens": 100 * s, "loss": 8.0 - s} for s in (1, 2, 3)]
+    records[0]["initial_valid_loss"] = 8.5
+    records[2]["valid_loss"] = 4.25
+    (folder / name).write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+def test_points_of_both_curves(tmp_path):
+    curve = read_curve(find_records(run_folder(tmp_path / "run")))
+    assert curve.name == "run"
+    assert curve.train == [(100, 7.0), (200, 6.0), (300, 5.0)]
+    assert curve.valid == [(0, 8.5), (300, 4.25)]
+
+
+def test_picture_and_summary(tmp_path, capsys):
+    runs = [str(run_folder(tmp_path / name)) for name in ("a", "b")]
+    out = tmp_path / "pictures" / "loss.png"
+    assert main(["loss", *runs, "--out", str(out), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [f["run"] for f in figures] == ["a", "b"]
+    assert (figures[0]["first_valid_loss"], figures[0]["last_valid_loss"]) == (8.5, 4.25)
+    assert figures[1]["tokens"] == 300
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_validation(tmp_path, capsys):
+    (tmp_path / "log.jsonl").write_text('{"tokens": 10, "loss": 2.0}\n')
+    assert main(["loss", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
+    text = capsys.readouterr().out
+    assert "2.000 -> 2.000" in text
+    assert "validation loss" not in text
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"tokens": 10, "loss": 2.0}\n{"tokens": 20, "lo')
+    assert read_curve(tmp_path / "log.jsonl").train == [(10, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: p / "absent", "absent does not exist"),
+        (lambda p: p, "should hold one .jsonl file"),
+        (lambda p: run_folder(run_folder(p, "a.jsonl"), "b.jsonl"), "a.jsonl, b.jsonl"),
+        (lambda p: (p / "a.jsonl").write_text('{"loss": 1}\n') and p, "a.jsonl:1: not a record"),
+        (lambda p: (p / "a.jsonl").write_text('{"tokens": 1, "loss": 1}\n{"tok\n') and p, "a.jsonl:2: not a record"),
+        (lambda p: (p / "a.jsonl").touch() or p, "holds no record"),
+    ],
+)
+def test_bad_input_is_named(tmp_path, capsys, make, message):
+    assert main(["loss", str(make(tmp_path))]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help():
+    done = subprocess.run(
+        [sys.executable, "tools/visualize.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert "loss.png" in done.stdout

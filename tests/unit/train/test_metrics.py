@@ -1,0 +1,92 @@
+"""Records on disk and in Weights & Biases, read back from their files."""
+
+import json
+import struct
+import time
+
+import pytest
+
+from megatron5d.config.schema import LogConfig, ModelConfig, WandbConfig
+from megatron5d.model.flops import flops_per_token, parameter_count
+from megatron5d.train.metrics import JsonLines, Wandb
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_takes_back_the_steps_it_will_do_again(tmp_path):
+    path = tmp_path / "deep" / "log.jsonl"
+    first = JsonLines(path, done=0)
+    for step in range(1, 6):
+        first.write({"step": step, "life": 1})
+    first.close()
+    with path.open("a") as torn:
+        torn.write('{"step": 6, "li')  # a kill in the middle of a write
+    second = JsonLines(path, done=3)
+    second.write({"step": 4, "life": 2})
+    second.close()
+    assert [(r["step"], r["life"]) for r in lines(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+
+
+def test_a_fresh_run_starts_a_fresh_file(tmp_path):
+    path = tmp_path / "log.jsonl"
+    for life in (1, 2):
+        log = JsonLines(path, done=0)
+        log.write({"step": 1, "life": life})
+        log.close()
+    assert lines(path) == [{"step": 1, "life": 2}]
+
+
+def wandb_records(folder):
+    """Yields the protobuf records of an offline run: LevelDB framing, 32 KiB blocks, parts joined by their type."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, at, joined = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if left < 7 or kind == 0:
+            at += left
+            continue
+        part, at = data[at + 7 : at + 7 + length], at + 7 + length
+        joined = part if kind in (1, 2) else joined + part
+        if kind in (1, 4):
+            record = pb.Record()
+            record.ParseFromString(joined)
+            yield record
+
+
+def test_wandb_offline_holds_every_figure_and_the_run_keeps_its_id(tmp_path):
+    log = LogConfig(dir=str(tmp_path), wandb=WandbConfig(mode="offline", project="p", name="n"))
+    run = Wandb(log, {"train": {"steps": 3}}, run_id="abc123")
+    for step in (1, 2):
+        run.write({"step": step, "loss": 1.5 / step, "mfu": None})
+    run.close()
+    assert run.run_id == "abc123"
+    rows: list[dict] = []
+    deadline = time.monotonic() + 30  # W&B's own process writes the file a moment after the run is closed
+    while len(rows) < 2 and time.monotonic() < deadline:
+        found = [r for r in wandb_records(tmp_path) if r.WhichOneof("record_type") == "history"]
+        rows = [{i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in found]
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.5), (2, 0.75)]
+    assert all("mfu" not in row for row in rows)
+
+
+def test_flops_by_hand():
+    """One layer, h 4, f 8, 2 heads of 2 dims, 1 KV head, vocab 10, 3 tokens: products counted one by one."""
+    model = ModelConfig(
+        num_layers=1, hidden_size=4, ffn_hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=2, vocab_size=10
+    )
+    qkv, out, up, down, head = 4 * 8, 4 * 4, 4 * 16, 8 * 4, 4 * 10
+    attention = 2 * 2 * 2 * (1 + 2 + 3) / 3  # scores and values: heads · dims · twice · mean length
+    assert flops_per_token(model, 3) == pytest.approx(6 * (qkv + out + up + down + head + attention))
+    assert parameter_count(model) == qkv + out + up + down + 2 * head + 3 * 4
+
+
+def test_a_window_attends_to_no_more_than_it_sees():
+    narrow = ModelConfig(num_layers=1, attention_window=2)
+    lengths = [min(i, 2) for i in range(1, 9)]
+    extra = flops_per_token(narrow, 8) - flops_per_token(ModelConfig(num_layers=1), 8)
+    assert extra == pytest.approx(6 * 2 * 4 * 16 * (sum(lengths) / 8 - 4.5))

@@ -1,0 +1,152 @@
+"""Checkpoints from and to Hugging Face folders, one tensor in memory at a time.
+
+    python tools/convert.py from-hf --hf DIR --out CHECKPOINTS
+    python tools/convert.py to-hf --checkpoint CHECKPOINTS --out DIR [--dtype bf16] [--tokenizer FILE_OR_DIR]
+
+from-hf writes CHECKPOINTS/step-00000000 with the weights and the configuration, for logits.py, generate.py and to-hf;
+to continue training from a Hugging Face folder, pretrain.py reads it itself: model.from_hf=DIR init.from_hf=DIR.
+to-hf takes the newest whole checkpoint of a directory, or the one that is named, saved on any layout.
+Families: Llama, Qwen3, GPT-2, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3.
+Exit code 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron5d.checkpoint.folder import read_run, saved_steps
+from megatron5d.checkpoint.hf import Entry, SafetensorsFolder
+from megatron5d.checkpoint.hf_save import save_folder, stored_tensors
+from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.checkpoint.save import Saver
+from megatron5d.checkpoint.weights import SavedWeights
+from megatron5d.config.convert import from_dict, to_dict
+from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
+from megatron5d.model.gpt import DTYPES
+from megatron5d.model.hf import hf_weights, unread
+from megatron5d.model.hf_config import read_hf_config, read_model_config
+from megatron5d.model.hf_export import hf_config_from_model
+from megatron5d.model.hf_names import hf_entries
+from megatron5d.train.state import Progress, run_record
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16"}  # without loss
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    dtype: dict[str, Any] = {"choices": list(DTYPES), "help": "of the written weights (default: as they are stored)"}
+    read = commands.add_parser("from-hf", help="a Hugging Face folder becomes a checkpoint of ours")
+    read.add_argument("--hf", type=Path, required=True, metavar="DIR", help="config.json and safetensors files")
+    read.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory of checkpoints, without any yet"
+    )
+    read.add_argument("--dtype", **dtype)
+    write = commands.add_parser("to-hf", help="a checkpoint of ours becomes a Hugging Face folder")
+    write.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them"
+    )
+    write.add_argument("--out", type=Path, required=True, metavar="DIR", help="without safetensors files yet")
+    write.add_argument("--dtype", **dtype)
+    write.add_argument("--tokenizer", type=Path, metavar="PATH", help="file or folder to put beside the weights "
+                       "(default: the run's data.tokenizer)")  # fmt: skip
+    write.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="10^9 bytes a file (default 5)")
+    return parser.parse_args(argv)
+
+
+def from_hf(hf: Path, out: Path, dtype: str | None) -> Path:
+    """Writes a checkpoint of step 0; returns its folder.
+
+    Raises:
+        ValueError: the folder is not one of ours to read, or `out` holds checkpoints.
+    """
+    model = read_model_config(hf)
+    if steps := saved_steps(out):
+        raise ValueError(f"{out} already holds the checkpoint of step {steps[-1]}; give a directory without any")
+    tokenizer = next((str(hf / name) for name in TOKENIZER_FILES[:2] if (hf / name).is_file()), None)
+    with SafetensorsFolder(hf) as stored:
+        wide = {entry.hf_name for entry in hf_entries(model, read_hf_config(hf)["model_type"]) if entry.wide}
+        found = {tensor.dtype for name, tensor in stored.tensors.items() if name not in wide}
+        for line in unread(model, stored):
+            print(line, file=sys.stderr)
+        dtype = dtype or max((_STORED.get(kind, "fp32") for kind in found), key=["bf16", "fp32", "fp64"].index)
+        config = Config(model=model, precision=PrecisionConfig(dtype=dtype), data=DataConfig(tokenizer=tokenizer))
+        tensors = hf_weights(model, stored, DTYPES[dtype])
+        Saver(out, keep=0).save(0, dict(tensors), run_record(Progress(), to_dict(config)))
+    found_at = find_checkpoint(None, str(out))
+    assert found_at is not None
+    return found_at
+
+
+def to_hf(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, max_shard_bytes: int) -> int:
+    """Writes a Hugging Face folder; returns the size of its weights in bytes.
+
+    Raises:
+        ValueError: no whole checkpoint, an architecture that no family computes, or `out` holds weights.
+    """
+    folder = find_checkpoint(None, str(checkpoint))
+    assert folder is not None
+    config = from_dict(read_run(folder)["config"])
+    dtype = dtype or config.precision.dtype
+    described = hf_config_from_model(config.model, dtype, eos_token_id=config.data.eod)
+    weights, entries = SavedWeights(folder), hf_entries(config.model, described["model_type"])
+    _check_complete(weights, entries, folder)
+    if tokenizer is None and config.data.tokenizer and Path(config.data.tokenizer).exists():
+        tokenizer = Path(config.data.tokenizer)
+    elif tokenizer is not None and not tokenizer.exists():
+        raise ValueError(f"--tokenizer {tokenizer} does not exist")
+    bar = tqdm(entries, unit="tensor", disable=not sys.stderr.isatty())
+    size = save_folder(out, stored_tensors(bar, weights.read, DTYPES[dtype]), max_shard_bytes)
+    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    if tokenizer is not None:
+        _copy_tokenizer(tokenizer, out)
+    return size
+
+
+def _check_complete(weights: SavedWeights, entries: Sequence[Entry], folder: Path) -> None:
+    wanted, saved = {entry.name for entry in entries}, set(weights.tensors)
+    if wanted != saved:
+        raise ValueError(
+            f"{folder} does not hold the model that its configuration describes: "
+            f"missing {sorted(wanted - saved)}, unexpected {sorted(saved - wanted)}"
+        )
+
+
+def _copy_tokenizer(source: Path, out: Path) -> None:
+    """A folder's tokenizer files by name; a single file under the name that transformers looks for."""
+    if source.is_dir():
+        files = {name: source / name for name in TOKENIZER_FILES if (source / name).is_file()}
+    else:
+        files = {"tokenizer.json" if source.suffix == ".json" else "tokenizer.model": source}
+    for name, file in files.items():
+        shutil.copyfile(file, out / name)
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    try:
+        if args.command == "from-hf":
+            print(f"wrote {from_hf(args.hf, args.out, args.dtype)}")
+        else:
+            size = to_hf(args.checkpoint, args.out, args.dtype, args.tokenizer, round(args.max_shard_gb * 1e9))
+            print(f"wrote {size:,} bytes of weights to {args.out}")
+    except ValueError as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""The forward pass of a model on given token ids, to a .npy file: the way to check an import or a checkpoint.
+
+    python tools/logits.py --hf DIR --tokens ids.npy --dtype fp64 --out logits.npy
+    torchrun --nproc-per-node 4 tools/logits.py --checkpoint DIR --tp 2 --sp --tokens ids.npy --out logits.npy
+
+ids [b, s] (any integer type; [s] is one row) become logits [b, s, vocab_size]: float64 with --dtype fp64, else float32.
+Ranks beyond tp share the rows. Exit code 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron5d.comm.collectives import all_gather
+from megatron5d.model.inference import Predictor, Source, open_predictor
+from megatron5d.topology.process import read_environment, start_process, stop_process
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face folder: config.json and safetensors")
+    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a checkpoint of ours, or a directory of them")
+    parser.add_argument("--tokens", type=Path, required=True, metavar="NPY", help="token ids, [b, s]")
+    parser.add_argument("--out", type=Path, required=True, metavar="NPY", help="logits, [b, s, vocab_size]")
+    parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"], help="of the computation (default: fp32, or the "
+                        "checkpoint's own)")  # fmt: skip
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks; the rest share the rows")
+    parser.add_argument("--sp", action="store_true", help="sequence parallelism over the tp ranks")
+    parser.add_argument("--mbs", type=int, default=1, metavar="N", help="rows per forward pass and rank (default 1)")
+    return parser.parse_args(argv)
+
+
+def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
+    """Token ids `[b, s]` of a .npy file.
+
+    Raises:
+        ValueError: not a file of integers of one or two dims, or an id outside the vocabulary.
+    """
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--tokens {path} is not a .npy file of numbers: {error}") from error
+    if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
+        raise ValueError(f"--tokens {path} holds {ids.dtype} {list(ids.shape)}; wanted are integers [b, s]")
+    ids = ids.reshape(-1, ids.shape[-1])
+    wrong = np.argwhere((ids < 0) | (ids >= vocab_size))
+    if len(wrong):
+        row, column = wrong[0]
+        raise ValueError(
+            f"--tokens {path}: id {ids[row, column]} at row {row}, column {column} is outside the vocabulary "
+            f"0 ... {vocab_size - 1}"
+        )
+    return ids.astype(np.int64)
+
+
+def rounds(predictor: Predictor, ids: np.ndarray, mbs: int) -> Iterator[tuple[int, Tensor]]:
+    """(first row, logits `[rows, s, vocab]` on the CPU) until all rows are done, on every rank.
+
+    Comm: all_gather dp of each round's logits.
+    """
+    dp = predictor.mesh["dp"]
+    step = mbs * dp.size
+    for first in range(0, len(ids), step):
+        rows = torch.from_numpy(ids[first : first + step])
+        missing = step - len(rows)  # every rank takes part in the last round: its spare rows repeat the first
+        rows = torch.cat([rows, rows[:1].expand(missing, -1)])
+        mine = predictor.logits(rows[dp.rank * mbs : (dp.rank + 1) * mbs])
+        yield first, all_gather(mine.contiguous(), dp).cpu()[: step - missing]
+
+
+def run(args: argparse.Namespace) -> None:
+    environment = read_environment()
+    source = Source(hf=args.hf, checkpoint=args.checkpoint)
+    config = source.config(environment.world, tp=args.tp, sp=args.sp, dtype=args.dtype)
+    ids = read_tokens(args.tokens, config.model.vocab_size)
+    if args.mbs < 1:
+        raise ValueError(f"--mbs {args.mbs}: at least 1 row per forward pass")
+    process = start_process(config.parallel.timeout_s, environment)
+    try:
+        predictor = open_predictor(source, config, process)
+        kind = np.float64 if config.precision.dtype == "fp64" else np.float32
+        out = None
+        if process.rank == 0:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            shape = (*ids.shape, config.model.vocab_size)
+            out = np.lib.format.open_memmap(args.out, mode="w+", dtype=kind, shape=shape)
+        bar = tqdm(total=len(ids), unit="row", disable=process.rank != 0 or not sys.stderr.isatty())
+        for first, logits in rounds(predictor, ids, args.mbs):
+            if out is not None:
+                out[first : first + len(logits)] = logits.to(torch.float64 if kind is np.float64 else torch.float32)
+            bar.update(len(logits))
+        bar.close()
+        if out is not None:
+            out.flush()
+            print(f"{args.out}: {out.dtype} {list(out.shape)}")
+    finally:
+        stop_process()
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    try:
+        run(args)
+    except ValueError as error:
+        if read_environment().rank == 0:
+            print(f"logits: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""Turn texts into Megatron token files: jsonl(.gz, .zst), parquet, text files, folders of source code.
+
+    python tools/preprocess.py --input corpus.jsonl.zst --tokenizer tok.model --out data/corpus --append-eod --workers 8
+    python tools/preprocess.py --input src/ --glob '*.py' --exclude tests --tokenizer tok.model --out data/src
+
+A killed run goes on where it was when the same command is given again, and ends with the same bytes.
+Exit codes: 0 done (or there was nothing to do), 2 refused: bad settings, a bad line, a broken file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from tqdm import tqdm
+
+from megatron5d.data.corpus import list_files
+from megatron5d.data.documents import BadLine
+from megatron5d.data.journal import Progress
+from megatron5d.data.preprocess import Job, Reporting, preprocess
+from megatron5d.data.tokenize_units import Recipe
+
+SHOWN_BAD_LINES = 10
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below")
+    parser.add_argument("--glob", nargs="+", default=[], metavar="PATTERN", help="names to take from folders ('*.py')")
+    parser.add_argument(
+        "--exclude", nargs="+", default=[], metavar="PATTERN", help="names of files or folders to leave out"
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="FILE", help="sentencepiece, tokenizer.json or tiktoken file"
+    )
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="several: one output PREFIX_KEY each"
+    )
+    parser.add_argument(
+        "--text-per", choices=["file", "line"], default="file", help="what a document of a text file is"
+    )
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    parser.add_argument("--eod", metavar="TOKEN", help="that token or its id, where the tokenizer does not name it")
+    parser.add_argument(
+        "--valid-fraction", type=float, default=0.0, help="hold out this share: PREFIX_train, PREFIX_valid"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="count bad lines instead of stopping at the first")
+    parser.add_argument("--workers", type=int, default=None, help="processes (default: the cores this process may use)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at PREFIX, finished or not")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    args = parser.parse_args()
+    if not 0 <= args.valid_fraction < 1:
+        parser.error(f"--valid-fraction {args.valid_fraction}: it is at least 0 and below 1")
+    if args.workers is not None and args.workers < 1:
+        parser.error(f"--workers {args.workers}: at least 1")
+    return args
+
+
+def available_cores() -> int:
+    """Cores this process may use, which in a container or a SLURM task are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Preprocess with a progress bar on stderr."""
+    files = tuple(list_files(args.input, args.glob, args.exclude))
+    recipe = Recipe(args.tokenizer, args.eod, args.append_eod, tuple(args.json_keys), args.skip_bad)
+    job = Job(files, args.out, recipe, args.text_per, args.valid_fraction)
+    shown: list[BadLine] = []
+    total = sum(path.stat().st_size for path in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", disable=None) as bar:
+
+        def progress(done_bytes: int, state: Progress) -> None:
+            bar.set_postfix(documents=state.documents, bad=state.bad_lines, refresh=False)
+            bar.update(done_bytes - bar.n)
+
+        def bad_line(bad: BadLine) -> None:
+            shown.append(bad)
+            if len(shown) <= SHOWN_BAD_LINES:
+                bar.write(f"skipped {bad}", file=sys.stderr)
+            elif len(shown) == SHOWN_BAD_LINES + 1:
+                bar.write("further bad lines are only counted", file=sys.stderr)
+
+        return preprocess(job, args.workers or available_cores(), Reporting(progress, bad_line), args.overwrite)
+
+
+def main() -> int:
+    """Run and tell."""
+    args = arguments()
+    try:
+        summary = run(args)
+    except (ValueError, OSError) as error:
+        print(f"preprocess: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(summary))
+        return 0
+    for prefix, counts in summary["outputs"].items():
+        print(f"{prefix}.bin/.idx: {counts['documents']} documents, {counts['tokens']} tokens ({summary['dtype']})")
+    was = "already there" if summary["up_to_date"] else f"{summary['seconds']:.1f} s"
+    print(
+        f"{summary['files']} files, {summary['empty']} empty documents, {summary['bad_lines']} bad lines skipped; {was}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""Show, simulate, compare, search and verify pipeline schedules, on one CPU and without a model.
+
+    python tools/schedule.py show --schedule zb_v --pp 4 --microbatches 8 --svg zb_v.svg
+    python tools/schedule.py simulate --schedule dualpipe --pp 16 --microbatches 64 --costs F=1,I=1.2,W=0.8,comm=0.1
+    python tools/schedule.py compare --pp 8 --microbatches 32 --costs a2aF=0.5,a2aB=0.5
+    python tools/schedule.py search --pp 16 --microbatches 64 --costs a2aF=0.5,a2aB=0.5 --memory 1.25 --seconds 10
+    python tools/schedule.py verify mine.csv --pp 4 --microbatches 8 --memory 1.25
+
+Times are in any one unit, per micro-batch and rank (1/pp of the model); they divide over the chunks of a rank.
+Activations are in micro-batches of one rank's layers. A refused schedule or bad input ends with exit code 2.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron5d.pipeline_parallel.costs import Costs, parse_costs
+from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
+from megatron5d.pipeline_parallel.program import Program, placement_name
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
+from megatron5d.pipeline_parallel.search.command import add_search_options, run_search, search_figures
+from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
+from megatron5d.pipeline_parallel.text import read_program, write_program
+from megatron5d.pipeline_parallel.verify import verify
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one subcommand and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="schedule.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_show, _add_simulate, _add_compare, _add_search, _add_verify):
+        add(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"schedule.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _add_show(commands: Any) -> None:
+    parser = commands.add_parser("show", help="draw a schedule over time, in the terminal or as a picture")
+    _add_program_options(parser)
+    parser.add_argument("--width", type=int, default=0, help="columns of the drawing (default: fits the actions)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a PNG picture (needs matplotlib)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the Program in PyTorch's CSV format")
+    parser.set_defaults(run=_show)
+
+
+def _add_simulate(commands: Any) -> None:
+    parser = commands.add_parser("simulate", help="makespan, bubble and peak memory of one schedule")
+    _add_program_options(parser)
+    parser.add_argument("--activation-bytes", type=float, metavar="N", help="of one micro-batch of one rank's layers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_simulate)
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser("compare", help="a table of all named schedules under the same costs")
+    _add_sizes(parser)
+    _add_costs(parser)
+    parser.add_argument("--memory", type=float, metavar="X", help="only those that fit X·pp activations per rank")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.set_defaults(run=_compare)
+
+
+def _add_search(commands: Any) -> None:
+    parser = commands.add_parser("search", help="the best schedule that evolution finds under a memory cap")
+    _add_sizes(parser)
+    _add_costs(parser)
+    add_search_options(parser)
+    parser.set_defaults(run=_search)
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser("verify", help="prove that a CSV file is complete, ordered and free of deadlock")
+    parser.add_argument("file", type=Path, help="one row a rank, cells such as 2F0 or (0F1;7B0)OVERLAP_F_B")
+    parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
+    parser.add_argument("--memory", type=float, metavar="X", help="refuse more than X·pp activations on a rank")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_verify)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--costs", default="", help="F=1,I=1,W=1,comm=0,a2aF=0,a2aB=0 (these are the defaults)")
+    parser.add_argument(
+        "--stage-scale", metavar="LIST", help="each stage's time relative to an even split, such as 0.3,1,1,1.5"
+    )
+
+
+def _add_program_options(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(schedule_names())
+    parser.add_argument("--schedule", required=True, help=f"{names}, or file:<path> of a CSV")
+    _add_sizes(parser)
+    parser.add_argument("--vpp", type=int, help="chunks per rank (default: as the schedule needs)")
+    _add_costs(parser)
+
+
+def _costs(options: argparse.Namespace) -> Costs:
+    scale = None
+    if options.stage_scale:
+        try:
+            scale = [float(part) for part in options.stage_scale.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"--stage-scale {options.stage_scale!r} is no list of numbers such as 0.3,1,1,1.5"
+            ) from None
+    return parse_costs(options.costs, scale)
+
+
+def _program(options: argparse.Namespace) -> Program:
+    if options.schedule.startswith("file:"):
+        path = Path(options.schedule.removeprefix("file:"))
+        return read_program(path.read_text(), path.name, options.pp, options.microbatches)
+    return build_program(options.schedule, options.pp, options.microbatches, options.vpp, _costs(options))
+
+
+def _figures(program: Program, costs: Costs, result: Simulation) -> dict[str, Any]:
+    """Return what a program that reads our output wants to know, in the units of the costs."""
+    memory = float(result.peak_activations.max())
+    return {
+        "schedule": program.name,
+        "pp": program.num_ranks,
+        "num_microbatches": program.num_microbatches,
+        "num_stages": program.num_stages,
+        "makespan": round(result.makespan, 9),
+        "overhead": round(result.overhead, 9),
+        "bubble": round(result.bubble, 9),
+        "lower_bound": round(lower_bound(program.placement, costs, program.num_microbatches, memory), 9),
+        "peak_activations": _rounded(result.peak_activations),
+        "peak_stash": _rounded(result.peak_stash),
+        "exposed_a2a": _rounded(result.exposed_a2a),
+        "exposed_p2p": _rounded(result.exposed_p2p),
+        "copies": program.copies,
+    }
+
+
+def _rounded(values: Any) -> list[float]:
+    return [round(float(value), 9) for value in values]
+
+
+def _show(options: argparse.Namespace) -> int:
+    program, costs = _program(options), _costs(options)
+    verify(program)
+    result = simulate(program, costs)
+    if options.svg:
+        options.svg.write_text(draw_svg(program, result))
+    if options.png:
+        draw_png(program, result, options.png)
+    if options.csv:
+        options.csv.write_text(write_program(program))
+    written = [str(path) for path in (options.svg, options.png, options.csv) if path]
+    if written:
+        print("wrote " + ", ".join(written))
+    else:
+        shortest = float((result.end - result.start).min())
+        width = options.width or min(400, max(60, round(3 * result.makespan / shortest)))
+        print(draw_text(program, result, width, coloured=sys.stdout.isatty()))
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    program, costs = _program(options), _costs(options)
+    verify(program)
+    result = simulate(program, costs)
+    figures = _figures(program, costs, result)
+    if options.activation_bytes:
+        figures["peak_bytes"] = [round(peak * options.activation_bytes) for peak in figures["peak_activations"]]
+    _print_figures(figures, options.json)
+    return 0
+
+
+def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures))
+        return
+    for key, value in figures.items():
+        shown = ", ".join(f"{item:g}" for item in value) if isinstance(value, list) else value
+        print(f"{key:>19}  {shown}")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    costs = _costs(options)
+    rows, refused = [], []
+    for name in schedule_names():
+        for chunks in (2, 4) if find_schedule(name).any_chunks else (None,):
+            label = name if chunks is None else f"{name} v={chunks}"
+            try:
+                program = build_program(name, options.pp, options.microbatches, chunks, costs)
+                result = simulate(program, costs)
+            except ValueError as error:
+                refused.append(f"{label}: {error}")
+                continue
+            if options.memory is None or result.peak_activations.max() <= options.memory * options.pp + 1e-9:
+                rows.append({**_figures(program, costs, result), "schedule": label})
+    rows.sort(key=lambda row: (row["makespan"], max(row["peak_activations"])))
+    if options.json:
+        print(json.dumps(rows))
+        return 0
+    print(f"{'schedule':<24} {'makespan':>10} {'overhead':>10} {'bubble':>8} {'bound':>8} {'memory':>8} {'copies':>6}")
+    for row in rows:
+        print(
+            f"{row['schedule']:<24} {row['makespan']:>10.2f} {row['overhead']:>10.3f} {100 * row['bubble']:>6.1f} % "
+            f"{row['lower_bound']:>8.2f} {max(row['peak_activations']):>8.2f} {row['copies']:>6}"
+        )
+    for line in refused:
+        print(f"not possible: {line}")
+    return 0
+
+
+def _search(options: argparse.Namespace) -> int:
+    costs = _costs(options)
+    found = run_search(options, costs)
+    figures = _figures(found.program, costs, simulate(found.program, costs)) | search_figures(found)
+    if options.csv:
+        options.csv.write_text(write_program(found.program))
+    _print_figures(figures, options.json)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    program = read_program(options.file.read_text(), options.file.name, options.pp, options.microbatches)
+    peaks = verify(program, None if options.memory is None else options.memory * options.pp)
+    if options.json:
+        figures = {"ok": True, "num_stages": program.num_stages, "placement": placement_name(program.placement)}
+        peak = {"peak_activations": _rounded(peaks.peak_activations), "peak_stash": _rounded(peaks.peak_stash)}
+        print(json.dumps({**figures, **peak}))
+        return 0
+    print(
+        f"{options.file.name}: correct; {program.num_stages} stages on {program.num_ranks} ranks, "
+        f"{program.num_microbatches} micro-batches, placement {placement_name(program.placement)}, peak activations "
+        f"{peaks.peak_activations.max():g}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

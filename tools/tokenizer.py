@@ -1,0 +1,112 @@
+"""Train a tokenizer, or look at what one does.
+
+    python tools/tokenizer.py train --input src/ --glob '*.py' --vocab-size 4096 --out data/tok
+    python tools/tokenizer.py show data/tok.model --text "def f(x): return x"
+
+`train` makes a sentencepiece BPE with byte fallback; `show` opens sentencepiece, tokenizer.json and tiktoken files.
+Exit codes: 0 done, 1 the text does not survive the round trip, 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron5d.data.corpus import list_files, units
+from megatron5d.data.documents import BadLine, documents
+from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.data.train_tokenizer import train_sentencepiece
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="train a sentencepiece BPE")
+    train.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below")
+    train.add_argument("--glob", nargs="+", default=[], metavar="PATTERN", help="names to take from folders ('*.py')")
+    train.add_argument(
+        "--exclude", nargs="+", default=[], metavar="PATTERN", help="names of files or folders to leave out"
+    )
+    train.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields that hold text")
+    train.add_argument("--vocab-size", type=int, default=4096, help="ids, the 256 bytes and the special ones included")
+    train.add_argument("--max-mb", type=float, default=100.0, help="train on the first so many MB of text")
+    train.add_argument("--skip-bad", action="store_true", help="leave bad lines out instead of stopping at the first")
+    train.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.model")
+    show = commands.add_parser("show", help="describe a tokenizer; encode and decode a text")
+    show.add_argument("file", help="tokenizer file, or a folder that holds one")
+    show.add_argument("--text", help="text to encode; '-' reads stdin")
+    for command in (train, show):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_args()
+
+
+def texts(files: Sequence[Path], keys: Sequence[str], max_bytes: float, skip_bad: bool) -> Iterator[str]:
+    """The texts of a corpus until `max_bytes` of them have been read."""
+    read = 0
+    with tqdm(
+        total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, desc="reading", disable=None
+    ) as bar:
+        for unit in units(files):
+            for document in documents(unit, keys):
+                if isinstance(document, BadLine):
+                    if skip_bad:
+                        continue
+                    raise ValueError(f"{document} (--skip-bad leaves such lines out)")
+                for text in document:
+                    yield text
+                    read += len(text.encode())
+                if read >= max_bytes:
+                    return
+            bar.update(unit.done_bytes - bar.n)
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Train and write PREFIX.model."""
+    started = time.monotonic()
+    files = list_files(args.input, args.glob, args.exclude)
+    path = train_sentencepiece(
+        texts(files, args.json_keys, args.max_mb * 1e6, args.skip_bad), args.vocab_size, args.out
+    )
+    tokenizer = load_tokenizer(path)
+    seconds = round(time.monotonic() - started, 3)
+    return {"model": str(path), "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod, "seconds": seconds}
+
+
+def show(args: argparse.Namespace) -> dict:
+    """Describe a tokenizer, and take a text there and back."""
+    tokenizer = load_tokenizer(args.file)
+    found = {"kind": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+    if args.text is None:
+        return found
+    text = sys.stdin.read() if args.text == "-" else args.text
+    ids = tokenizer.encode(text)
+    decoded = tokenizer.decode(ids)
+    pieces = [tokenizer.decode([i]) for i in ids]
+    return {**found, "ids": ids, "pieces": pieces, "decoded": decoded, "round_trip": decoded == text}
+
+
+def main() -> int:
+    """Run and tell."""
+    args = arguments()
+    try:
+        result = train(args) if args.command == "train" else show(args)
+    except (ValueError, OSError) as error:
+        print(f"tokenizer: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for name, value in result.items():
+            print(f"{name + ':':12} {value!r}" if name in ("decoded", "pieces") else f"{name + ':':12} {value}")
+    return 0 if result.get("round_trip", True) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

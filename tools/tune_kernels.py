@@ -1,0 +1,160 @@
+"""Search the tile shapes, warps and stages of a kernel on this GPU and write the best into its architecture's table.
+
+    python tools/tune_kernels.py attention_forward --dry-run      print what would change
+    python tools/tune_kernels.py fp8_matmul                       write kernels/configs/sm_90.json (on a Hopper GPU)
+    python tools/tune_kernels.py --list                           operations and candidates, without a GPU
+
+A candidate counts only if it compiles and gives the same result as the present entry up to rounding.
+Run the compile gate afterwards: it refuses spills.
+Only the entry that the operation's benchmark selects is tuned; the others keep what they have.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+
+from kernels import tuning  # noqa: E402
+from kernels.testing.benchmarks import BENCHMARKS  # noqa: E402
+from kernels.testing.measure import median_ms  # noqa: E402
+
+WARPS_STAGES = {"num_warps": (4, 8), "num_stages": (2, 3, 4)}
+ATTENTION = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "DESCRIBED": (True, False), **WARPS_STAGES}
+GEMM = {"BLOCK_M": (64, 128), "BLOCK_N": (64, 128, 256), "BLOCK_K": (64, 128), "BAND": (4, 8, 16), **WARPS_STAGES}
+SPACE: dict[
+    str, tuple[str, str, dict[str, Any]]
+] = {  # operation -> its benchmark, the provider that runs it, the values of each constant
+    "attention_forward": ("attention forward, causal, d 128, 8 k", "ours", ATTENTION),
+    "attention_backward_keys": ("attention backward, causal, d 128, 8 k", "ours", ATTENTION),
+    "attention_backward_queries": ("attention backward, causal, d 128, 8 k", "ours", ATTENTION),
+    "fp8_matmul": ("float8 blockwise GEMM 4096x7168x16384", "ours", {**GEMM, "BLOCK_N": (64, 128), "BLOCK_K": None}),
+    "grouped_matmul": ("grouped GEMM, 64 experts", "ours", GEMM),
+    "grouped_matmul_fp8": (
+        "grouped GEMM, 64 experts",
+        "ours, float8",
+        {**GEMM, "BLOCK_N": (64, 128), "BLOCK_K": (128,)},
+    ),
+    "norm_forward": ("RMSNorm forward 16384x4096", "ours", {"ELEMENTS": (4096, 8192), "num_warps": (4, 8, 16)}),
+    "norm_backward": (
+        "RMSNorm backward 16384x4096",
+        "ours",
+        {"ELEMENTS": (4096, 8192), "PROGRAMS_PER_PROCESSOR": (1, 2, 4), "num_warps": (4, 8, 16)},
+    ),
+    "swiglu": ("SwiGLU forward 8192x14336", "ours", {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}),
+    "rope": ("RoPE, 32 and 8 heads, 16 k tokens", "ours", {"HEADS": (4, 8, 16, 32), "num_warps": (2, 4, 8)}),
+    "vocab_statistics": (
+        "cross-entropy forward 8192x128256",
+        "ours",
+        {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8, 16)},
+    ),
+    "adamw": ("AdamW, 32 x 16 M", "ours", {"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)}),
+}
+
+
+def candidates(operation: str) -> list[dict]:
+    """Every combination of the operation's values."""
+    values = {name: v for name, v in SPACE[operation][2].items() if v is not None}
+    return [dict(zip(values, combination)) for combination in itertools.product(*values.values())]
+
+
+def _result(call) -> list[torch.Tensor]:
+    out = call()
+    tensors = [out] if isinstance(out, torch.Tensor) else list(out or ())
+    return [t.detach().float().clone() for t in tensors if isinstance(t, torch.Tensor)]
+
+
+def _agrees(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all((g - w).norm() <= 1e-2 * w.norm() + 1e-6 for g, w in zip(got, want))
+
+
+class Search:
+    """Times candidates of one operation by answering its `tuning.select`; the other operations keep their tables."""
+
+    def __init__(self, operation: str):
+        benchmark, provider, _ = SPACE[operation]
+        self.operation, self.original = operation, tuning.select
+        self.present: dict = {}
+        with mock.patch.object(tuning, "select", self._observe):
+            self.call = BENCHMARKS[benchmark].make()[provider]
+            self.want = _result(self.call)
+        self.present_ms = median_ms([self.call])
+
+    def _observe(self, operation: str, device: torch.device, **key: int) -> dict:
+        config = self.original(operation, device, **key)
+        if operation == self.operation:
+            self.present = dict(config)
+        return config
+
+    def ms(self, candidate: dict) -> float | None:
+        """Milliseconds with a candidate, or None where it does not run or gives another result."""
+
+        def select(operation: str, device: torch.device, **key: int) -> dict:
+            return dict(candidate) if operation == self.operation else self.original(operation, device, **key)
+
+        with mock.patch.object(tuning, "select", select):
+            try:
+                if not _agrees(_result(self.call), self.want):
+                    return None
+                return median_ms([self.call], 30)
+            except Exception:  # too much shared memory, or a tile that the compiler refuses: not a candidate
+                return None
+
+
+def write_entry(architecture: str, operation: str, present: dict, best: dict) -> None:
+    """Replace the entry whose configuration is `present`, one entry a line."""
+    path = tuning.DIRECTORY / f"{architecture}.json"
+    entries = json.loads(path.read_text())
+    for entry in entries[operation]:
+        if entry["config"] == present:
+            entry["config"] = best
+    rows = [
+        f"  {json.dumps(name)}: [\n" + ",\n".join(f"    {json.dumps(e)}" for e in each) + "\n  ]"
+        for name, each in entries.items()
+    ]
+    path.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def tune(operation: str, dry_run: bool) -> None:
+    """Time every candidate, print the faster ones as they come, and write the best."""
+    search = Search(operation)
+    best, best_ms = search.present, search.present_ms
+    print(f"{operation}: {best_ms:.3f} ms with {best}", flush=True)
+    for candidate in candidates(operation):
+        ms = search.ms(candidate)
+        if ms is not None and ms < 0.99 * best_ms:
+            best, best_ms = candidate, ms
+            print(f"  {ms:.3f} ms with {candidate}", flush=True)
+    if best != search.present and not dry_run:
+        write_entry(tuning.architecture(torch.device("cuda")), operation, search.present, best)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operations", nargs="*", help=f"of {', '.join(SPACE)}; all where none is named")
+    parser.add_argument("--list", action="store_true", help="print operations and how many candidates each has")
+    parser.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
+    args = parser.parse_args()
+    wanted = args.operations or list(SPACE)
+    if unknown := [o for o in wanted if o not in SPACE]:
+        print(f"unknown operation {', '.join(unknown)}; there are {', '.join(SPACE)}", file=sys.stderr)
+        return 2
+    if args.list:
+        print("\n".join(f"{o}: {len(candidates(o))} candidates" for o in wanted))
+        return 0
+    if not torch.cuda.is_available():
+        print("tune_kernels measures on a GPU, and torch sees none here; --list prints the candidates", file=sys.stderr)
+        return 2
+    for operation in wanted:
+        tune(operation, args.dry_run)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
