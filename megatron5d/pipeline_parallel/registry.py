@@ -105,8 +105,12 @@ def build_program(
     return found.generator(num_ranks, num_microbatches, chunks, *extra)
 
 
-@cache
 def _load() -> dict[str, Schedule]:
+    _import_schedules()
+    return dict(sorted(_REGISTERED.items()))
+
+
+@cache
+def _import_schedules() -> None:
     for module in pkgutil.iter_modules(schedules.__path__):
         importlib.import_module(f"{schedules.__name__}.{module.name}")
-    return dict(sorted(_REGISTERED.items()))

@@ -63,12 +63,7 @@ class Launch:
 
     def __init__(self, folder, what, ranks=3, options=()):
         self.folder, self.ranks = folder, ranks
-        environment = os.environ | {
-            "PYTHON": sys.executable,
-            "PROGRAM": str(folder / "toy.py"),
-            "PYTHONPATH": str(ROOT),
-        }
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment = environment_of(folder) | {"CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
             ["bash", "launch/local.sh", str(ranks), *options, str(folder), what],
             cwd=ROOT,

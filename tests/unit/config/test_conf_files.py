@@ -181,7 +181,7 @@ def test_quickstart_uses_tensor_sequence_pipeline_and_data_parallelism():
 
 
 def test_the_context_recipe_stretches_what_the_short_one_trained():
-    """One architecture but for the stretching of Llama 3.1, as many tokens a step; cp by the method that sends least."""
+    """One architecture but for Llama 3.1's stretching, as many tokens a step; cp by the method that sends least."""
     short, long = (load_config([f"experiment={name}"]) for name in ("llama3_8b", "llama3_8b_to_128k"))
     assert long.init.from_checkpoint == short.checkpoint.dir
     scaling = load_config(["model=llama3_1b"]).model.rope_scaling

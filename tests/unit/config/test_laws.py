@@ -215,7 +215,7 @@ BY_ID = {law.id: law for law in LAWS}
 
 @pytest.fixture(autouse=True)
 def corpus(tmp_path, monkeypatch, request):
-    """A folder with one dataset and a release, made the working directory; which packages are really installed must not matter."""
+    """Makes a folder with one dataset and a release the working directory; what is installed must not matter."""
     for name in ("corpus.bin", "corpus.idx"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "released").mkdir()
