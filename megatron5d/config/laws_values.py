@@ -21,8 +21,8 @@ AT_LEAST = {
         model.rope_scaling.original_max_positions model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim
         model.qk_rope_head_dim model.v_head_dim parallel.tp parallel.cp parallel.cp_inner parallel.pp parallel.vpp
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
-        recompute.num_layers log.every model.top_k model.moe_ffn_hidden_size model.moe_interval model.num_groups
-        model.top_groups moe.log_every parallel.ep_inner""",
+        recompute.num_layers recompute.group_layers log.every model.top_k model.moe_ffn_hidden_size model.moe_interval
+        model.num_groups model.top_groups moe.log_every parallel.ep_inner""",
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
@@ -169,6 +169,9 @@ SHAPES = (
     _shape("pipeline.copies", lambda c: c.pipeline.copies in (1, 2), "1 or 2",
            lambda c: str(nearest(c.pipeline.copies, (1, 2)))),
     _shape("pipeline.layout", lambda c: c.pipeline.layout is None or min(c.pipeline.layout, default=-1) >= 0,
+           "a list of layer counts, each at least 0", lambda c: "null"),
+    _shape("recompute.stage_layers",
+           lambda c: c.recompute.stage_layers is None or min(c.recompute.stage_layers, default=-1) >= 0,
            "a list of layer counts, each at least 0", lambda c: "null"),
     _shape("train.gbs_ramp", _ramp_is_shaped, "[start gbs, increment, ramp length in sequences], each at least 1",
            lambda c: "null"),

@@ -171,7 +171,9 @@ class RecomputeConfig:
     """What is computed again in the backward instead of being kept."""
 
     mode: str = "none"  # none | selective | full
-    num_layers: int | None = None  # full: only the first so many layers of each stage; None = all
+    num_layers: int | None = None  # only the first so many layers of each stage; None = all
+    stage_layers: list[int] | None = None  # the same stage by stage: the first stages hold the most micro-batches
+    group_layers: int = 1  # full: so many neighbouring layers keep one input together
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,15 @@ class Gpt(nn.Module):
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
     def _mark_recompute(self, config: Config) -> None:
-        if config.recompute.mode == "full":
-            for part in self.parts.values():
-                for i in part.layers[: config.recompute.num_layers]:
-                    for phase in self._layer(i):
-                        phase.recompute = getattr(phase, "recomputable", True)  # type: ignore[assignment]
+        """Full: whole layers, `group_layers` of them together, keep nothing but what enters the first."""
+        recompute = config.recompute
+        if recompute.mode != "full":
+            return
+        for stage, part in self.parts.items():
+            count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
+            for place, i in enumerate(part.layers[:count]):
+                for phase in self._layer(i):
+                    phase.recompute = place // recompute.group_layers  # type: ignore[assignment]
 
     def _mark_shared(self, shared: str) -> None:
         for parameter in self.parameters():

@@ -32,9 +32,16 @@ def layout_of(config: Config, num_stages: int) -> list[int]:
     """Layers per stage: as `pipeline.layout` says, else dealt out evenly, or by cost, as `pipeline.split` says.
 
     Raises:
-        ValueError: the layout does not fit the stages or the model, or leaves a stage without anything to do.
+        ValueError: the layout does not fit the stages or the model, or leaves a stage without anything to do; or
+            `recompute.stage_layers` counts for other stages.
     """
-    pipeline, num_layers = config.pipeline, config.model.num_layers
+    pipeline, num_layers, counts = config.pipeline, config.model.num_layers, config.recompute.stage_layers
+    if counts is not None and len(counts) != num_stages:
+        raise ValueError(
+            f"recompute.stage_layers = {counts} names {len(counts)} stages, but pipeline.schedule = "
+            f"{pipeline.schedule} with parallel.pp = {config.parallel.pp} has {num_stages}; nearest legal: "
+            f"recompute.stage_layers={(counts + [0] * num_stages)[:num_stages]}"
+        )
     if pipeline.layout is None:
         if pipeline.split == "cost":
             costs = [layer_flops(config.model, i, config.train.seq_len) for i in range(num_layers)]

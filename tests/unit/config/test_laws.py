@@ -40,6 +40,8 @@ train-mbs: train.mbs=0
 train-seq-len: train.seq_len=0
 train-eval-batches: train.eval_batches=0
 recompute-num-layers: recompute.num_layers=0 recompute.mode="full"
+recompute-group-layers: recompute.group_layers=0 recompute.mode="full"
+recompute-stage-layers: recompute.stage_layers=[-1] recompute.mode="full"
 log-every: log.every=0
 model-attention-softcap: model.attention_softcap=-1
 model-logit-softcap: model.logit_softcap=-1
@@ -170,8 +172,11 @@ yarn-scaling-bands: model.rope_scaling.type="yarn" model.rope_scaling.beta_slow=
 fp8-needs-bf16: precision.fp8="tensorwise"
 fp8-dims: precision.fp8="blockwise" precision.dtype="bf16"
 grad-dtype-follows-fp64: precision.dtype="fp64" precision.grad_dtype="bf16"
-recompute-layers-need-full: recompute.num_layers=1
+recompute-layers-need-a-mode: recompute.num_layers=1
 recompute-layers-exist: recompute.num_layers=3 recompute.mode="full"
+recompute-layers-said-once: recompute.num_layers=1 recompute.stage_layers=[1] recompute.mode="full"
+recompute-counts-stages: recompute.stage_layers=[1,0,1] recompute.mode="full" parallel.pp=2
+recompute-groups-need-full: recompute.group_layers=2
 ramp-starts-below-gbs: train.gbs_ramp=[16,8,100]
 ramp-reaches-gbs: train.gbs=24 train.gbs_ramp=[8,24,100]
 ramp-splits: train.gbs=24 train.gbs_ramp=[12,12,100]
