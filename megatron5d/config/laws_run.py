@@ -189,6 +189,16 @@ TRAIN_LAWS = (
         lambda c, w: f"optim.decay_steps={min(c.optim.decay_steps or max(1, c.train.steps // 10), _decay_room(c))}",
     ),
     Law(
+        "prediction-within-sequence",
+        ("model.num_mtp_layers", "train.seq_len"),
+        lambda c, w: c.model.num_mtp_layers >= c.train.seq_len,
+        lambda c, w: (
+            f"model.num_mtp_layers = {c.model.num_mtp_layers} predicts beyond every sequence of train.seq_len = "
+            f"{c.train.seq_len} tokens"
+        ),
+        lambda c, w: f"model.num_mtp_layers={c.train.seq_len - 1}",
+    ),
+    Law(
         "stop-before-end",
         ("train.stop_after", "train.steps"),
         lambda c, w: c.train.stop_after > c.train.steps,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron5d.config.pattern import blocks
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import core_flops, head_flops, layer_flops
 from megatron5d.model.partition import layout_of, parts_of
@@ -38,13 +39,14 @@ class ModelCosts:
         model, seq_len = config.model, config.train.seq_len
         parts = parts_of(layout_of(config, placement.num_stages))
         core = core_flops(model, seq_len) / 3
-        forward = [sum(layer_flops(model, i, seq_len) for i in part.layers) / 3 for part in parts]
+        held = [[*part.layers, *(blocks(model)[model.num_layers :] if part.head else [])] for part in parts]
+        forward = [sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in held]
         unit = sum(forward) / placement.num_ranks
-        cores = np.array([core * len(part.layers) for part in parts])
+        cores = np.array([core * len(mine) for mine in held])
         head = np.array([head_flops(model) / 3 if part.head else 0.0 for part in parts])
         f = np.array(forward) + head
         compute = {"F": f, "I": f + cores, "W": f - cores, "B": 2 * f}
-        share = np.array([len(part.layers) for part in parts]) * (placement.num_ranks / model.num_layers)
+        share = np.array([len(mine) for mine in held]) * (placement.num_ranks / model.num_layers)
         return StageCosts(
             compute=np.array([compute[op] for op in OPS]) / unit,
             a2a=np.zeros((len(OPS), len(parts))),

@@ -47,6 +47,11 @@ def _each(change: Callable[[Tensor], Any], state: Any) -> Any:
     return change(state) if isinstance(state, Tensor) and state.is_floating_point() else state
 
 
+def _entries(state: Any) -> list[Any]:
+    """What a state holds, tuples within tuples opened; an edge, itself a named tuple, stays whole."""
+    return [entry for item in state for entry in _entries(item)] if type(state) is tuple else [state]
+
+
 def _edge(tensor: Tensor) -> GradientEdge | None:
     """Where a gradient of the tensor enters the graph; unlike the tensor it keeps no values alive."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
@@ -54,8 +59,8 @@ def _edge(tensor: Tensor) -> GradientEdge | None:
 
 def _backward(edges: Any, grad: Any) -> None:
     """Backward of a phase's output; entries that no gradient has reached, or that ask for none, are left out."""
-    found = list(zip(edges, grad)) if type(edges) is tuple else [(edges, grad)]
-    pairs = [(edge, g) for edge, g in found if isinstance(edge, GradientEdge) and isinstance(g, Tensor)]
+    both = zip(_entries(edges), _entries(grad), strict=True)
+    pairs = [(edge, g) for edge, g in both if isinstance(edge, GradientEdge) and isinstance(g, Tensor)]
     torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
 
 

@@ -10,8 +10,8 @@ without surgery on graphs:
 
 A forward and a backward advance phase by phase (`forward_steps`, `backward_steps` are generators), so that two
 micro-batches can be interleaved: one's communication under the other's compute.
-Between the phases of a stage travels a tensor, or a tuple: its floating-point tensors have gradients where a phase
-asks for them, everything else (indices, plans, None) is passed on as it is. Between stages travels one tensor.
+Between the phases of a stage travels a tensor, or a tuple of such: its floating-point tensors have gradients where a
+phase asks for them, everything else (indices, plans, None) is passed on as it is. Between stages travels one tensor.
 Neighbouring phases with the same `recompute` (not None) keep the input of the first of them alone and run again, once,
 in B or I, communication included.
 """

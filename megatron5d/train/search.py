@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron5d.config.schema import Config
-from megatron5d.model.partition import layout_of, shared_by_mirror
+from megatron5d.model.partition import at_both_ends, layout_of, shared_by_mirror
 from megatron5d.model.stage_costs import ModelCosts
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
 from megatron5d.pipeline_parallel.program import Placement, Program, loop_placement
@@ -88,7 +88,7 @@ def _admits(config: Config, placement: Placement) -> bool:
         return False
     try:
         layout_of(config, placement.num_stages)
-        shared_by_mirror(placement, config.model.tie_embeddings)
+        shared_by_mirror(placement, at_both_ends(config.model))
     except ValueError:
         return False
     return True
