@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron5d.config.pattern import blocks
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import core_flops, head_flops, layer_flops
-from megatron5d.model.partition import layout_of, parts_of
+from megatron5d.model.partition import Part, layout_of, parts_of
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Placement
 
@@ -21,10 +20,11 @@ class ModelCosts:
     """Costs of the stages of any placement, in forwards through one rank's share of the layers.
 
     A matrix product costs as much in I and in W as in F; attention between queries, keys and values costs twice in I
-    and nothing in W.
+    and nothing in W; full recompute adds the layers' F to their I. All-to-alls are not modelled: where experts lie on
+    several ranks, `pipeline.costs` states them.
 
     Args:
-        config: the architecture, train.seq_len, and how layers are dealt to stages.
+        config: the architecture, train.seq_len, recompute, and how layers are dealt to stages.
     """
 
     config: Config
@@ -39,14 +39,14 @@ class ModelCosts:
         model, seq_len = config.model, config.train.seq_len
         parts = parts_of(layout_of(config, placement.num_stages))
         core = core_flops(model, seq_len) / 3
-        held = [[*part.layers, *(blocks(model)[model.num_layers :] if part.head else [])] for part in parts]
-        forward = [sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in held]
-        unit = sum(forward) / placement.num_ranks
-        cores = np.array([core * len(mine) for mine in held])
+        layers = np.array([sum(layer_flops(model, i, seq_len) for i in part.layers) / 3 for part in parts])
+        unit = layers.sum() / placement.num_ranks
+        cores = np.array([core * len(part.layers) for part in parts])
         head = np.array([head_flops(model) / 3 if part.head else 0.0 for part in parts])
-        f = np.array(forward) + head
-        compute = {"F": f, "I": f + cores, "W": f - cores, "B": 2 * f}
-        share = np.array([len(mine) for mine in held]) * (placement.num_ranks / model.num_layers)
+        again = np.array([self._recomputed(part) for part in parts])
+        f = layers + head
+        compute = {"F": f, "I": f + cores + again, "W": f - cores, "B": 2 * f + again}
+        share = np.array([len(part.layers) for part in parts]) * (placement.num_ranks / model.num_layers)
         return StageCosts(
             compute=np.array([compute[op] for op in OPS]) / unit,
             a2a=np.zeros((len(OPS), len(parts))),
@@ -54,3 +54,9 @@ class ModelCosts:
             activation=share,
             stash=share,
         )
+
+    def _recomputed(self, part: Part) -> float:
+        """FLOPs of the forwards that the backward of a stage runs again."""
+        model, recompute = self.config.model, self.config.recompute
+        again = part.layers[: recompute.num_layers] if recompute.mode == "full" else ()
+        return sum(layer_flops(model, i, self.config.train.seq_len) for i in again) / 3

@@ -74,20 +74,14 @@ class VocabParallelEmbedding(nn.Module):
         tp: axis that cuts the vocabulary.
         sp: the result leaves cut along the sequence.
         init: standard deviation of the initialisation.
-        weight: of another embedding, to be used here too; None = its own.
         factory: dtype and device.
     """
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, tp: Axis, *, sp: bool, init: float, weight: nn.Parameter | None = None,
-        **factory,
-    ) -> None:  # fmt: skip
+    def __init__(self, vocab_size: int, hidden_size: int, tp: Axis, *, sp: bool, init: float, **factory) -> None:
         super().__init__()
         self.tp, self.sp = tp, sp and tp.size > 1
         self.vocab = VocabRange(vocab_size, tp)
-        if weight is None:
-            weight = vocab_weight(vocab_size, hidden_size, "embedding.weight", tp, init, **factory)
-        self.weight = weight
+        self.weight = vocab_weight(vocab_size, hidden_size, "embedding.weight", tp, init, **factory)
 
     def forward(self, tokens: Tensor, defer: Defer = run_now) -> Tensor:
         """

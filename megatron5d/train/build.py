@@ -11,7 +11,7 @@ from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import Config
 from megatron5d.context_parallel.layout import layout_of
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.model.ends import loss_terms
+from megatron5d.model.ends import Head
 from megatron5d.model.gpt import DTYPES, Gpt
 from megatron5d.model.hf import load_hf_weights
 from megatron5d.optim.adamw import AdamW
@@ -38,7 +38,7 @@ class Run:
     optimizer: AdamW
     trainer: Trainer
     progress: Progress
-    notes: list[str] = field(default_factory=list)  # of loading, for the log
+    notes: list[str] = field(default_factory=list)  # of the pipeline and of loading, for the log
 
     @property
     def reads_tokens(self) -> bool:
@@ -83,9 +83,10 @@ def build_run(config: Config, process: Process) -> Run:
         recorder=ledger,
     )
     model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
-    checkpoint, notes = find_checkpoint(config.checkpoint.dir, config.checkpoint.resume), list[str]()
+    checkpoint = find_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
+    notes = [plan.note] if plan.note else []
     if checkpoint is None:
-        notes = _first_weights(config, model)
+        notes += _first_weights(config, model)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     progress = Progress() if checkpoint is None else resume(checkpoint, sync, optimizer, model.weights())
     return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, notes)
@@ -113,6 +114,5 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     stages = {(direction, stage): Stage(model.phases_of(stage), sync) for direction, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
     pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form)
-    terms = loss_terms(config)
-    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim.clip, balancer=model.balancer)
+    trainer = Trainer(pipeline, sync, optimizer, mesh, Head.sums, config.optim.clip, balancer=model.balancer)
     return sync, optimizer, trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -15,23 +15,24 @@ from megatron5d.config.fault import Fault
 from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
-from megatron5d.model.partition import Part, at_both_ends, layout_of, parts_of, shared_by_mirror
+from megatron5d.model.partition import Part, layout_of, parts_of, shared_by_mirror
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule
+from megatron5d.pipeline_parallel.search.result import SearchResult
 from megatron5d.pipeline_parallel.text import read_program
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.topology.process import Process
-from megatron5d.train.search import known_programs, searched_programs
+from megatron5d.train.search import known_programs, prediction, run_costs, searched
 
 PIPELINE_KNOBS = (
     "pipeline.schedule",
     "pipeline.layout",
     "pipeline.memory",
     "pipeline.costs",
+    "pipeline.copies",
     "parallel.pp",
     "parallel.vpp",
     "model.tie_embeddings",
-    "model.num_mtp_layers",
 )
 
 
@@ -44,12 +45,14 @@ class PipelinePlan:
         placement: of all of them.
         layout: layers per stage.
         shared: which parameters mirrored ranks hold together: all, tied or none.
+        note: what the schedule is expected to cost; empty where nobody has asked yet.
     """
 
     program_of: Callable[[int], Program]
     placement: Placement
     layout: tuple[int, ...]
     shared: str
+    note: str = ""
 
     def parts(self, pp_rank: int) -> dict[int, Part]:
         """What a pipeline rank holds of the model, by stage."""
@@ -57,20 +60,20 @@ class PipelinePlan:
         return {stage: parts[stage] for _, stage in self.placement.stages_of(pp_rank)}
 
 
-def plan_pipeline(config: Config, world: int, searched: dict[int, Program] | None = None) -> PipelinePlan:
+def plan_pipeline(config: Config, world: int, found: dict[int, Program] | None = None) -> PipelinePlan:
     """Lays out the pipeline of a lawful configuration; talks to nobody.
 
     Args:
         config: model, pipeline, parallel and train.
         world: number of ranks.
-        searched: what `pipeline.schedule = auto` has found; None = search now, which takes seconds.
+        found: for `pipeline.schedule = auto`; None = search now, which takes seconds.
 
     Raises:
         ValueError: the schedule, the number of micro-batches, the layers or the tied embedding do not fit together.
     """
     counts = micro_batch_counts(config, world)
     if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
-        program_of = (searched or searched_programs(config, counts)).__getitem__
+        program_of = (found or _programs_of(searched(config, counts))).__getitem__
     else:
         program_of = cache(_programs(config))
     programs = [program_of(m) for m in counts]
@@ -81,7 +84,7 @@ def plan_pipeline(config: Config, world: int, searched: dict[int, Program] | Non
             f"micro-batches that train.gbs_ramp = {config.train.gbs_ramp} passes through; set train.gbs_ramp=null"
         )
     layout = layout_of(config, placement.num_stages)
-    return PipelinePlan(program_of, placement, tuple(layout), shared_by_mirror(placement, at_both_ends(config.model)))
+    return PipelinePlan(program_of, placement, tuple(layout), shared_by_mirror(placement, config.model.tie_embeddings))
 
 
 def agreed_plan(config: Config, process: Process) -> PipelinePlan:
@@ -89,18 +92,30 @@ def agreed_plan(config: Config, process: Process) -> PipelinePlan:
 
     Comm: with `pipeline.schedule = auto` a broadcast of the Programs over the world.
     """
-    if config.pipeline.schedule != "auto" or process.world == 1:
+    if config.parallel.pp == 1:
         return plan_pipeline(config, process.world)
-    found: list[dict[int, Program] | None] = [None]
-    if process.rank == 0:
-        found = [searched_programs(config, micro_batch_counts(config, process.world))]
-    dist.broadcast_object_list(found, src=0)
-    return plan_pipeline(config, process.world, found[0])
+    counts = micro_batch_counts(config, process.world)
+    results: dict[int, SearchResult] = {}
+    programs: list[dict[int, Program] | None] = [None]
+    if config.pipeline.schedule == "auto":
+        if process.rank == 0:
+            results = searched(config, counts)
+            programs = [_programs_of(results)]
+        dist.broadcast_object_list(programs, src=0)
+    plan = plan_pipeline(config, process.world, programs[0])
+    if process.rank != 0:
+        return plan
+    return replace(plan, note=prediction(config, plan.program_of(counts[-1]), results.get(counts[-1])))
+
+
+def _programs_of(results: dict[int, SearchResult]) -> dict[int, Program]:
+    return {m: result.program for m, result in results.items()}
 
 
 def pipeline_faults(config: Config, world: int) -> list[Fault]:
     """What is wrong with the pipeline of a configuration that is lawful otherwise, before any process group is made."""
     try:
+        run_costs(config)
         known = None
         if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
             known = known_programs(config, micro_batch_counts(config, world))

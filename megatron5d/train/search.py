@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from megatron5d.config.schema import Config
-from megatron5d.model.partition import at_both_ends, layout_of, shared_by_mirror
+from megatron5d.model.partition import layout_of, shared_by_mirror
 from megatron5d.model.stage_costs import ModelCosts
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
 from megatron5d.pipeline_parallel.program import Placement, Program, loop_placement
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search.named import best_named
 from megatron5d.pipeline_parallel.search.placements import candidates, placement_called
-from megatron5d.pipeline_parallel.simulate import peak_memory
+from megatron5d.pipeline_parallel.search.result import SearchResult
+from megatron5d.pipeline_parallel.simulate import peak_memory, simulate
 
 
-def searched_programs(config: Config, counts: Sequence[int]) -> dict[int, Program]:
+def searched(config: Config, counts: Sequence[int]) -> dict[int, SearchResult]:
     """A verified Program for each number of micro-batches, all with one placement.
 
-    The same on every rank and machine with the same packages: the search is ended by a count, not by a clock.
+    It is kept beside the run's checkpoints (or its log), so that a run that goes on, goes on with the same one. The
+    search ends after `pipeline.evaluations` schedules; only where `pipeline.search_s` ends it earlier does the result
+    depend on the machine.
 
     Args:
         config: model, pipeline and parallel.
@@ -33,22 +37,23 @@ def searched_programs(config: Config, counts: Sequence[int]) -> dict[int, Progra
     from megatron5d.pipeline_parallel.search.search import search_program
 
     pipeline, pp = config.pipeline, config.parallel.pp
-    costs, names = _costs(config), _placements(config)
-    programs: dict[int, Program] = {}
+    costs, names = run_costs(config), _placements(config)
+    folder = config.checkpoint.dir or config.log.dir
+    results: dict[int, SearchResult] = {}
     for m in reversed(counts):
-        result = search_program(
+        results[m] = search_program(
             pp,
             m,
             costs,
             memory=_cap(config, costs, m),
             copies=pipeline.copies,
-            seconds=None,
+            seconds=pipeline.search_s,
             evaluations=pipeline.evaluations,
             placements=names,
+            cache=Path(folder) / "schedules" if folder else None,
         )
-        programs[m] = result.program
-        names = [name for name in names if placement_called(name, pp) == programs[counts[-1]].placement]
-    return programs
+        names = [name for name in names if placement_called(name, pp) == results[counts[-1]].program.placement]
+    return results
 
 
 def known_programs(config: Config, counts: Sequence[int]) -> dict[int, Program]:
@@ -57,9 +62,9 @@ def known_programs(config: Config, counts: Sequence[int]) -> dict[int, Program]:
     Raises:
         ValueError: none fits the memory and the layers.
     """
-    costs, names, pp = _costs(config), _placements(config), config.parallel.pp
-    found = {}
-    for m in counts:
+    costs, names, pp = run_costs(config), _placements(config), config.parallel.pp
+    found: dict[int, Program] = {}
+    for m in reversed(counts):
         cap = _cap(config, costs, m)
         program = best_named(pp, m, costs, np.full(pp, cap), names)
         if program is None:
@@ -69,29 +74,73 @@ def known_programs(config: Config, counts: Sequence[int]) -> dict[int, Program]:
                 f"set pipeline.memory=1.0"
             )
         found[m] = program
+        names = [name for name in names if placement_called(name, pp) == found[counts[-1]].placement]
     return found
 
 
-def _costs(config: Config) -> Costs | ModelCosts:
-    return parse_costs(config.pipeline.costs) if config.pipeline.costs else ModelCosts(config)
+def prediction(config: Config, program: Program, result: SearchResult | None) -> str:
+    """A line for the log: what the schedule is expected to cost, and what the search made of it.
+
+    Args:
+        config: whose pipeline it is.
+        program: of the last number of micro-batches.
+        result: of the search that found it; None where none was needed.
+    """
+    found = simulate(program, run_costs(config).of(program.placement))
+    text = (
+        f"pipeline: {program.name}, {program.num_stages} stages, {program.num_microbatches} micro-batches: predicted "
+        f"bubble {100 * found.bubble:.1f} %, activations of {found.peak_activations.max():.3g} micro-batches at most"
+    )
+    if result is None:
+        return text
+    text += f"; {result.placement}, {result.evaluations:,} schedules tried in {result.elapsed_s:.1f} s"
+    if result.named is not None:
+        name, makespan = result.named
+        text += f", {100 * (makespan / found.makespan - 1):.1f} % faster than {name}, the best named one that fits"
+    return text if result.compiled else f"{text}; without numba, which would try a hundred times as many"
+
+
+def run_costs(config: Config) -> Costs | ModelCosts:
+    """What the stages cost: as `pipeline.costs` says, else by FLOPs.
+
+    Raises:
+        ValueError: `pipeline.costs` cannot be read.
+    """
+    if not config.pipeline.costs:
+        return ModelCosts(config)
+    try:
+        return parse_costs(config.pipeline.costs)
+    except ValueError as error:
+        raise ValueError(f"pipeline.{error}") from None
 
 
 def _placements(config: Config) -> list[str]:
-    """Names of the placements that the model admits."""
-    pp = config.parallel.pp
-    return [name for name in candidates(pp, config.pipeline.copies) if _admits(config, placement_called(name, pp))]
+    """Names of the placements that the model admits.
+
+    Raises:
+        ValueError: it admits none.
+    """
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    usual = candidates(pp, config.pipeline.copies)
+    names = usual if vpp == 1 else [f"loop:{vpp}", f"zigzag:{vpp}"]
+    faults = {name: _why_not(config, placement_called(name, pp)) for name in names}
+    admitted = [name for name, fault in faults.items() if fault is None]
+    if not admitted:
+        raise ValueError(
+            f"pipeline.schedule = auto finds no placement of stages for parallel.pp = {pp}, parallel.vpp = {vpp}: "
+            f"{next(iter(faults.values()))}"
+        )
+    return admitted
 
 
-def _admits(config: Config, placement: Placement) -> bool:
-    """Whether the model can be laid out so, with as many chunks as the user asks for."""
-    if config.parallel.vpp > 1 and placement.chunks != config.parallel.vpp:
-        return False
+def _why_not(config: Config, placement: Placement) -> str | None:
+    """Why the model cannot be laid out so; None where it can."""
     try:
         layout_of(config, placement.num_stages)
-        shared_by_mirror(placement, at_both_ends(config.model))
-    except ValueError:
-        return False
-    return True
+        shared_by_mirror(placement, config.model.tie_embeddings)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _cap(config: Config, costs: Costs | ModelCosts, num_microbatches: int) -> float:

@@ -21,8 +21,8 @@ class Clock:
 
     def share(self) -> float:
         """Return how much of the tighter limit is used up, 1 or more where one is reached."""
-        by_count = self.used / self.limit if self.limit else 0.0
-        by_time = self.elapsed_s / self.seconds if self.seconds else 0.0
-        if self.limit:
-            return max(by_count, by_time if by_time >= 1 else 0.0)
-        return by_time
+        by_time = 0.0 if self.seconds is None else self.elapsed_s / self.seconds if self.seconds else 1.0
+        if self.limit is None:
+            return by_time
+        by_count = self.used / self.limit if self.limit else 1.0
+        return max(by_count, by_time if by_time >= 1 else 0.0)

@@ -64,7 +64,7 @@ def search_program(
     problems = _problems(pp, num_microbatches, costs, memory, copies, placements, pairs)
     file = file_for(cache, problems, [seconds, evaluations, seed]) if cache else None
     if file and file.exists():
-        return load(file)
+        return _checked(load(file), problems)
     clock = Clock(seconds, evaluations)
     floor = best_named(pp, num_microbatches, costs, problems[0].memory, [problem.name for problem in problems])
     starts = [starting_points(problem.num_lanes) for problem in problems]
@@ -72,6 +72,13 @@ def search_program(
     result = _best([program for program in (floor, found) if program], floor, costs, problems[0].memory, clock)
     if file:
         store(file, result)
+    return result
+
+
+def _checked(result: SearchResult, problems: Sequence[Problem]) -> SearchResult:
+    """Return a result from disk after `verify` has accepted its Program, as it does those found anew."""
+    problem = next(p for p in problems if p.placement == result.program.placement)
+    verify(result.program, problem.memory.tolist(), problem.costs)
     return result
 
 

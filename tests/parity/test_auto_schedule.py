@@ -1,0 +1,115 @@
+"""What the search finds trains: one process's numbers in fp64 to 1e-10, one Program on all ranks, kept for a resume."""
+
+import pytest
+from layouts import assert_parity
+from ranks import run_ranks
+from runs import curve, train_on_ranks, write_corpus
+
+from megatron5d.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from megatron5d.topology.process import Process
+from megatron5d.train import schedule
+from megatron5d.train.schedule import agreed_plan, micro_batch_counts, pipeline_faults
+from megatron5d.train.search import known_programs, run_costs, searched
+
+EXPERTS = "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.05"
+# name: (ranks, micro-batches, pipeline, parallel); evaluations are few, for what is found need not be good here
+CASES = {
+    "by FLOPs": (2, 5, {"memory": 1.25}, {"pp": 2}),
+    "overlapped": (4, 6, {"memory": 1.25, "costs": EXPERTS}, {"pp": 4}),
+    "both directions": (4, 9, {"memory": 1.5, "copies": 2, "costs": EXPERTS}, {"pp": 4, "vpp": 1}),
+    "three chunks": (8, 4, {"memory": 1.5, "costs": EXPERTS}, {"pp": 2, "vpp": 3, "tp": 2, "sp": True, "zero": 1}),
+}  # fmt: skip
+
+
+def config_of(folder, case, **more) -> Config:
+    world, m, pipeline, parallel = CASES[case]
+    dp = world // parallel["pp"] // parallel.get("tp", 1)
+    tied = case == "both directions"
+    return Config(
+        model=ModelConfig(
+            num_layers=4 if tied else 16, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2, head_dim=8,
+            vocab_size=61, tie_embeddings=tied,
+        ),
+        parallel=ParallelConfig(**parallel),
+        pipeline=PipelineConfig("auto", evaluations=150, **pipeline),
+        train=TrainConfig(steps=4, gbs=m * dp, mbs=1, seq_len=8, **more),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
+        precision=PrecisionConfig(dtype="fp64"),
+        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints")),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_found_trains_like_one_process(tmp_path, case):
+    config, world = config_of(tmp_path, case), CASES[case][0]
+    assert pipeline_faults(config, world) == []
+    counts = micro_batch_counts(config, world)
+    found = searched(config, counts)[counts[-1]]
+    named = known_programs(config, counts)[counts[-1]]
+    assert found.named is not None and found.named[0] == named.name and found.makespan <= found.named[1] + 1e-9
+    if case != "by FLOPs":
+        assert found.program.name == "auto"
+        assert any(len(slot) == 2 for line in found.program.ranks for slot in line)
+    if case == "both directions":
+        assert found.program.copies == 2
+    kept = list((tmp_path / "checkpoints" / "schedules").iterdir())
+    assert_parity(config, world, steps=3, ignored=0.3)
+    assert kept == list((tmp_path / "checkpoints" / "schedules").iterdir()), "some rank searched again"
+
+
+def test_every_rank_runs_the_program_of_rank_0(tmp_path, monkeypatch):
+    """It alone searches, and rank 0 alone has something to say about it."""
+    config = config_of(tmp_path, "overlapped")
+
+    def plan(rank, world):
+        if rank > 0:
+            monkeypatch.setattr(schedule, "searched", None)
+        found = agreed_plan(config, Process(rank, world, rank, "cpu"))
+        return found.program_of(6), found.placement, found.note
+
+    (program, placement, note), *others = run_ranks(plan, 4)
+    assert all(other == (program, placement, "") for other in others)
+    assert "predicted bubble" in note and "schedules tried" in note
+
+
+def test_a_resumed_run_keeps_its_schedule(tmp_path, capfd):
+    """The curve goes on bit for bit, and the search is not done again."""
+    corpus = write_corpus(tmp_path / "toy", vocab_size=61)
+
+    def run(name, stop_after=0):
+        config = config_of(tmp_path / name, "overlapped", stop_after=stop_after)
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        log = LogConfig(jsonl=str(folder / "log.jsonl"), progress=False)
+        config = Config(**{**vars(config), "data": DataConfig(train=[corpus], prefetch=0), "log": log})
+        assert train_on_ranks(config, 4) == [0] * 4
+        (kept,) = (folder / "checkpoints" / "schedules").iterdir()
+        return curve(folder / "log.jsonl"), kept
+
+    straight, _ = run("straight")
+    _, kept = run("stopped", stop_after=2)
+    written = kept.stat().st_mtime_ns
+    resumed, kept = run("stopped")
+    assert resumed == straight
+    assert kept.stat().st_mtime_ns == written
+    assert capfd.readouterr().err.count("6 micro-batches: predicted bubble") == 3
+
+
+def test_costs_that_cannot_be_read_are_refused(tmp_path):
+    config = config_of(tmp_path, "overlapped")
+    config = Config(**{**vars(config), "pipeline": PipelineConfig("1f1b", costs="F=1,G=2")})
+    (fault,) = pipeline_faults(config, 4)
+    assert "pipeline.costs: unknown key 'G'" in fault.reason and fault.knobs == ("pipeline.costs",)
+    with pytest.raises(ValueError, match="pipeline.costs"):
+        run_costs(config)
