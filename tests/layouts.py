@@ -99,7 +99,7 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
         batch = micro_batch(config, rows[step * gbs : (step + 1) * gbs])
         state = weights | {name: bias.clone() for name, bias in biases.items()}
         loss, objective, book = reference_gpt.losses(
-            state, config.model, batch, config.train.z_loss, config.moe, config.train.mbs
+            state, config.model, batch, config.train, config.moe, config.train.mbs
         )
         optimizer.zero_grad()
         objective.backward()
@@ -111,8 +111,7 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
             group["lr"] = learning_rate(o, step + 1, config.train.steps)
         optimizer.step()
         outcome.losses.append(loss.item())
-        if config.train.z_loss:
-            outcome.z_losses.append((objective - loss).item() / config.train.z_loss)
+        outcome.z_losses.append(book.pop("z_loss").item())
         outcome.routers.append({name: value.item() for name, value in book.items() if name.endswith("_loss")})
         outcome.layers.append(book)
         if "bias" in config.moe.balance:

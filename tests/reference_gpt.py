@@ -10,7 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from megatron5d.config.schema import MoeConfig
+from megatron5d.config.schema import MoeConfig, TrainConfig
 
 
 def norm(x, w, name, c):
@@ -182,41 +182,81 @@ def auxiliary(plain, p, c, rows):
 
 
 def is_moe(c, i):
+    i = min(i, c.num_layers - 1)  # blocks behind the last layer are what it is
     if c.moe_layers is not None:
         return c.num_experts > 0 and i in c.moe_layers
     return c.num_experts > 0 and i >= c.first_k_dense and (i + 1) % c.moe_interval == 0
 
 
-def logits(w, c, tokens, positions=None, documents=None, *, moe=None, mbs=1, real=None, book=None):
-    """tokens int64 [b, s] -> [b, s, vocab]; real [b, s, 1] is 0 for padding."""
-    moe, book = moe or MoeConfig(), {} if book is None else book
-    real = torch.ones(*tokens.shape, 1, dtype=w["embedding.weight"].dtype) if real is None else real
-    if positions is None:
-        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+def block(x, w, i, c, positions, documents, *, moe, mbs, real, book):
+    layer = f"layers.{i}"
+    x = x + attention(norm(x, w, f"{layer}.attention.norm", c), w, f"{layer}.attention", c, positions, documents)
+    y = norm(x, w, f"{layer}.mlp.norm", c)
+    return x + (moe_layer(y, w, layer, c, moe, mbs, real, book) if is_moe(c, i) else mlp(y, w, f"{layer}.mlp", c))
+
+
+def trunk(w, c, tokens, positions, documents, **routing):
+    """tokens int64 [b, s] -> normed output of the last layer [b, s, h]"""
     x = w["embedding.weight"][tokens]
     if c.position == "learned":
         x = x + w["position_embedding.weight"][positions]
     for i in range(c.num_layers):
-        layer = f"layers.{i}"
-        x = x + attention(norm(x, w, f"{layer}.attention.norm", c), w, f"{layer}.attention", c, positions, documents)
-        y = norm(x, w, f"{layer}.mlp.norm", c)
-        x = x + (moe_layer(y, w, layer, c, moe, mbs, real, book) if is_moe(c, i) else mlp(y, w, f"{layer}.mlp", c))
-    out = norm(x, w, "final_norm", c) @ w["embedding.weight" if c.tie_embeddings else "head.weight"].T
+        x = block(x, w, i, c, positions, documents, **routing)
+    return norm(x, w, "final_norm", c)
+
+
+def head(x, w, c):
+    out = x @ w["embedding.weight" if c.tie_embeddings else "head.weight"].T
     return c.logit_softcap * torch.tanh(out / c.logit_softcap) if c.logit_softcap else out
 
 
-def losses(w, c, batch, z_coef=0.0, moe=None, mbs=1):
-    """Mean loss over the batch's target tokens, the objective whose gradient is taken, and the routers' book."""
+def logits(w, c, tokens, positions=None, documents=None):
+    """tokens int64 [b, s] -> [b, s, vocab]"""
+    if positions is None:
+        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    real = torch.ones(*tokens.shape, 1, dtype=w["embedding.weight"].dtype)
+    return head(trunk(w, c, tokens, positions, documents, moe=MoeConfig(), mbs=1, real=real, book={}), w, c)
+
+
+def cross_entropy(z, labels):
+    """Loss of each token, and its log-sum-exp, [b, s]; labels below 0 give something that a mask must hide."""
+    lse = torch.logsumexp(z, -1)
+    return lse - z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1), lse
+
+
+def ahead_loss(h, w, c, batch, **routing):
+    """Multi-token prediction: mean over the depths of each one's mean loss; h [b, s, h] normed output of the trunk."""
+    rows, s, total = torch.cat((batch.tokens[:, :1], batch.labels), 1), batch.tokens.shape[1], 0.0
+    for k in range(1, c.num_mtp_layers + 1):
+        i, last = c.num_layers + k - 1, s - k
+        tokens, labels, mask = torch.zeros_like(batch.tokens), torch.full_like(batch.labels, -1), torch.zeros(len(h), s)
+        tokens[:, : last + 1] = rows[:, k : k + last + 1].clamp(min=0)  # the token k places behind each
+        labels[:, :last], mask[:, :last] = rows[:, k + 1 :], batch.loss_mask[:, k:]
+        if batch.documents is not None:
+            mask[:, :last] *= batch.documents[:, k:] == batch.documents[:, :last]
+        e = norm(w["embedding.weight"][tokens], w, f"layers.{i}.mtp.embedding_norm", c)
+        x = torch.cat((e, norm(h, w, f"layers.{i}.mtp.hidden_norm", c)), -1) @ w[f"layers.{i}.mtp.join.weight"].T
+        x = block(x, w, i, c, batch.positions, batch.documents, **routing)
+        h = norm(x, w, f"layers.{i}.mtp.final_norm", c)
+        total = total + (cross_entropy(head(h, w, c), labels)[0] * mask).sum() / mask.sum() / c.num_mtp_layers
+    return total
+
+
+def losses(w, c, batch, train=None, moe=None, mbs=1):
+    """Mean loss over the batch's target tokens, the objective whose gradient is taken, and a book of figures."""
     real, book = torch.ones(*batch.tokens.shape, 1, dtype=w["embedding.weight"].dtype), {}
     if batch.padding is not None:
         real[batch.padding] = 0.0
-    z = logits(w, c, batch.tokens, batch.positions, batch.documents, moe=moe, mbs=mbs, real=real, book=book)
-    lse = torch.logsumexp(z, -1)
-    labels = batch.labels.clamp(min=0)
-    token_loss = lse - z.gather(-1, labels[..., None]).squeeze(-1)
+    train, routing = train or TrainConfig(), {"moe": moe or MoeConfig(), "mbs": mbs, "real": real, "book": book}
+    h = trunk(w, c, batch.tokens, batch.positions, batch.documents, **routing)
+    token_loss, lse = cross_entropy(head(h, w, c), batch.labels)
     count = batch.loss_mask.sum()
     loss = (token_loss * batch.loss_mask).sum() / count
-    objective = loss + z_coef * (lse.square() * batch.loss_mask).sum() / count
+    book["z_loss"] = (lse.square() * batch.loss_mask).sum() / count
+    objective = loss + train.z_loss * book["z_loss"]
+    if c.num_mtp_layers:
+        book["mtp_loss"] = ahead_loss(h, w, c, batch, **routing)
+        objective = objective + train.mtp_loss * book["mtp_loss"]
     for kind in ("aux", "seq_aux", "global_aux") if c.num_experts else ():
         objective = objective + (moe.aux_coef * book[f"{kind}_loss"] if kind in moe.balance else 0.0)
     if c.num_experts:

@@ -9,6 +9,7 @@ from megatron5d.config.laws_context import CONTEXT_LAWS
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.laws_layout import LAYOUT_LAWS
 from megatron5d.config.laws_moe import MOE_LAWS
+from megatron5d.config.laws_recompute import RECOMPUTE_LAWS
 from megatron5d.config.laws_run import RUN_LAWS
 from megatron5d.config.laws_values import AVAILABILITY_LAWS, VALUE_LAWS
 from megatron5d.config.schema import Config
@@ -21,6 +22,7 @@ LAWS: tuple[Law, ...] = (
     *ATTENTION_LAWS,
     *CONTEXT_LAWS,
     *RUN_LAWS,
+    *RECOMPUTE_LAWS,
     *FILE_LAWS,
     *AVAILABILITY_LAWS,
 )

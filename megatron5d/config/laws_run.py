@@ -101,22 +101,6 @@ MODEL_LAWS = (
         "computes; its main gradients are fp64",
         lambda c, w: "precision.grad_dtype=fp32 (the default, which fp64 raises to fp64)",
     ),
-    Law(
-        "recompute-layers-need-full",
-        ("recompute.num_layers", "recompute.mode"),
-        lambda c, w: c.recompute.num_layers is not None and c.recompute.mode != "full",
-        lambda c, w: f"recompute.num_layers = {c.recompute.num_layers} counts wholly recomputed layers, "
-        f"and recompute.mode = {c.recompute.mode}",
-        lambda c, w: "recompute.mode=full, or recompute.num_layers=null",
-    ),
-    Law(
-        "recompute-layers-exist",
-        ("recompute.num_layers", "model.num_layers"),
-        lambda c, w: (c.recompute.num_layers or 0) > c.model.num_layers,
-        lambda c, w: f"recompute.num_layers = {c.recompute.num_layers} is more than "
-        f"model.num_layers = {c.model.num_layers}",
-        lambda c, w: f"recompute.num_layers={c.model.num_layers}",
-    ),
 )  # fmt: skip
 
 
@@ -203,6 +187,16 @@ TRAIN_LAWS = (
             f"{c.train.steps} - {c.optim.warmup_steps}, and it is {c.optim.decay_steps}"
         ),
         lambda c, w: f"optim.decay_steps={min(c.optim.decay_steps or max(1, c.train.steps // 10), _decay_room(c))}",
+    ),
+    Law(
+        "prediction-within-sequence",
+        ("model.num_mtp_layers", "train.seq_len"),
+        lambda c, w: c.model.num_mtp_layers >= c.train.seq_len,
+        lambda c, w: (
+            f"model.num_mtp_layers = {c.model.num_mtp_layers} predicts beyond every sequence of train.seq_len = "
+            f"{c.train.seq_len} tokens"
+        ),
+        lambda c, w: f"model.num_mtp_layers={c.train.seq_len - 1}",
     ),
     Law(
         "stop-before-end",

@@ -21,14 +21,14 @@ AT_LEAST = {
         model.rope_scaling.original_max_positions model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim
         model.qk_rope_head_dim model.v_head_dim parallel.tp parallel.cp parallel.cp_inner parallel.pp parallel.vpp
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
-        recompute.num_layers log.every model.top_k model.moe_ffn_hidden_size model.moe_interval model.num_groups
-        model.top_groups moe.log_every parallel.ep_inner""",
+        recompute.num_layers recompute.group_layers log.every model.top_k model.moe_ffn_hidden_size model.moe_interval
+        model.num_groups model.top_groups moe.log_every parallel.ep_inner""",
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
         optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip moe.aux_coef moe.z_coef moe.bias_rate
         data.eod data.prefetch checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
-        model.first_k_dense""",
+        model.first_k_dense model.num_mtp_layers train.mtp_loss""",
 }
 ABOVE_ZERO = """pipeline.memory model.norm_eps model.rope_theta model.init_std model.rope_scaling.low_freq_factor
     model.rope_scaling.high_freq_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
@@ -169,6 +169,9 @@ SHAPES = (
     _shape("pipeline.copies", lambda c: c.pipeline.copies in (1, 2), "1 or 2",
            lambda c: str(nearest(c.pipeline.copies, (1, 2)))),
     _shape("pipeline.layout", lambda c: c.pipeline.layout is None or min(c.pipeline.layout, default=-1) >= 0,
+           "a list of layer counts, each at least 0", lambda c: "null"),
+    _shape("recompute.stage_layers",
+           lambda c: c.recompute.stage_layers is None or min(c.recompute.stage_layers, default=-1) >= 0,
            "a list of layer counts, each at least 0", lambda c: "null"),
     _shape("train.gbs_ramp", _ramp_is_shaped, "[start gbs, increment, ramp length in sequences], each at least 1",
            lambda c: "null"),

@@ -16,3 +16,13 @@ def moe_layers(model: ModelConfig) -> list[int]:
     if model.moe_layers is not None:
         return sorted(model.moe_layers)
     return [i for i in range(model.first_k_dense, model.num_layers) if (i + 1) % model.moe_interval == 0]
+
+
+def blocks(model: ModelConfig) -> range:
+    """Global indices of all blocks: the layers, and behind them those of multi-token prediction."""
+    return range(model.num_layers + model.num_mtp_layers)
+
+
+def is_moe(model: ModelConfig, block: int) -> bool:
+    """Whether a block is a mixture of experts; those of multi-token prediction are what the last layer is."""
+    return min(block, model.num_layers - 1) in moe_layers(model)

@@ -77,6 +77,7 @@ class ModelConfig:
     top_groups: int = 1  # groups that a token may choose experts from
     group_score: str = "max"  # what a group is worth: max (DeepSeek-V2) | top2_sum (DeepSeek-V3)
     router_bias: bool = False  # a bias per expert that counts when experts are chosen and not in their weights
+    num_mtp_layers: int = 0  # blocks behind the last layer, each predicting one more token ahead (DeepSeek-V3's MTP)
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class TrainConfig:
     seed: int = 1234
     gbs_ramp: list[int] | None = None  # [start gbs, increment, ramp length in sequences]; None = constant
     z_loss: float = 0.0  # coefficient of mean(logsumexp²) of the logits; 0 = off
+    mtp_loss: float = 0.1  # coefficient of the mean loss of the model's multi-token prediction layers
     eval_every: int = 0  # steps; 0 = only when training ends
     eval_batches: int = 8  # global batches of the valid split per evaluation
     stop_after: int = 0  # leave, with a checkpoint, after this step; the schedules still plan for `steps`; 0 = never
@@ -172,7 +174,9 @@ class RecomputeConfig:
     """What is computed again in the backward instead of being kept."""
 
     mode: str = "none"  # none | selective | full
-    num_layers: int | None = None  # full: only the first so many layers of each stage; None = all
+    num_layers: int | None = None  # only the first so many layers of each stage; None = all
+    stage_layers: list[int] | None = None  # the same stage by stage: the first stages hold the most micro-batches
+    group_layers: int = 1  # full: so many neighbouring layers keep one input together
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kernels.moe import top_k
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
+from megatron5d.config.pattern import blocks
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.router import scores_of
 from megatron5d.topology.axis import Axis
@@ -246,10 +247,10 @@ class Balancer:
             the choices), dead_experts (a count), bias_range (largest - smallest), logit_norm (root mean square of a
             token's norm).
 
-        Comm: all_reduce over the world of E + 5 numbers for every layer of the model.
+        Comm: all_reduce over the world of E + 5 numbers for every block of the model.
         """
         E = self.model.num_experts
-        table = torch.zeros(self.model.num_layers, E + 5, dtype=torch.float64, device=self.chosen.device)
+        table = torch.zeros(len(blocks(self.model)), E + 5, dtype=torch.float64, device=self.chosen.device)
         for layer, row in self._row.items():
             table[layer, :E], table[layer, E : E + 4] = self.chosen[row], self.figures[row]
             if layer in self.biases and self.stage.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -10,8 +11,13 @@ from megatron5d.config.schema import Config
 from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.context_parallel.layout import layout_of
 from megatron5d.context_parallel.plan import Planner
+from megatron5d.model.mtp import look_ahead
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.topology.mesh import Mesh
+
+_SEQUENCES = (  # fields of a micro-batch whose last dim is the sequence
+    "tokens", "labels", "loss_mask", "positions", "padding", "ahead_tokens", "ahead_labels", "ahead_mask",
+)  # fmt: skip
 
 
 def context_attention(config: Config, mesh: Mesh) -> ContextAttention | None:
@@ -30,10 +36,12 @@ def sequence_rows(config: Config, mesh: Mesh) -> list[int] | None:
 
 
 class SequenceSharding:
-    """Takes this cp rank's rows out of a micro-batch and plans its attention.
+    """Makes of a micro-batch's whole rows what this rank's model reads.
+
+    Multi-token prediction looks ahead while rows are whole; then this cp rank's part is taken, its attention planned.
 
     Args:
-        config: of the run (parallel.cp_method, cp_inner, train.seq_len, model.attention_window).
+        config: of the run (parallel.cp_method, cp_inner, train.seq_len, model.attention_window, num_mtp_layers).
         mesh: this rank's axes.
         device: where the plan's index tensors will be used.
     """
@@ -41,6 +49,7 @@ class SequenceSharding:
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         parallel, self.cp = config.parallel, mesh["cp"]
         self.layout = layout_of(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner)
+        self.depths = config.model.num_mtp_layers
         self._rows = torch.tensor(self.layout.rows(self.cp.rank))
         self._plan = Planner(self.layout, self.cp.rank // self.layout.inner, config.model.attention_window, device)
 
@@ -50,8 +59,11 @@ class SequenceSharding:
         Args:
             batch: whole rows, on the CPU (the plan looks at where documents end).
         """
+        batch = look_ahead(batch, self.depths)
         if self.cp.size == 1:
             return batch
-        local = {name: getattr(batch, name)[:, self._rows] for name in ("tokens", "labels", "loss_mask", "positions")}
-        padding = None if batch.padding is None else batch.padding[:, self._rows]
-        return replace(batch, **local, documents=None, padding=padding, context=self._plan(batch.documents))
+        whole = {name: getattr(batch, name) for name in _SEQUENCES}
+        local: dict[str, Any] = {
+            name: None if values is None else values[..., self._rows] for name, values in whole.items()
+        }
+        return replace(batch, **local, documents=None, context=self._plan(batch.documents))

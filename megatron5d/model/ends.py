@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from megatron5d.comm.collectives import gather_last_dim, local_slice
-from megatron5d.config.schema import ModelConfig
+from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.precision.gradient import Defer, run_now
 from megatron5d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, VocabRange, vocab_weight
 from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
 TIED = "embedding.weight"  # global name of the embedding, and of the head's weight where the two are one parameter
@@ -43,11 +46,56 @@ class Embedding(nn.Module):
         return hidden + self.positions[positions]
 
 
-class Head(nn.Module):
-    """Phase: hidden states -> sums over this micro-batch's tokens.
+class OutputMatrix(nn.Module):
+    """Normed hidden states to logits and losses, the vocabulary cut over tp.
 
-    The output is `[2]`: Σ loss·mask, and Σ lse²·mask (the z-loss before its coefficient, not differentiated here: the
-    gradient of the first entry already contains the coefficient's share).
+    Args:
+        config: the architecture.
+        tp: axis that cuts the vocabulary.
+        sp: hidden states arrive cut along the sequence.
+        tied: the embedding's weight where the two are one parameter and both are here.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, tp: Axis, *, sp: bool, tied: nn.Parameter | None, **factory) -> None:
+        super().__init__()
+        self.tp, self.sp, self.softcap = tp, sp, config.logit_softcap
+        self.vocab = VocabRange(config.vocab_size, tp)
+        if tied is None:
+            name = TIED if config.tie_embeddings else "head.weight"
+            tied = vocab_weight(config.vocab_size, config.hidden_size, name, tp, config.init_std, **factory)
+        self.weight = tied
+
+    def local_logits(self, normed: Tensor, defer: Defer = run_now) -> Tensor:
+        """`[s/cp/tp, b, h]` -> `[s/cp, b, v/tp]`, padding columns included."""
+        logits = column_linear(normed, self.weight, self.tp, self.sp, defer)  # all_gather tp
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    def losses(self, normed: Tensor, labels: Tensor, mask: Tensor, z_loss: float, defer: Defer) -> Tensor:
+        """Sums over the tokens of a micro-batch.
+
+        Args:
+            normed: `[s/cp/tp, b, h]`.
+            labels: int64 `[b, s/cp]`.
+            mask: fp32 `[b, s/cp]`, 1 where a prediction counts.
+            z_loss: coefficient of the z-loss.
+            defer: takes the weight-gradient half of the backward.
+
+        Returns:
+            `[2]`: Σ loss·mask, and Σ lse²·mask (the z-loss before its coefficient, not differentiated here: the
+            gradient of the first entry already contains the coefficient's share).
+
+        Comm: all_gather tp with sp, 2× all_reduce tp / all_gather, reduce_scatter.
+        """
+        logits = self.local_logits(normed, defer)
+        loss, lse = vocab_parallel_cross_entropy(logits, labels.t(), self.vocab, self.tp, z_loss)
+        return torch.stack(((loss * mask.t()).sum(), (lse.square() * mask.t()).sum().detach()))
+
+
+class Head(nn.Module):
+    """Phase: hidden states -> sums over this micro-batch's tokens, `[2]` as of OutputMatrix.losses.
+
+    With multi-token prediction, whose blocks follow: (sums, normed hidden states).
 
     Args:
         config: the architecture.
@@ -58,33 +106,46 @@ class Head(nn.Module):
         factory: dtype and device of the parameters.
     """
 
-    sums = ("loss", "z_loss")
-
     def __init__(
         self, config: ModelConfig, mesh: Mesh, *, sp: bool, z_loss: float, tied: nn.Parameter | None, **factory
     ) -> None:
         super().__init__()
-        self.tp, self.sp, self.z_loss, self.softcap = mesh["tp"], sp, z_loss, config.logit_softcap
-        h = config.hidden_size
-        self.vocab = VocabRange(config.vocab_size, self.tp)
-        self.norm = Norm(config.norm, h, "final_norm", self.tp, partial=sp, eps=config.norm_eps, **factory)
-        if tied is None:
-            name = TIED if config.tie_embeddings else "head.weight"
-            self.weight = vocab_weight(config.vocab_size, h, name, self.tp, config.init_std, **factory)
-        else:
-            self.weight = tied
-
-    def local_logits(self, x: Tensor, defer: Defer = run_now) -> Tensor:
-        """`[s/cp/tp, b, h]` -> `[s/cp, b, v/tp]`, padding columns included."""
-        logits = column_linear(self.norm(x), self.weight, self.tp, self.sp, defer)  # all_gather tp
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+        self.tp, self.z_loss, self.is_last = mesh["tp"], z_loss, config.num_mtp_layers == 0
+        self.norm = Norm(
+            config.norm, config.hidden_size, "final_norm", self.tp, partial=sp, eps=config.norm_eps, **factory
+        )
+        self.output = OutputMatrix(config, self.tp, sp=sp, tied=tied, **factory)
 
     def logits(self, x: Tensor) -> Tensor:
         """The whole vocabulary's logits `[s/cp, b, vocab_size]`, for tools; all_gather tp."""
-        return gather_last_dim(self.local_logits(x), self.tp)[..., : self.vocab.vocab_size]
+        local = self.output.local_logits(self.norm(x))
+        return gather_last_dim(local, self.tp)[..., : self.output.vocab.vocab_size]
 
-    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
-        logits = self.local_logits(x, defer)
-        labels, mask = batch.labels.t(), batch.loss_mask.t()  # [s/cp, b]
-        loss, lse = vocab_parallel_cross_entropy(logits, labels, self.vocab, self.tp, self.z_loss)
-        return torch.stack(((loss * mask).sum(), (lse.square() * mask).sum().detach()))
+    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
+        hidden = self.norm(x)
+        sums = self.output.losses(hidden, batch.labels, batch.loss_mask, self.z_loss, defer)
+        return sums if self.is_last else (sums, hidden)
+
+
+@dataclass(frozen=True)
+class Term:
+    """What one entry of the last stage's sums is for.
+
+    Args:
+        name: of the logged figure; terms of one name are added up.
+        count: index of the number that divides the sum (MicroBatch.target_counts).
+        coefficient: of the mean in the objective.
+        share: of the mean in the logged figure.
+    """
+
+    name: str
+    count: int = 0
+    coefficient: float = 0.0
+    share: float = 1.0
+
+
+def loss_terms(config: Config) -> list[Term]:
+    """The entries of the last stage's output, in order: `loss` never contains any other."""
+    depths = config.model.num_mtp_layers
+    ahead = [Term("mtp_loss", k + 1, config.train.mtp_loss / depths, 1 / depths) for k in range(depths)]
+    return [Term("loss", coefficient=1.0), Term("z_loss"), *ahead]

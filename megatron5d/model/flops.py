@@ -8,12 +8,12 @@ et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao
 
 from __future__ import annotations
 
-from megatron5d.config.pattern import moe_layers
+from megatron5d.config.pattern import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
 
 
 def parameter_count(model: ModelConfig, active: bool = False) -> int:
-    """Parameters of the whole model, tied ones once, vocabulary padding not counted.
+    """Parameters of the whole model, tied and shared ones once, vocabulary padding not counted.
 
     Args:
         model: the architecture.
@@ -23,11 +23,12 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
     norm = 2 * h if model.norm == "layernorm" else h
     attention = _attention_matrices(model) + _attention_vectors(model) + norm
     biases = (_up(model, model.ffn_hidden_size) + h) * model.mlp_bias
-    mlps = sum(_feed_forward(model, i, active) + norm + (0 if _is_moe(model, i) else biases) for i in _layers(model))
-    routers = len(moe_layers(model)) * model.num_experts * (1 if model.router_bias else 0)
+    mlps = sum(_feed_forward(model, i, active) + norm + (0 if is_moe(model, i) else biases) for i in blocks(model))
+    routers = sum(is_moe(model, i) for i in blocks(model)) * model.num_experts * (1 if model.router_bias else 0)
     ends = v * h * (1 if model.tie_embeddings else 2) + norm
     ends += model.max_positions * h if model.position == "learned" else 0
-    return model.num_layers * attention + mlps + routers + ends
+    ahead = model.num_mtp_layers * (2 * h * h + 3 * norm)
+    return len(blocks(model)) * attention + mlps + routers + ends + ahead
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
@@ -37,12 +38,19 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
         model: the architecture.
         seq_len: tokens of a sequence.
     """
-    return sum(layer_flops(model, i, seq_len) for i in _layers(model)) + head_flops(model)
+    return sum(layer_flops(model, i, seq_len) for i in range(model.num_layers)) + end_flops(model, seq_len)
+
+
+def end_flops(model: ModelConfig, seq_len: int) -> float:
+    """The share of what follows the last layer: the head, and blocks that predict further."""
+    ahead = blocks(model)[model.num_layers :]
+    return head_flops(model) + sum(layer_flops(model, i, seq_len) for i in ahead)
 
 
 def head_flops(model: ModelConfig) -> float:
-    """The share of the output matrix in `flops_per_token`."""
-    return 6.0 * model.vocab_size * model.hidden_size
+    """The share of the output matrix, met once more and behind a join of 2h features by each depth of prediction."""
+    h, depths = model.hidden_size, model.num_mtp_layers
+    return 6.0 * (model.vocab_size * h * (1 + depths) + 2 * h * h * depths)
 
 
 def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
@@ -89,14 +97,6 @@ def _attention_vectors(model: ModelConfig) -> int:
     return vectors + (model.num_heads + 2 * model.num_kv_heads) * d * model.qkv_bias + 2 * d * model.qk_norm
 
 
-def _layers(model: ModelConfig) -> range:
-    return range(model.num_layers)
-
-
-def _is_moe(model: ModelConfig, layer: int) -> bool:
-    return layer in moe_layers(model)
-
-
 def _up(model: ModelConfig, inner: int) -> int:
     """Outputs of the first matrix of an MLP with `inner` features."""
     return 2 * inner if model.activation == "swiglu" else inner
@@ -109,7 +109,7 @@ def _feed_forward(model: ModelConfig, layer: int, active: bool) -> int:
     def matrices(inner: int) -> int:
         return (_up(model, inner) + inner) * h
 
-    if not _is_moe(model, layer):
+    if not is_moe(model, layer):
         return matrices(model.ffn_hidden_size)
     experts = model.top_k if active else model.num_experts
     each = matrices(model.moe_ffn_hidden_size or model.ffn_hidden_size)

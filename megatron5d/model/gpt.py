@@ -1,4 +1,5 @@
-"""The GPT as phases: embedding; per layer attention and mlp, or attention, dispatch, experts and combine; head."""
+"""The GPT as phases: embedding; per layer attention and mlp, or attention, dispatch, experts and combine; head; and
+with multi-token prediction, per depth its input, the phases of a block, and its head."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron5d.config.pattern import moe_layers
-from megatron5d.config.schema import Config
+from megatron5d.config.pattern import blocks, is_moe
+from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.expert_parallel.balance import Balancer
 from megatron5d.model.attention import Attention
 from megatron5d.model.context import context_attention, sequence_rows
@@ -19,13 +20,49 @@ from megatron5d.model.ends import TIED, Embedding, Head
 from megatron5d.model.mla import Mla
 from megatron5d.model.mlp import Mlp
 from megatron5d.model.moe import MoeCombine, MoeDispatch, MoeExperts, TokenShare
+from megatron5d.model.mtp import Beside, MtpHead, MtpInput
 from megatron5d.model.partition import Part
 from megatron5d.model.rope import RotaryTables, rotary_dim
+from megatron5d.tensor_parallel.embedding import vocab_weight
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.rng import initialize
 from megatron5d.topology.shard import spec_of
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+BlockMaker = Callable[[int], list[nn.Module]]
+"""Global index of a block -> its phases."""
+
+
+def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: dict[str, Any]) -> BlockMaker:
+    """What all blocks of this rank share, ready to build any of them.
+
+    Args:
+        config, mesh: as of Gpt.
+        balancer: of all MoE blocks here.
+        build: sp, and dtype and device of the parameters.
+    """
+    model = config.model
+    rope = None
+    if model.position == "rope":
+        rope = RotaryTables(rotary_dim(model), model.rope_theta, model.rope_scaling, build["dtype"], build["device"])
+    context = context_attention(config, mesh)
+    attention: Callable[..., nn.Module] = (
+        partial(Mla, compress=config.parallel.cp_compress_kv) if model.attention == "mla" else Attention
+    )
+    share = TokenShare(mesh["tp"], config.parallel.sp, sequence_rows(config, mesh))
+
+    def block(i: int) -> list[nn.Module]:
+        phases: list[nn.Module] = [attention(model, i, mesh, rope=rope, context=context, **build)]
+        if balancer is None or i not in balancer.layers:
+            return [*phases, Mlp(model, i, mesh, **build)]
+        dispatch = MoeDispatch(model, config.moe, i, mesh, share=share, balancer=balancer, **build)
+        phases += [dispatch, MoeExperts(model, i, mesh, dispatcher=dispatch.dispatcher, **build)]
+        return [*phases, MoeCombine(dispatch.dispatcher, share)]
+
+    return block
 
 
 class Gpt(nn.Module):
@@ -52,48 +89,61 @@ class Gpt(nn.Module):
         self.parts = dict(sorted((parts or {0: Part(range(model.num_layers), True, True)}).items()))
         dtype = DTYPES[config.precision.dtype]
         build: dict[str, Any] = {"sp": config.parallel.sp, "dtype": dtype, "device": device}
-        rope = None
-        if model.position == "rope":
-            rope = RotaryTables(rotary_dim(model), model.rope_theta, model.rope_scaling, dtype, device)
-        context = context_attention(config, mesh)
-        attention: Callable[..., nn.Module] = (
-            partial(Mla, compress=config.parallel.cp_compress_kv) if model.attention == "mla" else Attention
-        )
         has_embedding = any(part.embedding for part in self.parts.values())
         self.embedding = Embedding(model, mesh, **build) if has_embedding else None
         self.balancer = self._balancer(config, mesh, device, shared)
-        share = TokenShare(mesh["tp"], config.parallel.sp, sequence_rows(config, mesh))
+        block = block_maker(config, mesh, self.balancer, build)
         self.layers = nn.ModuleDict()
         for i in (i for part in self.parts.values() for i in part.layers):
-            phases: list[nn.Module] = [attention(model, i, mesh, rope=rope, context=context, **build)]
-            if self.balancer is not None and i in self.balancer.layers:
-                dispatch = MoeDispatch(model, config.moe, i, mesh, share=share, balancer=self.balancer, **build)
-                phases += [dispatch, MoeExperts(model, i, mesh, dispatcher=dispatch.dispatcher, **build)]
-                phases.append(MoeCombine(dispatch.dispatcher, share))
-            else:
-                phases.append(Mlp(model, i, mesh, **build))
-            self.layers[str(i)] = nn.ModuleList(phases)
-        self.head = None
+            self.layers[str(i)] = nn.ModuleList(block(i))
+        self.head, self.ahead = None, nn.ModuleList()
         if any(part.head for part in self.parts.values()):
             tied = self.embedding.tokens.weight if self.embedding is not None and model.tie_embeddings else None
             self.head = Head(model, mesh, z_loss=config.train.z_loss, tied=tied, **build)
+            self._add_prediction(model, mesh["tp"], block, build)
         self._mark_recompute(config)
         self._mark_shared(shared)
+
+    def _add_prediction(self, model: ModelConfig, tp: Axis, block: BlockMaker, build: dict[str, Any]) -> None:
+        """The blocks of multi-token prediction, one list of phases a depth, with the model's embedding and head."""
+        assert self.head is not None
+        output = self.head.output
+        if model.num_mtp_layers == 0:
+            return
+        if self.embedding is not None:
+            table = self.embedding.tokens.weight
+        elif model.tie_embeddings:
+            table = output.weight
+        else:
+            factory = {name: build[name] for name in ("dtype", "device")}
+            table = vocab_weight(model.vocab_size, model.hidden_size, TIED, tp, model.init_std, **factory)
+        for depth in range(model.num_mtp_layers):
+            phases: list[nn.Module] = [MtpInput(model, depth, tp, table=table, **build)]
+            phases += [Beside(phase) for phase in block(model.num_layers + depth)]
+            phases.append(MtpHead(model, depth, tp, output=output, **build))
+            self.ahead.append(nn.ModuleList(phases))
 
     def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, shared: str) -> Balancer | None:
         """Of all MoE layers here; a rank without one still takes part in what is told of them."""
         if not config.model.num_experts:
             return None
-        here = [i for part in self.parts.values() for i in part.layers if i in moe_layers(config.model)]
+        mine = [i for part in self.parts.values() for i in part.layers]
+        if any(part.head for part in self.parts.values()):
+            mine += blocks(config.model)[config.model.num_layers :]
+        here = [i for i in mine if is_moe(config.model, i)]
         stage = mesh["stage_pair" if shared == "all" else "stage"]
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
     def _mark_recompute(self, config: Config) -> None:
-        if config.recompute.mode == "full":
-            for part in self.parts.values():
-                for i in part.layers[: config.recompute.num_layers]:
-                    for phase in self._layer(i):
-                        phase.recompute = getattr(phase, "recomputable", True)  # type: ignore[assignment]
+        """Full: whole layers, `group_layers` of them together, keep nothing but what enters the first."""
+        recompute = config.recompute
+        if recompute.mode != "full":
+            return
+        for stage in self.parts:
+            count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
+            for place, phases in enumerate(self._blocks_of(stage)[:count]):
+                for phase in phases:
+                    phase.recompute = place // recompute.group_layers  # type: ignore[assignment]
 
     def _mark_shared(self, shared: str) -> None:
         for parameter in self.parameters():
@@ -104,6 +154,13 @@ class Gpt(nn.Module):
     def _layer(self, i: int) -> list[nn.Module]:
         return list(self.layers[str(i)].children())
 
+    def _ahead_of(self, stage: int) -> list[list[nn.Module]]:
+        return [list(phases.children()) for phases in self.ahead] if self.parts[stage].head else []
+
+    def _blocks_of(self, stage: int) -> list[list[nn.Module]]:
+        """What can be computed again: the layers, and the blocks that predict further without their heads."""
+        return [self._layer(i) for i in self.parts[stage].layers] + [phases[:-1] for phases in self._ahead_of(stage)]
+
     def units_of(self, stage: int) -> list[list[nn.Module]]:
         """The phases of a local stage, grouped by what is reduced, sharded and gathered together."""
         part = self.parts[stage]
@@ -111,7 +168,7 @@ class Gpt(nn.Module):
         if part.embedding and self.embedding is not None:
             units.insert(0, [self.embedding])
         if part.head and self.head is not None:
-            units.append([self.head])
+            units += [[self.head], *self._ahead_of(stage)]
         return units
 
     def phases_of(self, stage: int) -> list[nn.Module]:
@@ -120,7 +177,7 @@ class Gpt(nn.Module):
 
     @property
     def units(self) -> list[list[nn.Module]]:
-        """Of all local stages, in order: the embedding, each block, the head."""
+        """Of all local stages, in order: the embedding, each block, the head, the blocks that predict further."""
         return [unit for stage in self.parts for unit in self.units_of(stage)]
 
     @property

@@ -57,7 +57,7 @@ class Source:
         else:
             config = from_dict(read_run(self.folder)["config"])
         config = Config(
-            model=replace(config.model, from_hf=None),
+            model=replace(config.model, from_hf=None, num_mtp_layers=0),  # these are for training
             moe=replace(config.moe, capacity_factor=None),
             data=config.data,
             parallel=ParallelConfig(tp=tp, sp=sp and tp > 1),

@@ -111,8 +111,6 @@ class MoeDispatch(nn.Module):
         factory: dtype and device of the parameters.
     """
 
-    recomputable = False  # its communication is under way; what it keeps is small
-
     def __init__(
         self, config: ModelConfig, moe: MoeConfig, layer: int, mesh: Mesh, *, sp: bool, share: TokenShare,
         balancer: Balancer, **factory,

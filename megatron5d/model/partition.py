@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
-from megatron5d.config.schema import Config
-from megatron5d.model.flops import head_flops, layer_flops
+from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.model.flops import end_flops, layer_flops
 from megatron5d.pipeline_parallel.program import Placement
 
 
@@ -18,7 +18,7 @@ class Part:
 
     layers: range  # global indices
     embedding: bool = False  # the first stage
-    head: bool = False  # the last stage, which also computes the loss
+    head: bool = False  # the last stage, which also computes the losses, those of multi-token prediction among them
 
 
 def parts_of(layout: Sequence[int]) -> list[Part]:
@@ -32,13 +32,20 @@ def layout_of(config: Config, num_stages: int) -> list[int]:
     """Layers per stage: as `pipeline.layout` says, else dealt out evenly, or by cost, as `pipeline.split` says.
 
     Raises:
-        ValueError: the layout does not fit the stages or the model, or leaves a stage without anything to do.
+        ValueError: the layout does not fit the stages or the model, or leaves a stage without anything to do; or
+            `recompute.stage_layers` counts for other stages.
     """
-    pipeline, num_layers = config.pipeline, config.model.num_layers
+    pipeline, num_layers, counts = config.pipeline, config.model.num_layers, config.recompute.stage_layers
+    if counts is not None and len(counts) != num_stages:
+        raise ValueError(
+            f"recompute.stage_layers = {counts} names {len(counts)} stages, but pipeline.schedule = "
+            f"{pipeline.schedule} with parallel.pp = {config.parallel.pp} has {num_stages}; nearest legal: "
+            f"recompute.stage_layers={(counts + [0] * num_stages)[:num_stages]}"
+        )
     if pipeline.layout is None:
         if pipeline.split == "cost":
             costs = [layer_flops(config.model, i, config.train.seq_len) for i in range(num_layers)]
-            return balanced(costs, num_stages, 0.0, head_flops(config.model))
+            return balanced(costs, num_stages, 0.0, end_flops(config.model, config.train.seq_len))
         return balanced([1.0] * num_layers, num_stages, pipeline.embedding_layers, pipeline.head_layers)
     layout, even = list(pipeline.layout), "null (as even as possible)"
     if len(layout) != num_stages:
@@ -119,15 +126,22 @@ def _cheapest_split(
     return cost[num_layers], layout[::-1]
 
 
-def shared_by_mirror(placement: Placement, tied: bool) -> str:
+def at_both_ends(model: ModelConfig) -> str | None:
+    """The knob, if any, that puts the embedding on the last stage too."""
+    if model.num_mtp_layers:
+        return "model.num_mtp_layers"
+    return "model.tie_embeddings" if model.tie_embeddings else None
+
+
+def shared_by_mirror(placement: Placement, tied: str | None) -> str:
     """Which parameters a rank and its mirror image (rank num_ranks - 1 - r) hold together: all, tied, or none.
 
     Args:
         placement: of the stages.
-        tied: embedding and head are one parameter.
+        tied: the knob for which the embedding lies at both ends; None = it does not.
 
     Raises:
-        ValueError: copies of a stage, or the two ends of a tied embedding, lie on ranks that do not mirror each other.
+        ValueError: copies of a stage, or the two ends with the embedding, lie on ranks that do not mirror each other.
     """
     mirror = [placement.num_ranks - 1 - rank for rank in placement.route[0]]
     if placement.copies == 2:
@@ -141,9 +155,9 @@ def shared_by_mirror(placement: Placement, tied: bool) -> str:
         ends = placement.route[0][-1] in (placement.route[0][0], mirror[0])
     if tied and not ends:
         raise ValueError(
-            f"model.tie_embeddings needs the first and the last stage on one rank or on mirrored ranks, but they lie "
+            f"{tied} needs the first and the last stage on one rank or on mirrored ranks, but they lie "
             f"on ranks {placement.route[0][0]} and {placement.route[0][-1]} of {placement.num_ranks}; "
-            f"set model.tie_embeddings=false or use another pipeline.schedule"
+            f"set {tied}={'0' if tied == 'model.num_mtp_layers' else 'false'} or use another pipeline.schedule"
         )
     if placement.copies == 2:
         return "all"

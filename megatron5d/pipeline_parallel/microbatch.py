@@ -21,11 +21,21 @@ class MicroBatch:
     documents: Tensor | None  # int64 [b, s]: number of the document within the row; None = attend to the whole row
     padding: Tensor | None = None  # bool [b, s]: True where the input is padding; None = nowhere
     context: Any = None  # under cp: what attention computes on this rank (context_parallel.plan.ContextPlan)
+    # with multi-token prediction of D depths (model/mtp.py: look_ahead):
+    ahead_tokens: Tensor | None = None  # int64 [D, b, s]: the token 1, 2, ... D places behind each input
+    ahead_labels: Tensor | None = None  # int64 [D, b, s]: the token after that
+    ahead_mask: Tensor | None = None  # fp32 [D, b, s]: 1 where the prediction counts
 
     @property
     def num_targets(self) -> Tensor:
         """Predictions that count, an fp32 scalar: this micro-batch's share of the loss's denominator."""
         return self.loss_mask.sum()
+
+    @property
+    def target_counts(self) -> Tensor:
+        """fp64 `[1 + D]`: `num_targets`, and those of each depth of multi-token prediction."""
+        depths = [] if self.ahead_mask is None else list(self.ahead_mask.sum((1, 2)))
+        return torch.stack([self.num_targets, *depths]).double()
 
     @property
     def num_tokens(self) -> Tensor:

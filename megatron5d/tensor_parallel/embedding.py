@@ -74,14 +74,20 @@ class VocabParallelEmbedding(nn.Module):
         tp: axis that cuts the vocabulary.
         sp: the result leaves cut along the sequence.
         init: standard deviation of the initialisation.
+        weight: of another embedding, to be used here too; None = its own.
         factory: dtype and device.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: Axis, *, sp: bool, init: float, **factory) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tp: Axis, *, sp: bool, init: float, weight: nn.Parameter | None = None,
+        **factory,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.tp, self.sp = tp, sp and tp.size > 1
         self.vocab = VocabRange(vocab_size, tp)
-        self.weight = vocab_weight(vocab_size, hidden_size, "embedding.weight", tp, init, **factory)
+        if weight is None:
+            weight = vocab_weight(vocab_size, hidden_size, "embedding.weight", tp, init, **factory)
+        self.weight = weight
 
     def forward(self, tokens: Tensor, defer: Defer = run_now) -> Tensor:
         """

@@ -11,7 +11,7 @@ from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import Config
 from megatron5d.context_parallel.layout import layout_of
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.model.ends import Head
+from megatron5d.model.ends import loss_terms
 from megatron5d.model.gpt import DTYPES, Gpt
 from megatron5d.model.hf import load_hf_weights
 from megatron5d.optim.adamw import AdamW
@@ -114,5 +114,6 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     stages = {(direction, stage): Stage(model.phases_of(stage), sync) for direction, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
     pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form)
-    trainer = Trainer(pipeline, sync, optimizer, mesh, Head.sums, config.optim.clip, balancer=model.balancer)
+    terms = loss_terms(config)
+    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim.clip, balancer=model.balancer)
     return sync, optimizer, trainer

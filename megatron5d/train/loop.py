@@ -117,9 +117,9 @@ def _evaluate(run: Run, reporter: Reporter, name: str) -> bool:
         share = run.trainer.evaluate(next(loader))
         total = share if total is None else total + share
     assert total is not None
-    loss, *_, targets = all_reduce(total, run.mesh["world"]).tolist()
-    reporter.add(name, loss / targets)
-    reporter.say(f"step {run.progress.step}: validation loss {loss / targets:.4f}")
+    loss = run.trainer.means(all_reduce(total, run.mesh["world"]).tolist())["loss"]
+    reporter.add(name, loss)
+    reporter.say(f"step {run.progress.step}: validation loss {loss:.4f}")
     return True
 
 

@@ -15,7 +15,7 @@ from megatron5d.config.fault import Fault
 from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
-from megatron5d.model.partition import Part, layout_of, parts_of, shared_by_mirror
+from megatron5d.model.partition import Part, at_both_ends, layout_of, parts_of, shared_by_mirror
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule
 from megatron5d.pipeline_parallel.search.result import SearchResult
@@ -33,6 +33,7 @@ PIPELINE_KNOBS = (
     "parallel.pp",
     "parallel.vpp",
     "model.tie_embeddings",
+    "model.num_mtp_layers",
 )
 
 
@@ -84,7 +85,7 @@ def plan_pipeline(config: Config, world: int, found: dict[int, Program] | None =
             f"micro-batches that train.gbs_ramp = {config.train.gbs_ramp} passes through; set train.gbs_ramp=null"
         )
     layout = layout_of(config, placement.num_stages)
-    return PipelinePlan(program_of, placement, tuple(layout), shared_by_mirror(placement, config.model.tie_embeddings))
+    return PipelinePlan(program_of, placement, tuple(layout), shared_by_mirror(placement, at_both_ends(config.model)))
 
 
 def agreed_plan(config: Config, process: Process) -> PipelinePlan:

@@ -12,6 +12,7 @@ from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
 from megatron5d.context_parallel.plan import balance
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.expert_parallel.balance import Balancer
+from megatron5d.model.ends import Term
 from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.clip import clip_coefficient, global_square_sum
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
@@ -35,21 +36,21 @@ class Trainer:
     """Runs steps over the local stages of a model.
 
     Args:
-        pipeline: this rank's stages; the last stage of the model returns sums named `sums`.
+        pipeline: this rank's stages; the last stage of the model returns the sums of `terms`.
         sync: data parallelism, the stages' hooks.
         optimizer: over the sync's buckets.
         mesh: this rank's axes.
-        sums: names of the last stage's sums; the first is the objective.
+        terms: what the last stage's sums are for.
         clip: largest gradient norm; 0 = no clipping.
         balancer: of the MoE layers here; None = a dense model.
     """
 
     def __init__(
-        self, pipeline: Pipeline, sync: GradSync, optimizer: AdamW, mesh: Mesh, sums: Sequence[str], clip: float,
+        self, pipeline: Pipeline, sync: GradSync, optimizer: AdamW, mesh: Mesh, terms: Sequence[Term], clip: float,
         balancer: Balancer | None = None,
     ) -> None:  # fmt: skip
         self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
-        self.sums, self.clip, self.balancer = tuple(sums), clip, balancer
+        self.terms, self.clip, self.balancer = tuple(terms), clip, balancer
 
     def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False) -> StepResult:
         """
@@ -63,9 +64,10 @@ class Trainer:
             ValueError: the global batch has no target token.
             FloatingPointError: the loss or the gradient norm is not finite.
 
-        Comm: beside the layers' and the pipeline's: all_reduce dp_cp of one number (where the loss is computed, before
-            the first backward), gradient reduction, all_reduce world of a few numbers, all_gather of the weights (left
-            pending); with experts all_reduce of counts over the stage, and over the world on a watched step.
+        Comm: beside the layers' and the pipeline's: all_reduce dp_cp of the number of targets (where the loss is
+            computed, before the first backward), gradient reduction, all_reduce world of a few numbers, all_gather of
+            the weights (left pending); with experts all_reduce of counts over the stage, and over the world on a
+            watched step.
         """
         share = self.accumulate(batches, watched)
         self.sync.finish_reduce()
@@ -73,14 +75,14 @@ class Trainer:
         routers = share[:0] if self.balancer is None else self.balancer.values
         uneven = cp_balance(batches)
         report = torch.cat((square_sum.view(1), routers, share, share.new_tensor([float(stop), uneven])))
-        square_total, *totals, targets, stops, uneven = all_reduce(report, self.mesh["world"]).tolist()
+        square_total, *totals, stops, uneven = all_reduce(report, self.mesh["world"]).tolist()
         losses, totals = totals[: len(routers)], totals[len(routers) :]
-        num_targets = round(targets)
+        num_targets = round(totals[len(self.terms)])
         if num_targets == 0:
             raise ValueError("a global batch has no target token at all: its loss is masked everywhere")
         grad_norm = math.sqrt(square_total)
         result = StepResult(
-            sums={name: total / num_targets for name, total in zip(self.sums, totals)},
+            sums=self.means(totals),
             grad_norm=grad_norm,
             num_targets=num_targets,
             stop=stops > 0,
@@ -95,16 +97,24 @@ class Trainer:
             result.layers.update(self.balancer.layer_figures(self.mesh["world"]) if watched else {})
         return result
 
+    def means(self, totals: Sequence[float]) -> dict[str, float]:
+        """What `accumulate` or `evaluate` returned, added up over the world, as means by name."""
+        counts = totals[len(self.terms) :]
+        found = {term.name: 0.0 for term in self.terms}
+        for term, total in zip(self.terms, totals):
+            found[term.name] += term.share * total / max(counts[term.count], 1)
+        return found
+
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
         """Forward and backward of all micro-batches; leaves the mean gradient in the owned slices once reduced.
 
         Returns:
-            fp64 `[len(sums) + 1]`: this rank's share of the sums over target tokens and, last, of their number; added
-            up over the world they are those of the global batch.
+            fp64 `[terms + counts]`: this rank's share of the sums over target tokens and, behind, of their numbers;
+            added up over the world they are those of the global batch.
         """
         device = self.sync.buckets[0].weights.device
         self.sync.start_step(self.pipeline.passes(len(batches)))
-        here = _LossHere(len(self.sums), device)
+        here = _LossHere(self.terms, device)
         if self.pipeline.has_loss:
             here.count(batches, self.mesh)
         batches = [batch.to(device) for batch in batches]
@@ -129,7 +139,7 @@ class Trainer:
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Forward alone; returns what `accumulate` returns."""
         device = self.sync.buckets[0].weights.device
-        here = _LossHere(len(self.sums), device)
+        here = _LossHere(self.terms, device)
         self.pipeline.evaluate([batch.to(device) for batch in batches], here)
         return here.share * self._counts
 
@@ -156,25 +166,25 @@ class _LossHere:
     """Adds up the last stage's outputs on this rank and gives their gradient.
 
     Args:
-        num_sums: entries of an output; the first is the objective.
+        terms: the entries of an output.
         device: of the outputs.
     """
 
-    def __init__(self, num_sums: int, device: torch.device) -> None:
-        self.share = torch.zeros(num_sums + 1, dtype=torch.float64, device=device)
+    def __init__(self, terms: Sequence[Term], device: torch.device) -> None:
+        self._terms, num_counts = terms, max(term.count for term in terms) + 1
+        self.share = torch.zeros(len(terms) + num_counts, dtype=torch.float64, device=device)
         self._counting: Pending | None = None
         self._grad: torch.Tensor | None = None
 
     def count(self, batches: Sequence[MicroBatch], mesh: Mesh) -> None:
         """Starts counting the targets of the global batch, wherever their loss is computed."""
-        targets = torch.stack([batch.num_targets.double() for batch in batches]).sum().to(self.share.device)
+        targets = torch.stack([batch.target_counts for batch in batches]).sum(0).to(self.share.device)
         self._counting = start_all_reduce(targets, mesh["dp_cp"])
 
     def __call__(self, batch: MicroBatch, y: torch.Tensor) -> torch.Tensor | None:
-        self.share[:-1] += y
-        self.share[-1] += batch.num_targets
-        if self._counting is not None:  # the loss is a sum, divided once by the global number of targets
-            self._grad = torch.zeros_like(y)
-            self._grad[0] = 1 / self._counting.wait().clamp(min=1)
+        self.share += torch.cat((y.double(), batch.target_counts))
+        if self._counting is not None:  # a loss is a sum, divided once by the global number of its targets
+            counts = self._counting.wait().clamp(min=1)
+            self._grad = torch.stack([term.coefficient / counts[term.count] for term in self._terms]).to(y.dtype)
             self._counting = None
         return self._grad

@@ -156,7 +156,7 @@ def test_another_run_gives_its_weights_alone(tmp_path, corpus):
     assert (first["step"], first["consumed_samples"], first["lr"]) == (1, 1, long.optim.lr / 2)
     saved = whole_tensors(tmp_path / "short" / "checkpoints" / "step-00000004")
     weights = {key.removeprefix("model."): value for key, value in saved.items() if key.startswith("model.")}
-    row = IndexedDataset(corpus).tokens(0, 129)
+    row = IndexedDataset(corpus).tokens(0, 129).astype("int64")
     batch = make_micro_batch(torch.from_numpy(row)[None], document_mask=True, eod=0)
     inverse = inverse_frequencies(8, long.model.rope_theta, long.model.rope_scaling, torch.float64)
     expected = stretched_loss(weights, long.model, batch, inverse)

@@ -72,6 +72,7 @@ LAYOUTS = {
     "tp1, ep2, etp2": (4, {"ep": 2, "etp": 2}),
     "tp2 sp, edp4": (4, {"tp": 2, "sp": True, "etp": 1, "zero": 1}),
     "nodes of 2": (4, {"ep": 4, "ep_inner": 2}),
+    "tp2 sp, nodes of 2, etp2, zero": (8, {"tp": 2, "sp": True, "ep": 4, "ep_inner": 2, "etp": 2, "zero": 1}),
     "tp2 sp, ep2, etp2, hybrid": (8, {"tp": 2, "sp": True, "ep": 2, "dp_replicate": 2, "zero": 1}),
 }
 
@@ -153,7 +154,7 @@ def test_pipelines(case):
 CONTEXT = {
     "cp2, ep2": (2, {"cp": 2, "ep": 2}),
     "cp2, tp2 sp, ep2, etp2": (4, {"cp": 2, "tp": 2, "sp": True, "ep": 2}),
-    "cp2, dp2, ep4": (4, {"cp": 2, "ep": 4, "zero": 1}),
+    "cp2, dp2, ep4": (4, {"cp": 2, "ep": 4, "ep_inner": 2, "zero": 1}),
     "cp2, tp2, capacity": (4, {"cp": 2, "tp": 2, "ep": 2, "etp": 2}),
 }
 

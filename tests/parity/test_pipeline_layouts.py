@@ -124,10 +124,17 @@ def test_more_chunks(schedule, vpp):
     assert_parity(config, 2, steps=STEPS)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
+RECOMPUTED = {
+    "1f1b": RecomputeConfig("full", stage_layers=[2, 0]),
+    "zb_v": RecomputeConfig("full", 1),
+    "dualpipe": RecomputeConfig("full", group_layers=2),
+}
+
+
+@pytest.mark.parametrize("schedule", RECOMPUTED)
 def test_full_recompute(schedule):
     """The input gradient computes a phase again, and its weight gradient must use that."""
-    check(schedule, 2, 4, recompute=RecomputeConfig("full", 1))
+    check(schedule, 2, 4, recompute=RECOMPUTED[schedule])
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "1f1b"])

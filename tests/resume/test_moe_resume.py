@@ -87,7 +87,7 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path, corpus, straight):
 
 OTHERS = {
     "one process": (1, {}),
-    "ep4": (4, {"ep": 4, "zero": 1}),
+    "ep4 in nodes of 2": (4, {"ep": 4, "ep_inner": 2, "zero": 1}),
     "etp4": (4, {"tp": 1, "etp": 4}),
     "ep8 over tp": (8, {"tp": 2, "sp": True, "ep": 8, "etp": 1}),
     "two stages": (4, {"pp": 2, "ep": 2}),

@@ -1,7 +1,9 @@
 """What context parallelism sends: the closed forms against the ledger of real steps, and whom they recommend."""
 
+import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,3 +118,21 @@ def test_the_recommended_method_sends_least_between_nodes():
 def test_advice_is_a_command_line():
     assert advice(sized("llama3_8b", 2, 16)) == "parallel.cp_method=two_level parallel.cp_inner=4"
     assert advice(sized("gpt2_xl", 1, 2)) == "parallel.cp_method=ring"
+
+
+def test_the_document_tells_what_the_closed_form_says():
+    """docs/long_context.md: GB per rank and layer at 131,072 tokens, tp 4, cp 8."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "long_context.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| (`.*) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert len(rows) == 8
+    for model, methods, inside, around in rows:
+        config = load_config([f"model={model}", "parallel.tp=4", "parallel.cp=8", "train.seq_len=131072"])
+        for method in re.findall(r"`(\w+)`", methods):
+            layout = replace(
+                config.parallel,
+                cp_method=method,
+                cp_inner=2 if "cp_inner" in methods else 1,
+                cp_compress_kv="latents" in methods,
+            )
+            sent = traffic(replace(config, parallel=layout)).num_bytes("bf16")
+            assert [value / 1e9 for value in sent] == pytest.approx([float(inside), float(around)], abs=5.1e-4)

@@ -95,16 +95,16 @@ def test_parts_cover_the_model_in_order():
 
 
 def test_who_shares_what():
-    assert shared_by_mirror(loop_placement(4), tied=True) == "tied"
-    assert shared_by_mirror(loop_placement(4, 2), tied=False) == "none"
-    assert shared_by_mirror(zigzag_placement(4, 2), tied=True) == "none"
-    assert shared_by_mirror(zigzag_placement(4, 3), tied=True) == "tied"
-    assert shared_by_mirror(mirrored_placement(4), tied=True) == "all"
-    assert shared_by_mirror(loop_placement(1), tied=True) == "none"
+    assert shared_by_mirror(loop_placement(4), tied="model.tie_embeddings") == "tied"
+    assert shared_by_mirror(loop_placement(4, 2), tied=None) == "none"
+    assert shared_by_mirror(zigzag_placement(4, 2), tied="model.tie_embeddings") == "none"
+    assert shared_by_mirror(zigzag_placement(4, 3), tied="model.num_mtp_layers") == "tied"
+    assert shared_by_mirror(mirrored_placement(4), tied="model.num_mtp_layers") == "all"
+    assert shared_by_mirror(loop_placement(1), tied="model.tie_embeddings") == "none"
     with pytest.raises(ValueError, match="tie_embeddings needs the first and the last stage"):
-        shared_by_mirror(Placement(((0, 2, 1),), 3), tied=True)
+        shared_by_mirror(Placement(((0, 2, 1),), 3), tied="model.tie_embeddings")
     with pytest.raises(ValueError, match="mirrored ranks"):
-        shared_by_mirror(Placement(((0, 1, 2), (2, 0, 1)), 3), tied=False)
+        shared_by_mirror(Placement(((0, 1, 2), (2, 0, 1)), 3), tied=None)
 
 
 def test_modelled_costs_add_up_to_the_models_flops():

@@ -1,0 +1,56 @@
+"""Laws of what is computed again in the backward, or kept somewhere else."""
+
+from __future__ import annotations
+
+from megatron5d.config.law import Law
+from megatron5d.config.schema import Config
+
+
+def _num_stages(c: Config) -> int:
+    return len(c.recompute.stage_layers or [])
+
+
+RECOMPUTE_LAWS = (
+    Law(
+        "recompute-layers-need-a-mode",
+        ("recompute.num_layers", "recompute.stage_layers", "recompute.mode"),
+        lambda c, w: c.recompute.mode == "none" and (c.recompute.num_layers, c.recompute.stage_layers) != (None, None),
+        lambda c, w: f"recompute.num_layers = {c.recompute.num_layers}, stage_layers = {c.recompute.stage_layers} "
+        "count recomputed layers, and recompute.mode = none",
+        lambda c, w: "recompute.mode=full, or recompute.num_layers=null recompute.stage_layers=null",
+    ),
+    Law(
+        "recompute-layers-exist",
+        ("recompute.num_layers", "model.num_layers"),
+        lambda c, w: (c.recompute.num_layers or 0) > c.model.num_layers,
+        lambda c, w: f"recompute.num_layers = {c.recompute.num_layers} is more than "
+        f"model.num_layers = {c.model.num_layers}",
+        lambda c, w: f"recompute.num_layers={c.model.num_layers}",
+    ),
+    Law(
+        "recompute-layers-said-once",
+        ("recompute.num_layers", "recompute.stage_layers"),
+        lambda c, w: c.recompute.num_layers is not None and c.recompute.stage_layers is not None,
+        lambda c, w: f"recompute.num_layers = {c.recompute.num_layers} of every stage, and "
+        f"recompute.stage_layers = {c.recompute.stage_layers} stage by stage",
+        lambda c, w: "recompute.num_layers=null",
+    ),
+    Law(
+        "recompute-counts-stages",
+        ("recompute.stage_layers", "parallel.pp", "parallel.vpp"),
+        # how many chunks a rank has, its schedule knows (zb_v has two): the plan checks that
+        lambda c, w: c.recompute.stage_layers is not None
+        and (_num_stages(c) < 1 or _num_stages(c) % (c.parallel.pp * c.parallel.vpp) != 0),
+        lambda c, w: f"recompute.stage_layers has {_num_stages(c)} stages, "
+        f"parallel.pp·vpp = {c.parallel.pp}·{c.parallel.vpp} = {c.parallel.pp * c.parallel.vpp}",
+        lambda c, w: "recompute.stage_layers=null",
+    ),
+    Law(
+        "recompute-groups-need-full",
+        ("recompute.group_layers", "recompute.mode"),
+        lambda c, w: c.recompute.group_layers > 1 and c.recompute.mode != "full",
+        lambda c, w: f"recompute.group_layers = {c.recompute.group_layers} wholly recomputed layers keep one input, "
+        f"and recompute.mode = {c.recompute.mode}",
+        lambda c, w: "recompute.mode=full, or recompute.group_layers=1",
+    ),
+)  # fmt: skip

@@ -1,0 +1,138 @@
+"""Multi-token prediction: behind the last layer, blocks that predict one more token ahead each, for training alone.
+
+With h⁰ the normed output of the last layer, for depth k = 1 ... D:
+
+    x   = join·[norm(embedding of token i+k) ; norm(hᵏ⁻¹)]      the model's own embedding
+    hᵏ  = norm(block(x))                                        attention and MLP or experts, like the last layer's
+    loss of depth k: hᵏ through the model's own head predicts token i+k+1, where that token exists
+
+The objective has train.mtp_loss times the mean over the depths of each one's mean loss. The blocks' phases follow the
+head's on the last stage; beside the hidden states they carry the sums of losses so far. Where the embedding lies on
+another stage, the last one holds a copy of it, as of a tied one.
+The order of the halves and the normed h⁰ are as in the released weights' use. Source: DeepSeek-V3
+(arXiv:2412.19437), section 2.2; Megatron-Core's multi_token_prediction.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron5d.config.schema import ModelConfig
+from megatron5d.model.ends import OutputMatrix
+from megatron5d.model.norm import Norm
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.gradient import Defer
+from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
+from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter
+from megatron5d.topology.axis import Axis, single
+
+IGNORED = -100  # as in a batch's labels
+
+_ALONE = single("mtp")  # the join is whole on every rank of tp: with sp each multiplies its share of the sequence
+
+
+def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
+    """Adds what the prediction blocks read; must see whole sequences, so before cp takes its rows.
+
+    A prediction of depth k counts where the one that stands k tokens later counts for the main loss, and, where
+    documents are told apart, lies in the same document.
+
+    Args:
+        batch: whole rows.
+        depths: model.num_mtp_layers.
+
+    Returns:
+        The batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 behind the end of a row.
+    """
+    if depths == 0:
+        return batch
+    tokens, labels, masks = [], [], []
+    following = batch.labels.clamp(min=0)  # token i+1; padding is 0, as in tokens
+    for k in range(1, depths + 1):
+        tokens.append(F.pad(following[:, k - 1 :], (0, k - 1)))
+        labels.append(F.pad(batch.labels[:, k:], (0, k), value=IGNORED))
+        mask = F.pad(batch.loss_mask[:, k:], (0, k))
+        if batch.documents is not None:
+            mask = mask * (F.pad(batch.documents[:, k:], (0, k), value=-1) == batch.documents)
+        masks.append(mask)
+    stacked = {"tokens": tokens, "labels": labels, "mask": masks}
+    return replace(batch, **{f"ahead_{name}": torch.stack(rows) for name, rows in stacked.items()})
+
+
+class Beside(nn.Module):
+    """A phase of a block, past which the sums of losses are carried: `(sums, x)` -> `(sums, phase(x))`."""
+
+    def __init__(self, phase: nn.Module) -> None:
+        super().__init__()
+        self.phase = phase
+
+    def forward(self, state: tuple[Tensor, Any], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Any]:
+        sums, x = state
+        return sums, self.phase(x, batch, defer)
+
+
+class MtpInput(nn.Module):
+    """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> (sums, the block's input, of the same shape).
+
+    Args:
+        config: the architecture.
+        depth: k - 1.
+        tp: axis that cuts the vocabulary.
+        sp: hidden states are cut along the sequence.
+        table: the model's embedding, `[v/tp, h]`.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, depth: int, tp: Axis, *, sp: bool, table: nn.Parameter, **factory) -> None:
+        super().__init__()
+        self.depth, h, name = depth, config.hidden_size, f"layers.{config.num_layers + depth}.mtp"
+        self.tokens = VocabParallelEmbedding(
+            config.vocab_size, h, tp, sp=sp, init=config.init_std, weight=table, **factory
+        )
+        norm = {"tp": tp, "partial": sp, "eps": config.norm_eps, **factory}
+        self.embedding_norm = Norm(config.norm, h, f"{name}.embedding_norm", **norm)
+        self.hidden_norm = Norm(config.norm, h, f"{name}.hidden_norm", **norm)
+        self.join = replicated_parameter(
+            (h, 2 * h), f"{name}.join.weight", tp, partial=sp, init=config.init_std, decay=True, **factory
+        )
+
+    def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor]:
+        sums, hidden = state
+        assert batch.ahead_tokens is not None, "look_ahead makes what the prediction blocks read"
+        embedded = self.tokens(batch.ahead_tokens[self.depth], defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+        joined = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
+        return sums, column_linear(joined, self.join, _ALONE, False, defer)  # [s/cp/tp, b, h]
+
+
+class MtpHead(nn.Module):
+    """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> sums with this depth's Σ loss·mask behind.
+
+    Args:
+        config: the architecture.
+        depth: k - 1; all but the last hand their normed hidden states on beside the sums.
+        tp: axis that cuts the vocabulary.
+        sp: hidden states arrive cut along the sequence.
+        output: the model's own.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, depth: int, tp: Axis, *, sp: bool, output: OutputMatrix, **factory) -> None:
+        super().__init__()
+        self.depth, self.last = depth, depth == config.num_mtp_layers - 1
+        name = f"layers.{config.num_layers + depth}.mtp.final_norm"
+        self.norm = Norm(config.norm, config.hidden_size, name, tp, partial=sp, eps=config.norm_eps, **factory)
+        self.output = output
+
+    def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Any:
+        sums, x = state
+        assert batch.ahead_labels is not None and batch.ahead_mask is not None
+        hidden = self.norm(x)
+        labels, mask = batch.ahead_labels[self.depth], batch.ahead_mask[self.depth]
+        own = self.output.losses(hidden, labels, mask, 0.0, defer)[:1]
+        sums = torch.cat((sums, own))
+        return sums if self.last else (sums, hidden)

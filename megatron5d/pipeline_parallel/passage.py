@@ -1,0 +1,154 @@
+"""One micro-batch's way through one phase, or through neighbouring phases that keep nothing but their input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron5d.precision.gradient import Closure
+
+
+class PhaseHooks(Protocol):
+    """What a data-parallel engine wants to know; phases are its unit of gathering and reducing."""
+
+    def before_forward(self, phase: nn.Module) -> None: ...
+
+    def after_weight_grads(self, phase: nn.Module) -> None: ...
+
+
+class WeightGrads:
+    """The `defer` of one phase and micro-batch: runs closures at once, or keeps them until W."""
+
+    def __init__(self) -> None:
+        self.immediate = True
+        self.waiting: list[Closure] = []
+
+    def __call__(self, closure: Closure) -> None:
+        if self.immediate:
+            closure()
+        else:
+            self.waiting.append(closure)
+
+    def run(self) -> None:
+        with torch.no_grad():  # as in the backward that has kept them: their inputs still ask for gradients
+            for closure in self.waiting:
+                closure()
+        self.waiting.clear()
+
+
+def _each(change: Callable[[Tensor], Any], state: Any) -> Any:
+    """`state` with its floating-point tensors changed."""
+    if isinstance(state, tuple):
+        return tuple(_each(change, item) for item in state)
+    return change(state) if isinstance(state, Tensor) and state.is_floating_point() else state
+
+
+def _entries(state: Any) -> list[Any]:
+    """What a state holds, tuples within tuples opened; an edge, itself a named tuple, stays whole."""
+    return [entry for item in state for entry in _entries(item)] if type(state) is tuple else [state]
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    """Where a gradient of the tensor enters the graph; unlike the tensor it keeps no values alive."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _backward(edges: Any, grad: Any) -> None:
+    """Backward of a phase's output; entries that no gradient has reached, or that ask for none, are left out."""
+    both = zip(_entries(edges), _entries(grad), strict=True)
+    pairs = [(edge, g) for edge, g in both if isinstance(edge, GradientEdge) and isinstance(g, Tensor)]
+    torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
+
+
+class Passage:
+    """One micro-batch's way through one phase, with the graph between forward and backward.
+
+    Args:
+        phase: called as `phase(x, batch, defer)`.
+        batch: what phases read beside their input.
+        x: output of the phase before, cut off from its graph.
+    """
+
+    __slots__ = ("phase", "batch", "x", "edges", "weight_grads")
+
+    def __init__(self, phase: nn.Module, batch: Any, x: Any) -> None:
+        self.phase, self.batch = phase, batch
+        self.x = _each(lambda tensor: tensor.detach().requires_grad_(), x)
+        self.edges: Any = None
+        self.weight_grads = WeightGrads()
+
+    def forward(self) -> Any:
+        """The phase's output, without its graph."""
+        with torch.enable_grad():
+            y = self.phase(self.x, self.batch, self.weight_grads)
+        self.edges = _each(_edge, y)
+        return _each(Tensor.detach, y)
+
+    def backward(self, grad: Any, split: bool) -> Any:
+        """Gradient of the input; `split` keeps the weight gradients for `weight_grads.run`."""
+        self.weight_grads.immediate = not split
+        edges, self.edges = self.edges, None
+        _backward(edges, grad)
+        x, self.x = self.x, None
+        return _each(lambda tensor: tensor.grad, x)
+
+
+class Segment:
+    """One micro-batch's way through neighbouring phases; recomputed ones keep their common input alone.
+
+    Args:
+        phases: in order.
+        batch: what they read beside their input.
+        recompute: run forward without graphs, and once more before the backward, in B or I and never in W.
+        hooks: told before a phase runs forward, each time, and after its weight gradients are complete.
+    """
+
+    def __init__(self, phases: Sequence[nn.Module], batch: Any, recompute: bool, hooks: PhaseHooks) -> None:
+        self.phases, self.batch, self.recompute, self.hooks = phases, batch, recompute, hooks
+        self.passages: list[Passage] = []
+        self.x: Any = None
+
+    def forward_steps(self, x: Any) -> Iterator[Any]:
+        """Yields after each phase with its output."""
+        if not self.recompute:
+            yield from self._with_graphs(x)
+            return
+        self.x = x
+        for phase in self.phases:
+            self.hooks.before_forward(phase)
+            with torch.no_grad():
+                x = phase(x, self.batch, None)
+            yield x
+
+    def _with_graphs(self, x: Any) -> Iterator[Any]:
+        for phase in self.phases:
+            self.hooks.before_forward(phase)
+            passage = Passage(phase, self.batch, x)
+            x = passage.forward()
+            self.passages.append(passage)
+            yield x
+
+    def backward_steps(self, grad: Any, split: bool) -> Iterator[Any]:
+        """Yields None after each phase that is run again, then after each one with the gradient of its input."""
+        if self.recompute:
+            x, self.x = self.x, None
+            for _ in self._with_graphs(x):
+                yield None
+        for passage in reversed(self.passages):
+            upstream = passage.backward(grad, split)
+            if not split:
+                self.hooks.after_weight_grads(passage.phase)
+            if upstream is not None:
+                grad = upstream
+            yield upstream
+
+    def weight_steps(self) -> Iterator[None]:
+        """Yields after each phase, last to first, whose kept weight gradients have been computed."""
+        for passage in reversed(self.passages):
+            passage.weight_grads.run()
+            self.hooks.after_weight_grads(passage.phase)
+            yield None

@@ -1,0 +1,64 @@
+"""Multi-token prediction on N ranks equals one process: loss, every gradient, weights after steps; fp64 to 1e-10."""
+
+import pytest
+from layouts import assert_parity
+
+from megatron5d.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
+
+EXPERTS = {
+    "num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 12, "first_k_dense": 1,
+    "router_score": "sigmoid", "router_bias": True,
+}  # fmt: skip
+MOE = MoeConfig(balance=["aux", "global_aux", "bias"], aux_coef=0.1, z_coef=0.02, bias_rate=0.05)
+
+
+def config_of(depths=1, *, layers=2, gbs=4, mbs=1, schedule="1f1b", sparse=True, recompute="none", data=None, **more):
+    model = {name: more.pop(name) for name in ("tie_embeddings", "vocab_size", "position") if name in more}
+    return Config(
+        model=ModelConfig(
+            **{"num_layers": layers, "hidden_size": 16, "ffn_hidden_size": 24, "head_dim": 8, "num_heads": 2,
+               "num_kv_heads": 2, "vocab_size": 61, "num_mtp_layers": depths, **(EXPERTS if sparse else {}), **model}
+        ),
+        parallel=ParallelConfig(**more),
+        pipeline=PipelineConfig(schedule=schedule),
+        train=TrainConfig(steps=10, gbs=gbs, mbs=mbs, seq_len=8, mtp_loss=0.6, z_loss=0.01),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
+        moe=MOE if sparse else MoeConfig(),
+        precision=PrecisionConfig(dtype="fp64"),
+        recompute=RecomputeConfig(recompute),
+        data=data or DataConfig(),
+    )  # fmt: skip
+
+
+DOCUMENTS = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
+CASES = {
+    "one rank, two depths": (1, {"depths": 2, "mbs": 2}),
+    "dense, tied, learned positions": (1, {"sparse": False, "tie_embeddings": True, "position": "learned"}),
+    "tp2 sp, two depths, recomputed": (2, {"depths": 2, "tp": 2, "sp": True, "recompute": "full"}),
+    "cp2, two depths, documents": (2, {"depths": 2, "cp": 2, "ep": 2, "data": DOCUMENTS, "mbs": 2}),
+    "pp2, two depths, embedding copied, zero": (4, {"depths": 2, "pp": 2, "zero": 1, "ep": 2}),
+    "pp2 zb_h1, tp2, tied": (4, {"pp": 2, "schedule": "zb_h1", "tp": 2, "ep": 2, "etp": 1, "tie_embeddings": True}),
+    "zb_v, embedding here": (2, {"pp": 2, "layers": 4, "schedule": "zb_v"}),
+    "dualpipe, zero": (2, {"pp": 2, "schedule": "dualpipe", "zero": 1}),
+    "all five, documents": (
+        8,
+        {"tp": 2, "sp": True, "cp": 2, "pp": 2, "ep": 4, "etp": 1, "zero": 1, "data": DOCUMENTS},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layout(case):
+    world, options = CASES[case]
+    assert_parity(config_of(**options), world=world, steps=2, ignored=0.7 if "documents" in case else 0.0)
