@@ -1,0 +1,48 @@
+"""tools/bench_train.py on a CPU: both sides train the same tokens, and the figures belong together."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tools import bench_train
+
+
+def test_ours_is_measured(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    command = f"--model tiny --device cpu --seq-len 32 --mbs 2 --steps 2 --only ours --json {out}"
+    monkeypatch.setattr("sys.argv", ["bench_train.py", *command.split(), "--set", "log.peak_tflops=0.001"])
+    assert bench_train.main() == 0
+    row = json.loads(out.read_text())["rows"]["tiny"]["ours"]
+    assert row["tokens_per_s"] * row["step_s"] == pytest.approx(64)
+    config = bench_train.configured(["model=tiny"])
+    flops = bench_train.flops_per_token(config.model, 32)
+    assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / 1e9)
+    assert f"{row['tokens_per_s']:,.0f} tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_qwen3_moe"])
+def test_the_peer_is_the_same_model(monkeypatch, model):
+    """As many parameters, and a first loss near that of guessing."""
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+    config = bench_train.configured([f"model={model}", "train.seq_len=32"])
+    step = bench_train.theirs(config, torch.device("cpu"))
+    held = sum(p.numel() for p in step.__closure__[step.__code__.co_freevars.index("model")].cell_contents.parameters())
+    assert held == bench_train.parameter_count(config.model)
+    assert step(next(bench_train.tokens(config))) == pytest.approx(math.log(config.model.vocab_size), rel=0.05)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_train.py", "1b"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench_train.main() == 2
+    assert "--device cpu" in capsys.readouterr().err
+
+
+def test_an_unlawful_setting_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_train.py", "1b", "--device", "cpu", "--set", "parallel.tp=2"])
+    with pytest.raises(SystemExit) as left:
+        bench_train.main()
+    assert left.value.code == 2
+    assert "parallel.tp" in capsys.readouterr().err

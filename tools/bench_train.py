@@ -1,0 +1,216 @@
+"""Measure training on one device: our steps beside the same model in transformers under torch.compile, in one run.
+
+    python tools/bench_train.py                           the three models below on this GPU, a table
+    python tools/bench_train.py 1b --json train.json      one of them
+    python tools/bench_train.py --model tiny --device cpu --seq-len 128 --steps 3      any model, without a GPU
+
+    1b     Llama 3.2 1B                            8,192 tokens, 2 sequences a step
+    8b     Llama 3 8B, as many layers as fit       8,192 tokens, 1 sequence a step
+    moe    Qwen3-MoE of 16 layers and 32 experts   4,096 tokens, 4 sequences a step
+
+Both train on the same random tokens in bfloat16 with fp32 master weights, fp32 moments and gradients clipped to norm 1.
+Figures are of the median step after the warm-up; MFU counts the FLOPs of megatron5d/model/flops.py for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+
+from megatron5d.config.fault import ConfigError, refuse  # noqa: E402
+from megatron5d.config.laws import broken_laws  # noqa: E402
+from megatron5d.config.load import load_config  # noqa: E402
+from megatron5d.config.schema import Config  # noqa: E402
+from megatron5d.data.batch import make_micro_batch  # noqa: E402
+from megatron5d.model.flops import flops_per_token, parameter_count  # noqa: E402
+from megatron5d.model.hf_export import hf_config_from_model  # noqa: E402
+from megatron5d.topology.process import Process  # noqa: E402
+from megatron5d.train.build import build_run  # noqa: E402
+from megatron5d.train.metrics import memory_gb, peak_tflops  # noqa: E402
+
+CASES = {
+    "1b": ["model=llama3_1b", "train.seq_len=8192", "train.mbs=2"],
+    "8b": ["model=llama3_8b", "model.num_layers=20", "train.seq_len=8192", "train.mbs=1"],
+    "moe": [
+        "model=qwen3_30b_a3b", "model.num_layers=16", "model.num_experts=32", "train.seq_len=4096", "train.mbs=4",
+    ],
+}  # fmt: skip
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one provider on one model."""
+
+    step_s: float
+    tokens_per_s: float
+    mfu: float | None  # of the device's data-sheet peak; None where it is not known
+    memory_gb: float
+    first_loss: float
+    last_loss: float
+
+
+def configured(overrides: list[str]) -> Config:
+    """One rank's configuration. Raises ConfigError where it breaks a law; where tokens come from is not asked."""
+    config = load_config([*overrides, "precision.dtype=bf16", "optim.clip=1.0"])
+    config = replace(config, train=replace(config.train, gbs=config.train.mbs))
+    faults = [fault for fault in broken_laws(config, 1) if not all(knob.startswith("data.") for knob in fault.knobs)]
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def tokens(config: Config) -> Iterator[torch.Tensor]:
+    """Int64 `[b, s+1]`, the same for every provider."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randint(
+            config.model.vocab_size, (config.train.mbs, config.train.seq_len + 1), generator=generator
+        )  # fmt: skip
+
+
+def ours(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:
+    """A function that trains one step and returns its loss."""
+    run = build_run(config, Process(0, 1, 0, device))
+    return lambda rows: run.trainer.step([make_micro_batch(rows)], LEARNING_RATE).sums["loss"]
+
+
+def theirs(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:
+    """The same in transformers: fp32 weights under autocast, scaled dot-product attention, fused AdamW."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = hf_config_from_model(config.model, "fp32")
+    hf = AutoConfig.for_model(**{key: value for key, value in settings.items() if key != "architectures"})
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa")
+    compiled = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+
+    def step(rows: torch.Tensor) -> float:
+        rows = rows.to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = compiled(rows[:, :-1], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+PROVIDERS = {"ours": ours, "transformers + compile": theirs}
+
+
+def measure(step: Callable[[torch.Tensor], float], config: Config, device: torch.device, steps: int) -> Figures:
+    """Times steps after as many of warm-up as compilation and tuning need. Returning a loss waits for the device."""
+    rows, times, losses = tokens(config), [], []
+    for i in range(steps + 3):
+        begin = time.perf_counter()
+        losses.append(step(next(rows)))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if i >= 3:
+            times.append(time.perf_counter() - begin)
+    count = config.train.mbs * config.train.seq_len
+    rate, peak = count / median(times), peak_tflops(config.log, device)
+    flops = flops_per_token(config.model, config.train.seq_len)
+    mfu = None if peak is None else rate * flops / (peak * 1e12)
+    return Figures(median(times), rate, mfu, memory_gb(device), losses[0], losses[-1])
+
+
+def compare(config: Config, device: torch.device, steps: int, wanted: list[str]) -> dict[str, Figures | str]:
+    """Figures of each provider, or why it has none."""
+    results: dict[str, Figures | str] = {}
+    for name in wanted:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            results[name] = measure(PROVIDERS[name](config, device), config, device, steps)
+        except (ImportError, torch.OutOfMemoryError) as error:  # a peer that is missing or too large ends nothing
+            results[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        torch.compiler.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+def table(name: str, config: Config, results: dict[str, Figures | str]) -> str:
+    """One model as lines of text."""
+    count = parameter_count(config.model)
+    lines = [f"{name}: {config.model.name}, {config.model.num_layers} layers, {count:,} parameters, "
+             f"{config.train.mbs} x {config.train.seq_len} tokens a step"]  # fmt: skip
+    mine = results.get("ours")
+    for provider, row in results.items():
+        if isinstance(row, str):
+            lines.append(f"  {provider:24} {row}")
+            continue
+        mfu = "    -" if row.mfu is None else f"{row.mfu:5.1%}"
+        ratio = f"ours is {mine.tokens_per_s / row.tokens_per_s:.2f} x" if isinstance(mine, Figures) else ""
+        lines.append(
+            f"  {provider:24} {row.tokens_per_s:10,.0f} tokens/s  MFU {mfu}  {row.memory_gb:6.1f} GB  "
+            f"loss {row.first_loss:.3f} -> {row.last_loss:.3f}  {ratio if provider != 'ours' else ''}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; none = all")
+    parser.add_argument("--model", help="another model of conf/model instead")
+    parser.add_argument("--seq-len", type=int, default=4096, help="its tokens a sequence")
+    parser.add_argument("--mbs", type=int, default=1, help="its sequences a step")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any override, for ours")
+    parser.add_argument("--only", choices=["ours", "peer"], help="measure one side")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    if unknown := [case for case in arguments.cases if case not in CASES]:
+        parser.error(f"no case {unknown[0]!r}: {', '.join(CASES)}, or --model NAME")
+    return arguments
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("bench_train measures on a GPU, and torch sees none here; --device cpu tries it out", file=sys.stderr)
+        return 2
+    device = torch.device(arguments.device)
+    cases = {name: CASES[name] for name in arguments.cases or CASES}
+    if arguments.model:
+        cases = {arguments.model: [f"model={arguments.model}", f"train.seq_len={arguments.seq_len}",
+                                   f"train.mbs={arguments.mbs}"]}  # fmt: skip
+    wanted = {"ours": ["ours"], "peer": ["transformers + compile"]}.get(arguments.only, list(PROVIDERS))
+    try:
+        configs = {name: configured([*overrides, *arguments.set]) for name, overrides in cases.items()}
+    except ConfigError as error:
+        refuse(error.faults)
+    what = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    print(f"{what}, torch {torch.__version__}", flush=True)
+    rows = {}
+    for name, config in configs.items():
+        results = compare(config, device, arguments.steps, wanted)
+        print(table(name, config, results), flush=True)
+        rows[name] = {key: row if isinstance(row, str) else asdict(row) for key, row in results.items()}
+    if arguments.json:
+        found = {"device": what, "torch": torch.__version__, "overrides": arguments.set, "rows": rows}
+        arguments.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
