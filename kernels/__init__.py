@@ -11,7 +11,7 @@ Hugging Face publishes a different package under the same import name. Whoever i
 """
 
 from kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
-from kernels.flash_attention import attention, attention_backward
+from kernels.flash_attention import attention, attention_backward, documents_from_cu_seqlens
 from kernels.flash_attention_plain import attention_reference
 from kernels.normalization import add_rms_norm, layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from kernels.rope import apply_rope, apply_rope_reference
@@ -36,6 +36,7 @@ __all__ = [
     "attention_reference",
     "cross_entropy",
     "cross_entropy_reference",
+    "documents_from_cu_seqlens",
     "gelu",
     "gelu_reference",
     "layer_norm",

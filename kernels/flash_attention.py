@@ -88,6 +88,26 @@ def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)
 
 
+def documents_from_cu_seqlens(cu_seqlens: Tensor, length: int) -> Tensor:
+    """The `documents` of one packed row whose boundaries are given as cumulative lengths, without a host sync.
+
+    Args:
+        cu_seqlens: `[n + 1]` int32 or int64, not decreasing from 0; document i holds tokens cu_seqlens[i] to
+            cu_seqlens[i + 1], that one not included.
+        length: tokens of the row; those past the last boundary make one document more.
+
+    Returns:
+        int32 `[1, length]` on the same device.
+
+    Raises:
+        ValueError: not a vector of integers.
+    """
+    if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens is a vector of integers, not {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+    at = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens, at, right=True, out_int32=True)[None]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -111,7 +131,7 @@ def attention(
         v: `[t, b, g, dv]`; dv may differ from d.
         scale: factor on the scores, usually 1/sqrt(d).
         causal: a query sees keys at its own position and before.
-        documents: `[b, s]` integers: a query sees only keys of its own document.
+        documents: `[b, s]` integers: a query sees only keys of its own document (`documents_from_cu_seqlens`).
         k_documents: `[b, t]`, where the keys are not the queries' own tokens.
         window: a query sees keys less than this many positions away, itself counted.
         softcap: if not 0, scores become softcap · tanh(score / softcap).

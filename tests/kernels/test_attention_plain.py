@@ -145,3 +145,17 @@ def test_what_does_not_fit_is_refused(change, message):
     options = {n: x for n, x in change.items() if n not in shape}
     with pytest.raises(ValueError, match=message):
         kernels.attention(*inputs(**shape), scale=1.0, **options)
+
+
+def test_cumulative_lengths_are_documents():
+    """Lengths 3, 0, 1, 4 in a row of ten: the two tokens past the last boundary are by themselves."""
+    boundaries = torch.tensor([0, 3, 3, 4, 8], dtype=torch.int32)
+    documents = kernels.documents_from_cu_seqlens(boundaries, 10)
+    assert documents.tolist() == [[1, 1, 1, 3, 4, 4, 4, 4, 5, 5]]
+    q, k, v = inputs(s=10, t=10, b=1)
+    out, lse = kernels.attention(q, k, v, scale=0.3, documents=documents)
+    owner = documents[0].tolist()
+    want = brute_force(q, k, v, scale=0.3, sees=lambda n, i, j: j <= i and owner[i] == owner[j])
+    torch.testing.assert_close((out, lse), want, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="vector of integers"):
+        kernels.documents_from_cu_seqlens(boundaries.float(), 10)
