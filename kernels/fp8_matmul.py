@@ -17,9 +17,9 @@ if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-def fp8_matmul_reference(a: Quantized, b: Quantized) -> Tensor:
-    """`a bᵀ` in plain torch, float32."""
-    return a.dequantize() @ b.dequantize().t()
+def fp8_matmul_reference(a: Quantized, b: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`a bᵀ` in plain torch, in float32 or float64."""
+    return a.dequantize(dtype) @ b.dequantize(dtype).t()
 
 
 @jit
@@ -102,9 +102,9 @@ def fp8_matmul(
     Args:
         a: values `[m, k]`; any of the three kinds of scales.
         b: values `[n, k]`; any kind (a weight `[out, in]` as it lies).
-        out_dtype: bfloat16, float16 or float32.
-        accumulate_into: `[m, n]` contiguous float32 that the product is added into, in place; `out_dtype` is then
-            ignored.
+        out_dtype: bfloat16, float16 or float32; float64 takes the plain path.
+        accumulate_into: `[m, n]` contiguous, of one of these dtypes, that the product is added into, in place;
+            `out_dtype` is then ignored.
 
     Returns:
         `[m, n]`, or `accumulate_into`.
@@ -115,8 +115,10 @@ def fp8_matmul(
     _check(a, b, accumulate_into)
     m, k = a.values.shape
     n = b.values.shape[0]
-    if not dispatch.runs_triton(a.scales) or not (m and n and k) or not (_reads(a.values) and _reads(b.values)):
-        product = fp8_matmul_reference(a, b)
+    dtype = out_dtype if accumulate_into is None else accumulate_into.dtype
+    fast = dispatch.runs_triton(a.scales) and dtype != torch.float64 and bool(m and n and k)
+    if not (fast and _reads(a.values) and _reads(b.values)):
+        product = fp8_matmul_reference(a, b, dispatch.statistics_dtype(dtype))
         return product.to(out_dtype) if accumulate_into is None else accumulate_into.add_(product)
     out = accumulate_into
     if out is None:

@@ -1,9 +1,14 @@
 """Quantisation to 8-bit floats with one scale per tensor, per 1×128 group of a row, or per 128×128 block.
 
 value ≈ scale · q with scale = amax / largest finite q (448 for e4m3, 57344 for e5m2), so the largest value of each
-group meets the largest number exactly (Micikevicius et al., arXiv:2209.05433, sec. 3; groups: DeepSeek-V3,
-arXiv:2412.19437, sec. 3.3.2). A product contracts the grouped dim, so a tensor that enters two products needs both
-orientations: they are made in one pass.
+group meets the largest number (Micikevicius et al., arXiv:2209.05433, sec. 3; groups: DeepSeek-V3, arXiv:2412.19437,
+sec. 3.3.2). With powers of two the scale is rounded up to one: scaling is then exact, and a value that is quantised
+again in other groups loses nothing but what falls below their smallest number.
+
+The arithmetic is fixed so that every device gives the same bits: scale = amax / largest, q = round(x · (1 / scale)),
+each operation rounded once in float32. A group of zeros has scale 1. A group that holds an infinity or NaN is NaN
+throughout, with scale 1: what has gone wrong stays visible. An amax below 2⁻¹⁰⁰ counts as 2⁻¹⁰⁰, so that 1 / scale is
+finite; what lies under it by more than the 8-bit range becomes zero.
 """
 
 from dataclasses import dataclass
@@ -12,11 +17,12 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import rows_of
+from kernels.dispatch import rows_of, statistics_dtype
 from kernels.language import cdiv, jit, tl
 
 GROUP = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SMALLEST_AMAX = 2.0**-100
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,10 @@ class Quantized:
     """Values in 8 bits and what to multiply them with.
 
     Args:
-        values: `[rows, columns]` float8.
-        scales: float32; `[rows, ceil(columns/128)]` for rows_per_scale 1, `[ceil(rows/128), ceil(columns/128)]` for
-            128,
-            `[1, 1]` for 0.
-        rows_per_scale: 1 (a scale for each 1×128 group), 128 (for each 128×128 block) or 0 (one for the tensor).
+        values: `[..., rows, columns]` float8.
+        scales: float32; `[..., rows, ceil(columns/128)]` for rows_per_scale 1,
+            `[..., ceil(rows/128), ceil(columns/128)]` for 128, `[..., 1, 1]` for 0.
+        rows_per_scale: 1 (a scale for each 1×128 group), 128 (for each 128×128 block) or 0 (one for the matrix).
     """
 
     values: Tensor
@@ -36,54 +41,88 @@ class Quantized:
     rows_per_scale: int
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[rows, columns]` in a wide dtype."""
-        wide = self.values.to(torch.float32)
-        if self.rows_per_scale == 0:
-            return (wide * self.scales).to(dtype)
-        scales = self.scales.repeat_interleave(self.rows_per_scale, 0)[: wide.shape[0]]
-        return (wide * scales.repeat_interleave(GROUP, 1)[:, : wide.shape[1]]).to(dtype)
+        """`[..., rows, columns]` in a wide dtype, rounded once."""
+        wide, scales = self.values.to(statistics_dtype(dtype)), self.scales
+        if self.rows_per_scale:
+            rows, columns = wide.shape[-2:]
+            scales = scales.repeat_interleave(self.rows_per_scale, -2)[..., :rows, :]
+            scales = scales.repeat_interleave(GROUP, -1)[..., :columns]
+        return wide.mul_(scales).to(dtype)
 
 
-def _scales(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """amax / largest, and 1 for a group of zeros, so that nothing is divided by zero."""
-    return torch.where(amax > 0, amax / torch.finfo(dtype).max, 1.0)
+def scales_of(amax: Tensor, dtype: torch.dtype, powers_of_two: bool) -> Tensor:
+    """float32 scales of groups whose largest magnitudes are `amax` (infinite where one is not a number)."""
+    scale = amax.clamp(min=SMALLEST_AMAX) / torch.finfo(dtype).max
+    if powers_of_two:  # the mantissa's carry raises the exponent unless the mantissa is zero
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def magnitude_of(x: Tensor) -> Tensor:
+    """|x|, and infinity where x is not a number, which a maximum must not lose."""
+    return torch.where(x.isnan(), torch.inf, x.abs())
+
+
+def cast_scaled(x: Tensor, amax: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 x in 8 bits; `amax` and `scales` of the groups broadcast over x."""
     largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype)
+    q = (x * (1.0 / scales)).clamp(-largest, largest)
+    return torch.where(amax < torch.inf, q, torch.nan).to(dtype)
 
 
-def quantize_tensor(x: Tensor, dtype: torch.dtype = E4M3) -> Quantized:
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, float32 0-d; infinite where an element is not finite, 0 without elements."""
+    return magnitude_of(x.float()).amax() if x.numel() else torch.zeros((), device=x.device)
+
+
+def quantize_tensor(
+    x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
+) -> Quantized:
     """One scale for the whole tensor.
 
     Args:
         x: `[rows, columns]`, any floating dtype.
         dtype: float8_e4m3fn or float8_e5m2.
+        powers_of_two: round the scale up to a power of two.
+        amax: float32 0-d, the largest magnitude that the scale must serve; None = that of x.
 
     Returns:
         values, and scales `[1, 1]`.
     """
-    wide = x.float()
-    scale = _scales(wide.abs().amax().reshape(1, 1) if x.numel() else wide.new_zeros(1, 1), dtype)
-    return Quantized(_cast(wide / scale, dtype), scale, 0)
+    amax = amax_of(x) if amax is None else amax
+    scale = scales_of(amax, dtype, powers_of_two)
+    return Quantized(cast_scaled(x.float(), amax, scale, dtype), scale.reshape(1, 1), 0)
 
 
-def quantize_reference(x: Tensor, rows_per_scale: int, dtype: torch.dtype = E4M3) -> Quantized:
-    """Groups of 1×128 (rows_per_scale 1) or blocks of 128×128 in plain torch."""
-    rows, columns = x.shape
+def quantize_reference(
+    x: Tensor, rows_per_scale: int, dtype: torch.dtype = E4M3, powers_of_two: bool = False
+) -> Quantized:
+    """Groups of 1×128 (rows_per_scale 1) or blocks of 128×128 of `[..., rows, columns]` in plain torch."""
+    rows, columns = x.shape[-2:]
     padded = torch.nn.functional.pad(x.float(), (0, -columns % GROUP, 0, -rows % rows_per_scale))
-    blocks = padded.unflatten(1, (-1, GROUP)).unflatten(0, (-1, rows_per_scale))  # [R, rows_per_scale, C, 128]
-    scales = _scales(blocks.abs().amax((1, 3)), dtype)
-    values = _cast(blocks / scales[:, None, :, None], dtype).flatten(2, 3).flatten(0, 1)[:rows, :columns]
-    return Quantized(values.contiguous(), scales.contiguous(), rows_per_scale)
+    groups, heights = padded.shape[-1] // GROUP, padded.shape[-2] // rows_per_scale
+    blocks = padded.unflatten(-1, (groups, GROUP)).unflatten(-3, (heights, rows_per_scale))  # [..., R, h, C, 128]
+    amax = magnitude_of(blocks).amax((-3, -1), keepdim=True)
+    scales = scales_of(amax, dtype, powers_of_two)
+    values = cast_scaled(blocks, amax, scales, dtype).flatten(-2, -1).flatten(-3, -2)[..., :rows, :columns]
+    return Quantized(values.contiguous(), scales.squeeze(-1).squeeze(-2), rows_per_scale)
 
 
 @jit
-def quantized(x, amax, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile over its scales (`amax` broadcasts), saturated; and the scales."""
-    scale = tl.where(amax > 0.0, amax / LARGEST, 1.0)
-    return tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST).to(DTYPE), scale
+def magnitude(x):
+    """|x|, and infinity where x is not a number, which a maximum would skip."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@jit
+def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile over its scales (`amax` broadcasts), saturated; and the scales. The reference's arithmetic, bit by bit."""
+    scale = tl.div_rn(tl.maximum(amax, 7.888609052210118e-31), LARGEST)
+    if POWERS_OF_TWO:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
+    q = tl.minimum(tl.maximum(x * tl.div_rn(1.0, scale), -LARGEST), LARGEST)
+    return tl.where(amax < float("inf"), q, float("nan")).to(DTYPE), scale
 
 
 @jit
@@ -101,101 +140,119 @@ def _quantize_kernel(
     BLOCKS: tl.constexpr,
     TURNED: tl.constexpr,
     LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """One 128×128 tile: quantised by rows (or as a block), and its transpose quantised by the tile's columns."""
     row_group, column_group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    matrix = tl.program_id(2).to(tl.int64)
+    x_ptr += matrix * rows * x_stride
+    values_ptr += matrix * rows * columns
+    turned_ptr += matrix * rows * columns
     row = row_group * GROUP + tl.arange(0, GROUP)
     column = column_group * GROUP + tl.arange(0, GROUP)
     live = (row < rows)[:, None] & (column < columns)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
-    size = tl.abs(x)
+    size = magnitude(x)
     at = row[:, None] * columns + column[None, :]
     turned_at = column[None, :] * rows + row[:, None]
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     if BLOCKS:
+        groups = matrix * row_groups * column_groups
         amax = tl.max(tl.max(size, 1), 0)
-        values, scale = quantized(x, amax, LARGEST, DTYPE)
+        values, scale = quantized(x, amax, LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
-        tl.store(scales_ptr + row_group * column_groups + column_group, scale)
+        tl.store(scales_ptr + groups + row_group * column_groups + column_group, scale)
         if TURNED:
             tl.store(turned_ptr + turned_at, values, live)
-            tl.store(turned_scales_ptr + column_group * row_groups + row_group, scale)
+            tl.store(turned_scales_ptr + groups + column_group * row_groups + row_group, scale)
     else:
-        values, scale = quantized(x, tl.max(size, 1)[:, None], LARGEST, DTYPE)
+        values, scale = quantized(x, tl.max(size, 1)[:, None], LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
         tl.store(scales_ptr + row[:, None] * column_groups + column_group, scale, (row < rows)[:, None])
         if TURNED:
-            values, scale = quantized(x, tl.max(size, 0)[None, :], LARGEST, DTYPE)
+            values, scale = quantized(x, tl.max(size, 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
             tl.store(turned_ptr + turned_at, values, live)
             tl.store(turned_scales_ptr + column[None, :] * row_groups + row_group, scale, (column < columns)[None, :])
 
 
-def _launch(x: Tensor, rows_per_scale: int, dtype: torch.dtype, turned: bool) -> tuple[Quantized, Quantized | None]:
-    x = rows_of(x)
-    rows, columns = x.shape
+def _launch(
+    x: Tensor, rows_per_scale: int, dtype: torch.dtype, powers_of_two: bool, turned: bool
+) -> tuple[Quantized, Quantized | None]:
+    """x `[rows, columns]`, or `[matrices, rows, columns]` contiguous where blocks are wanted."""
+    *matrices, rows, columns = x.shape
     row_groups, column_groups = cdiv(rows, GROUP), cdiv(columns, GROUP)
     blocks = rows_per_scale == GROUP
-    values = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    scales = torch.empty(row_groups if blocks else rows, column_groups, dtype=torch.float32, device=x.device)
+    new = {"device": x.device}
+    values = torch.empty(x.shape, dtype=dtype, **new)
+    scales = torch.empty(*matrices, row_groups if blocks else rows, column_groups, dtype=torch.float32, **new)
     turned_values, turned_scales = values, scales
     if turned:
-        turned_values = torch.empty(columns, rows, dtype=dtype, device=x.device)
-        turned_shape = (column_groups if blocks else columns, row_groups)
-        turned_scales = torch.empty(turned_shape, dtype=torch.float32, device=x.device)
+        turned_values = torch.empty(*matrices, columns, rows, dtype=dtype, **new)
+        turned_shape = (*matrices, column_groups if blocks else columns, row_groups)
+        turned_scales = torch.empty(turned_shape, dtype=torch.float32, **new)
     outputs = (values, scales, turned_values, turned_scales)
-    sizes = (rows, columns, x.stride(0), row_groups, column_groups)
-    flags = {"BLOCKS": blocks, "TURNED": turned, "LARGEST": torch.finfo(dtype).max, "GROUP": GROUP}
+    sizes = (rows, columns, x.stride(-2), row_groups, column_groups)
+    flags = {"BLOCKS": blocks, "TURNED": turned, "POWERS_OF_TWO": powers_of_two}
     config = tuning.select("fp8_quantize", x.device)
-    _quantize_kernel[(row_groups, column_groups)](x, *outputs, *sizes, **flags, **config)
+    grid = (row_groups, column_groups, matrices[0] if matrices else 1)
+    _quantize_kernel[grid](x, *outputs, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config)
     quantized_x = Quantized(values, scales, rows_per_scale)
     return quantized_x, Quantized(turned_values, turned_scales, rows_per_scale) if turned else None
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3) -> Quantized:
+def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False) -> Quantized:
     """One scale for each group of 128 neighbours in a row: activations and gradients.
 
     Args:
         x: `[rows, columns]`, any floating dtype.
         dtype: float8_e4m3fn or float8_e5m2.
+        powers_of_two: round the scales up to powers of two.
 
     Returns:
         values `[rows, columns]`, scales `[rows, ceil(columns/128)]`.
     """
-    return _launch(x, 1, dtype, False)[0] if dispatch.runs_triton(x) else quantize_reference(x, 1, dtype)
+    if dispatch.runs_triton(x):
+        return _launch(rows_of(x), 1, dtype, powers_of_two, False)[0]
+    return quantize_reference(x, 1, dtype, powers_of_two)
 
 
-def quantize_rows_both_ways(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Quantized, Quantized]:
+def quantize_rows_both_ways(
+    x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
+) -> tuple[Quantized, Quantized]:
     """`quantize_rows` of x and of its transpose, reading x once.
 
     Args:
         x: `[rows, columns]`, any floating dtype.
         dtype: float8_e4m3fn or float8_e5m2.
+        powers_of_two: round the scales up to powers of two.
 
     Returns:
         x with scales `[rows, ceil(columns/128)]`, and xᵀ `[columns, rows]` with scales `[columns, ceil(rows/128)]`.
     """
     if dispatch.runs_triton(x):
-        straight, turned = _launch(x, 1, dtype, True)
+        straight, turned = _launch(rows_of(x), 1, dtype, powers_of_two, True)
         assert turned is not None
         return straight, turned
-    return quantize_reference(x, 1, dtype), quantize_reference(x.t(), 1, dtype)
+    return quantize_reference(x, 1, dtype, powers_of_two), quantize_reference(x.t(), 1, dtype, powers_of_two)
 
 
-def quantize_blocks(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Quantized, Quantized]:
+def quantize_blocks(
+    x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
+) -> tuple[Quantized, Quantized]:
     """One scale for each 128×128 block, of x and of its transpose (the same numbers): weights.
 
     Args:
-        x: `[rows, columns]`, any floating dtype.
+        x: `[rows, columns]`, or a stack of such matrices `[E, rows, columns]` (experts); any floating dtype.
         dtype: float8_e4m3fn or float8_e5m2.
+        powers_of_two: round the scales up to powers of two.
 
     Returns:
-        x with scales `[ceil(rows/128), ceil(columns/128)]`, and xᵀ with those scales transposed.
+        x with scales `[..., ceil(rows/128), ceil(columns/128)]`, and xᵀ with those scales transposed.
     """
     if dispatch.runs_triton(x):
-        straight, turned = _launch(x, GROUP, dtype, True)
+        straight, turned = _launch(rows_of(x) if x.ndim == 2 else x.contiguous(), GROUP, dtype, powers_of_two, True)
         assert turned is not None
         return straight, turned
-    straight = quantize_reference(x, GROUP, dtype)
-    turned = Quantized(straight.values.t().contiguous(), straight.scales.t().contiguous(), GROUP)
-    return straight, turned
+    straight = quantize_reference(x, GROUP, dtype, powers_of_two)
+    return straight, Quantized(straight.values.mT.contiguous(), straight.scales.mT.contiguous(), GROUP)

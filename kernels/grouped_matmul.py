@@ -15,7 +15,6 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.flash_attention_tiles import DTYPES
 from kernels.fp8_matmul import swizzled
-from kernels.fp8_quantize import GROUP, Quantized
 from kernels.language import HAS_TRITON, cdiv, jit, next_power_of_2, tl
 
 if HAS_TRITON:
@@ -37,7 +36,7 @@ def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_g
 
 
 @jit
-def _expert_of(tile, offsets_ptr, num_experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+def expert_of(tile, offsets_ptr, num_experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """A tile's expert, first row, and where the expert ends; expert num_experts means there is no such tile."""
     lane = tl.arange(0, EXPERTS)
     real = lane < num_experts
@@ -73,7 +72,7 @@ def _rows_kernel(
     BAND: tl.constexpr,
 ):
     tile_m, tile_n = swizzled(tl.program_id(0), num_tiles, tl.cdiv(n, BLOCK_N), BAND)
-    expert, first, last = _expert_of(tile_m, offsets_ptr, num_experts, BLOCK_M, EXPERTS)
+    expert, first, last = expert_of(tile_m, offsets_ptr, num_experts, BLOCK_M, EXPERTS)
     if expert >= num_experts:
         return
     column = tile_n * BLOCK_N
@@ -142,7 +141,7 @@ def readable(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def _launch_rows(x, weight, offsets, n: int, k: int, turned: bool, scales: tuple | None, out_dtype) -> Tensor:
+def launch_rows(x, weight, offsets, n: int, k: int, turned: bool, scales: tuple | None, out_dtype) -> Tensor:
     """y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when turned."""
     rows, experts = x.shape[0], weight.shape[0]
     config = tuning.select("grouped_matmul_fp8" if scales else "grouped_matmul", x.device)
@@ -166,7 +165,7 @@ def _fast(x: Tensor, weight: Tensor) -> bool:
 
 def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if _fast(x, weight) and readable(x) and readable(weight[0]):
-        return _launch_rows(x, weight, offsets, weight.shape[1], weight.shape[2], False, None, x.dtype)
+        return launch_rows(x, weight, offsets, weight.shape[1], weight.shape[2], False, None, x.dtype)
     return grouped_matmul_reference(x, weight, offsets)
 
 
@@ -182,7 +181,7 @@ def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         `[rows, k]`.
     """
     if _fast(dy, weight) and readable(dy) and readable(weight[0]):
-        return _launch_rows(dy, weight, offsets, weight.shape[2], weight.shape[1], True, None, dy.dtype)
+        return launch_rows(dy, weight, offsets, weight.shape[2], weight.shape[1], True, None, dy.dtype)
     return grouped_matmul_reference(dy, weight.transpose(1, 2), offsets)
 
 
@@ -237,26 +236,3 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         `[rows, n]` in the dtype of x.
     """
     return _GroupedMatmul.apply(x, weight, offsets)
-
-
-def grouped_matmul_fp8(
-    x: Quantized, weight: Quantized, offsets: Tensor, out_dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """As `grouped_matmul` for 8-bit operands; the input gradient is the same call with the transposed weight.
-
-    Args:
-        x: values `[rows, k]`, a scale for each 1×128 group.
-        weight: values `[E, n, k]`, scales `[E, ceil(n/128), ceil(k/128)]`.
-        offsets: as in `grouped_matmul`.
-        out_dtype: bfloat16, float16 or float32.
-
-    Returns:
-        `[rows, n]`.
-    """
-    _, n, k = weight.values.shape
-    fast = dispatch.runs_triton(x.scales) and x.values.numel() and readable(x.values) and readable(weight.values[0])
-    if fast and weight.values.is_contiguous():
-        scales = (x.scales, weight.scales.contiguous())
-        return _launch_rows(x.values, weight.values, offsets, n, k, False, scales, out_dtype)
-    each = [Quantized(v, s, GROUP).dequantize() for v, s in zip(weight.values, weight.scales)]
-    return grouped_matmul_reference(x.dequantize(), torch.stack(each), offsets).to(out_dtype)

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
+from kernels.fp8_grouped import grouped_matmul_fp8
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows, quantize_tensor
-from kernels.grouped_matmul import grouped_matmul, grouped_matmul_fp8
+from kernels.grouped_matmul import grouped_matmul
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 
 Calls = dict[str, Callable[[], object]]

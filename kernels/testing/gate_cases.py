@@ -8,9 +8,11 @@ from torch import Tensor
 
 import kernels
 from kernels import moe
+from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
-from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows_both_ways
-from kernels.grouped_matmul import grouped_matmul, grouped_matmul_fp8
+from kernels.fp8_quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
+from kernels.fp8_turn import turn
+from kernels.grouped_matmul import grouped_matmul
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 
 ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -89,9 +91,11 @@ def _fp8() -> None:
     rows, turned = quantize_rows_both_ways(x)
     blocks, _ = quantize_blocks(weight)
     fp8_matmul(rows, blocks)
-    fp8_matmul(turned, turned, accumulate_into=meta(7168, 7168, dtype=torch.float32))
+    quantize_rows(x, powers_of_two=True)
+    fp8_matmul(turned, turn(rows), accumulate_into=meta(7168, 7168, dtype=torch.float32))
     whole = Quantized(rows.values, meta(1, 1, dtype=torch.float32), 0)
     fp8_matmul(whole, whole)
+    fp8_matmul(Quantized(meta(4096, 7168, dtype=E5M2), whole.scales, 0), whole)  # a gradient
 
 
 def _grouped() -> None:
@@ -102,7 +106,18 @@ def _grouped() -> None:
 def _grouped_fp8() -> None:
     x = Quantized(meta(8192, 2048, dtype=torch.float8_e4m3fn), meta(8192, 16, dtype=torch.float32), 1)
     weight = meta(64, 1408, 2048, dtype=torch.float8_e4m3fn), meta(64, 11, 16, dtype=torch.float32)
-    grouped_matmul_fp8(x, Quantized(*weight, 128), meta(65, dtype=torch.int64))
+    offsets = meta(65, dtype=torch.int64)
+    grouped_matmul_fp8(x, Quantized(*weight, 128), offsets)
+
+
+def _grouped_fp8_weight_grad() -> None:
+    offsets = meta(65, dtype=torch.int64)
+    x = Quantized(meta(8192, 2048, dtype=E4M3), meta(8192, 16, dtype=torch.float32), 1)
+    dy = Quantized(meta(8192, 1408, dtype=E5M2), meta(8192, 11, dtype=torch.float32), 1)
+    quantize_blocks(meta(64, 1408, 2048), powers_of_two=True)
+    turned, kept = turn(x, offsets, powers_of_two=True), turn(dy, offsets, keep=True)
+    grouped_weight_grad_fp8(turned, turned, offsets, meta(64, 2048, 2048, dtype=torch.float32))
+    grouped_weight_grad_fp8(kept, turned, offsets, meta(64, 1408, 2048))
 
 
 def _moe() -> None:
@@ -147,6 +162,9 @@ CASES: dict[str, Case] = {
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
     "grouped": Case(_grouped, {"sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}),
     "grouped-fp8": Case(_grouped_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
+    "grouped-fp8-weight-grad": Case(
+        _grouped_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
+    ),
     "moe": Case(_moe),
     "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16)),
     "adamw-float32-gradients": Case(lambda: _multi_tensor(torch.float32), nightly=True),

@@ -9,6 +9,7 @@ from megatron5d.config.laws_context import CONTEXT_LAWS
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.laws_layout import LAYOUT_LAWS
 from megatron5d.config.laws_moe import MOE_LAWS
+from megatron5d.config.laws_precision import PRECISION_LAWS
 from megatron5d.config.laws_recompute import RECOMPUTE_LAWS
 from megatron5d.config.laws_run import RUN_LAWS
 from megatron5d.config.laws_values import AVAILABILITY_LAWS, VALUE_LAWS
@@ -23,6 +24,7 @@ LAWS: tuple[Law, ...] = (
     *CONTEXT_LAWS,
     *RUN_LAWS,
     *RECOMPUTE_LAWS,
+    *PRECISION_LAWS,
     *FILE_LAWS,
     *AVAILABILITY_LAWS,
 )

@@ -8,22 +8,9 @@ from megatron5d.config.law import Law, data_parallel, divisors, nearest
 from megatron5d.config.laws_layout import MODEL_AXES
 from megatron5d.config.schema import Config
 
-FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}  # what fp8 GEMMs need of each local dim
-
 
 def _kv_heads_fix(c: Config, world: int) -> str:
     return f"model.num_kv_heads={nearest(c.model.num_kv_heads, divisors(c.model.num_heads))}"
-
-
-def _fp8_misfits(c: Config) -> list[str]:
-    """The dims of the matrices, local to a tp rank, that are no multiple of what the recipe needs."""
-    model, of = c.model, FP8_MULTIPLE[c.precision.fp8]
-    local = {
-        "model.hidden_size": model.hidden_size,
-        "model.ffn_hidden_size / parallel.tp": model.ffn_hidden_size // c.parallel.tp,
-        "model.num_heads·head_dim / parallel.tp": model.num_heads * model.head_dim // c.parallel.tp,
-    }
-    return [f"{name} = {size}" for name, size in local.items() if size % of]
 
 
 MODEL_LAWS = (
@@ -75,23 +62,6 @@ MODEL_LAWS = (
         lambda c, w: f"model.rope_scaling.beta_slow = {c.model.rope_scaling.beta_slow} is not below "
         f"beta_fast = {c.model.rope_scaling.beta_fast}",
         lambda c, w: f"model.rope_scaling.beta_fast={32 * c.model.rope_scaling.beta_slow:g}",
-    ),
-    Law(
-        "fp8-needs-bf16",
-        ("precision.fp8", "precision.dtype"),
-        lambda c, w: c.precision.fp8 != "none" and c.precision.dtype != "bf16",
-        lambda c, w: f"precision.fp8 = {c.precision.fp8} quantises bf16 tensors, "
-        f"and precision.dtype = {c.precision.dtype}",
-        lambda c, w: "precision.dtype=bf16, or precision.fp8=none",
-    ),
-    Law(
-        "fp8-dims",
-        ("precision.fp8", "parallel.tp", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
-         "model.head_dim"),
-        lambda c, w: _fp8_misfits(c) != [],
-        lambda c, w: f"precision.fp8 = {c.precision.fp8} needs multiples of {FP8_MULTIPLE[c.precision.fp8]}: "
-        + ", ".join(_fp8_misfits(c)),
-        lambda c, w: "precision.fp8=none",
     ),
     Law(
         "grad-dtype-follows-fp64",

@@ -28,7 +28,7 @@ AT_LEAST = {
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
         optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip moe.aux_coef moe.z_coef moe.bias_rate
         data.eod data.prefetch checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
-        model.first_k_dense model.num_mtp_layers train.mtp_loss""",
+        model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last""",
 }
 ABOVE_ZERO = """pipeline.memory model.norm_eps model.rope_theta model.init_std model.rope_scaling.low_freq_factor
     model.rope_scaling.high_freq_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow

@@ -165,7 +165,11 @@ class PrecisionConfig:
     """Arithmetic of the model; master weights and moments are fp32 (fp64 with fp64)."""
 
     dtype: str = "fp32"  # fp64 | fp32 | bf16
-    fp8: str = "none"  # none | tensorwise | blockwise
+    fp8: str = "none"  # none | tensorwise | blockwise: how the layers' matrices are multiplied
+    fp8_pow2_scales: bool = True  # scales are powers of two: quantising again in other groups then loses nothing
+    fp8_skip_first: int = 0  # layers at the bottom whose matrices are multiplied in `dtype`
+    fp8_skip_last: int = 0  # the same at the top
+    fp8_exclude: list[str] = field(default_factory=list)  # globs of matrices that are, too: "*.attention.out"
     grad_dtype: str = "fp32"  # main gradients and their reduction: fp32 | bf16 (fp64 with dtype=fp64)
 
 

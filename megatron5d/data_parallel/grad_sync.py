@@ -20,6 +20,7 @@ from torch import nn
 
 from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce
 from megatron5d.data_parallel.buckets import Bucket, PendingReduce
+from megatron5d.precision.fp8 import forget_quantized
 from megatron5d.topology.axis import Axis, single
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard import spec_of
@@ -133,11 +134,14 @@ class GradSync:
         self._reducing.clear()
 
     def start_gather(self) -> None:
-        """After the optimiser: collects everybody's slices of the new weights, in the order the forward needs them.
+        """The weights are new: collects everybody's slices, in the order the forward needs them.
+
+        What was made of the old ones (8-bit copies) is dropped.
 
         Comm: all_gather over the shard axis of numel/size elements per bucket.
         """
         for index, bucket in enumerate(self.buckets):
+            forget_quantized(bucket.parameters)
             if bucket.shard.size > 1:
                 mine = bucket.weights[bucket.owned].clone()
                 self._gathering[index] = start_all_gather(mine, bucket.shard, out=bucket.weights)

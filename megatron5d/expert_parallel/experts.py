@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels import gelu, swiglu
-from kernels.grouped_matmul import grouped_input_grad, grouped_matmul, grouped_weight_grad
 from megatron5d.config.schema import ModelConfig
-from megatron5d.precision.gradient import Defer, grad_buffer
+from megatron5d.precision.gemms import expert_gemms_of
+from megatron5d.precision.gradient import Defer
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
 
@@ -22,23 +22,21 @@ from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, parameter, offsets, experts: int, defer: Defer):
-        ctx.save_for_backward(x, offsets)
+        gemms = expert_gemms_of(parameter)
+        operand = gemms.operand(x, offsets)
+        ctx.save_for_backward(offsets, *operand)
         ctx.parameter, ctx.experts, ctx.defer = parameter, experts, defer
-        return grouped_matmul(x, _by_expert(parameter.detach(), experts), offsets)
+        return gemms.forward(operand, parameter, experts, offsets)
 
     @staticmethod
     def backward(ctx, dy):
-        x, offsets = ctx.saved_tensors
+        offsets, *x = ctx.saved_tensors
         parameter, experts = ctx.parameter, ctx.experts
-        dy = dy.contiguous()
-        dx = grouped_input_grad(dy, _by_expert(parameter.detach(), experts), offsets)
-        ctx.defer(lambda: grouped_weight_grad(dy, x, offsets, _by_expert(grad_buffer(parameter), experts)))
+        gemms = expert_gemms_of(parameter)
+        dy = gemms.operand(dy, offsets, gradient=True)
+        dx = gemms.input_grad(dy, parameter, experts, offsets)
+        ctx.defer(lambda: gemms.weight_grad(parameter, dy, tuple(x), experts, offsets))
         return dx, None, None, None, None
-
-
-def _by_expert(stack: Tensor, experts: int) -> Tensor:
-    """A local parameter or its gradient as `[experts, out, in]`, whatever pieces its dim 0 is made of."""
-    return stack.view(experts, -1, stack.shape[-1])
 
 
 class Experts(nn.Module):

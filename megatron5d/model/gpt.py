@@ -14,6 +14,7 @@ from torch import nn
 from megatron5d.config.pattern import blocks, is_moe
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.expert_parallel.balance import Balancer
+from megatron5d.model.arithmetic import choose_gemms
 from megatron5d.model.attention import Attention
 from megatron5d.model.context import context_attention, sequence_rows
 from megatron5d.model.ends import TIED, Embedding, Head
@@ -103,6 +104,7 @@ class Gpt(nn.Module):
             self._add_prediction(model, mesh["tp"], block, build)
         self._mark_recompute(config)
         self._mark_shared(shared)
+        choose_gemms(self.parameters(), config, mesh)
 
     def _add_prediction(self, model: ModelConfig, tp: Axis, block: BlockMaker, build: dict[str, Any]) -> None:
         """The blocks of multi-token prediction, one list of phases a depth, with the model's embedding and head."""

@@ -8,6 +8,7 @@ Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W     
 
 W is handed to `defer`, which runs it at once, under the collective of dx, or keeps it for a schedule that splits
 the backward. Under sp only the sharded x is kept between forward and backward; it is gathered again under dx's GEMM.
+How the products are made, and in what form x and dy are kept and gathered, the weight says (precision/gemms.py).
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron5d.comm.collectives import (
@@ -28,32 +28,40 @@ from megatron5d.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron5d.precision.gradient import Defer, add_weight_grad, run_now
+from megatron5d.precision.gemms import Operand, gemms_of
+from megatron5d.precision.gradient import Defer, run_now
 from megatron5d.topology.axis import Axis, single
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, whole
+
+
+def _gather(operand: Operand, tp: Axis) -> Operand:
+    return tuple(all_gather(part, tp) for part in operand)
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, tp: Axis, sp: bool, defer: Defer):
         ctx.tp, ctx.sp, ctx.defer, ctx.weight = tp, sp, defer, weight
-        ctx.save_for_backward(x)
+        gemms = gemms_of(weight)
+        operand = gemms.operand(x)
+        ctx.save_for_backward(*operand)
         if sp:
-            x = all_gather(x, tp)  # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
-        return F.linear(x, weight)
+            operand = _gather(operand, tp)  # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
+        return gemms.forward(operand, weight)
 
     @staticmethod
     def backward(ctx, dy):
         tp, weight = ctx.tp, ctx.weight
-        (x,) = ctx.saved_tensors
-        gathering = start_all_gather(x, tp) if ctx.sp else Pending(x)
-        dx = dy @ weight  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
-        x = gathering.wait()
+        gemms = gemms_of(weight)
+        gathering = [start_all_gather(part, tp) if ctx.sp else Pending(part) for part in ctx.saved_tensors]
+        dy = gemms.operand(dy, gradient=True)
+        dx = gemms.input_grad(dy, weight)  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
+        x = tuple(part.wait() for part in gathering)
         if ctx.sp:
             reducing = start_reduce_scatter(dx, tp)  # [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp
         else:
             reducing = start_all_reduce(dx, tp)
-        ctx.defer(lambda: add_weight_grad(weight, dy, x))
+        ctx.defer(lambda: gemms.weight_grad(weight, dy, x))
         return reducing.wait(), None, None, None, None
 
 
@@ -79,20 +87,23 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, layer: RowParallelLinear, defer: Defer):
         ctx.layer, ctx.defer, ctx.weight = layer, defer, weight
-        ctx.save_for_backward(x)
-        y = F.linear(x, weight)  # [s/cp, b, in/tp] -> partial [s/cp, b, out]
+        gemms = gemms_of(weight)
+        operand = gemms.operand(x)
+        ctx.save_for_backward(*operand)
+        y = gemms.forward(operand, weight)  # [s/cp, b, in/tp] -> partial [s/cp, b, out]
         if layer.sp:
             return reduce_scatter(y, layer.tp)  # [s/cp, b, out] -> [s/cp/tp, b, out]  reduce_scatter tp
         return all_reduce(y, layer.tp)
 
     @staticmethod
     def backward(ctx, dy):
-        weight = ctx.weight
-        (x,) = ctx.saved_tensors
+        weight, x = ctx.weight, ctx.saved_tensors
+        gemms = gemms_of(weight)
+        dy = gemms.operand(dy, gradient=True)
         if ctx.layer.sp:
-            dy = all_gather(dy, ctx.layer.tp)  # [s/cp/tp, b, out] -> [s/cp, b, out]  all_gather tp
-        dx = dy @ weight
-        ctx.defer(lambda: add_weight_grad(weight, dy, x))
+            dy = _gather(dy, ctx.layer.tp)  # [s/cp/tp, b, out] -> [s/cp, b, out]  all_gather tp
+        dx = gemms.input_grad(dy, weight)
+        ctx.defer(lambda: gemms.weight_grad(weight, dy, x))
         return dx, None, None, None
 
 

@@ -1,54 +1,153 @@
 """8-bit quantisers against their definition, and products against the dequantised product in float64."""
 
+import math
+
 import pytest
 import torch
 
 from kernels import fp8_matmul as module
 from kernels.fp8_matmul import fp8_matmul
-from kernels.fp8_quantize import E4M3, E5M2, quantize_blocks, quantize_rows, quantize_rows_both_ways, quantize_tensor
+from kernels.fp8_quantize import (
+    E4M3,
+    E5M2,
+    Quantized,
+    quantize_blocks,
+    quantize_reference,
+    quantize_rows,
+    quantize_rows_both_ways,
+    quantize_tensor,
+)
+from kernels.fp8_turn import turn, turn_reference
 
 
-def by_definition(x, height, dtype):
-    """Group by group: scale = amax / largest, values = nearest 8-bit float of x / scale."""
+def by_definition(x, height, dtype, powers_of_two=False):
+    """Group by group: scale = amax / largest, perhaps up to 2^n; values = nearest 8-bit float of x · 1/scale."""
     rows, columns = x.shape
     values, scales = torch.empty(rows, columns), torch.empty(-(-rows // height), -(-columns // 128))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             block = (slice(i * height, (i + 1) * height), slice(j * 128, (j + 1) * 128))
             amax = x[block].float().abs().max()
-            scales[i, j] = amax / torch.finfo(dtype).max if amax > 0 else 1.0
-            values[block] = (x[block].float() / scales[i, j]).to(dtype).float()
+            scale = amax / torch.finfo(dtype).max if amax > 0 else torch.tensor(1.0)
+            if powers_of_two and amax > 0:
+                scale = torch.tensor(2.0 ** math.ceil(math.log2(scale)))
+            largest = torch.finfo(dtype).max
+            scales[i, j] = scale
+            values[block] = (x[block].float() * (1 / scale)).clamp(-largest, largest).to(dtype).float()
     return values, scales
 
 
-def agree(got, x, height, dtype):
-    values, scales = by_definition(x, height, dtype)
-    torch.testing.assert_close(got.scales, scales, rtol=1e-6, atol=0)
+def agree(got, x, height, dtype, powers_of_two=False):
+    """Bit by bit: what the kernels on a GPU, the interpreter and the plain path all promise."""
+    values, scales = by_definition(x, height, dtype, powers_of_two)
     assert got.values.dtype == dtype
-    # A quotient may round to the neighbour where the two divisions differ in the last bit: rare, and one step.
-    wrong = got.values.float() != values
-    assert wrong.float().mean() < 1e-3 and (got.values.float() - values).abs().max() <= values.abs().max() / 8
+    assert torch.equal(got.scales, scales) and torch.equal(got.values.float(), values)
 
 
+@pytest.mark.parametrize("powers_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 130), (129, 127), (200, 300)])
-def test_quantisers(shape, dtype):
+def test_quantisers(shape, dtype, powers_of_two):
     x = torch.randn(shape).bfloat16() * torch.logspace(-3, 3, shape[1])
     x[0, 0] = 0
-    agree(quantize_rows(x, dtype), x, 1, dtype)
-    straight, turned = quantize_rows_both_ways(x, dtype)
-    agree(straight, x, 1, dtype)
-    agree(turned, x.t(), 1, dtype)
-    straight, turned = quantize_blocks(x, dtype)
-    agree(straight, x, 128, dtype)
+    how = {"powers_of_two": powers_of_two}
+    agree(quantize_rows(x, dtype, **how), x, 1, dtype, **how)
+    straight, turned = quantize_rows_both_ways(x, dtype, **how)
+    agree(straight, x, 1, dtype, **how)
+    agree(turned, x.t(), 1, dtype, **how)
+    straight, turned = quantize_blocks(x, dtype, **how)
+    agree(straight, x, 128, dtype, **how)
     assert torch.equal(turned.values.float(), straight.values.float().t()) and torch.equal(
         turned.scales, straight.scales.t()
     )
+    stack, turned_stack = quantize_blocks(torch.stack([x, 2 * x]), dtype, **how)  # experts
+    agree(Quantized(stack.values[1], stack.scales[1], 128), 2 * x, 128, dtype, **how)
+    assert torch.equal(turned_stack.values[1].float(), stack.values[1].float().t())
+    assert torch.equal(turned_stack.scales[0], turned.scales)
 
 
-def test_zeros_quantise_to_zeros():
-    q = quantize_rows(torch.zeros(3, 200))
-    assert not q.values.float().any() and (q.scales == 1).all()
+# x (the largest first), the scale and the values by hand: scale = amax / 448, largest e4m3 448, smallest 2^-9
+BY_HAND = {
+    "all equal": ([7.0] * 3, 2.0**-6, [448.0] * 3),
+    "grid": ([448.0, 15.0, 1.0625, -1.1875, 17.0, 19.0], 1.0, [448.0, 15.0, 1.0, -1.25, 16.0, 20.0]),  # ties to even
+    "below the smallest": ([448.0, 2.0**-9, 2.0**-10, 1.5 * 2.0**-10, -(2.0**-11)], 1.0, [448.0, 2**-9, 0, 2**-9, 0]),
+    "8-bit subnormals": ([448.0, 3 * 2.0**-9, 2.5 * 2.0**-9, 7 * 2.0**-9], 1.0, [448.0, 3 * 2**-9, 2**-8, 7 * 2**-9]),
+    "float32 subnormals": ([2.0**-130, 2.0**-140], 2.0**-100 / 448, [0.0, 0.0]),  # 448·2^-30 is below the smallest
+    "zeros": ([0.0, -0.0], 1.0, [0.0, 0.0]),
+    "largest bfloat16": ([3.3895313892515355e38, 1.0], 3.3895313892515355e38 / 448, [448.0, 0.0]),
+}
+BY_HAND_POWERS = {
+    "all equal": ([7.0] * 3, 2.0**-6, [448.0] * 3),
+    "just above a power": ([7.03125, 1.0], 2.0**-5, [224.0, 32.0]),  # 225 lies between 224 and 240
+    "float32 subnormals": ([2.0**-130], 2.0**-108, [0.0]),  # 2^-100 / 448 = 2^-108.8, rounded up
+    "zeros": ([0.0], 1.0, [0.0]),
+    "largest bfloat16": ([3.3895313892515355e38], 2.0**120, [256.0]),  # 255 between 240 and 256
+}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("table", [BY_HAND, BY_HAND_POWERS])
+def test_cases_by_hand(table, plain):
+    for x, scale, values in table.values():
+        row = torch.tensor([x])
+        how = {"powers_of_two": table is BY_HAND_POWERS}
+        rows = quantize_reference(row, 1, **how) if plain else quantize_rows(row, **how)
+        blocks = quantize_reference(row, 128, **how) if plain else quantize_blocks(row, **how)[0]
+        for got in (rows, blocks, quantize_tensor(row, **how)):
+            assert got.scales.item() == torch.tensor(scale, dtype=torch.float32).item(), x
+            assert got.values.float().tolist() == [values], x
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_what_is_not_finite_spoils_its_group_and_no_other(bad, plain):
+    x = torch.ones(130, 260)
+    x[129, 130] = bad
+    rows = quantize_reference(x, 1) if plain else quantize_rows(x)
+    blocks = quantize_reference(x, 128) if plain else quantize_blocks(x)[0]
+    want = torch.zeros(130, 260, dtype=torch.bool)
+    want[129, 128:256] = True
+    assert torch.equal(rows.values.float().isnan(), want) and bool((rows.scales[129, 1] == 1).all())
+    want[128:, 128:256] = True
+    assert torch.equal(blocks.values.float().isnan(), want) and bool(blocks.scales.isfinite().all())
+    assert quantize_tensor(x).values.float().isnan().all()
+    assert bool(fp8_matmul(rows, blocks).isnan()[129].all()) and not fp8_matmul(rows, blocks)[:128, :128].isnan().any()
+
+
+@pytest.mark.parametrize("counts", [None, [130, 0, 5, 128]])
+@pytest.mark.parametrize("how", [{}, {"powers_of_two": True}, {"keep": True}])
+def test_turned(counts, how):
+    rows, columns = 263, 150
+    offsets = None if counts is None else torch.tensor([0, *counts]).cumsum(0)
+    x = quantize_rows(torch.randn(rows, columns) * torch.logspace(-2, 2, columns))
+    if "keep" in how:
+        x = Quantized(x.values, torch.full_like(x.scales, 0.75), 1)
+    got, want = turn(x, offsets, **how), turn_reference(x, offsets, **how)
+    assert got.values.shape == want.values.shape == (columns, 128 * got.scales.shape[1])
+    bounds, group = [0, rows] if counts is None else offsets.tolist(), 0
+    for first, last in zip(bounds, bounds[1:]):
+        end = group + -(-(last - first) // 128)
+        tokens = slice(group * 128, end * 128)
+        assert torch.equal(got.values[:, tokens].float(), want.values[:, tokens].float())
+        assert torch.equal(got.scales[:, group:end], want.scales[:, group:end])
+        wide = x.dequantize()[first:last].t()
+        if "keep" in how:
+            mine = Quantized(got.values[:, tokens], got.scales[:, group:end], 1).dequantize()
+            assert torch.equal(mine[:, : last - first], wide) and not mine[:, last - first :].any()
+        else:
+            padded = torch.nn.functional.pad(wide, (0, -wide.shape[1] % 128))
+            agree(Quantized(got.values[:, tokens], got.scales[:, group:end], 1), padded, 1, E4M3, **how)
+        group = end
+
+
+def test_powers_of_two_lose_nothing_when_turned():
+    """Values within the 8-bit range of each other survive both groupings: what bfloat16 held in 4 bits stays."""
+    x = torch.randint(8, 16, (128, 128)).float() * 2.0 ** torch.randint(-3, 3, (128, 128))
+    rows = quantize_rows(x, powers_of_two=True)
+    assert torch.equal(rows.dequantize(), x)
+    assert torch.equal(turn(rows, powers_of_two=True).dequantize(), x.t())
+    again = quantize_rows(rows.dequantize(), powers_of_two=True)
+    assert torch.equal(again.dequantize(), x)
 
 
 KINDS = {
@@ -56,6 +155,10 @@ KINDS = {
     "forward": (quantize_rows, lambda w: quantize_blocks(w)[0]),
     "weight_gradient": (quantize_rows, quantize_rows),
     "mixed_formats": (lambda x: quantize_rows(x, E5M2), lambda w: quantize_blocks(w)[0]),
+    "powers_of_two": (
+        lambda x: quantize_rows(x, powers_of_two=True),
+        lambda w: quantize_blocks(w, powers_of_two=True)[0],
+    ),
 }
 
 

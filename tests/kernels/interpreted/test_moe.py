@@ -5,7 +5,9 @@ import torch
 
 from kernels import grouped_matmul as grouped
 from kernels import moe
+from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
 from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows
+from kernels.fp8_turn import turn
 
 COUNTS = [[5, 0, 130, 1], [0, 0, 0, 7], [64, 64, 64, 64], [1], [0, 200]]
 
@@ -50,11 +52,29 @@ def test_grouped_fp8():
     blocks = [quantize_blocks(torch.randn(n, k))[0] for _ in counts]
     values = torch.stack([b.values.view(torch.uint8) for b in blocks]).view(torch.float8_e4m3fn)
     weight = Quantized(values, torch.stack([b.scales for b in blocks]), 128)
-    got = grouped.grouped_matmul_fp8(x, weight, offsets, torch.float32)
+    got = grouped_matmul_fp8(x, weight, offsets, torch.float32)
     bounds = offsets.tolist()
     wide = x.dequantize(torch.float64)
     want = torch.cat([wide[lo:hi] @ b.dequantize(torch.float64).t() for lo, hi, b in zip(bounds, bounds[1:], blocks)])
     assert relative(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("counts", [[130, 0, 5], [0, 0, 1]])
+def test_grouped_fp8_weight_grad(counts):
+    n, k = 70, 130
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    rows = sum(counts) + 2  # two rows of padding, which must count nowhere
+    dy, x = (turn(quantize_rows(torch.randn(rows, width)), offsets) for width in (n, k))
+    for main in (torch.randn(len(counts), n, k), torch.randn(len(counts), n, k).bfloat16()):
+        want = main.double()
+        grouped_weight_grad_fp8_reference(dy, x, offsets, want)
+        before = main.double()
+        grouped_weight_grad_fp8(dy, x, offsets, main)
+        tolerance = 1e-5 if main.dtype == torch.float32 else 5e-3
+        assert (main.double() - want).norm() < tolerance * want.norm()
+        assert torch.equal(main.double()[1], before[1])  # an expert without tokens
+    with pytest.raises(ValueError, match="weight gradient"):
+        grouped_weight_grad_fp8(x, dy, offsets, main)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

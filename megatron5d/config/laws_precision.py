@@ -1,0 +1,97 @@
+"""Laws of arithmetic: what the 8-bit recipes, dtypes and matrices must have to do with each other."""
+
+from __future__ import annotations
+
+import fnmatch
+
+from megatron5d.config.convert import value_of
+from megatron5d.config.law import Law
+from megatron5d.config.matrices import cut_features, matrices, quantised_matrices
+from megatron5d.config.schema import Config
+
+ROW_BYTES = 16  # what the copy engine of a GPU wants of a row of 8-bit values
+GROUP = 128  # features that share a scale under `blockwise`
+# what asks for 8-bit products, and what it is without them
+NEED_FP8: dict[str, object] = {
+    "precision.fp8_skip_first": 0,
+    "precision.fp8_skip_last": 0,
+    "precision.fp8_exclude": [],
+}
+MODEL = ("model.num_layers", "model.attention", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
+         "model.num_kv_heads", "model.head_dim", "model.q_lora_rank", "model.num_experts")  # fmt: skip
+CHOICE = ("precision.fp8", *NEED_FP8)
+
+
+def _misfits(c: Config) -> list[str]:
+    """Features of quantised matrices that are no multiple of what their products need, each said once."""
+    found = {} if c.model.hidden_size % ROW_BYTES == 0 else {f"model.hidden_size = {c.model.hidden_size}": ROW_BYTES}
+    for name in quantised_matrices(c):
+        for knobs, (size, ranks) in cut_features(c, name).items():
+            of = GROUP if c.precision.fp8 == "blockwise" and ranks > 1 else ROW_BYTES
+            if size % of:
+                found[f"{knobs} = {size}"] = of
+    return [f"{text} is no multiple of {of}" for text, of in found.items()]
+
+
+def _strays(c: Config) -> list[str]:
+    """Globs that match no matrix of the model."""
+    names = matrices(c.model)
+    return [glob for glob in c.precision.fp8_exclude if not fnmatch.filter(names, glob)]
+
+
+def _in_vain(c: Config) -> list[str]:
+    return [key for key, idle in NEED_FP8.items() if c.precision.fp8 == "none" and value_of(c, key) != idle]
+
+
+def _written(value: object) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
+PRECISION_LAWS = (
+    Law(
+        "fp8-knobs-need-fp8",
+        CHOICE,
+        lambda c, w: _in_vain(c) != [],
+        lambda c, w: f"{_in_vain(c)[0]} = {_written(value_of(c, _in_vain(c)[0]))} keeps matrices out of 8 bits, and "
+        "precision.fp8 = none multiplies none so",
+        lambda c, w: " ".join(f"{key}={_written(NEED_FP8[key])}" for key in _in_vain(c)),
+    ),
+    Law(
+        "fp8-exclude-matches",
+        ("precision.fp8_exclude", *MODEL),
+        lambda c, w: _strays(c) != [],
+        lambda c, w: f"precision.fp8_exclude = {_written(c.precision.fp8_exclude)}: {_strays(c)[0]} matches no matrix; "
+        f"there are {', '.join(dict.fromkeys(name.split('.', 2)[2] for name in matrices(c.model)))} of layers.0 to "
+        f"{c.model.num_layers - 1}",
+        lambda c, w: "precision.fp8_exclude="
+        + _written([glob for glob in c.precision.fp8_exclude if glob not in _strays(c)]),
+        needs=("moe-layers-exist",),
+    ),
+    Law(
+        "fp8-leaves-matrices",
+        (*CHOICE, *MODEL),
+        lambda c, w: c.precision.fp8 != "none" and not quantised_matrices(c),
+        lambda c, w: f"precision.fp8 = {c.precision.fp8}, but fp8_skip_first = {c.precision.fp8_skip_first}, "
+        f"fp8_skip_last = {c.precision.fp8_skip_last} and fp8_exclude = {_written(c.precision.fp8_exclude)} leave no "
+        f"matrix of {c.model.num_layers} layers to it",
+        lambda c, w: "precision.fp8_skip_first=0 precision.fp8_skip_last=0 precision.fp8_exclude=[]",
+        needs=("moe-layers-exist", "fp8-exclude-matches"),
+    ),
+    Law(
+        "fp8-dims",
+        (*CHOICE, *MODEL, "parallel.tp", "parallel.etp", "model.moe_ffn_hidden_size", "model.shared_ffn_hidden_size"),
+        lambda c, w: _misfits(c) != [] and c.precision.fp8 != "none",
+        lambda c, w: f"precision.fp8 = {c.precision.fp8} needs rows of whole {ROW_BYTES} bytes, and blockwise whole "
+        f"groups of {GROUP} where a dim is cut: " + ", ".join(_misfits(c)),
+        lambda c, w: "precision.fp8=none, or other sizes",
+        needs=("moe-layers-exist",),
+    ),
+    Law(
+        "fp8-needs-projected-kv",
+        ("precision.fp8", "parallel.cp_compress_kv"),
+        lambda c, w: c.precision.fp8 != "none" and c.parallel.cp_compress_kv,
+        lambda c, w: f"parallel.cp_compress_kv = true projects keys and values block by block as they arrive, in "
+        f"precision.dtype = {c.precision.dtype}, and precision.fp8 = {c.precision.fp8} would project them in 8 bits",
+        lambda c, w: "parallel.cp_compress_kv=false",
+    ),
+)  # fmt: skip

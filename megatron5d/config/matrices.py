@@ -1,0 +1,78 @@
+"""The matrices of a model's layers, by the global names that their weights carry (without `.weight`)."""
+
+from __future__ import annotations
+
+import fnmatch
+
+from megatron5d.config.pattern import moe_layers
+from megatron5d.config.schema import Config, ModelConfig
+
+
+def matrices(model: ModelConfig) -> list[str]:
+    """Those whose products precision.fp8 may make, layer by layer; never embedding, head, routers."""
+    queries = ["q_down", "q_up"] if model.q_lora_rank is not None else ["q"]
+    attention = [*queries, "kv_down", "kv_up", "out"] if model.attention == "mla" else ["qkv", "out"]
+    mixtures = set(moe_layers(model))
+    names = []
+    for i in range(model.num_layers):
+        blocks = ["mlp"]
+        if i in mixtures:
+            blocks = ["experts", "shared_expert"] if model.shared_ffn_hidden_size else ["experts"]
+        names += [f"layers.{i}.attention.{matrix}" for matrix in attention]
+        names += [f"layers.{i}.{block}.{matrix}" for block in blocks for matrix in ("up", "down")]
+    return names
+
+
+def quantised_matrices(config: Config) -> list[str]:
+    """Those that precision.fp8 multiplies in 8 bits."""
+    precision, num_layers = config.precision, config.model.num_layers
+    if precision.fp8 == "none":
+        return []
+    layers = range(precision.fp8_skip_first, num_layers - precision.fp8_skip_last)
+    return [
+        name
+        for name in matrices(config.model)
+        if int(name.split(".")[1]) in layers and not any(fnmatch.fnmatch(name, glob) for glob in precision.fp8_exclude)
+    ]
+
+
+def cut_features(config: Config, name: str) -> dict[str, tuple[int, int]]:
+    """The dims of a matrix that are not the hidden size: what a rank holds of each, and over how many it is cut.
+
+    Args:
+        config: the run.
+        name: from `matrices`.
+
+    Returns:
+        How the size comes about -> (local size, ranks); parts of a stack apart (queries, keys; gate, up).
+    """
+    model, tp = config.model, config.parallel.tp
+    etp = config.parallel.etp or tp
+    block, matrix = name.split(".")[2:]
+    if block != "attention":
+        knob, over, size = {
+            "mlp": ("model.ffn_hidden_size", "parallel.tp", model.ffn_hidden_size),
+            "shared_expert": ("model.shared_ffn_hidden_size", "parallel.tp", model.shared_ffn_hidden_size),
+            "experts": ("model.moe_ffn_hidden_size", "etp", model.moe_ffn_hidden_size or model.ffn_hidden_size),
+        }[block]
+        ranks = etp if over == "etp" else tp
+        return {f"{knob} / {over}": (size // ranks, ranks)}
+    nope, turned, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+    queries, keys = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    out, out_knob = (value, "v_head_dim") if model.attention == "mla" else (model.head_dim, "head_dim")
+    query_knobs = "model.num_heads·(qk_nope_head_dim + qk_rope_head_dim) / parallel.tp"
+    return {
+        "qkv": {
+            "model.num_heads·head_dim / parallel.tp": (queries * model.head_dim, tp),
+            "model.num_kv_heads·head_dim / parallel.tp": (keys * model.head_dim, tp),
+        },
+        "out": {f"model.num_heads·{out_knob} / parallel.tp": (queries * out, tp)},
+        "q_down": {"model.q_lora_rank": (model.q_lora_rank or 0, 1)},
+        "q_up": {query_knobs: (queries * (nope + turned), tp)},
+        "q": {query_knobs: (queries * (nope + turned), tp)},
+        "kv_down": {"model.kv_lora_rank + qk_rope_head_dim": (model.kv_lora_rank + turned, 1)},
+        "kv_up": {
+            "model.num_heads·(qk_nope_head_dim + v_head_dim) / parallel.tp": (queries * (nope + value), tp),
+            "model.kv_lora_rank": (model.kv_lora_rank, 1),
+        },
+    }[matrix]

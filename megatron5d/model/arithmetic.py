@@ -1,0 +1,47 @@
+"""Which of a model's matrices are multiplied in 8 bits, and by which recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from torch import nn
+
+from megatron5d.comm.collectives import all_reduce
+from megatron5d.config.matrices import quantised_matrices
+from megatron5d.config.schema import Config
+from megatron5d.precision.fp8 import (
+    BlockwiseExpertGemms,
+    BlockwiseGemms,
+    TensorwiseExpertGemms,
+    TensorwiseGemms,
+)
+from megatron5d.precision.gemms import ExpertGemms, Gemms
+from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.shard import spec_of
+
+
+def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
+    """Of linear layers and of experts, as precision.fp8 names them.
+
+    Comm: tensorwise, all_reduce cp_tp of one number for each input and gradient, tp for each weight; etp of as many
+        numbers as experts for theirs.
+    """
+    powers_of_two = config.precision.fp8_pow2_scales
+    if config.precision.fp8 == "blockwise":
+        return BlockwiseGemms(powers_of_two), BlockwiseExpertGemms(powers_of_two)
+    of_tokens, of_weight, of_experts = (
+        partial(all_reduce, axis=mesh[axis], op="max") for axis in ("cp_tp", "tp", "etp")
+    )
+    return TensorwiseGemms(powers_of_two, of_tokens, of_weight), TensorwiseExpertGemms(powers_of_two, of_experts)
+
+
+def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> None:
+    """Hangs the recipe on the weights that are multiplied in 8 bits; all others are multiplied as they are."""
+    chosen = {f"{name}.weight" for name in quantised_matrices(config)}
+    if not chosen:
+        return
+    linear, experts = recipes(config, mesh)
+    for parameter in parameters:
+        if spec_of(parameter).name in chosen:
+            parameter.gemms = experts if spec_of(parameter).expert else linear  # type: ignore[attr-defined]

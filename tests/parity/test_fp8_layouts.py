@@ -1,0 +1,126 @@
+"""8-bit products give the same numbers on any layout: fp64 around them, so that no rounding decides, to 1e-10.
+
+What is quantised is the same on every layout: groups of features and of tokens lie within what a rank holds. One thing
+is not: with experts spread over data parallelism an expert's weight gradient groups tokens that one process sees in two
+micro-batches; it differs by the quantisation of that one product.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from layouts import layout_run, make_rows, worst_relative
+
+from megatron5d.config.schema import (
+    Config,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
+
+STEPS = 2
+
+
+def config_of(recipe, *, moe=False, schedule="1f1b", seq_len=144, recompute="none", precision=None, **parallel):
+    experts = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 256, "shared_ffn_hidden_size": 256} if moe else {}
+    return Config(
+        model=ModelConfig(
+            num_layers=2, hidden_size=144, ffn_hidden_size=256, num_heads=2, num_kv_heads=2, head_dim=128,
+            vocab_size=61, **experts,
+        ),
+        parallel=ParallelConfig(**parallel),
+        pipeline=PipelineConfig(schedule),
+        train=TrainConfig(steps=10, gbs=2, mbs=1, seq_len=seq_len),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
+        precision=PrecisionConfig(dtype="fp64", fp8=recipe, **(precision or {})),
+        recompute=RecomputeConfig(recompute),
+    )  # fmt: skip
+
+
+_TRUTH: dict[Config, tuple] = {}
+
+
+def whole(rectangles):
+    """The tensors of one process that holds all of each."""
+    sizes = {}
+    for name, offset, values in rectangles:
+        end = tuple(o + n for o, n in zip(offset, values.shape))
+        sizes[name] = tuple(map(max, end, sizes.get(name, end)))
+    tensors = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
+    for name, offset, values in rectangles:
+        tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape))] = values
+    return tensors
+
+
+def alone(config):
+    """One process; remembered."""
+    alone = dataclasses.replace(
+        config, parallel=ParallelConfig(), pipeline=PipelineConfig(), recompute=RecomputeConfig()
+    )
+    key = repr(alone)
+    if key not in _TRUTH:
+        outcome, grads, weights = layout_run(alone, 1, make_rows(alone, STEPS), STEPS)
+        _TRUTH[key] = outcome, whole(grads[0]), whole(weights[0])
+    return _TRUTH[key]
+
+
+def check(config, world, rtol=1e-10):
+    truth, truth_grads, truth_weights = alone(config)
+    outcome, grads, weights = layout_run(config, world, make_rows(config, STEPS), STEPS)
+    assert outcome.losses == pytest.approx(truth.losses, rel=rtol)
+    assert outcome.grad_norms == pytest.approx(truth.grad_norms, rel=rtol)
+    for held, expected in ((grads, truth_grads), (weights, truth_weights)):
+        worst, where = worst_relative(held, expected)
+        assert worst <= rtol, f"{where} is off by {worst:.2e} relative"
+
+
+def test_it_quantises_at_all():
+    """One process in 8 bits is near one without, and not it."""
+    config = config_of("blockwise", moe=True)
+    plain = dataclasses.replace(config, precision=PrecisionConfig(dtype="fp64"))
+    (eight, grads, _), (exact, exact_grads, _) = alone(config), alone(plain)
+    assert 1e-6 < abs(eight.losses[0] / exact.losses[0] - 1) < 1e-2
+    for name, grad in grads.items():
+        error = (grad - exact_grads[name]).norm() / exact_grads[name].norm()
+        assert 1e-5 < error < 0.5, (name, error)  # a token whose router wavers goes elsewhere
+
+
+LAYOUTS = {
+    "tp2 sp, etp2": {"tp": 2, "sp": True},
+    "tp2, etp1, ep2": {"tp": 2, "ep": 2, "etp": 1},
+    "pp2 zb_h1": {"pp": 2, "schedule": "zb_h1"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_layout(recipe, layout):
+    check(config_of(recipe, moe=True, **LAYOUTS[layout]), 2)
+
+
+@pytest.mark.parametrize(("recipe", "seq_len"), [("blockwise", 512), ("tensorwise", 144)])
+def test_sequences_cut_over_cp(recipe, seq_len):
+    """Chunks of whole groups of tokens; a tensor's scale is a maximum over cp too."""
+    check(config_of(recipe, seq_len=seq_len, cp=2), 2)
+
+
+def test_full_recompute_and_scales_of_any_size():
+    check(config_of("blockwise", recompute="full", precision={"fp8_pow2_scales": False}, tp=2, sp=True), 2)
+
+
+def test_experts_over_data_parallelism():
+    """All but the experts' own weight gradients is the same, and those are as near as their quantisation."""
+    config = config_of("blockwise", moe=True, ep=2, zero=1)
+    truth, truth_grads, _ = alone(config)
+    outcome, grads, _ = layout_run(config, 2, make_rows(config, STEPS), STEPS)
+    assert outcome.losses[0] == pytest.approx(truth.losses[0], rel=1e-10)
+    assert outcome.losses[1] == pytest.approx(truth.losses[1], rel=1e-3)
+    others = {name: grad for name, grad in truth_grads.items() if ".experts." not in name}
+    worst, where = worst_relative([[r for r in held if r[0] in others] for held in grads], others)
+    assert worst <= 1e-10, f"{where} is off by {worst:.2e} relative"
+    worst, where = worst_relative(grads, truth_grads)
+    assert 1e-9 < worst < 1e-3, f"{where} is off by {worst:.2e} relative"
