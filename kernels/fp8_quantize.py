@@ -183,14 +183,14 @@ def _launch(
     *matrices, rows, columns = x.shape
     row_groups, column_groups = cdiv(rows, GROUP), cdiv(columns, GROUP)
     blocks = rows_per_scale == GROUP
-    new = {"device": x.device}
-    values = torch.empty(x.shape, dtype=dtype, **new)
-    scales = torch.empty(*matrices, row_groups if blocks else rows, column_groups, dtype=torch.float32, **new)
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    shape = (*matrices, row_groups if blocks else rows, column_groups)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     turned_values, turned_scales = values, scales
     if turned:
-        turned_values = torch.empty(*matrices, columns, rows, dtype=dtype, **new)
+        turned_values = torch.empty((*matrices, columns, rows), dtype=dtype, device=x.device)
         turned_shape = (*matrices, column_groups if blocks else columns, row_groups)
-        turned_scales = torch.empty(turned_shape, dtype=torch.float32, **new)
+        turned_scales = torch.empty(turned_shape, dtype=torch.float32, device=x.device)
     outputs = (values, scales, turned_values, turned_scales)
     sizes = (rows, columns, x.stride(-2), row_groups, column_groups)
     flags = {"BLOCKS": blocks, "TURNED": turned, "POWERS_OF_TWO": powers_of_two}

@@ -184,7 +184,8 @@ class BlockwiseExpertGemms(ExpertGemms):
         grouped_weight_grad_fp8(a, b, offsets, by_expert(grad_buffer(parameter), experts))
 
     def _grouped(self, x: Operand) -> Quantized:
-        return Quantized(*x, 1)
+        values, scales = x
+        return Quantized(values, scales, 1)
 
     def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
         return turn(x, offsets, powers_of_two=self.powers_of_two)
