@@ -1,11 +1,14 @@
 """Checkpoints from and to Hugging Face folders, one tensor in memory at a time.
 
-    python tools/convert.py from-hf --hf DIR --out CHECKPOINTS
+    python tools/convert.py from-hf --hf DIR --out CHECKPOINTS [--mtp]
     python tools/convert.py to-hf --checkpoint CHECKPOINTS --out DIR [--dtype bf16] [--tokenizer FILE_OR_DIR]
+    python tools/convert.py upcycle --checkpoint CHECKPOINTS --out MORE_CHECKPOINTS --num-experts 8 --top-k 2
 
 from-hf writes CHECKPOINTS/step-00000000 with the weights and the configuration, for logits.py, generate.py and to-hf;
 to continue training from a Hugging Face folder, pretrain.py reads it itself: model.from_hf=DIR init.from_hf=DIR.
-to-hf takes the newest whole checkpoint of a directory, or the one that is named, saved on any layout.
+to-hf and upcycle take the newest whole checkpoint of a directory, or the one that is named, saved on any layout.
+upcycle writes a mixture of experts that computes what the dense model does (docs/experts.md); train it with
+init.from_checkpoint=MORE_CHECKPOINTS and the architecture that it prints.
 Families: Llama, Qwen3, GPT-2, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3.
 Exit code 2 for bad input.
 """
@@ -17,6 +20,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +33,13 @@ from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.weights import SavedWeights
 from megatron5d.config.convert import from_dict, to_dict
-from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
+from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megatron5d.model.gpt import DTYPES
-from megatron5d.model.hf import hf_weights, unread
+from megatron5d.model.hf import hf_weights, prediction_layers, unread
 from megatron5d.model.hf_config import read_hf_config, read_model_config
 from megatron5d.model.hf_export import hf_config_from_model
-from megatron5d.model.hf_names import hf_entries
+from megatron5d.model.hf_names import hf_copies, hf_entries
+from megatron5d.model.upcycle import upcycled, upcycled_weights
 from megatron5d.train.state import Progress, run_record
 
 TOKENIZER_FILES = (
@@ -54,6 +59,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--out", type=Path, required=True, metavar="DIR", help="directory of checkpoints, without any yet"
     )
     read.add_argument("--dtype", **dtype)
+    read.add_argument("--mtp", action="store_true", help="DeepSeek-V3: its multi-token prediction layers too")
     write = commands.add_parser("to-hf", help="a checkpoint of ours becomes a Hugging Face folder")
     write.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them"
@@ -63,20 +69,34 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     write.add_argument("--tokenizer", type=Path, metavar="PATH", help="file or folder to put beside the weights "
                        "(default: the run's data.tokenizer)")  # fmt: skip
     write.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="10^9 bytes a file (default 5)")
+    _add_upcycle(commands.add_parser("upcycle", help="a dense checkpoint becomes a mixture of experts"))
     return parser.parse_args(argv)
 
 
-def from_hf(hf: Path, out: Path, dtype: str | None) -> Path:
+def _add_upcycle(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
+    add("--out", type=Path, required=True, metavar="DIR", help="directory of checkpoints, without any yet")
+    add("--num-experts", type=int, required=True, metavar="E", help="of every mixture, slices counted one by one")
+    add("--top-k", type=int, required=True, metavar="K", help="experts that a token is sent to")
+    add("--granularity", type=int, default=1, metavar="G", help="slices that a copy of the MLP is cut into (default 1)")
+    add("--first-k-dense", type=int, default=0, metavar="N", help="layers at the bottom that stay dense (default 0)")
+    add("--noise", type=float, default=0.0, help="added to the experts, in standard deviations of the MLP's weights")
+    add("--seed", type=int, default=1234, help="of routers and noise (default 1234)")
+
+
+def from_hf(hf: Path, out: Path, dtype: str | None, mtp: bool = False) -> Path:
     """Writes a checkpoint of step 0; returns its folder.
 
     Raises:
         ValueError: the folder is not one of ours to read, or `out` holds checkpoints.
     """
     model = read_model_config(hf)
-    if steps := saved_steps(out):
-        raise ValueError(f"{out} already holds the checkpoint of step {steps[-1]}; give a directory without any")
+    _check_empty(out)
     tokenizer = next((str(hf / name) for name in TOKENIZER_FILES[:2] if (hf / name).is_file()), None)
     with SafetensorsFolder(hf) as stored:
+        if mtp:
+            model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
         wide = {entry.hf_name for entry in hf_entries(model, read_hf_config(hf)["model_type"]) if entry.wide}
         found = {tensor.dtype for name, tensor in stored.tensors.items() if name not in wide}
         for line in unread(model, stored):
@@ -84,10 +104,35 @@ def from_hf(hf: Path, out: Path, dtype: str | None) -> Path:
         dtype = dtype or max((_STORED.get(kind, "fp32") for kind in found), key=["bf16", "fp32", "fp64"].index)
         config = Config(model=model, precision=PrecisionConfig(dtype=dtype), data=DataConfig(tokenizer=tokenizer))
         tensors = hf_weights(model, stored, DTYPES[dtype])
-        Saver(out, keep=0).save(0, dict(tensors), run_record(Progress(), to_dict(config)))
+        return _save(out, dict(tensors), config)
+
+
+def _check_empty(out: Path) -> None:
+    if steps := saved_steps(out):
+        raise ValueError(f"{out} already holds the checkpoint of step {steps[-1]}; give a directory without any")
+
+
+def _save(out: Path, tensors: dict[str, Any], config: Config) -> Path:
+    Saver(out, keep=0).save(0, tensors, run_record(Progress(), to_dict(config)))
     found_at = find_checkpoint(None, str(out))
     assert found_at is not None
     return found_at
+
+
+def upcycle(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
+    """Writes a checkpoint of step 0; returns its folder and what it holds.
+
+    Raises:
+        ValueError: no whole checkpoint, one that cannot become such a mixture, or `out` holds checkpoints.
+    """
+    _check_empty(args.out)
+    folder = find_checkpoint(None, str(args.checkpoint))
+    assert folder is not None
+    config = from_dict(read_run(folder)["config"])
+    sparse = upcycled(config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense)
+    tensors = upcycled_weights(SavedWeights(folder), config.model, sparse, args.noise, args.seed)
+    written = Config(model=sparse, precision=config.precision, data=config.data)
+    return _save(args.out, dict(tensors), written), sparse
 
 
 def to_hf(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, max_shard_bytes: int) -> int:
@@ -103,6 +148,7 @@ def to_hf(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None
     described = hf_config_from_model(config.model, dtype, eos_token_id=config.data.eod)
     weights, entries = SavedWeights(folder), hf_entries(config.model, described["model_type"])
     _check_complete(weights, entries, folder)
+    entries += hf_copies(config.model)
     if tokenizer is None and config.data.tokenizer and Path(config.data.tokenizer).exists():
         tokenizer = Path(config.data.tokenizer)
     elif tokenizer is not None and not tokenizer.exists():
@@ -138,7 +184,11 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
         if args.command == "from-hf":
-            print(f"wrote {from_hf(args.hf, args.out, args.dtype)}")
+            print(f"wrote {from_hf(args.hf, args.out, args.dtype, args.mtp)}")
+        elif args.command == "upcycle":
+            folder, model = upcycle(args)
+            names = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "routed_scaling_factor")
+            print(f"wrote {folder}: {' '.join(f'model.{name}={getattr(model, name)}' for name in names)}")
         else:
             size = to_hf(args.checkpoint, args.out, args.dtype, args.tokenizer, round(args.max_shard_gb * 1e9))
             print(f"wrote {size:,} bytes of weights to {args.out}")

@@ -11,7 +11,9 @@ groups); p = softmax of the logits, or sigmoid divided by its sum. Summed over t
 
 The objective has aux_coef times the first three and z_coef times the fourth. Their gradients are added where the
 weights of the chosen experts pass backward, so they arrive whatever output a pass starts from, each micro-batch with
-the scale of the step it belongs to.
+the scale of the step it belongs to. aux, times aux_coef, is Megatron-Core's `switch_load_balancing_loss_func` of a
+micro-batch (E·coef/(k·T²)·Σ counts·Σp), and z, times z_coef, its `z_loss_func` (coef·mean of logsumexp²), both of
+megatron/core/transformer/moe/moe_utils.py: the coefficients of its runs mean the same here.
 Source: Fedus et al. 2021 (arXiv:2101.03961), section 2.2; z: Zoph et al. 2022 (arXiv:2202.08906), section 3.2; per
 sequence and bias: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; global: Qiu et al. 2025 (arXiv:2501.11873).
 """

@@ -12,9 +12,10 @@ import torch
 
 from megatron5d.checkpoint.hf import Entry, SafetensorsFolder, check_names, load_parameters
 from megatron5d.checkpoint.weights import PREFIX, LazyTensor, lazy_tensor
+from megatron5d.config.pattern import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.hf_config import model_config_from_hf, read_hf_config, read_model_config
-from megatron5d.model.hf_names import BASE_PREFIX, HEAD, IGNORED, hf_entries
+from megatron5d.model.hf_names import BASE_PREFIX, HEAD, IGNORED, hf_copies, hf_entries
 from megatron5d.topology.shard import spec_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a global tensor
@@ -44,11 +45,11 @@ def load_hf_weights(parameters: Iterable[torch.Tensor], config: ModelConfig, fol
         for bias in (p for p in parameters if spec_of(p).name.endswith(".router.bias")):
             bias.zero_()
         parameters = [p for p in parameters if not spec_of(p).name.endswith(".router.bias")]
-    held = [
-        p for parameter in parameters if (spec := spec_of(parameter)).name == "embedding.weight" for p in spec.pieces
-    ]
+    held: dict[str, list[Rectangle]] = {}
+    for spec in map(spec_of, parameters):
+        held[spec.name] = [(piece.offset, piece.shape) for piece in spec.pieces]
     with SafetensorsFolder(folder) as stored:
-        entries, ignored = _table(config, stored, [(piece.offset, piece.shape) for piece in held])
+        entries, ignored = _table(config, stored, held)
         told = unread(config, stored)
     load_parameters(parameters, entries, folder, ignored)
     return told + config_differences(config, folder)
@@ -66,7 +67,7 @@ def hf_weights(config: ModelConfig, stored: SafetensorsFolder, dtype: torch.dtyp
         ValueError: as load_hf_weights.
     """
     whole: list[Rectangle] = [((0, 0), (config.vocab_size, config.hidden_size))]
-    entries, ignored = _table(config, stored, whole)
+    entries, ignored = _table(config, stored, {"embedding.weight": whole, "head.weight": whole})
     check_names(stored, entries, ignored)
     table: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -89,51 +90,62 @@ def _lazy(entries: list[Entry], stored: SafetensorsFolder, dtype: torch.dtype) -
     return lazy_tensor([max(end) for end in zip(*ends)], parts, dtype, make)
 
 
-def _table(config: ModelConfig, stored: SafetensorsFolder, held: list[Rectangle]) -> tuple[list[Entry], list[str]]:
-    """Entries and ignored names as this folder spells them; `held` is what this rank has of the embedding."""
+def _table(
+    config: ModelConfig, stored: SafetensorsFolder, held: dict[str, list[Rectangle]]
+) -> tuple[list[Entry], list[str]]:
+    """Entries and ignored names as this folder spells them; `held` is what this rank has of each parameter."""
     family = read_hf_config(stored.folder)["model_type"]
     entries, ignored, prefix = hf_entries(config, family), list(IGNORED[family]), BASE_PREFIX[family]
-    ignored += [_layer_names(i) for i in _prediction_layers(config, stored)]
+    ignored += [_layer_names(i) for i in prediction_layers(config, stored)]
+    for copy in (copy for copy in hf_copies(config) if copy.hf_name in stored.tensors):
+        ignored.append(f"^{re.escape(copy.hf_name)}$")
+        original = next(entry for entry in entries if entry.name == copy.name)
+        if not _same(copy.hf_name, original, stored, held.get(copy.name, [])):
+            raise ValueError(
+                f"{stored.folder} stores {copy.hf_name} and it is not {original.hf_name}, which the multi-token "
+                "prediction layers of this model share; set model.num_mtp_layers=0 to leave them out"
+            )
     if not any(name.startswith(prefix) for name in stored.tensors):
         entries = [replace(entry, hf_name=entry.hf_name.removeprefix(prefix)) for entry in entries]
     if config.tie_embeddings and HEAD in stored.tensors:
         ignored.append(f"^{HEAD}$")
-        _check_tied_head(next(e for e in entries if e.name == "embedding.weight"), stored, held)
+        embedding = next(entry for entry in entries if entry.name == "embedding.weight")
+        if not _same(HEAD, embedding, stored, held.get("embedding.weight", [])):
+            raise ValueError(
+                f"{stored.folder} stores {HEAD} and it is not {embedding.hf_name}, but model.tie_embeddings = true; "
+                "set it to false to load both"
+            )
     return entries, ignored
 
 
 def unread(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
     """A line for each part of a folder that the model has no use for: DeepSeek-V3's multi-token prediction layers."""
     counts = {
-        i: sum(bool(re.search(_layer_names(i), n)) for n in stored.tensors) for i in _prediction_layers(config, stored)
+        i: sum(bool(re.search(_layer_names(i), n)) for n in stored.tensors) for i in prediction_layers(config, stored)
     }
     return [
-        f"{stored.folder}: the {count} tensors of multi-token prediction layer {i} are not read; the model has none"
+        f"{stored.folder}: the {count} tensors of multi-token prediction layer {i} are not read; "
+        f"model.num_mtp_layers={i + 1 - config.num_layers} reads and trains them"
         for i, count in counts.items()
     ]
 
 
-def _prediction_layers(config: ModelConfig, stored: SafetensorsFolder) -> list[int]:
-    """Layers beyond the model's that predict further tokens; only they have an `eh_proj`."""
+def prediction_layers(config: ModelConfig, stored: SafetensorsFolder) -> list[int]:
+    """Layers beyond the model's blocks that predict further tokens; only they have an `eh_proj`."""
     found = (re.search(r"(?:^|\.)layers\.(\d+)\.eh_proj\.weight$", name) for name in stored.tensors)
-    return sorted(int(match[1]) for match in found if match and int(match[1]) >= config.num_layers)
+    return sorted(int(match[1]) for match in found if match and int(match[1]) >= len(blocks(config)))
 
 
 def _layer_names(i: int) -> str:
     return rf"(^|\.)layers\.{i}\."
 
 
-def _check_tied_head(embedding: Entry, stored: SafetensorsFolder, held: list[Rectangle]) -> None:
-    """A stored head beside model.tie_embeddings=true must be the embedding; each rank looks at its own rows."""
-    same = embedding.hf_name in stored.tensors and stored.tensors[HEAD].shape == embedding.shape
+def _same(copy: str, original: Entry, stored: SafetensorsFolder, held: list[Rectangle]) -> bool:
+    """Whether a tensor that the folder stores twice is the same both times; each rank looks at its own rows."""
+    same = original.hf_name in stored.tensors and stored.tensors[copy].shape == original.shape
     for rectangle in held if same else []:
-        head, table = stored.read(HEAD, *rectangle), stored.read(embedding.hf_name, *rectangle)
-        same = same and torch.equal(head, table)
-    if not same:
-        raise ValueError(
-            f"{stored.folder} stores {HEAD} and it is not {embedding.hf_name}, but model.tie_embeddings = true; "
-            "set it to false to load both"
-        )
+        same = same and torch.equal(stored.read(copy, *rectangle), stored.read(original.hf_name, *rectangle))
+    return same
 
 
 def config_differences(config: ModelConfig, folder: str | Path) -> list[str]:

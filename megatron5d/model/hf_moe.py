@@ -155,7 +155,8 @@ def _deepseek_settings(config: ModelConfig, family: str, inner: int) -> dict[str
         "topk_group": config.top_groups,
     }
     if family == "deepseek_v3":
-        return settings | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+        ahead = config.num_mtp_layers
+        return settings | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": ahead}
     limited = config.top_groups < config.num_groups
     return settings | {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if limited else "greedy"}
 
@@ -166,7 +167,7 @@ def moe_entries(config: ModelConfig, family: str, i: int) -> list[Entry]:
     Args:
         config: the architecture.
         family: one of SPARSE.
-        i: the layer, one of the model's MoE layers.
+        i: the layer, one that is a mixture of experts.
     """
     h, f = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
     ours, (module, gate, up, down) = f"layers.{i}", _NAMES[family]

@@ -7,7 +7,7 @@ no row is permuted; GPT-2's Conv1D keeps [in, out] and already fuses q, k and v 
 from __future__ import annotations
 
 from megatron5d.checkpoint.hf import Entry
-from megatron5d.config.pattern import moe_layers
+from megatron5d.config.pattern import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.hf_mla import mla_entries
 from megatron5d.model.hf_moe import SPARSE, moe_entries
@@ -32,7 +32,7 @@ def hf_entries(config: ModelConfig, family: str) -> list[Entry]:
         One entry per stored tensor; together they tile every parameter of the model exactly.
     """
     v, h, positions = config.vocab_size, config.hidden_size, config.max_positions
-    layers = range(config.num_layers)
+    layers = blocks(config)
     if family == "gpt2":
         entries = [
             Entry("embedding.weight", (0, v), "transformer.wte.weight", (v, h)),
@@ -44,11 +44,34 @@ def hf_entries(config: ModelConfig, family: str) -> list[Entry]:
         entries = [
             Entry("embedding.weight", (0, v), "model.embed_tokens.weight", (v, h)),
             *(entry for i in layers for entry in _decoder_layer(config, family, i)),
+            *(entry for i in layers[config.num_layers :] for entry in _prediction(config, i)),
             *_vectors("final_norm", "model.norm", h, bias=False),
         ]
     if not config.tie_embeddings:
         entries.append(Entry("head.weight", (0, v), HEAD, (v, h)))
     return entries
+
+
+def hf_copies(config: ModelConfig) -> list[Entry]:
+    """Further names of the embedding and the head in folders with DeepSeek-V3's multi-token prediction layers."""
+    shape = (config.vocab_size, config.hidden_size)
+    head = "embedding.weight" if config.tie_embeddings else "head.weight"
+    return [
+        Entry(name, (0, shape[0]), f"model.layers.{i}.{copy}.weight", shape)
+        for i in blocks(config)[config.num_layers :]
+        for name, copy in (("embedding.weight", "embed_tokens"), (head, "shared_head.head"))
+    ]
+
+
+def _prediction(config: ModelConfig, i: int) -> list[Entry]:
+    """What a multi-token prediction layer has beside a block."""
+    h, ours, theirs = config.hidden_size, f"layers.{i}.mtp", f"model.layers.{i}"
+    return [
+        *_vectors(f"{ours}.embedding_norm", f"{theirs}.enorm", h, bias=False),
+        *_vectors(f"{ours}.hidden_norm", f"{theirs}.hnorm", h, bias=False),
+        Entry(f"{ours}.join.weight", (0, h), f"{theirs}.eh_proj.weight", (h, 2 * h)),
+        *_vectors(f"{ours}.final_norm", f"{theirs}.shared_head.norm", h, bias=False),
+    ]
 
 
 def _vectors(name: str, hf_name: str, size: int, bias: bool) -> list[Entry]:
@@ -71,7 +94,7 @@ def _stack(name: str, columns: int, bias: bool, parts: list[tuple[str, int]]) ->
 def _decoder_layer(config: ModelConfig, family: str, i: int) -> list[Entry]:
     h = config.hidden_size
     ours, theirs = f"layers.{i}", f"model.layers.{i}"
-    latent, sparse = config.attention == "mla", i in moe_layers(config)
+    latent, sparse = config.attention == "mla", is_moe(config, i)
     attention, mlp = (f"{ours}.attention", f"{theirs}.self_attn"), (f"{ours}.mlp", f"{theirs}.mlp")
     return [
         *_vectors(f"{ours}.attention.norm", f"{theirs}.input_layernorm", h, bias=False),

@@ -16,7 +16,7 @@ from megatron5d.model.flops import parameter_count
 
 GROUPS = [key for key in keys() if "." not in key]
 
-# Sum of the tensors in each release's safetensors files, tied matrices once, without multi-token prediction.
+# Sum of the tensors in each release's safetensors files, tied and shared matrices once.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2_xl": 1_557_611_200,
@@ -34,7 +34,8 @@ PUBLISHED = {
     "qwen3_235b_a22b": 235_093_634_560,
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v2": 235_741_434_880,
-    "deepseek_v3": 671_026_404_352 + 58 * 256,  # the routers' biases, which the release keeps as buffers
+    # fp8 and bf16 tensors, and the routers' biases; the prediction layer's embedding and head are the model's
+    "deepseek_v3": 680_571_043_840 + 3_918_786_560 + 59 * 256 - 2 * 129280 * 7168,
 }
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml") if file.stem != "default")
 # ranks their headers promise
@@ -100,12 +101,14 @@ def parameters(model: ModelConfig, experts: int | None = None) -> int:
     mlp = matrices * h * f + ((matrices - 1) * f + h) * model.mlp_bias
     embeddings = model.vocab_size * h * (1 if model.tie_embeddings else 2)
     positions = model.max_positions * h if model.position == "learned" else 0
-    moe, E = 0, model.num_experts
+    moe, E, last, ahead = 0, model.num_experts, model.num_layers - 1, model.num_mtp_layers
     if E:
         sparse = (E if experts is None else experts) * (model.moe_ffn_hidden_size or f) + model.shared_ffn_hidden_size
         layers = [i for i in range(model.num_layers) if i >= model.first_k_dense and (i + 1) % model.moe_interval == 0]
+        layers += [last] * ahead * (last in layers)
         moe = len(layers) * (matrices * h * sparse + E * h + E * model.router_bias - mlp)
-    return embeddings + positions + model.num_layers * (attention + mlp + 2 * norm) + norm + moe
+    blocks = (model.num_layers + ahead) * (attention + mlp + 2 * norm) + ahead * (2 * h * h + 3 * norm)
+    return embeddings + positions + blocks + norm + moe
 
 
 @pytest.mark.parametrize("name", MODELS)

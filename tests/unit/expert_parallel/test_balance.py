@@ -180,3 +180,22 @@ def test_a_pending_count_may_arrive_late():
     late = Late(torch.ones(B, E, dtype=torch.int64))
     made.logit_gradient(0, logits(), tokens(), late)
     assert late.waited
+
+
+def test_scales_are_megatron_cores():
+    """Its switch_load_balancing_loss_func and z_loss_func, retold: with E experts, k chosen and T tokens of a batch,
+    E·coef/(k·T²) · Σ_e counts_e Σ_t p_te, and coef · mean(logsumexp²); a batch here is one micro-batch of one step."""
+    z = logits(3)
+    experts = z.topk(K).indices
+    probs, mask = torch.softmax(z, -1), torch.zeros(N, E, dtype=z.dtype).scatter(1, experts, 1.0)
+    coef, z_coef = 0.01, 0.001
+    theirs = (
+        (probs.sum(0) * mask.sum(0)).sum() * (E * coef / (K * N * N)),
+        z_coef * torch.logsumexp(z, -1).square().mean(),
+    )
+    made = balancer(balance=["aux"], aux_coef=coef, z_coef=z_coef, microbatches=1, num_tokens=float(N))
+    z.requires_grad_()
+    made.attach(z.gather(1, experts) * 0.0, 0, z, experts, tokens()).sum().backward()
+    ours = dict(zip(made.names, made.values.tolist()))
+    assert coef * ours["aux_loss"] == pytest.approx(theirs[0].item(), rel=1e-12)
+    assert z_coef * ours["router_z_loss"] == pytest.approx(theirs[1].item(), rel=1e-12)

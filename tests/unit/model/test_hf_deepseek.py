@@ -15,7 +15,7 @@ from megatron5d.config.schema import ModelConfig, RopeScaling
 from megatron5d.model.hf import load_hf_weights
 from megatron5d.model.hf_config import model_config_from_hf, read_model_config
 from megatron5d.model.hf_export import hf_config_from_model, hf_family
-from megatron5d.model.hf_names import hf_entries
+from megatron5d.model.hf_names import hf_copies, hf_entries
 from tools import convert, logits
 
 transformers = pytest.importorskip("transformers")
@@ -231,17 +231,37 @@ def test_a_routers_bias_stays_in_fp32_beside_bf16(tmp_path):
     assert all(written[name].dtype == t.dtype and torch.equal(written[name], t) for name, t in tensors.items())
 
 
-def test_prediction_layers_are_passed_over_and_told(tmp_path, capsys):
-    """As in the release: a whole block behind the last, with an embedding, norms and a head of its own."""
-    random_model("deepseek_v3").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    block = {n.replace(".layers.2.", ".layers.3."): t.clone() for n, t in tensors.items() if ".layers.2." in n}
-    block |= {f"model.layers.3.{name}.weight": torch.ones(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+def with_prediction_layer(folder):
+    """As in the release: a whole block behind the last, with norms, a join, and the embedding and head once more."""
+    random_model("deepseek_v3").save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    block = {n.replace(".layers.2.", ".layers.3."): t + 0.1 for n, t in tensors.items() if ".layers.2." in n}
+    block |= {f"model.layers.3.{name}.weight": torch.rand(32) for name in ("enorm", "hnorm", "shared_head.norm")}
     block |= {
-        "model.layers.3.eh_proj.weight": torch.ones(32, 64),
-        "model.layers.3.embed_tokens.weight": torch.ones(61, 32),
+        "model.layers.3.eh_proj.weight": torch.rand(32, 64),
+        "model.layers.3.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.3.shared_head.head.weight": tensors["lm_head.weight"].clone(),
     }
-    save_file(tensors | block, tmp_path / "model.safetensors")
+    save_file(tensors | block, folder / "model.safetensors")
+    return tensors, block
+
+
+def test_prediction_layers_go_in_and_out(tmp_path):
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    tensors, block = with_prediction_layer(hf)
+    assert convert.main(["from-hf", "--mtp", "--hf", str(hf), "--out", str(tmp_path / "ckpt")]) == 0
+    assert convert.main(["to-hf", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(out)]) == 0
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == (tensors | block).keys()
+    assert all(torch.equal(written[name], values) for name, values in (tensors | block).items())
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    block["model.layers.3.shared_head.head.weight"][3, 4] += 1
+    save_file(tensors | block, hf / "model.safetensors")
+    assert convert.main(["from-hf", "--mtp", "--hf", str(hf), "--out", str(tmp_path / "other")]) == 2
+
+
+def test_prediction_layers_are_passed_over_and_told(tmp_path, capsys):
+    tensors, block = with_prediction_layer(tmp_path)
     config = read_model_config(tmp_path)
     told = f"the {len(block)} tensors of multi-token prediction layer 3 are not read"
     (line,) = load_hf_weights([], config, tmp_path)
@@ -297,9 +317,13 @@ def test_our_file_is_the_release(name, settings, parameters, tmp_path):
     """And the tensors that we read are as many as transformers makes."""
     (tmp_path / "config.json").write_text(json.dumps(settings))
     model, ours = read_model_config(tmp_path), load_config([f"model={name}"]).model
-    assert replace(model, name=name, init_std=ours.init_std) == ours
+    ahead = settings.get("num_nextn_predict_layers", 0)
+    assert replace(model, name=name, init_std=ours.init_std, num_mtp_layers=ahead) == ours
     stored = {entry.hf_name: prod(entry.shape) for entry in hf_entries(model, settings["model_type"])}
     assert sum(stored.values()) == parameters
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     assert sum(tensor.numel() for tensor in theirs.state_dict().values()) == parameters
+    if ahead:  # the release's files: F8_E4M3 and BF16 tensors, and the routers' biases, which count as F32
+        whole = [prod(entry.shape) for entry in hf_entries(ours, settings["model_type"]) + hf_copies(ours)]
+        assert sum(whole) == 680_571_043_840 + 3_918_786_560 + 59 * 256
