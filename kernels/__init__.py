@@ -10,7 +10,7 @@ Hugging Face publishes a different package under the same import name. Whoever i
         raise ImportError(f"kernels is {kernels.__file__}, not ours: uninstall it, or put ours first")
 """
 
-from kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
+from kernels.activation import activate, gelu, gelu_reference, swiglu, swiglu_reference
 from kernels.flash_attention import attention, attention_backward, documents_from_cu_seqlens
 from kernels.flash_attention_plain import attention_reference
 from kernels.normalization import add_rms_norm, layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
@@ -28,6 +28,7 @@ OWNER = "megatron5d"
 __all__ = [
     "OWNER",
     "accumulate_weight_grad",
+    "activate",
     "add_rms_norm",
     "apply_rope",
     "apply_rope_reference",

@@ -162,3 +162,23 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu knows approximate='none' and 'tanh', not {approximate!r}")
     return _GELU.apply(x, approximate == "tanh") if dispatch.runs_triton(x) else gelu_reference(x, approximate)
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """What stands between the two matrices of a feed-forward layer: `swiglu`, `gelu` or `gelu_tanh`.
+
+    Args:
+        x: `[..., 2f]` for swiglu, else `[..., f]`.
+        kind: the activation.
+
+    Returns:
+        `[..., f]`.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    if kind == "swiglu":
+        return swiglu(x)
+    if kind not in ("gelu", "gelu_tanh"):
+        raise ValueError(f"activate knows swiglu, gelu and gelu_tanh, not {kind!r}")
+    return gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")

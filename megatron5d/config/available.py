@@ -7,5 +7,4 @@ from collections.abc import Sequence
 # knob -> the values that work; a knob that is not here works with all its legal values
 AVAILABLE: dict[str, Sequence[object]] = {
     "parallel.zero": (0, 1),
-    "recompute.mode": ("none", "full"),
 }

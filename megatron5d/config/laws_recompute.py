@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron5d.config.law import Law
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import Config, RecomputeConfig
 
 
 def _num_stages(c: Config) -> int:
@@ -11,6 +11,21 @@ def _num_stages(c: Config) -> int:
 
 
 RECOMPUTE_LAWS = (
+    Law(
+        "recompute-parts-need-selective",
+        ("recompute.parts", "recompute.mode"),
+        lambda c, w: c.recompute.mode != "selective" and c.recompute.parts != RecomputeConfig().parts,
+        lambda c, w: f"recompute.parts = [{','.join(c.recompute.parts)}] are computed again within a layer, and "
+        f"recompute.mode = {c.recompute.mode}",
+        lambda c, w: "recompute.mode=selective",
+    ),
+    Law(
+        "recompute-experts-exist",
+        ("recompute.parts", "recompute.mode", "model.num_experts"),
+        lambda c, w: c.recompute.mode == "selective" and "experts" in c.recompute.parts and not c.model.num_experts,
+        lambda c, w: "recompute.parts names experts, and model.num_experts = 0",
+        lambda c, w: f"recompute.parts=[{','.join(sorted({*c.recompute.parts} - {'experts'})) or 'mlp'}]",
+    ),
     Law(
         "recompute-layers-need-a-mode",
         ("recompute.num_layers", "recompute.stage_layers", "recompute.mode"),

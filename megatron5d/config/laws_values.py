@@ -13,6 +13,7 @@ from megatron5d.config.law import Law, nearest
 from megatron5d.config.schema import Config
 
 BALANCES = ("none", "aux", "seq_aux", "global_aux", "bias")
+PARTS = ("norm", "qkv", "attention", "activation", "mlp", "experts")
 AXES = ("pp", "dp", "cp", "tp")
 
 AT_LEAST = {
@@ -146,6 +147,12 @@ def _known_balances(c: Config) -> list[str]:
     return sorted(word for word in known if word) or ["none"]
 
 
+def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The words that were meant, or the first where none is near."""
+    known = {closest(word, words) for word in written}
+    return [word for word in words if word in known] or [words[0]]
+
+
 def _available(knob: str, values: Sequence[object]) -> Law:
     return Law(
         "available-" + law_id(knob),
@@ -170,6 +177,8 @@ SHAPES = (
            lambda c: str(nearest(c.pipeline.copies, (1, 2)))),
     _shape("pipeline.layout", lambda c: c.pipeline.layout is None or min(c.pipeline.layout, default=-1) >= 0,
            "a list of layer counts, each at least 0", lambda c: "null"),
+    _shape("recompute.parts", lambda c: c.recompute.parts != [] and set(c.recompute.parts) <= set(PARTS),
+           f"a list of {listed(PARTS)}", lambda c: _spelled(_known(c.recompute.parts, PARTS))),
     _shape("recompute.stage_layers",
            lambda c: c.recompute.stage_layers is None or min(c.recompute.stage_layers, default=-1) >= 0,
            "a list of layer counts, each at least 0", lambda c: "null"),

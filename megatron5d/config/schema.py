@@ -178,6 +178,7 @@ class RecomputeConfig:
     """What is computed again in the backward instead of being kept."""
 
     mode: str = "none"  # none | selective | full
+    parts: list[str] = field(default_factory=lambda: ["norm", "activation"])  # selective: which parts of a layer
     num_layers: int | None = None  # only the first so many layers of each stage; None = all
     stage_layers: list[int] | None = None  # the same stage by stage: the first stages hold the most micro-batches
     group_layers: int = 1  # full: so many neighbouring layers keep one input together

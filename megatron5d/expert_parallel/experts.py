@@ -7,14 +7,16 @@ down  [E, h, f]    E cut over ep, f over etp: the output is a partial sum over e
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from kernels import gelu, swiglu
+from kernels import activate
 from megatron5d.config.schema import ModelConfig
 from megatron5d.precision.gemms import expert_gemms_of
 from megatron5d.precision.gradient import Defer
+from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
 
@@ -47,28 +49,31 @@ class Experts(nn.Module):
         name: global name, `layers.{i}.experts`.
         ep: axis that deals the experts out.
         etp: axis that cuts the inner dim of each.
+        parts: `experts` and `activation` may be computed again.
         factory: dtype and device of the parameters.
     """
 
-    def __init__(self, config: ModelConfig, name: str, ep: Axis, etp: Axis, **factory) -> None:
+    def __init__(
+        self, config: ModelConfig, name: str, ep: Axis, etp: Axis, *, parts: Parts = KEEP_ALL, **factory
+    ) -> None:
         super().__init__()
         h, f = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
-        self.activation, self.ep, self.etp = config.activation, ep, etp
+        self.activation, self.ep, self.etp, self.parts = config.activation, ep, etp, parts
         self.num_local = ep.divide(config.num_experts, "model.num_experts")  # E/ep
         first, inner = ep.rank * self.num_local, etp.divide(f, "model.moe_ffn_hidden_size")  # f/etp
-        parts = 2 if config.activation == "swiglu" else 1
+        halves = 2 if config.activation == "swiglu" else 1
         out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
         if etp.size == 1:
-            rows: tuple[int, ...] = (self.num_local, parts * f, h)
+            rows: tuple[int, ...] = (self.num_local, halves * f, h)
             pieces: tuple[Piece, ...] = (Piece((first, 0, 0), rows),)
         else:  # an expert's gate rows and up rows are two rectangles: dim 0 is a stack of both of every expert
-            rows = (self.num_local * parts, inner, h)
+            rows = (self.num_local * halves, inner, h)
             pieces = tuple(
-                Piece((first + e, part * f + etp.rank * inner, 0), (1, inner, h), row=e * parts + part)
+                Piece((first + e, part * f + etp.rank * inner, 0), (1, inner, h), row=e * halves + part)
                 for e in range(self.num_local)
-                for part in range(parts)
+                for part in range(halves)
             )
-        up = ShardSpec(f"{name}.up.weight", (config.num_experts, parts * f, h), pieces, True, init=config.init_std)
+        up = ShardSpec(f"{name}.up.weight", (config.num_experts, halves * f, h), pieces, True, init=config.init_std)
         self.up = new_parameter(rows, up, **factory)
         rows = (self.num_local, h, inner)
         pieces = (Piece((first, 0, etp.rank * inner), rows),)
@@ -85,12 +90,12 @@ class Experts(nn.Module):
         Returns:
             `[r, h]`, partial over etp.
         """
-        inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp]
-        if self.activation == "swiglu":
-            inner = swiglu(inner)  # [r, f/etp]
-        else:
-            inner = gelu(inner, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        inner = self.parts("experts", partial(self._inner, offsets=offsets, defer=defer), x)
         return _GroupedLinear.apply(inner, self.down, offsets, self.num_local, defer)
+
+    def _inner(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
+        inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp]
+        return self.parts("activation", partial(activate, kind=self.activation), inner)  # [r, f/etp]
 
     def extra_repr(self) -> str:
         shape = self.up.spec.shape  # type: ignore[attr-defined]

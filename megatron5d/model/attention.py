@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.precision.gradient import Defer
+from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.mesh import Mesh
 
@@ -28,6 +30,7 @@ class Attention(nn.Module):
         sp: activations between tp regions are cut along the sequence.
         rope: tables of cos and sin, None without rotary positions.
         context: attention over cp, None where sequences are whole.
+        parts: `norm`, `qkv` and `attention` may be computed again.
         factory: dtype and device of the parameters.
     """
 
@@ -40,15 +43,16 @@ class Attention(nn.Module):
         sp: bool,
         rope: RotaryTables | None,
         context: ContextAttention | None = None,
+        parts: Parts = KEEP_ALL,
         **factory,
     ) -> None:
         super().__init__()
         tp, h, d = mesh["tp"], config.hidden_size, config.head_dim
         name = f"layers.{layer}.attention"
-        self.config, self.rope = config, rope
+        self.config, self.rope, self.parts = config, rope, parts
         self.num_heads = tp.divide(config.num_heads, "model.num_heads")  # a/tp
         self.num_kv_heads = max(1, config.num_kv_heads // tp.size)  # g/tp, at least one
-        norm = {"tp": tp, "eps": config.norm_eps, **factory}
+        norm = {"tp": tp, "eps": config.norm_eps, "parts": parts, **factory}
         self.norm = Norm(config.norm, h, f"{name}.norm", partial=sp, **norm)
         heads = [(config.num_heads, d), (config.num_kv_heads, d), (config.num_kv_heads, d)]
         self.qkv = ColumnParallelLinear(
@@ -67,14 +71,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        qkv = self.qkv(self.norm(x), defer)  # [s/cp, b, (a+2g)·d/tp]  all_gather tp
-        q, k, v = self._split_heads(qkv)  # [s/cp, b, a/tp, d], [s/cp, b, g/tp, d] twice
+        q, k, v = self.parts("qkv", partial(self._heads, batch=batch, defer=defer), self.norm(x))
+        core = self.parts("attention", partial(self.core, batch=batch), q, k, v)  # [s/cp, b, a·d/tp]
+        return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+
+    def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
+        """Turned q `[s/cp, b, a/tp, d]` and k, v `[s/cp, b, g/tp, d]` from normalised hidden states."""
+        q, k, v = self._split_heads(self.qkv(x, defer))  # [s/cp, b, (a+2g)·d/tp]  all_gather tp
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = apply_rope(q, k, *self.rope(batch.positions), interleaved=self.config.rope_interleaved)
-        core = self.core(q, k, v, batch)  # [s/cp, b, a/tp, d]
-        return x + self.out(core.flatten(2), defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+            v = v.contiguous()  # a view would keep the whole projection alive for the backward
+        return q, k, v
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads

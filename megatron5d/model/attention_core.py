@@ -41,15 +41,15 @@ class AttentionCore(nn.Module):
             self.sinks = new_parameter(piece.shape, spec, **factory)  # [a/tp]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:
-        """q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp, b, a/tp, dv]`."""
+        """q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp, b, a·dv/tp]`."""
         if self.context is not None:
-            return self.context(q, k, v, batch.context, sinks=self.sinks, **self.score)
+            return self.context(q, k, v, batch.context, sinks=self.sinks, **self.score).flatten(2)
         core, _ = attention(
             q, k, v, documents=batch.documents, window=self.window, sinks=self.sinks, causal=True, **self.score
         )
-        return core
+        return core.flatten(2)
 
     def compressed(self, q: Tensor, latents: Tensor, carrier: Carrier, batch: MicroBatch) -> Tensor:
         """The same over cp, where `latents` travel and become this rank's heads' keys and values on arrival."""
         assert self.context is not None
-        return self.context.compressed(q, latents, carrier, batch.context, sinks=self.sinks, **self.score)
+        return self.context.compressed(q, latents, carrier, batch.context, sinks=self.sinks, **self.score).flatten(2)

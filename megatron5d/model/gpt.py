@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron5d.config.pattern import blocks, is_moe
-from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.expert_parallel.balance import Balancer
 from megatron5d.model.arithmetic import choose_gemms
 from megatron5d.model.attention import Attention
@@ -24,6 +24,7 @@ from megatron5d.model.moe import MoeCombine, MoeDispatch, MoeExperts, TokenShare
 from megatron5d.model.mtp import Beside, MtpHead, MtpInput
 from megatron5d.model.partition import Part
 from megatron5d.model.rope import RotaryTables, rotary_dim
+from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -33,8 +34,8 @@ from megatron5d.topology.shard import spec_of
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-BlockMaker = Callable[[int], list[nn.Module]]
-"""Global index of a block -> its phases."""
+BlockMaker = Callable[[int, Parts], list[nn.Module]]
+"""Global index of a block, what is computed again within it -> its phases."""
 
 
 def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: dict[str, Any]) -> BlockMaker:
@@ -55,15 +56,33 @@ def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: di
     )
     share = TokenShare(mesh["tp"], config.parallel.sp, sequence_rows(config, mesh))
 
-    def block(i: int) -> list[nn.Module]:
-        phases: list[nn.Module] = [attention(model, i, mesh, rope=rope, context=context, **build)]
+    def block(i: int, recomputed: Parts) -> list[nn.Module]:
+        factory = {"parts": recomputed, **build}
+        phases: list[nn.Module] = [attention(model, i, mesh, rope=rope, context=context, **factory)]
         if balancer is None or i not in balancer.layers:
-            return [*phases, Mlp(model, i, mesh, **build)]
-        dispatch = MoeDispatch(model, config.moe, i, mesh, share=share, balancer=balancer, **build)
-        phases += [dispatch, MoeExperts(model, i, mesh, dispatcher=dispatch.dispatcher, **build)]
+            return [*phases, Mlp(model, i, mesh, **factory)]
+        dispatch = MoeDispatch(model, config.moe, i, mesh, share=share, balancer=balancer, **factory)
+        phases += [dispatch, MoeExperts(model, i, mesh, dispatcher=dispatch.dispatcher, **factory)]
         return [*phases, MoeCombine(dispatch.dispatcher, share)]
 
     return block
+
+
+def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
+    """Whether the block at a place of a stage, counted from 0, is among those that are computed again."""
+    count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
+    return recompute.mode != "none" and (count is None or place < count)
+
+
+def _parts_of(recompute: RecomputeConfig, stage: int, place: int) -> Parts:
+    selective = recompute.mode == "selective" and is_recomputed(recompute, stage, place)
+    return Parts(recompute.parts) if selective else KEEP_ALL
+
+
+def _with_parts(phases: list[nn.Module], recomputed: Parts) -> nn.ModuleList:
+    for phase in phases:
+        phase.keeping = recomputed.keeping  # type: ignore[assignment]
+    return nn.ModuleList(phases)
 
 
 class Gpt(nn.Module):
@@ -95,21 +114,23 @@ class Gpt(nn.Module):
         self.balancer = self._balancer(config, mesh, device, shared)
         block = block_maker(config, mesh, self.balancer, build)
         self.layers = nn.ModuleDict()
-        for i in (i for part in self.parts.values() for i in part.layers):
-            self.layers[str(i)] = nn.ModuleList(block(i))
+        for stage, part in self.parts.items():
+            for place, i in enumerate(part.layers):
+                recomputed = _parts_of(config.recompute, stage, place)
+                self.layers[str(i)] = _with_parts(block(i, recomputed), recomputed)
         self.head, self.ahead = None, nn.ModuleList()
         if any(part.head for part in self.parts.values()):
             tied = self.embedding.tokens.weight if self.embedding is not None and model.tie_embeddings else None
             self.head = Head(model, mesh, z_loss=config.train.z_loss, tied=tied, **build)
-            self._add_prediction(model, mesh["tp"], block, build)
+            self._add_prediction(config, mesh["tp"], block, build)
         self._mark_recompute(config)
         self._mark_shared(shared)
         choose_gemms(self.parameters(), config, mesh)
 
-    def _add_prediction(self, model: ModelConfig, tp: Axis, block: BlockMaker, build: dict[str, Any]) -> None:
+    def _add_prediction(self, config: Config, tp: Axis, block: BlockMaker, build: dict[str, Any]) -> None:
         """The blocks of multi-token prediction, one list of phases a depth, with the model's embedding and head."""
         assert self.head is not None
-        output = self.head.output
+        output, model = self.head.output, config.model
         if model.num_mtp_layers == 0:
             return
         if self.embedding is not None:
@@ -120,10 +141,12 @@ class Gpt(nn.Module):
             factory = {name: build[name] for name in ("dtype", "device")}
             table = vocab_weight(model.vocab_size, model.hidden_size, TIED, tp, model.init_std, **factory)
         for depth in range(model.num_mtp_layers):
+            last, part = next(item for item in self.parts.items() if item[1].head)
+            recomputed = _parts_of(config.recompute, last, len(part.layers) + depth)
             phases: list[nn.Module] = [MtpInput(model, depth, tp, table=table, **build)]
-            phases += [Beside(phase) for phase in block(model.num_layers + depth)]
+            phases += [Beside(phase) for phase in block(model.num_layers + depth, recomputed)]
             phases.append(MtpHead(model, depth, tp, output=output, **build))
-            self.ahead.append(nn.ModuleList(phases))
+            self.ahead.append(_with_parts(phases, recomputed))
 
     def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, shared: str) -> Balancer | None:
         """Of all MoE layers here; a rank without one still takes part in what is told of them."""
@@ -142,9 +165,8 @@ class Gpt(nn.Module):
         if recompute.mode != "full":
             return
         for stage in self.parts:
-            count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
-            for place, phases in enumerate(self._blocks_of(stage)[:count]):
-                for phase in phases:
+            for place, phases in enumerate(self._blocks_of(stage)):
+                for phase in phases if is_recomputed(recompute, stage, place) else []:
                     phase.recompute = place // recompute.group_layers  # type: ignore[assignment]
 
     def _mark_shared(self, shared: str) -> None:

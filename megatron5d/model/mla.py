@@ -13,6 +13,7 @@ Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables, softmax_temperature
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.precision.gradient import Defer, grad_buffer
+from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -55,24 +57,25 @@ class Mla(nn.Module):
         rope: tables of cos and sin for dr features.
         context: attention over cp, None where sequences are whole.
         compress: c_kv and k_pe travel over cp instead of keys and values.
+        parts: `norm`, `qkv` (the up-projections) and `attention` may be computed again.
         factory: dtype and device of the parameters.
     """
 
     def __init__(
         self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, rope: RotaryTables,
-        context: ContextAttention | None = None, compress: bool = False, **factory,
+        context: ContextAttention | None = None, compress: bool = False, parts: Parts = KEEP_ALL, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
         self.tp, h, name = mesh["tp"], config.hidden_size, f"layers.{layer}.attention"
         self.sp, self.rope, self.interleaved = sp and self.tp.size > 1, rope, config.rope_interleaved
-        self.compress = compress and context is not None
+        self.compress, self.parts = compress and context is not None, parts
         self.num_heads = self.tp.divide(config.num_heads, "model.num_heads")  # a/tp
         self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim  # dn, dr, dv
         dn, dr, dv = self.dims
         self.latents = config.q_lora_rank or 0, config.kv_lora_rank, dr
         q_rank, kv_rank, _ = self.latents
         self.late = q_rank > 0 and sum(self.latents) < h
-        norm = {"tp": self.tp, "eps": config.norm_eps, **factory}
+        norm = {"tp": self.tp, "eps": config.norm_eps, "parts": parts, **factory}
         linear = {"init": config.init_std, **factory}
         partial = self.sp or not self.late  # a share of the sequence, or the gradient of this rank's heads alone
         self.norm = Norm(config.norm, h, f"{name}.norm", partial=sp, **norm)
@@ -96,20 +99,29 @@ class Mla(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
+        latents = self._down(self.norm(x), defer)
+        heads = self.parts("qkv", partial(self._up, batch=batch, defer=defer), *latents)
+        core = self.parts("attention", partial(self._core, batch=batch), *heads)  # [s/cp, b, a·dv/tp]
+        return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+
+    def _up(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
+        """q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents travel, q and them."""
         dn, dr, dv = self.dims
-        q, c_kv, k_pe = self._down(self.norm(x), defer)
-        q = _product(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))  # [s/cp, b, a/tp, dn+dr]
+        q = _product(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))
         q_nope, q_pe = q.split([dn, dr], -1)
         tables = self.rope(batch.positions)
         q_pe, k_pe = apply_rope(q_pe, k_pe.unsqueeze(2), *tables, interleaved=self.interleaved)
         q = torch.cat((q_nope, q_pe), -1)
         if self.compress:
+            return q, torch.cat((c_kv, k_pe.squeeze(2)), -1)
+        kv = _product(c_kv, self.kv_up.weight, defer).unflatten(-1, (self.num_heads, dn + dv))
+        return q, *_keys_values(kv, k_pe, dn)
+
+    def _core(self, q: Tensor, *keys: Tensor, batch: MicroBatch) -> Tensor:
+        if self.compress:
             carrier = Latents(self.kv_up.weight, self.num_heads, self.dims)
-            core = self.core.compressed(q, torch.cat((c_kv, k_pe.squeeze(2)), -1), carrier, batch)
-        else:
-            kv = _product(c_kv, self.kv_up.weight, defer).unflatten(-1, (self.num_heads, dn + dv))
-            core = self.core(q, *_keys_values(kv, k_pe, dn), batch)  # [s/cp, b, a/tp, dv]
-        return x + self.out(core.flatten(2), defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+            return self.core.compressed(q, keys[0], carrier, batch)
+        return self.core(q, *keys, batch=batch)
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
         """What queries come from `[s/cp, b, rq]` (or h), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""

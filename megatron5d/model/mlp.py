@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from torch import Tensor, nn
 
-from kernels import gelu, swiglu
+from kernels import activate
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.precision.gradient import Defer
+from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.mesh import Mesh
 
@@ -23,15 +25,19 @@ class Mlp(nn.Module):
         layer: global index of the block.
         mesh: `tp` cuts the inner dim.
         sp: activations between tp regions are cut along the sequence.
+        parts: `norm`, `mlp` and `activation` may be computed again.
         factory: dtype and device of the parameters.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, **factory) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, parts: Parts = KEEP_ALL, **factory
+    ) -> None:
         super().__init__()
         tp, h, f = mesh["tp"], config.hidden_size, config.ffn_hidden_size
         name = f"layers.{layer}.mlp"
-        self.activation = config.activation
-        self.norm = Norm(config.norm, h, f"{name}.norm", tp, partial=sp, eps=config.norm_eps, **factory)
+        self.activation, self.parts = config.activation, parts
+        norm = {"partial": sp, "eps": config.norm_eps, "parts": parts, **factory}
+        self.norm = Norm(config.norm, h, f"{name}.norm", tp, **norm)
         blocks = [(f, 1), (f, 1)] if config.activation == "swiglu" else [(f, 1)]
         linear = {"sp": sp, "bias": config.mlp_bias, **factory}
         self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, init=config.init_std, **linear)
@@ -40,9 +46,9 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        inner = self.up(self.norm(x), defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
-        if self.activation == "swiglu":
-            inner = swiglu(inner)  # [s/cp, b, f/tp]
-        else:
-            inner = gelu(inner, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        inner = self.parts("mlp", partial(self._inner, defer=defer), self.norm(x))
         return x + self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+
+    def _inner(self, x: Tensor, defer: Defer) -> Tensor:
+        inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
+        return self.parts("activation", partial(activate, kind=self.activation), inner)  # [s/cp, b, f/tp]

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import gelu, swiglu
+from kernels import activate
 from megatron5d.comm.collectives import join_from, local_slice, split_to
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.balance import Balancer, Tokens
@@ -33,6 +33,7 @@ from megatron5d.expert_parallel.router import Router
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.precision.gradient import Defer
+from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -108,20 +109,20 @@ class MoeDispatch(nn.Module):
         sp: tokens arrive cut along the sequence.
         share: which tokens this rank routes.
         balancer: of all MoE layers here.
+        parts: `norm` may be computed again.
         factory: dtype and device of the parameters.
     """
 
     def __init__(
         self, config: ModelConfig, moe: MoeConfig, layer: int, mesh: Mesh, *, sp: bool, share: TokenShare,
-        balancer: Balancer, **factory,
+        balancer: Balancer, parts: Parts = KEEP_ALL, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.moe, self.layer, self.share, self.balancer = config, moe, layer, share, balancer
         tp, name = mesh["tp"], f"layers.{layer}"
         self.cp_tp = mesh["cp_tp"]
-        self.norm = Norm(
-            config.norm, config.hidden_size, f"{name}.mlp.norm", tp, partial=sp, eps=config.norm_eps, **factory
-        )
+        norm = {"partial": sp, "eps": config.norm_eps, "parts": parts, **factory}
+        self.norm = Norm(config.norm, config.hidden_size, f"{name}.mlp.norm", tp, **norm)
         biased = config.router_bias or "bias" in moe.balance
         owner = balancer.stage.rank == 0
         self.router = Router(config, f"{name}.router", tp, biased=biased, owner=owner, **factory)
@@ -167,13 +168,16 @@ class SharedExpert(nn.Module):
         name: global name.
         tp: axis that cuts the inner dim.
         sp: tokens are cut along the sequence.
+        parts: `mlp` and `activation` may be computed again.
         factory: dtype and device of the parameters.
     """
 
-    def __init__(self, config: ModelConfig, name: str, tp: Axis, *, sp: bool, **factory) -> None:
+    def __init__(
+        self, config: ModelConfig, name: str, tp: Axis, *, sp: bool, parts: Parts = KEEP_ALL, **factory
+    ) -> None:
         super().__init__()
         h, f = config.hidden_size, config.shared_ffn_hidden_size
-        self.activation = config.activation
+        self.activation, self.parts = config.activation, parts
         blocks = [(f, 1), (f, 1)] if config.activation == "swiglu" else [(f, 1)]
         self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, sp=sp, init=config.init_std, **factory)
         out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
@@ -181,12 +185,12 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        inner = self.up(x, defer)  # [s/cp, b, 2f/tp]  all_gather tp
-        if self.activation == "swiglu":
-            inner = swiglu(inner)
-        else:
-            inner = gelu(inner, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        inner = self.parts("mlp", partial(self._inner, defer=defer), x)
         return self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+
+    def _inner(self, x: Tensor, defer: Defer) -> Tensor:
+        inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
+        return self.parts("activation", partial(activate, kind=self.activation), inner)  # [s/cp, b, f/tp]
 
 
 class MoeExperts(nn.Module):
@@ -198,12 +202,17 @@ class MoeExperts(nn.Module):
         mesh: `ep`, `etp`, `tp`.
         sp: tokens are cut along the sequence.
         dispatcher: of the same layer.
+        parts: `experts`, `mlp` (the shared expert) and `activation` may be computed again.
         factory: dtype and device of the parameters.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, dispatcher: Any, **factory) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, dispatcher: Any, parts: Parts = KEEP_ALL,
+        **factory,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dispatcher = dispatcher
+        factory = {"parts": parts, **factory}
         self.experts = Experts(config, f"layers.{layer}.experts", mesh["ep"], mesh["etp"], **factory)
         self.shared = None
         if config.shared_ffn_hidden_size:

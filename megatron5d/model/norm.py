@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from kernels import layer_norm, rms_norm
+from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import replicated_parameter
 from megatron5d.topology.axis import Axis
 
@@ -19,12 +20,16 @@ class Norm(nn.Module):
         tp: ranks that hold copies of the weight.
         partial: acts on a share of the sequence or of the heads, so its gradient is summed over tp.
         eps: added to the variance.
+        parts: `norm` may be computed again.
         factory: dtype and device.
     """
 
-    def __init__(self, kind: str, size: int, name: str, tp: Axis, *, partial: bool, eps: float, **factory) -> None:
+    def __init__(
+        self, kind: str, size: int, name: str, tp: Axis, *, partial: bool, eps: float, parts: Parts = KEEP_ALL,
+        **factory,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.eps = eps
+        self.eps, self.parts = eps, parts
         partial = partial and tp.size > 1
         self.weight = replicated_parameter((size,), f"{name}.weight", tp, partial=partial, init="ones", **factory)
         self.bias = None
@@ -33,6 +38,9 @@ class Norm(nn.Module):
             self.bias = replicated_parameter((size,), f"{name}.bias", tp, partial=partial, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.parts("norm", self._normalised, x)
+
+    def _normalised(self, x: Tensor) -> Tensor:
         if self.kind == "layernorm":
             return layer_norm(x, self.weight, self.bias, self.eps)
         return rms_norm(x, self.weight, self.eps)

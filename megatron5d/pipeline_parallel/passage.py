@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -64,27 +65,66 @@ def _backward(edges: Any, grad: Any) -> None:
     torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
 
 
+class _Slot:
+    """Where the gradient of a phase's input arrives."""
+
+    __slots__ = ("grad",)
+
+    def __init__(self, _: Tensor) -> None:
+        self.grad: Tensor | None = None
+
+
+class _Enter(torch.autograd.Function):
+    """Hands a phase its input and takes the gradient, so that the input's values live no longer than they are needed.
+
+    A leaf of the graph would hold them until the backward, also where every operation knows how to have them again.
+    """
+
+    @staticmethod
+    def forward(ctx, anchor, x, slot: _Slot):
+        ctx.slot = slot
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.slot.grad = grad
+        return None, None, None
+
+
+def _enter(x: Any, slots: Any, anchor: Tensor) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_enter(item, slot, anchor) for item, slot in zip(x, slots))
+    return _Enter.apply(anchor, x, slots) if isinstance(slots, _Slot) else x
+
+
+def _arrived(slots: Any) -> Any:
+    if isinstance(slots, tuple):
+        return tuple(map(_arrived, slots))
+    return slots.grad if isinstance(slots, _Slot) else slots
+
+
 class Passage:
     """One micro-batch's way through one phase, with the graph between forward and backward.
 
     Args:
-        phase: called as `phase(x, batch, defer)`.
+        phase: called as `phase(x, batch, defer)`; a context that it names as `keeping` is open during its forward.
         batch: what phases read beside their input.
-        x: output of the phase before, cut off from its graph.
     """
 
-    __slots__ = ("phase", "batch", "x", "edges", "weight_grads")
+    __slots__ = ("phase", "batch", "slots", "edges", "weight_grads")
 
-    def __init__(self, phase: nn.Module, batch: Any, x: Any) -> None:
+    def __init__(self, phase: nn.Module, batch: Any) -> None:
         self.phase, self.batch = phase, batch
-        self.x = _each(lambda tensor: tensor.detach().requires_grad_(), x)
+        self.slots: Any = None  # like the input, with a slot for each tensor that gets a gradient
         self.edges: Any = None
         self.weight_grads = WeightGrads()
 
-    def forward(self) -> Any:
-        """The phase's output, without its graph."""
-        with torch.enable_grad():
-            y = self.phase(self.x, self.batch, self.weight_grads)
+    def forward(self, x: Any) -> Any:
+        """The phase's output, without its graph; `x` is the output of the phase before, without its."""
+        self.slots = _each(_Slot, x)
+        keeping = getattr(self.phase, "keeping", nullcontext)
+        with torch.enable_grad(), keeping():
+            y = self.phase(_enter(x, self.slots, torch.empty(0, requires_grad=True)), self.batch, self.weight_grads)
         self.edges = _each(_edge, y)
         return _each(Tensor.detach, y)
 
@@ -93,8 +133,8 @@ class Passage:
         self.weight_grads.immediate = not split
         edges, self.edges = self.edges, None
         _backward(edges, grad)
-        x, self.x = self.x, None
-        return _each(lambda tensor: tensor.grad, x)
+        slots, self.slots = self.slots, None
+        return _arrived(slots)
 
 
 class Segment:
@@ -127,8 +167,8 @@ class Segment:
     def _with_graphs(self, x: Any) -> Iterator[Any]:
         for phase in self.phases:
             self.hooks.before_forward(phase)
-            passage = Passage(phase, self.batch, x)
-            x = passage.forward()
+            passage = Passage(phase, self.batch)
+            x = passage.forward(x)
             self.passages.append(passage)
             yield x
 

@@ -1,0 +1,123 @@
+"""What a phase keeps between its forward and its backward: a tensor, or a way to have it again.
+
+A part is a stretch of a phase, from some tensors to others. Recomputed, it keeps what goes in, and neither what happens
+inside nor what comes out: its outputs are marked, and whoever keeps one of them for its own backward (the next GEMM
+needs its input for its weight gradient) keeps the mark instead. The first who asks for the value runs the part again,
+with a graph, and the part's own backward then runs on that graph. So a part runs once more a micro-batch, in B or I and
+never in W, and what it communicates is communicated once more.
+
+What each part saves for a micro-batch and layer, in elements of the model's dtype, and what it costs. t = s/cp·b
+tokens, u = t/tp with sp (else t), r rows of the experts here; h, a, g, d, dv, f as everywhere, a·d, g·d and f over tp:
+
+    part         not kept                                      computed again
+    norm         u·h a norm, and its statistics in fp32        the norms
+    qkv          q, k, v: t·(a+2g)·d (MLA t·a·(2(dn+dr)+dv))   the projection (MLA: up-projections), rope; all_gather tp
+    attention    its output: t·a·dv, and t·a in fp32           softmax(q·kᵀ)·v; what travels over cp travels again
+    activation   t·f dense or shared, r·f routed               swiglu or gelu
+    mlp          t·3f (gelu 2f) dense or shared                the up GEMM, the activation; all_gather tp
+    experts      r·3f (gelu 2f)                                the grouped up GEMM, the activation
+
+Source: selective recomputation Korthikanti et al. 2022 (arXiv:2205.05198), section 5; DeepSeek-V3 (arXiv:2412.19437),
+section 3.2.3 recomputes norms and MLA's up-projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Parts:
+    """The parts of a layer that are computed again.
+
+    Args:
+        names: as in `recompute.parts`; none = everything is kept.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names = frozenset(names)
+        self._again = False  # a part within a part that runs again would run a third time
+
+    def __call__(self, name: str, fn: Callable[..., Any], *inputs: Tensor) -> Any:
+        """`fn(*inputs)`; recomputed if `name` is among the parts and a backward will come.
+
+        Args:
+            name: of the part.
+            fn: makes a tensor, or several, of which none is an input. Parameters and all else reach it by closure.
+            inputs: what the part keeps.
+        """
+        if name not in self.names or self._again or not torch.is_grad_enabled():
+            return fn(*inputs)
+        return _Part.apply(self, fn, *inputs)
+
+    def keeping(self) -> AbstractContextManager:
+        """The context of a phase's forward in which outputs of recomputed parts are not kept."""
+        return saved_tensors_hooks(_pack, _unpack) if self.names else nullcontext()
+
+    def again(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
+        """`fn(*inputs)` with a graph, parts inside it kept."""
+        self._again = True
+        try:
+            with torch.enable_grad():
+                return fn(*inputs)
+        finally:
+            self._again = False
+
+
+KEEP_ALL = Parts()
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parts: Parts, fn, *inputs):
+        ctx.parts, ctx.fn, ctx.leaves, ctx.outputs = parts, fn, None, None
+        ctx.asks = [x.requires_grad for x in inputs]
+        ctx.save_for_backward(*inputs)
+        y = fn(*inputs)
+        for i, output in enumerate(y if isinstance(y, tuple) else (y,)):
+            output.untyped_storage().made_by = (ctx, i)
+        return y
+
+    @staticmethod
+    def backward(ctx, *grads):
+        pairs = [(y, grad) for y, grad in zip(_outputs_again(ctx), grads) if grad is not None and y.requires_grad]
+        torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
+        leaves = ctx.leaves
+        ctx.fn = ctx.leaves = ctx.outputs = None
+        return None, None, *(leaf.grad for leaf in leaves)
+
+
+def _outputs_again(ctx) -> tuple[Tensor, ...]:
+    """The outputs of a part, made again when first asked for."""
+    if ctx.outputs is None:
+        ctx.leaves = [x.detach().requires_grad_(asks) for x, asks in zip(ctx.saved_tensors, ctx.asks)]
+        y = ctx.parts.again(ctx.fn, ctx.leaves)
+        ctx.outputs = y if isinstance(y, tuple) else (y,)
+    return ctx.outputs
+
+
+class _Mark:
+    """Stands for a tensor that lies in the storage of a part's output."""
+
+    __slots__ = ("ctx", "index", "geometry")
+
+    def __init__(self, made_by: tuple[Any, int], tensor: Tensor) -> None:
+        self.ctx, self.index = made_by
+        self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def value(self) -> Tensor:
+        return _outputs_again(self.ctx)[self.index].detach().as_strided(*self.geometry)
+
+
+def _pack(tensor: Tensor) -> Tensor | _Mark:
+    mark = getattr(tensor.untyped_storage(), "made_by", None)
+    return tensor if mark is None else _Mark(mark, tensor)
+
+
+def _unpack(kept: Tensor | _Mark) -> Tensor:
+    return kept.value() if isinstance(kept, _Mark) else kept

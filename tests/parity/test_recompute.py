@@ -1,0 +1,122 @@
+"""What is computed again gives the same numbers: each part, alone and together, under every kind of layout, W apart.
+
+Everything recomputed is compared with one process's reference; each part by itself with the same ranks that keep
+everything, bit for bit. Only norms may differ in the last bit here: where they stand apart, their plain path adds up
+the gradient of its input in another order.
+"""
+
+import dataclasses
+
+import pytest
+from layouts import assert_parity, make_rows, micro_batch, perturb
+from parity_configs import MLA, config_of
+from ranks import run_ranks
+
+from megatron5d.config.schema import MoeConfig, PipelineConfig, RecomputeConfig
+from megatron5d.data.sampler import micro_batch_samples
+from megatron5d.model.context import SequenceSharding
+from megatron5d.model.gpt import Gpt
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import build_trainer, sizes_of
+from megatron5d.train.schedule import plan_pipeline
+
+PARTS = ("norm", "qkv", "attention", "activation", "mlp")
+SELECTIVE = [RecomputeConfig("selective", [part]) for part in PARTS]
+ALL = RecomputeConfig("selective", list(PARTS))
+EXPERTS = [*SELECTIVE, RecomputeConfig("selective", ["experts"]), RecomputeConfig("selective", [*PARTS, "experts"])]
+FULL = [RecomputeConfig("full"), RecomputeConfig("full", group_layers=2)]
+
+
+def scheduled(config, schedule, layers):
+    model = dataclasses.replace(config.model, num_layers=layers)
+    return dataclasses.replace(config, model=model, pipeline=PipelineConfig(schedule))
+
+
+def first_gradients(rank, config, mesh, plan, batches):
+    model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
+    model.initialize(config.train.seed)
+    perturb(model.weights())
+    sync, _, trainer = build_trainer(config, mesh, model, plan)
+    trainer.accumulate(batches)
+    sync.finish_reduce()
+    figures = [] if model.balancer is None else [model.balancer.chosen, model.balancer.values]
+    return [bucket.grads[bucket.owned].clone() for bucket in sync.buckets] + [each.clone() for each in figures]
+
+
+def differs(a, b):
+    """Largest difference relative to the largest entry."""
+    return ((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() if a.numel() else 0.0
+
+
+def changed_bits(rank, world, config, rows, modes):
+    """The modes with other gradients, choices of experts or auxiliary losses than `none` has, here."""
+    plan = plan_pipeline(config, world)
+    sizes, kv = sizes_of(config, world), config.model.num_kv_heads
+    mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
+    t, dp, sharding = config.train, mesh["dp"], SequenceSharding(config, mesh)
+    batches = [
+        sharding(micro_batch(config, rows[list(each)]))
+        for each in micro_batch_samples(0, t.gbs, t.mbs, dp.rank, dp.size)
+    ]
+    plain = first_gradients(rank, config, mesh, plan, batches)
+    changed = []
+    for mode in modes:
+        again = first_gradients(rank, dataclasses.replace(config, recompute=mode), mesh, plan, batches)
+        bound = 1e-13 if mode.mode == "selective" and "norm" in mode.parts else 0.0
+        if not all(differs(a, b) <= bound for a, b in zip(plain, again, strict=True)):
+            changed.append(mode)
+    return changed
+
+
+EXPERTS_OF = {
+    "shared": {
+        "num_experts": 8, "top_k": 3, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 20, "first_k_dense": 1,
+        "router_score": "sigmoid", "num_groups": 4, "top_groups": 2, "group_score": "top2_sum", "router_bias": True,
+    },
+    "plain": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 16, "activation": "gelu"},
+    "latent": {**MLA, "num_experts": 4, "attention": "mla", "q_lora_rank": 8, "kv_lora_rank": 6},
+}  # fmt: skip
+
+
+def moe(experts, capacity=None, **parallel):
+    config = config_of(**parallel)
+    balance = ["aux", "seq_aux", "global_aux", "bias"]
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **{"num_kv_heads": 4, **EXPERTS_OF[experts]}),
+        moe=MoeConfig(balance, aux_coef=0.1, z_coef=0.02, bias_rate=0.05, capacity_factor=capacity),
+    )
+
+
+CASES = {
+    "tp2 sp, cp2 ring": (4, config_of("mqa_qk_norm", gbs=4, tp=2, sp=True, cp=2), [*SELECTIVE, ALL, *FULL]),
+    "gpt2, tp2, zb_h1": (
+        4, scheduled(config_of("gpt2_style", gbs=4, tp=2, pp=2), "zb_h1", 4), [*SELECTIVE, ALL, *FULL],
+    ),
+    "1f1b, zero": (4, scheduled(config_of(gbs=8, pp=2, zero=1), "1f1b", 4), [ALL, FULL[1]]),
+    "allgather": (2, config_of("softcaps_window", gbs=2, cp=2, cp_method="allgather"), [ALL, SELECTIVE[2]]),
+    "ulysses": (2, config_of("gqa_sinks", gbs=2, cp=2, cp_method="ulysses"), [ALL, SELECTIVE[2]]),
+    "two_level": (4, config_of("mla", gbs=2, cp=4, cp_method="two_level", cp_inner=2), [ALL, *SELECTIVE[1:3]]),
+    "latents travel": (2, config_of("mla", gbs=2, cp=2, cp_compress_kv=True), [ALL, *SELECTIVE[:3]]),
+    "experts, zb_h1": (
+        4, scheduled(moe("shared", gbs=8, pp=2, ep=2), "zb_h1", 4), [*EXPERTS, *FULL],
+    ),
+    "experts, tp2 sp, etp2": (
+        4, moe("plain", 1.0, gbs=4, tp=2, sp=True, ep=2), [EXPERTS[-1], FULL[1]],
+    ),
+    "experts, dualpipe": (4, scheduled(moe("latent", gbs=8, pp=2, ep=2), "dualpipe", 2), [EXPERTS[-1], FULL[0]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_changes(case):
+    world, config, modes = CASES[case]
+    rows = make_rows(config, 1, ignored=0.3)
+    for rank, changed in enumerate(run_ranks(changed_bits, world, config, rows, modes)):
+        assert not changed, f"rank {rank}"
+
+
+@pytest.mark.parametrize("case", ["gpt2, tp2, zb_h1", "two_level", "experts, zb_h1", "experts, tp2 sp, etp2"])
+def test_everything_recomputed_equals_one_process(case):
+    world, config, modes = CASES[case]
+    assert_parity(dataclasses.replace(config, recompute=modes[len(modes) - 1 - (modes[-1].mode == "full")]), world)

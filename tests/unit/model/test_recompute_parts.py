@@ -1,0 +1,110 @@
+"""Each recomputed part runs once more a micro-batch, in B or I and never in W, and what it made is not kept."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from layouts import make_rows, micro_batch
+from memory_watch import MemoryWatch
+from parity_configs import config_of
+
+from megatron5d.config.schema import RecomputeConfig
+from megatron5d.model.gpt import Gpt
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.precision.kept import Parts
+from megatron5d.topology.axis import single
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import sizes_of
+
+S, B, LAYERS = 16, 2, 2
+PARTS = ("norm", "qkv", "attention", "activation", "mlp", "experts")
+GRAD = torch.tensor([1.0, 0.0], dtype=torch.float64)
+
+
+def configured(moe: bool, parts=()):
+    config = config_of("llama_gqa", gbs=B, mbs=B)
+    experts = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 8} if moe else {}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, num_layers=LAYERS, vocab_size=32, **experts),
+        recompute=RecomputeConfig("selective", list(parts)) if parts else RecomputeConfig(),
+    )
+
+
+def stage_of(config):
+    model = Gpt(config, build_mesh(sizes_of(config, 1)))
+    model.initialize(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if model.balancer is not None:
+        model.balancer.start_step(1, torch.tensor(float(S * B), dtype=torch.float64), single("dp_cp"), False)
+    return Stage(model.phases), micro_batch(config, make_rows(config, 1))
+
+
+@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("parts", [(), *((part,) for part in PARTS), PARTS])
+def test_once_more_and_never_in_w(parts, moe, monkeypatch):
+    counts: Counter[str] = Counter()
+    call = Parts.__call__
+
+    def counted(self, name, fn, *inputs):
+        def run(*tensors):
+            counts[name] += 1
+            return fn(*tensors)
+
+        return call(self, name, run, *inputs)
+
+    monkeypatch.setattr(Parts, "__call__", counted)
+    stage, batch = stage_of(configured(moe, parts))
+    stage.forward(0, None, batch)
+    once = Counter(counts)
+    assert once["attention"] == once["qkv"] == LAYERS and once["experts"] == LAYERS * moe
+    assert once["norm"] == 2 * LAYERS + 1 and once["activation"] == LAYERS * (1 + moe)
+    stage.backward_input(0, GRAD)
+    inside = {"activation"} if {"mlp", "experts"} & {*parts} else set()
+    for part in PARTS:
+        assert once[part] <= counts[part] <= 2 * once[part]
+        if part not in inside:
+            head = part == "norm"  # the head's own norm is kept
+            assert counts[part] == once[part] + (part in parts) * (once[part] - head), part
+    after = Counter(counts)
+    stage.backward_weight(0)
+    assert counts == after
+
+
+def kept_bytes(config) -> int:
+    stage, batch = stage_of(config)
+    with MemoryWatch() as watch:
+        stage.forward(0, None, batch)
+        kept = watch.live_bytes
+        stage.backward(0, GRAD)
+    return kept
+
+
+def test_what_a_part_made_is_not_kept():
+    """Of a layer: t tokens, h = 32, heads 4 (KV 2) of 8, inner 48; routed rows r = 2t of 24, shared 8; 8 bytes each."""
+    t, h, a, g, d = S * B, 32, 4, 2, 8
+    dense, moe = kept_bytes(configured(False)), kept_bytes(configured(True))
+    saved = {
+        (False, ("norm",)): 2 * t * h,
+        (False, ("qkv",)): t * (a + 2 * g) * d,
+        (False, ("attention",)): t * a * d + t * a,
+        (False, ("activation",)): t * 48,
+        (False, ("mlp",)): t * 3 * 48,
+        (True, ("experts",)): 2 * t * 3 * 24,
+        (True, ("mlp",)): t * 3 * 8,
+        (True, ("activation",)): 2 * t * 24 + t * 8,
+        (True, ("norm",)): 2 * t * h,
+    }
+    for (with_experts, parts), elements in saved.items():
+        fell = (moe if with_experts else dense) - kept_bytes(configured(with_experts, parts))
+        assert fell >= LAYERS * elements * 8, (with_experts, parts, fell)
+    everything = dense - kept_bytes(configured(False, PARTS[:-1]))
+    elements = 2 * t * h + t * (a + 2 * g) * d + t * a * d + t * a + t * 3 * 48
+    assert everything >= LAYERS * elements * 8
+
+
+def test_attention_falls_by_exactly_its_output_and_statistics():
+    fell = kept_bytes(configured(False)) - kept_bytes(configured(False, ("attention",)))
+    assert fell == LAYERS * (S * B * 4 * 8 + S * B * 4) * 8
