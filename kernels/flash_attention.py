@@ -35,7 +35,7 @@ def _aligned(rule: AttentionRule, s: int, t: int) -> AttentionRule:
         return rule
     q_at = torch.arange(s) if rule.q_positions is None else rule.q_positions
     k_at = torch.arange(t) if rule.k_positions is None else rule.k_positions
-    if not s or not t:
+    if not s or not t or q_at.is_meta or k_at.is_meta:
         return rule
     if k_at.max() <= q_at.min():
         return replace(rule, causal=False, q_positions=None, k_positions=None)
@@ -44,10 +44,15 @@ def _aligned(rule: AttentionRule, s: int, t: int) -> AttentionRule:
     return replace(rule, q_positions=None, k_positions=None) if starts_alike else rule
 
 
+def _runs_cpu_flash(q: Tensor) -> bool:
+    """On the CPU, and on the meta device where no GPU is planned for."""
+    return q.device.type == "cpu" or (q.is_meta and dispatch.PLANNED.get() is None)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     if dispatch.runs_triton(q) and k.numel() and takes(q, v, rule):
         return triton_forward.forward(q, k, v, rule, sinks)
-    if q.numel() and k.numel() and q.device.type == "cpu":
+    if q.numel() and k.numel() and _runs_cpu_flash(q):
         rule = _aligned(rule, q.shape[0], k.shape[0])
         if rule.is_plain and sinks is None:
             return plain.cpu_flash_forward(q, k, v, rule)
@@ -57,9 +62,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor
 def _backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
     if dispatch.runs_triton(q) and k.numel() and takes(q, v, rule):
         return triton_backward.backward(dout, q, k, v, out, lse, rule)
-    if q.numel() and k.numel() and q.device.type == "cpu":
+    if q.numel() and k.numel() and _runs_cpu_flash(q):
         rule = _aligned(rule, q.shape[0], k.shape[0])
-        if rule.is_plain and bool(lse.isfinite().all()):
+        if rule.is_plain and (lse.is_meta or bool(lse.isfinite().all())):
             return plain.cpu_flash_backward(dout, q, k, v, out, lse, rule)
     return plain.chunked_backward(dout, q, k, v, out, lse, rule)
 

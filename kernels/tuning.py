@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from kernels.dispatch import PLANNED
+
 DIRECTORY = Path(__file__).parent / "configs"
 
 
@@ -66,7 +68,8 @@ def select(operation: str, device: torch.device, **key: int) -> dict:
     Returns:
         Keyword arguments of the launch: the kernel's tile constants, num_warps, num_stages.
     """
-    for entry in table(architecture(device))[operation]:
+    planned = PLANNED.get() if device.type == "meta" else None
+    for entry in table(planned or architecture(device))[operation]:
         if all(key[name] <= bound for name, bound in entry.get("up_to", {}).items()):
             return dict(entry["config"])
     raise ValueError(f"no configuration of {operation} on {architecture(device)} fits {key}")

@@ -38,6 +38,8 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     if dy.shape[0] != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
         shapes = f"dy {tuple(dy.shape)} transposed times x {tuple(x.shape)}"
         raise ValueError(f"main_grad {tuple(main_grad.shape)} is not {shapes}")
+    if dy.is_meta and dispatch.PLANNED.get() is not None:
+        return  # one product in place, which allocates nothing
     if dy.dtype == main_grad.dtype or not dispatch.runs_triton(dy):
         accumulate_weight_grad_reference(main_grad, dy, x)
     elif dy.is_cuda and main_grad.is_contiguous():

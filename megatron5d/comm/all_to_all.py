@@ -32,6 +32,8 @@ def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, recei
     if axis.recorder is not None:
         row = x[0].numel() if x.shape[0] else 0
         axis.recorder.record(axis.name, "all_to_all", (x.shape[0] - own) * row, x.element_size())
+    if x.is_meta:
+        return Pending(out, keep=x)
     work = dist.all_to_all_single(out, x, receive, send, group=axis.group, async_op=True)
     return Pending(out, work, keep=x)
 

@@ -9,6 +9,7 @@ slice                all_gather           split_to
 all_gather           slice                join_from
 
 All of them are the identity on an axis of size 1. Gathers and scatters run along dim 0, the sequence of `[s, b, h]`.
+On tensors of the meta device, which have no values, they allocate what they would and send nothing (plan/trace.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Pending:
     def wait(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
-            self._work = self._keep = None
+        self._work = self._keep = None
         return self._result
 
 
@@ -66,6 +67,8 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return Pending(x)
     _record(axis, "all_reduce", 2 * (axis.size - 1) * x.numel() // axis.size, x)
+    if x.is_meta:
+        return Pending(x)
     return Pending(x, dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True))
 
 
@@ -85,6 +88,8 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     if out is None:
         out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
     _record(axis, "all_gather", (axis.size - 1) * x.numel(), x)
+    if x.is_meta:
+        return Pending(out, keep=x)
     return Pending(out, _all_gather_single(_bytes(out), _bytes(x), group=axis.group, async_op=True), keep=x)
 
 
@@ -105,6 +110,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     x = x.contiguous()
     out = x.new_empty(axis.divide(x.shape[0], "dim 0 of a reduce_scatter"), *x.shape[1:])
     _record(axis, "reduce_scatter", (axis.size - 1) * out.numel(), x)
+    if x.is_meta:
+        return Pending(out, keep=x)
     return Pending(out, _reduce_scatter_single(out, x, group=axis.group, async_op=True), keep=x)
 
 

@@ -39,6 +39,8 @@ def start_shift(x: Tensor, axis: Axis, tag: int = 0) -> Shift:
     received = torch.empty_like(x)
     if axis.recorder is not None:
         axis.recorder.record(axis.name, "shift", x.numel(), x.element_size())
+    if x.is_meta:
+        return Shift(x, received, [])
     sending = dist.P2POp(dist.isend, x, following, axis.group, tag)
     receiving = dist.P2POp(dist.irecv, received, previous, axis.group, tag)
     return Shift(x, received, dist.batch_isend_irecv([sending, receiving]))

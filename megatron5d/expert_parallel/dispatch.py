@@ -64,6 +64,7 @@ class Dispatcher:
     def __init__(self, num_experts: int, ep: Axis, etp: Axis, ep_etp: Axis) -> None:
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
+        self.planned_load = 1.0  # on the meta device, which cannot count: rows that come here, of an even share
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
         """Starts the tokens' way to their experts.
@@ -125,7 +126,10 @@ class Dispatcher:
         ep, etp, local = self.ep, self.etp, self.num_local
         by_rank = counts.view(ep.size, etp.size, ep.size, local)  # source ep, source etp, target ep, its expert
         here = by_rank[:, :, ep.rank]  # [ep, etp, E/ep] rows for this rank's experts
-        table = by_rank.cpu()  # the one host synchronisation: splits must be known to start an all-to-all
+        if counts.is_meta:
+            table = self._planned_counts(home.token.numel())
+        else:
+            table = by_rank.cpu()  # the one host synchronisation: splits must be known to start an all-to-all
         send = table[ep.rank, etp.rank].sum(-1).tolist()
         receive = table[:, etp.rank, ep.rank].sum(-1).tolist()
         from_etp = table[:, :, ep.rank].sum((0, 2)).tolist()
@@ -140,6 +144,18 @@ class Dispatcher:
             from_etp,
             places(arrived[:, None], local),
         )
+
+    def _planned_counts(self, num_choices: int) -> Tensor:
+        """int64 `[ep, etp, ep, E/ep]` where every rank has as many choices and this one is sent `planned_load` shares.
+
+        A rank is sent all choices at most; what the others are sent falls as its own rises.
+        """
+        ep, etp, local = self.ep, self.etp, self.num_local
+        mine = min(num_choices, round(num_choices / ep.size * self.planned_load))
+        rows = [mine if rank == ep.rank else (num_choices - mine) // max(1, ep.size - 1) for rank in range(ep.size)]
+        rows[(ep.rank + 1) % ep.size] += num_choices - sum(rows)
+        split = torch.tensor([[n // local + (e < n % local) for e in range(local)] for n in rows])
+        return split.expand(ep.size, etp.size, ep.size, local)
 
 
 def weighted_sum(rows: Tensor, weights: Tensor, home: Places) -> Tensor:

@@ -83,7 +83,7 @@ class NodeDispatcher:
         lengths = home.offsets.diff()
         counting = start_all_gather(lengths[None], self.ep_outer)  # [1, nodes] -> [nodes, nodes]
         rows = permute(x, home)
-        table = counting.wait().cpu()
+        table = self._planned_counts(*experts.shape) if lengths.is_meta else counting.wait().cpu()
         send, receive = table[self.ep_outer.rank].tolist(), table[:, self.ep_outer.rank].tolist()
         count = sum(send)
         target = torch.repeat_interleave(torch.arange(nodes, device=x.device), lengths, output_size=count)
@@ -100,6 +100,11 @@ class NodeDispatcher:
         )
         paid = permute(weights, home)[:count] * here.to(weights.dtype)
         return trip.there.start(rows[:count]), trip.weights.start(paid), trip
+
+    def _planned_counts(self, num_tokens: int, k: int) -> Tensor:
+        """int64 `[nodes, nodes]` of tokens that have no values (meta): each needs as many nodes as it can."""
+        nodes = self.ep_outer.size
+        return torch.full((nodes, nodes), num_tokens * min(k, nodes) // nodes)
 
     def receive(self, ticket: Tensor, trip: NodeTrip) -> tuple[Tensor, NodeTrip]:
         """As Dispatcher.receive. Comm: that of the inner send and receive / the same back."""

@@ -97,7 +97,8 @@ class AdamW:
         if apex is not None:
             optimizer = apex(param_groups, adam_w_mode=True, **settings)
         else:
-            optimizer = torch.optim.AdamW(param_groups, fused=True, **settings)
+            planned = all(view.is_meta for view in states)  # torch fuses nothing on the meta device, nor does it step
+            optimizer = torch.optim.AdamW(param_groups, fused=not planned, **settings)
             for state in states.values():
                 state["step"] = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
         for view, state in states.items():

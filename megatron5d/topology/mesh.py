@@ -115,3 +115,23 @@ def build_mesh(
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
         axes[name] = Axis(name, ranks, ranks.index(rank), group if len(ranks) > 1 else None, recorder)
     return Mesh(sizes, axes)
+
+
+def planned_mesh(
+    sizes: Sizes,
+    rank: int = 0,
+    *,
+    num_kv_heads: int | None = None,
+    pairs: bool = False,
+    recorder: Recorder | None = None,
+) -> Mesh:
+    """The axes of any rank of any world, in this one process: nobody to talk to, for models on the meta device.
+
+    Args:
+        sizes, num_kv_heads, pairs, recorder: as in `build_mesh`.
+        rank: whose.
+    """
+    lines = lines_of(sizes, rank, num_kv_heads)
+    if pairs and sizes.pp > 1:
+        lines |= pair_lines_of(sizes, rank)
+    return Mesh(sizes, {name: Axis(name, ranks, ranks.index(rank), None, recorder) for name, ranks in lines.items()})

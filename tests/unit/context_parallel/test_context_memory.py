@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from layouts import make_rows, micro_batch
-from memory_watch import MemoryWatch
 from parity_configs import config_of
 from ranks import run_ranks
 
@@ -13,6 +12,7 @@ from megatron5d.config.schema import DataConfig, RecomputeConfig
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.plan.watch import MemoryWatch
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 

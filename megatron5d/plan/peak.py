@@ -1,0 +1,152 @@
+"""The most that one rank holds during a step: a Program walked action by action, with what each pass allocates.
+
+Memory follows from the order in which the host runs a rank's passes: an activation is there from its F until its B or W,
+what deferred weight gradients need from I until W, a message from the moment its receive is posted, or until its send
+is known to be over. Two overlapped actions take turns phase by phase, as in the executor, so what one needs for a moment
+meets what the other keeps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from megatron5d.pipeline_parallel.program import Action, Program
+from megatron5d.pipeline_parallel.receipts import receipts
+from megatron5d.pipeline_parallel.transfers import Flow, input_of, output_of, steps
+from megatron5d.plan.trace import BOUNDARY, StageTrace
+
+Passage = tuple[int, int]
+"""(stage, micro-batch)."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a rank holds at the worst moment of a step, in bytes.
+
+    Args:
+        activations: by class of phase: what micro-batches keep between their forward and their backward.
+        stash: what deferred weight gradients keep between I and W.
+        messages: of the pipeline, arrived or on their way.
+        workspace: what the phase that runs needs for a moment, and the gradients on their way through the stage.
+        action: during which; None = nothing ran.
+        in_flight: micro-batches and stages whose activations are there.
+    """
+
+    activations: dict[str, int] = field(default_factory=dict)
+    stash: int = 0
+    messages: int = 0
+    workspace: int = 0
+    action: Action | None = None
+    in_flight: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.activations.values()) + self.stash + self.messages + self.workspace
+
+
+def find_peak(program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: int) -> Peak:
+    """
+    Args:
+        program: a verified Program.
+        rank: the pipeline rank.
+        traces: of every stage that the rank holds.
+        message_bytes: of what travels between stages.
+    """
+    walk = _Walk(program, rank, traces, message_bytes)
+    for step in steps(program, rank):
+        walk.messages += message_bytes * len(step.receives)
+        running = [walk.run(action) for action in step.slot]
+        while running:
+            running = [each for each in running if next(each, None) is not None]
+    return walk.peak
+
+
+class _Walk:
+    """What is alive on one rank while its slots run: `messages`, and `stages`, all that its stages have allocated."""
+
+    def __init__(self, program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: int) -> None:
+        self.program, self.traces, self.message_bytes = program, traces, message_bytes
+        self.messages = self.stages = self.most = 0
+        self.peak = Peak()
+        self._proofs = receipts(program, rank)
+        self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to be over
+        self._settled: Counter[Flow] = Counter()
+        self._here: dict[Passage, int] = {}  # bytes of values that go to another stage of this rank
+        self._forward: dict[Passage, int] = {}  # activations there: phases whose share is still kept
+        self._stashed: dict[Passage, int] = {}
+        self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
+
+    def run(self, action: Action) -> Iterator[bool]:
+        """One action, phase by phase."""
+        op, stage, microbatch = action
+        here, trace = (stage, microbatch), self.traces[stage]
+        self._take(action)
+        count = len(trace.passes["F"])
+        for done, step in enumerate(trace.passes[op]):
+            if op != "W":
+                self._forward[here] = min(done, count) if op == "F" else max(0, count - done)
+            self._see(action, step.rise)
+            self.stages += step.delta
+            yield True
+        if op == "F":
+            self._forward[here] = count
+            if here in self._shared:
+                self.stages -= self.message_bytes
+        elif op == "I":
+            del self._forward[here]
+            self._stashed[here] = trace.kept("F") + trace.kept("I")
+        else:
+            self._forward.pop(here, None)
+            self._stashed.pop(here, None)
+        if op in "IB" and here in self._shared:
+            self._shared.remove(here)
+            self.stages += self.message_bytes
+        self._hand_on(action, trace)
+
+    def _take(self, action: Action) -> None:
+        """Its input, message or value of this rank, becomes the stage's; what it proves to be over is let go."""
+        for flow, count in self._proofs.get(action, ()):
+            while self._settled[flow] < count:
+                self._settled[flow] += 1
+                self.messages -= self._sent[flow].popleft()
+        if action.op == "W":
+            return
+        if input_of(self.program, action) is not None:
+            self.messages -= self.message_bytes
+        elif action.op == "F" and action.stage > 0:
+            own = self._here.pop((action.stage - 1, action.microbatch))
+            self.messages -= own
+            if not own:
+                self._shared.add((action.stage, action.microbatch))
+        elif action.op != "F" and action.stage < self.program.num_stages - 1:
+            self.messages -= self._here.pop((action.stage + 1, action.microbatch))
+
+    def _hand_on(self, action: Action, trace: StageTrace) -> None:
+        op, stage, microbatch = action
+        ends = stage == self.program.num_stages - 1 if op == "F" else stage == 0
+        if op == "W" or ends:
+            return
+        extra = 0 if op == "F" and trace.output_kept else self.message_bytes
+        message = output_of(self.program, action)
+        if message is None:
+            self._here[stage, microbatch] = extra
+        else:
+            self._sent[message.flow].append(extra)
+        self.messages += extra
+
+    def _see(self, action: Action, rise: int) -> None:
+        total = self.stages + self.messages + rise
+        if total <= self.most:
+            return
+        self.most = total
+        activations: Counter[str] = Counter()
+        for (stage, _), phases in self._forward.items():
+            for step in self.traces[stage].passes["F"][:phases]:
+                activations[step.kind] += step.delta
+        activations[BOUNDARY] -= len([here for here in self._shared if here in self._forward]) * self.message_bytes
+        stash = sum(self._stashed.values())
+        rest = total - sum(activations.values()) - stash - self.messages
+        kept = {kind: count for kind, count in activations.items() if count}
+        self.peak = Peak(kept, stash, self.messages, rest, action, len(self._forward))

@@ -1,0 +1,168 @@
+"""What a stage's passes allocate and keep, found by running them on the meta device.
+
+A pass is the work of one action of a schedule: F, B, I or W of one micro-batch. It runs phase by phase exactly as in
+training, on tensors that have sizes and no memory, while every storage is counted. So no formula has to follow what the
+layers do: what they keep for the backward, what they pass to each other, and what they need for a moment is counted
+where it happens, collectives' buffers included. Of a long row of equal layers three are run, and the middle one stands
+for all that lie between the first and the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron5d.pipeline_parallel.stage import PhaseHooks, Stage
+from megatron5d.plan.watch import MemoryWatch
+
+OUTPUT = 2  # entries of what the last stage returns
+BOUNDARY = "boundary"  # kind of what enters and leaves a stage
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one phase does to the bytes alive in one pass.
+
+    Args:
+        kind: class of the phase.
+        rise: the most above what was alive when it began.
+        delta: what is alive when it ends, less what was when it began.
+    """
+
+    kind: str
+    rise: int
+    delta: int
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """The passes of one stage, phase by phase in the order in which they run.
+
+    The stage's input and the gradient of its output count from the beginning of the pass that takes them, and what a
+    pass hands on does not count any more when it ends.
+
+    Args:
+        passes: op (F, B, I, W) -> its steps.
+        output_kept: the stage itself keeps its output until its backward (it does not where layers are recomputed).
+    """
+
+    passes: dict[str, tuple[Step, ...]]
+    output_kept: bool
+
+    def kept(self, op: str = "F") -> int:
+        """Bytes that stay when a pass has run: F until B or I, I until W (of I: less than F kept, usually)."""
+        return sum(step.delta for step in self.passes[op])
+
+
+class Tracer:
+    """Runs stages on the meta device.
+
+    Args:
+        shape: of what travels between stages, `[s/cp/tp, b, h]`.
+        dtype: of it.
+        batch: one micro-batch on the meta device.
+        hooks: of data parallelism; None = none.
+        block: see MemoryWatch.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, hooks: PhaseHooks | None = None, block: int = 1
+    ) -> None:
+        self.shape, self.dtype, self.batch, self.hooks, self.block = shape, dtype, batch, hooks, block
+
+    def trace(
+        self, units: Sequence[Sequence[nn.Module]], signatures: Sequence[Hashable], *, first: bool, last: bool
+    ) -> StageTrace:
+        """
+        Args:
+            units: the phases of the stage, grouped in layers.
+            signatures: equal for layers that do the same on tensors of the same sizes.
+            first: the stage begins with tokens.
+            last: the stage ends in the loss.
+        """
+        chosen, repeats = _abridged(signatures)
+        phases = [phase for index in chosen for phase in units[index]]
+        times = [count for index, count in zip(chosen, repeats) for _ in units[index]]
+        passes: dict[str, tuple[Step, ...]] = {}
+        for split in (False, True):
+            stage = Stage(phases, self.hooks)
+            with MemoryWatch(self.block) as watch:
+                passes["F"], output_kept = self._forward(watch, stage, times, first)
+                back, ops = times[::-1], ("I", "W") if split else ("B",)
+                passes[ops[0]] = self._backward(watch, stage, back, last, split)
+                if split:
+                    passes["W"] = _record(watch, stage.weight_steps(0), stage.phases[::-1], back)
+        return StageTrace(passes, output_kept)
+
+    def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
+        """What arrives, and the step that counts it."""
+        before = watch.forget_peak()
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        x = torch.empty((OUTPUT,), dtype=wide, device="meta") if last else self._message()
+        return x, Step(BOUNDARY, watch.live_bytes - before, watch.live_bytes - before)
+
+    def _message(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def _forward(
+        self, watch: MemoryWatch, stage: Stage, times: list[int], first: bool
+    ) -> tuple[tuple[Step, ...], bool]:
+        x, arrival = (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, False)
+        work = stage.forward_steps(0, x, self.batch)
+        del x
+        steps = _record(watch, work, stage.phases, times)
+        return (arrival, *steps), steps[-1].delta == 0
+
+    def _backward(
+        self, watch: MemoryWatch, stage: Stage, times: list[int], last: bool, split: bool
+    ) -> tuple[Step, ...]:
+        grad, arrival = self._boundary(watch, last)
+        work = stage.backward_steps(0, grad, split)
+        del grad
+        return (arrival, *_record(watch, work, stage.phases[::-1], times))
+
+
+def _record(
+    watch: MemoryWatch, work: Iterator[Any], phases: Sequence[nn.Module], times: Sequence[int]
+) -> tuple[Step, ...]:
+    """Runs a pass phase by phase; the last step is what happens when its output, which `work` holds, is let go."""
+    steps = []
+    for phase in phases:
+        before = watch.forget_peak()
+        next(work)
+        steps.append(Step(type(phase).__name__, watch.peak_bytes - before, watch.live_bytes - before))
+    before = watch.forget_peak()
+    assert next(work, None) is None
+    return (*_expanded(steps, times), Step(BOUNDARY, 0, watch.live_bytes - before))
+
+
+def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+    """Which units to run, and how often each counts: of a row of equal ones the first, one in the middle, the last."""
+    chosen: list[int] = []
+    repeats: list[int] = []
+    start = 0
+    for end in range(1, len(signatures) + 1):
+        if end < len(signatures) and signatures[end] == signatures[start]:
+            continue
+        length = end - start
+        chosen += range(start, end) if length <= 3 else (start, start + 1, end - 1)
+        repeats += [1] * length if length <= 3 else [1, length - 2, 1]
+        start = end
+    return chosen, repeats
+
+
+def _expanded(steps: Sequence[Step], times: Sequence[int]) -> tuple[Step, ...]:
+    """The steps of every phase of every unit, in groups as long as the units."""
+    out: list[Step] = []
+    at = 0
+    while at < len(steps):
+        stop = at + 1
+        while times[at] > 1 and stop < len(steps) and times[stop] == times[at]:
+            stop += 1
+        out += list(steps[at:stop]) * times[at]
+        at = stop
+    return tuple(out)

@@ -1,0 +1,190 @@
+"""What a run will need of every rank's memory, before it has any: its parts are built on the meta device and counted.
+
+The model, data parallelism and the optimiser are the ones that train (build.py), on tensors that have sizes and no
+memory; one micro-batch passes each kind of layer (plan/trace.py), and the pipeline's Program says how many are in
+flight (plan/peak.py). No rank is started: any layout of any world can be asked about.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels.planning import planned
+from megatron5d.config.schema import Config
+from megatron5d.data.batch import make_micro_batch
+from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.model.context import SequenceSharding
+from megatron5d.model.gpt import Gpt
+from megatron5d.optim.adamw import AdamW
+from megatron5d.optim.clip import global_square_sum
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, outside_bytes
+from megatron5d.plan.peak import find_peak
+from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer
+from megatron5d.plan.watch import MemoryWatch
+from megatron5d.topology.grid import dense_grid
+from megatron5d.topology.mesh import Mesh, planned_mesh
+from megatron5d.train.build import grad_dtype, sizes_of
+from megatron5d.train.schedule import PipelinePlan, boundary_form, micro_batch_counts, plan_pipeline
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is planned for.
+
+    Args:
+        architecture: of a GPU, for example sm_90; None = the CPU, whose plain paths keep more.
+        imbalance: rows that the busiest rank's experts are sent, of an even share.
+    """
+
+    architecture: str | None = "sm_90"
+    imbalance: float = 1.0
+
+    @property
+    def block(self) -> int:
+        return 1 if self.architecture is None else ALLOCATOR_BLOCK
+
+    def paths(self):
+        """A context in which the meta device's tensors go this target's ways."""
+        return nullcontext() if self.architecture is None else planned(self.architecture)
+
+
+class Forecaster:
+    """Memory of the ranks of one run.
+
+    Args:
+        config: a lawful configuration.
+        world: number of ranks.
+        target: what is planned for.
+        plan: of the pipeline; None = made here.
+    """
+
+    def __init__(self, config: Config, world: int, target: Target, plan: PipelinePlan | None = None) -> None:
+        self.config, self.world, self.target = config, world, target
+        self.plan = plan or plan_pipeline(config, world)
+        self.sizes = sizes_of(config, world)
+        self.num_microbatches = micro_batch_counts(config, world)[-1]
+        self._traces: dict[int, StageTrace] = {}  # by stage
+        self._known: dict[tuple, StageTrace] = {}  # by what a stage is made of
+
+    def rank(self, pp_rank: int) -> RankMemory:
+        """Memory of a pipeline rank, at place 0 of every other axis (padded vocabularies aside, all are alike)."""
+        line = dense_grid(self.sizes).line(0, "pp")
+        mesh = planned_mesh(
+            self.sizes, line[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.plan.shared != "none"
+        )
+        with self.target.paths():
+            return self._on(mesh)
+
+    def ranks(self) -> dict[int, RankMemory]:
+        """Of every pipeline rank."""
+        return {rank: self.rank(rank) for rank in range(self.sizes.pp)}
+
+    def activations(self, pp_rank: int) -> Counter[str]:
+        """Bytes that one micro-batch keeps between forward and backward on a rank asked about before, by phase."""
+        kept: Counter[str] = Counter()
+        for _, stage in self.plan.placement.stages_of(pp_rank):
+            for step in self._traces[stage].passes["F"]:
+                if step.kind != BOUNDARY:
+                    kept[step.kind] += step.delta
+        return kept
+
+    def _on(self, mesh: Mesh) -> RankMemory:
+        config, plan, rank = self.config, self.plan, mesh["pp"].rank
+        with MemoryWatch(self.target.block) as watch:
+            model = Gpt(config, mesh, "meta", plan.parts(rank), plan.shared)
+            sync = GradSync(model.units, mesh, config.parallel.zero, grad_dtype(config))
+            optimizer = AdamW(sync.buckets, config.optim)
+            resident, setup = watch.live_bytes, watch.peak_bytes
+            end_of_step = _end_of_step(sync, optimizer, watch)
+        _set_load(model, self.target.imbalance)
+        batch = self._batch(mesh, model)
+        self._traces |= {stage: self._trace(model, stage, batch) for stage in model.parts}
+        form = boundary_form(config, "meta")
+        message = torch.empty(form.shape, dtype=form.dtype, device="meta")
+        peak = find_peak(plan.program_of(self.num_microbatches), rank, self._traces, watch.rounded(message.nbytes))
+        weights = sum(watch.rounded(bucket.weights.nbytes) for bucket in sync.buckets)
+        gradients = sum(watch.rounded(bucket.grads.nbytes) for bucket in sync.buckets)
+        state = sum(watch.rounded(tensor.nbytes) for _, tensor, _ in optimizer.tensors())
+        on_gpu = self.target.architecture is not None
+        return RankMemory(
+            weights=weights,
+            gradients=gradients,
+            optimizer=state,
+            buffers=resident - weights - gradients - state,
+            inputs=self._inputs(batch, watch),
+            peak=peak,
+            end_of_step=end_of_step,
+            setup=setup,
+            library=GEMM_WORKSPACE.get(self.target.architecture or "", 0),
+            outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
+        )
+
+    def _batch(self, mesh: Mesh, model: Gpt) -> MicroBatch:
+        """One micro-batch without values, as a rank's stages see it."""
+        config = self.config
+        rows = torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)
+        # an end-of-document token that never comes: one document, which costs as much memory as many
+        whole = make_micro_batch(rows, document_mask=config.data.document_mask, eod=-1)
+        batch = SequenceSharding(config, mesh, "meta")(whole).to("meta")
+        if model.balancer is not None:
+            total = self.num_microbatches * self.sizes.dp
+            model.balancer.start_step(total, torch.zeros((), dtype=torch.float64, device="meta"), mesh["dp_cp"], False)
+        return batch
+
+    def _inputs(self, batch: MicroBatch, watch: MemoryWatch) -> int:
+        tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+        return self.num_microbatches * sum(watch.rounded(tensor.nbytes) for tensor in tensors)
+
+    def _trace(self, model: Gpt, stage: int, batch: MicroBatch) -> StageTrace:
+        """Of one stage; stages of the same layers have the same trace."""
+        units, part = model.units_of(stage), model.parts[stage]
+        signatures = tuple(map(_signature, units))
+        key = (signatures, part.embedding, part.head, model.embedding is not None and model.head is not None)
+        if key not in self._known:
+            form = boundary_form(self.config, "meta")
+            tracer = Tracer(form.shape, form.dtype, batch, block=self.target.block)
+            self._known[key] = tracer.trace(units, signatures, first=part.embedding, last=part.head)
+        return self._known[key]
+
+
+def _signature(unit: list[nn.Module]) -> tuple:
+    """Equal for units whose phases do the same on tensors of the same sizes."""
+    return tuple((type(phase).__name__, getattr(phase, "recompute", False)) for phase in unit)
+
+
+def _set_load(model: Gpt, imbalance: float) -> None:
+    for phase in model.phases:
+        dispatcher = getattr(phase, "dispatcher", None)
+        if dispatcher is not None:
+            getattr(dispatcher, "inner", dispatcher).planned_load = imbalance
+
+
+def _end_of_step(sync: GradSync, optimizer: AdamW, watch: MemoryWatch) -> int:
+    """The most, above what stays, while gradients are reduced, the weights updated and gathered."""
+    before = watch.forget_peak()
+    pending = [bucket.start_reduce() for bucket in sync.buckets]
+    for each in pending:
+        each.wait()
+    del pending
+    global_square_sum(sync.buckets)
+    rise = watch.peak_bytes - before
+    wide = sum(
+        watch.rounded(state.master.nbytes)
+        for state in optimizer.slices
+        if state.bucket.grads.dtype != state.master.dtype
+    )  # the update wants gradients as wide as the master weights
+    before = watch.forget_peak()
+    sync.start_gather()
+    sync.finish_gather()
+    return max(rise, wide, watch.peak_bytes - before)
+
+
+def _num_communicators(mesh: Mesh) -> int:
+    """Groups of ranks that talk: lines with the same ranks share one; the pipeline's channels have their own."""
+    return len({axis.ranks for axis in mesh.values() if axis.size > 1}) + 2 * (mesh["pp"].size > 1)

@@ -1,0 +1,141 @@
+"""Predicted memory equals what real steps on real ranks allocate: what stays exactly, activations and peaks to 2 %."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from layouts import make_rows, micro_batch
+from parity_configs import config_of
+from ranks import run_ranks
+
+from megatron5d.config.schema import PipelineConfig, RecomputeConfig
+from megatron5d.data.sampler import micro_batch_samples
+from megatron5d.model.context import SequenceSharding
+from megatron5d.model.gpt import Gpt
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.plan.memory import RankMemory
+from megatron5d.plan.watch import MemoryWatch
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import build_trainer, sizes_of
+from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.schedule import boundary_form, plan_pipeline
+
+CPU = Target(None)
+# every token chooses every expert: the only routing whose counts are known beforehand
+MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}
+
+
+def large(model="llama_gqa", *, schedule=None, recompute="none", dtype="fp32", grads="fp32", seq_len=128, **options):
+    """Tensors that dwarf the scalars beside them; `fields` are of the model."""
+    fields = options.pop("fields", {})
+    config = config_of(model, recompute=RecomputeConfig(recompute), **{"gbs": 2, **options})
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=160, num_layers=4, **fields),
+        train=dataclasses.replace(config.train, seq_len=seq_len),
+        precision=dataclasses.replace(config.precision, dtype=dtype, grad_dtype=grads),
+        pipeline=PipelineConfig(schedule) if schedule else PipelineConfig(),
+    )
+
+
+@dataclasses.dataclass
+class Counted:
+    """What one rank really holds, in bytes."""
+
+    pp_rank: int
+    elsewhere: int  # sum of its places on the other axes
+    kinds: tuple[int, int, int]  # weights, gradients, optimiser
+    resident: int
+    peak: int  # of a step, above what stays
+    activations: Counter[str]  # kept by one micro-batch between forward and backward, by class of phase
+
+
+def count_on_rank(rank: int, world: int, config) -> Counted:
+    plan = plan_pipeline(config, world)
+    sizes, kv = sizes_of(config, world), config.model.num_kv_heads
+    mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
+    with MemoryWatch() as watch:
+        model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
+        model.initialize(1)
+        sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
+        resident = watch.live_bytes
+    storages = [
+        {id(storage): storage.nbytes() for tensor in tensors if (storage := tensor.untyped_storage()) is not None}
+        for tensors in (
+            [bucket.weights for bucket in sync.buckets],
+            [bucket.grads for bucket in sync.buckets],
+            [tensor for _, tensor, _ in optimizer.tensors()],
+        )
+    ]
+    t, sharding = config.train, SequenceSharding(config, mesh)
+    numbers = micro_batch_samples(0, t.gbs, t.mbs, mesh["dp"].rank, mesh["dp"].size)
+    rows = make_rows(config, 1)
+    batches = [sharding(micro_batch(config, rows[list(each)])) for each in numbers]
+    trainer.step(batches, 1e-3)
+    with MemoryWatch() as watch:
+        trainer.step(batches, 1e-3)
+    sync.finish_gather()
+    return Counted(
+        mesh["pp"].rank,
+        sum(mesh[name].rank for name in ("dp", "cp", "tp")),
+        tuple(sum(each.values()) for each in storages),
+        resident,
+        watch.peak_bytes,
+        _activations(config, model, batches[0]),
+    )
+
+
+def _activations(config, model, batch) -> Counter[str]:
+    form, kept = boundary_form(config, "cpu"), Counter[str]()
+    for index in model.parts:
+        stage = Stage(model.phases_of(index))
+        with MemoryWatch() as watch:
+            x = None if model.parts[index].embedding else torch.zeros(form.shape, dtype=form.dtype)
+            work = stage.forward_steps(0, x, batch)
+            for phase in stage.phases:
+                before = watch.live_bytes
+                next(work)
+                kept[type(phase).__name__] += watch.live_bytes - before
+    return kept
+
+
+def assert_predicted(config, world: int) -> dict[int, RankMemory]:
+    forecaster = Forecaster(config, world, CPU)
+    predicted = forecaster.ranks()
+    for real in run_ranks(count_on_rank, world, config):
+        mine = predicted[real.pp_rank]
+        assert (mine.weights, mine.gradients, mine.optimizer) == real.kinds
+        assert mine.resident == real.resident
+        assert max(mine.peak.total, mine.end_of_step) == pytest.approx(real.peak, rel=0.02)
+        kept = forecaster.activations(real.pp_rank)
+        assert kept == pytest.approx(real.activations, rel=0.02)
+    return predicted
+
+
+LAYOUTS = {
+    "one": (1, {}),
+    "bf16": (1, {"dtype": "bf16"}),
+    "bf16-grads": (1, {"dtype": "bf16", "grads": "bf16"}),
+    "gpt2": (1, {"model": "gpt2_style", "seq_len": 24}),
+    "tp": (2, {"tp": 2}),
+    "tp-sp-zero1": (4, {"tp": 2, "sp": True, "zero": 1, "gbs": 4, "dtype": "bf16"}),
+    "mla-sp": (2, {"model": "mla", "tp": 2, "sp": True}),
+    "ring": (2, {"cp": 2}),
+    "allgather": (2, {"cp": 2, "cp_method": "allgather"}),
+    "ulysses": (2, {"cp": 2, "cp_method": "ulysses", "recompute": "full"}),
+    "moe": (2, {"ep": 2, "fields": MOE}),
+    "moe-tp-zero1": (4, {"ep": 4, "tp": 2, "etp": 1, "sp": True, "zero": 1, "fields": MOE, "recompute": "full"}),
+    "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
+    "interleaved": (2, {"pp": 2, "vpp": 2, "gbs": 4, "schedule": "interleaved"}),
+    "zb_h1": (2, {"pp": 2, "gbs": 4, "schedule": "zb_h1"}),
+    "zb_v": (2, {"pp": 2, "gbs": 4, "schedule": "zb_v", "model": "odd_vocab_tied"}),
+    "dualpipe": (2, {"pp": 2, "gbs": 4, "schedule": "dualpipe", "model": "odd_vocab_tied"}),
+    "dualpipe_v-tp": (4, {"pp": 2, "tp": 2, "sp": True, "gbs": 4, "schedule": "dualpipe_v"}),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_predicted_is_counted(case):
+    world, options = LAYOUTS[case]
+    assert_predicted(large(**options), world)
