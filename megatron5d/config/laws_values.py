@@ -23,18 +23,19 @@ AT_LEAST = {
         model.qk_rope_head_dim model.v_head_dim parallel.tp parallel.cp parallel.cp_inner parallel.pp parallel.vpp
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
         recompute.num_layers recompute.group_layers log.every model.top_k model.moe_ffn_hidden_size model.moe_interval
-        model.num_groups model.top_groups moe.log_every parallel.ep_inner""",
+        model.num_groups model.top_groups moe.log_every parallel.ep_inner moe.planned_imbalance""",
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
         optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip moe.aux_coef moe.z_coef moe.bias_rate
         data.eod data.prefetch checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
-        model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last""",
+        model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last
+        log.memory_snapshot_step""",
 }
 ABOVE_ZERO = """pipeline.memory model.norm_eps model.rope_theta model.init_std model.rope_scaling.low_freq_factor
     model.rope_scaling.high_freq_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
     model.rope_scaling.attention_factor model.rope_scaling.mscale optim.lr optim.eps parallel.timeout_s
-    pipeline.search_s moe.capacity_factor log.peak_tflops model.routed_scaling_factor"""
+    pipeline.search_s moe.capacity_factor log.peak_tflops log.device_memory_gb model.routed_scaling_factor"""
 WORDS: dict[str, Sequence[str]] = {
     "model.norm": ("rmsnorm", "layernorm"),
     "model.activation": ("swiglu", "gelu", "gelu_tanh"),
@@ -55,6 +56,7 @@ WORDS: dict[str, Sequence[str]] = {
     "recompute.mode": ("none", "selective", "full"),
     "data.order": ("shuffled", "sequential", "megatron"),
     "log.wandb.mode": ("online", "offline", "disabled"),
+    "log.memory_check": ("refuse", "warn", "off"),
 }
 
 

@@ -193,6 +193,7 @@ class MoeConfig:
     z_coef: float = 0.0  # coefficient of mean(logsumexp²) of the router's logits
     bias_rate: float = 0.0  # balance=bias: change of an expert's bias per step
     capacity_factor: float | None = None  # tokens an expert takes of a micro-batch / its even share; None = all
+    planned_imbalance: float = 1.5  # predicted memory: rows that the busiest rank's experts get, of an even share
     drop_by: str = "probability"  # whom a full expert refuses: probability (the smallest) | position (the last)
     log_every: int = 10  # steps between two records of every layer's load
 
@@ -245,6 +246,10 @@ class LogConfig:
     every: int = 1  # steps between two records
     progress: bool = True  # progress bar on rank 0
     peak_tflops: float | None = None  # of one device, for MFU; None = known devices only
+    memory_check: str = "warn"  # predicted memory at start-up: refuse what cannot fit | warn | off
+    device_memory_gb: float | None = None  # 10⁹ bytes of one device; None = as this process's GPU says
+    memory_snapshot: str | None = None  # folder for snapshots of GPU memory, taken when it runs out; None = none
+    memory_snapshot_step: int = 0  # and after this step; 0 = never
 
 
 @dataclass(frozen=True)

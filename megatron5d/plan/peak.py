@@ -1,9 +1,9 @@
 """The most that one rank holds during a step: a Program walked action by action, with what each pass allocates.
 
-Memory follows from the order in which the host runs a rank's passes: an activation is there from its F until its B or W,
-what deferred weight gradients need from I until W, a message from the moment its receive is posted, or until its send
-is known to be over. Two overlapped actions take turns phase by phase, as in the executor, so what one needs for a moment
-meets what the other keeps.
+Memory follows from the order in which the host runs a rank's passes: an activation is there from its F until its B or
+I, what deferred weight gradients need from I until W, a message from the moment its receive is posted, or until its
+send is known to be over. Two overlapped actions take turns phase by phase, as in the executor, so what one needs for a
+moment meets what the other keeps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from megatron5d.pipeline_parallel.program import Action, Program
 from megatron5d.pipeline_parallel.receipts import receipts
 from megatron5d.pipeline_parallel.transfers import Flow, input_of, output_of, steps
-from megatron5d.plan.trace import BOUNDARY, StageTrace
+from megatron5d.plan.trace import BOUNDARY, StageTrace, Step
 
 Passage = tuple[int, int]
 """(stage, micro-batch)."""
@@ -74,7 +74,7 @@ class _Walk:
         self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to be over
         self._settled: Counter[Flow] = Counter()
         self._here: dict[Passage, int] = {}  # bytes of values that go to another stage of this rank
-        self._forward: dict[Passage, int] = {}  # activations there: phases whose share is still kept
+        self._forward: dict[Passage, tuple[Step, ...]] = {}  # steps of F whose activations are there
         self._stashed: dict[Passage, int] = {}
         self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
 
@@ -83,15 +83,17 @@ class _Walk:
         op, stage, microbatch = action
         here, trace = (stage, microbatch), self.traces[stage]
         self._take(action)
-        count = len(trace.passes["F"])
+        forward = trace.passes["F"]
         for done, step in enumerate(trace.passes[op]):
-            if op != "W":
-                self._forward[here] = min(done, count) if op == "F" else max(0, count - done)
+            if op == "F":
+                self._forward[here] = forward[:done]
             self._see(action, step.rise)
             self.stages += step.delta
+            if step.frees:  # the last phase, and with it the output that it has handed on
+                self._forward[here] = self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1]
             yield True
         if op == "F":
-            self._forward[here] = count
+            self._forward[here] = forward
             if here in self._shared:
                 self.stages -= self.message_bytes
         elif op == "I":
@@ -142,8 +144,8 @@ class _Walk:
             return
         self.most = total
         activations: Counter[str] = Counter()
-        for (stage, _), phases in self._forward.items():
-            for step in self.traces[stage].passes["F"][:phases]:
+        for steps_there in self._forward.values():
+            for step in steps_there:
                 activations[step.kind] += step.delta
         activations[BOUNDARY] -= len([here for here in self._shared if here in self._forward]) * self.message_bytes
         stash = sum(self._stashed.values())

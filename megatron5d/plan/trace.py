@@ -9,14 +9,15 @@ for all that lie between the first and the last.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron5d.pipeline_parallel.stage import PhaseHooks, Stage
+from megatron5d.pipeline_parallel.passage import PhaseHooks
+from megatron5d.pipeline_parallel.stage import Stage, segments_of
 from megatron5d.plan.watch import MemoryWatch
 
 OUTPUT = 2  # entries of what the last stage returns
@@ -31,11 +32,13 @@ class Step:
         kind: class of the phase.
         rise: the most above what was alive when it began.
         delta: what is alive when it ends, less what was when it began.
+        frees: it is the backward of its phase, which then has no use for its activations any more.
     """
 
     kind: str
     rise: int
     delta: int
+    frees: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class StageTrace:
 
     Args:
         passes: op (F, B, I, W) -> its steps.
-        output_kept: the stage itself keeps its output until its backward (it does not where layers are recomputed).
+        output_kept: the stage itself keeps its output until its backward, in whatever its last phase has saved.
     """
 
     passes: dict[str, tuple[Step, ...]]
@@ -66,13 +69,16 @@ class Tracer:
         dtype: of it.
         batch: one micro-batch on the meta device.
         hooks: of data parallelism; None = none.
+        split: the passes I and W are asked for, too.
         block: see MemoryWatch.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, hooks: PhaseHooks | None = None, block: int = 1
-    ) -> None:
-        self.shape, self.dtype, self.batch, self.hooks, self.block = shape, dtype, batch, hooks, block
+        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, *, hooks: PhaseHooks | None = None,
+        split: bool = True, block: int = 1,
+    ) -> None:  # fmt: skip
+        self.shape, self.dtype, self.batch = shape, dtype, batch
+        self.hooks, self.split, self.block = hooks, split, block
 
     def trace(
         self, units: Sequence[Sequence[nn.Module]], signatures: Sequence[Hashable], *, first: bool, last: bool
@@ -86,17 +92,16 @@ class Tracer:
         """
         chosen, repeats = _abridged(signatures)
         phases = [phase for index in chosen for phase in units[index]]
-        times = [count for index, count in zip(chosen, repeats) for _ in units[index]]
+        times = {phase: count for index, count in zip(chosen, repeats) for phase in units[index]}
         passes: dict[str, tuple[Step, ...]] = {}
-        for split in (False, True):
+        for split in (False, True) if self.split else (False,):
             stage = Stage(phases, self.hooks)
             with MemoryWatch(self.block) as watch:
-                passes["F"], output_kept = self._forward(watch, stage, times, first)
-                back, ops = times[::-1], ("I", "W") if split else ("B",)
-                passes[ops[0]] = self._backward(watch, stage, back, last, split)
+                passes["F"] = self._forward(watch, stage, times, first)
+                passes["I" if split else "B"] = self._backward(watch, stage, times, last, split)
                 if split:
-                    passes["W"] = _record(watch, stage.weight_steps(0), stage.phases[::-1], back)
-        return StageTrace(passes, output_kept)
+                    passes["W"] = _record(watch, stage.weight_steps(0), [(p, False) for p in phases[::-1]], times)
+        return StageTrace(passes, passes["F"][-1].delta == 0)
 
     def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
         """What arrives, and the step that counts it."""
@@ -109,35 +114,44 @@ class Tracer:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def _forward(
-        self, watch: MemoryWatch, stage: Stage, times: list[int], first: bool
-    ) -> tuple[tuple[Step, ...], bool]:
+        self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], first: bool
+    ) -> tuple[Step, ...]:
         x, arrival = (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, False)
         work = stage.forward_steps(0, x, self.batch)
         del x
-        steps = _record(watch, work, stage.phases, times)
-        return (arrival, *steps), steps[-1].delta == 0
+        return (arrival, *_record(watch, work, [(phase, False) for phase in stage.phases], times))
 
     def _backward(
-        self, watch: MemoryWatch, stage: Stage, times: list[int], last: bool, split: bool
+        self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], last: bool, split: bool
     ) -> tuple[Step, ...]:
         grad, arrival = self._boundary(watch, last)
         work = stage.backward_steps(0, grad, split)
         del grad
-        return (arrival, *_record(watch, work, stage.phases[::-1], times))
+        order: list[tuple[nn.Module, bool]] = []
+        for phases, recompute in reversed(segments_of(stage.phases)):
+            order += [(phase, False) for phase in phases if recompute] + [(phase, True) for phase in phases[::-1]]
+        return (arrival, *_record(watch, work, order, times))
 
 
 def _record(
-    watch: MemoryWatch, work: Iterator[Any], phases: Sequence[nn.Module], times: Sequence[int]
+    watch: MemoryWatch, work: Iterator[Any], order: Sequence[tuple[nn.Module, bool]], times: Mapping[nn.Module, int]
 ) -> tuple[Step, ...]:
-    """Runs a pass phase by phase; the last step is what happens when its output, which `work` holds, is let go."""
+    """Runs a pass step by step; the last step is what happens when its output, which `work` holds, is let go.
+
+    Args:
+        watch: counts.
+        work: the pass.
+        order: the phase of every step, and whether the step is its backward.
+        times: how often each phase counts.
+    """
     steps = []
-    for phase in phases:
+    for phase, frees in order:
         before = watch.forget_peak()
         next(work)
-        steps.append(Step(type(phase).__name__, watch.peak_bytes - before, watch.live_bytes - before))
+        steps.append(Step(type(phase).__name__, watch.peak_bytes - before, watch.live_bytes - before, frees))
     before = watch.forget_peak()
     assert next(work, None) is None
-    return (*_expanded(steps, times), Step(BOUNDARY, 0, watch.live_bytes - before))
+    return (*_expanded(steps, [times[phase] for phase, _ in order]), Step(BOUNDARY, 0, watch.live_bytes - before))
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:

@@ -38,6 +38,7 @@ class Run:
     optimizer: AdamW
     trainer: Trainer
     progress: Progress
+    plan: PipelinePlan
     notes: list[str] = field(default_factory=list)  # of the pipeline and of loading, for the log
 
     @property
@@ -89,7 +90,7 @@ def build_run(config: Config, process: Process) -> Run:
         notes += _first_weights(config, model)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     progress = Progress() if checkpoint is None else resume(checkpoint, sync, optimizer, model.weights())
-    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, notes)
+    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes)
 
 
 def _first_weights(config: Config, model: Gpt) -> list[str]:

@@ -69,6 +69,7 @@ class Forecaster:
         self.plan = plan or plan_pipeline(config, world)
         self.sizes = sizes_of(config, world)
         self.num_microbatches = micro_batch_counts(config, world)[-1]
+        self._program = self.plan.program_of(self.num_microbatches)
         self._traces: dict[int, StageTrace] = {}  # by stage
         self._known: dict[tuple, StageTrace] = {}  # by what a stage is made of
 
@@ -107,7 +108,7 @@ class Forecaster:
         self._traces |= {stage: self._trace(model, stage, batch) for stage in model.parts}
         form = boundary_form(config, "meta")
         message = torch.empty(form.shape, dtype=form.dtype, device="meta")
-        peak = find_peak(plan.program_of(self.num_microbatches), rank, self._traces, watch.rounded(message.nbytes))
+        peak = find_peak(self._program, rank, self._traces, watch.rounded(message.nbytes))
         weights = sum(watch.rounded(bucket.weights.nbytes) for bucket in sync.buckets)
         gradients = sum(watch.rounded(bucket.grads.nbytes) for bucket in sync.buckets)
         state = sum(watch.rounded(tensor.nbytes) for _, tensor, _ in optimizer.tensors())
@@ -143,19 +144,33 @@ class Forecaster:
 
     def _trace(self, model: Gpt, stage: int, batch: MicroBatch) -> StageTrace:
         """Of one stage; stages of the same layers have the same trace."""
-        units, part = model.units_of(stage), model.parts[stage]
+        units, part = _units(model.units_of(stage)), model.parts[stage]
         signatures = tuple(map(_signature, units))
         key = (signatures, part.embedding, part.head, model.embedding is not None and model.head is not None)
         if key not in self._known:
             form = boundary_form(self.config, "meta")
-            tracer = Tracer(form.shape, form.dtype, batch, block=self.target.block)
+            split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
+            tracer = Tracer(form.shape, form.dtype, batch, split=split, block=self.target.block)
             self._known[key] = tracer.trace(units, signatures, first=part.embedding, last=part.head)
         return self._known[key]
 
 
+def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
+    """Layers that are recomputed together become one."""
+    joined: list[list[nn.Module]] = []
+    for unit in units:
+        group = getattr(unit[0], "recompute", None)
+        if joined and group is not None and group == getattr(joined[-1][-1], "recompute", None):
+            joined[-1] = joined[-1] + unit
+        else:
+            joined.append(unit)
+    return joined
+
+
 def _signature(unit: list[nn.Module]) -> tuple:
     """Equal for units whose phases do the same on tensors of the same sizes."""
-    return tuple((type(phase).__name__, getattr(phase, "recompute", False)) for phase in unit)
+    groups = [getattr(phase, "recompute", None) for phase in unit]
+    return tuple((type(phase), None if group is None else groups.index(group)) for phase, group in zip(unit, groups))
 
 
 def _set_load(model: Gpt, imbalance: float) -> None:

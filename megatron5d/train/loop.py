@@ -11,6 +11,7 @@ from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import train_loader, valid_loader
+from megatron5d.train.memory import Snapshots, snapshots
 from megatron5d.train.report import Reporter
 from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.state import run_record, run_tensors
@@ -29,7 +30,14 @@ def train(config: Config, process: Process) -> int:
     Raises:
         InterruptedError: stopped on a signal without a place for a checkpoint.
     """
+    with snapshots(config, process) as taken:
+        return _train(config, process, taken)
+
+
+def _train(config: Config, process: Process, taken: Snapshots) -> int:
     run = build_run(config, process)
+    if taken.note:
+        run.notes.append(taken.note)
     saver = None
     if config.checkpoint.dir:
         c = config.checkpoint
@@ -38,7 +46,7 @@ def train(config: Config, process: Process) -> int:
         reporter = Reporter(run)
         _introduce(run, reporter)
         try:
-            stopped = _steps(run, reporter, saver, stop)
+            stopped = _steps(run, reporter, saver, stop, taken)
             if saver is not None:
                 saver.wait()
         finally:
@@ -61,9 +69,11 @@ def _introduce(run: Run, reporter: Reporter) -> None:
     )
     for note in run.notes:
         reporter.say(note)
+    if reporter.active and (memory := reporter.memory.predicted()) is not None:
+        reporter.say(memory)
 
 
-def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag) -> bool:
+def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, taken: Snapshots) -> bool:
     """Runs the remaining steps; True where a signal ended them early."""
     config, progress, train_config = run.config, run.progress, run.config.train
     last = train_config.stop_after or train_config.steps
@@ -84,6 +94,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag) ->
             progress.consumed_samples = loader.consumed_samples
             progress.tokens += result.num_targets
             stopped = result.stop
+            taken.after_step(progress.step)
             at_end = progress.step == last
             if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
                 _evaluate(run, reporter, "valid_loss")

@@ -8,6 +8,7 @@ from typing import Any
 from megatron5d.config.convert import to_dict
 from megatron5d.model.flops import flops_per_token
 from megatron5d.train.build import Run
+from megatron5d.train.memory import MEASURED_AFTER, MemoryReport
 from megatron5d.train.metrics import Bar, JsonLines, Wandb, memory_gb, peak_tflops
 from megatron5d.train.step import StepResult
 
@@ -24,6 +25,8 @@ class Reporter:
         self.run = run
         self.active = run.process.rank == 0
         self._peak = peak_tflops(config.log, run.process.device)
+        self.memory = MemoryReport(run)
+        self._steps_here = 0
         self._flops = flops_per_token(config.model, config.train.seq_len)
         self._pending: dict[str, Any] = {}
         self._jsonl = self._wandb = None
@@ -50,7 +53,12 @@ class Reporter:
         self._pending[name] = value
 
     def step(self, result: StepResult, lr: float, seconds: float) -> None:
-        """Records one step; written every `log.every` steps, at the first and at the last."""
+        """Records one step; written every `log.every` steps, at the first and at the last.
+
+        Comm: after some steps on GPUs, once, what each rank has allocated (MemoryReport).
+        """
+        self._steps_here += 1
+        measured = self.memory.measured() if self._steps_here == MEASURED_AFTER else None
         if not self.active:
             return
         record = self._record(result, lr, seconds)
@@ -62,6 +70,8 @@ class Reporter:
             for writer in (self._jsonl, self._wandb):
                 if writer is not None:
                     writer.write(record)
+        if measured is not None:
+            self.say(measured)
 
     def _record(self, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
         run, config = self.run, self.run.config
@@ -76,6 +86,7 @@ class Reporter:
             "tokens_per_s_per_gpu": rate,
             "mfu": rate * self._flops / (self._peak * 1e12) if self._peak else None,
             "memory_gb": memory_gb(run.process.device),
+            "memory_predicted_gb": self.memory.predicted_gb,
             "consumed_samples": run.progress.consumed_samples,
         }
         if config.train.z_loss:
