@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron5d.config.fault import Fault
 from megatron5d.config.law import Law
 from megatron5d.config.laws_attention import ATTENTION_LAWS
@@ -30,12 +32,13 @@ LAWS: tuple[Law, ...] = (
 )
 
 
-def broken_laws(config: Config, world: int) -> list[Fault]:
+def broken_laws(config: Config, world: int, without: Sequence[Law] = ()) -> list[Fault]:
     """What is wrong with a configuration, in the order of LAWS.
 
     Args:
         config: to be checked.
         world: number of ranks it shall run on.
+        without: laws that are not asked, such as those about files of a run that is only planned.
 
     Returns:
         One fault per broken law; a law that rests on an illegal value or on a broken law is not asked.
@@ -44,7 +47,7 @@ def broken_laws(config: Config, world: int) -> list[Fault]:
     illegal: set[str] = set()  # knobs whose value is wrong whatever the others are
     broken: set[str] = set()
     for law in LAWS:
-        if broken.intersection(law.needs) or (len(law.knobs) > 1 and illegal.intersection(law.knobs)):
+        if law in without or broken.intersection(law.needs) or (len(law.knobs) > 1 and illegal.intersection(law.knobs)):
             continue
         if law.broken(config, world):
             faults.append(law.fault(config, world))

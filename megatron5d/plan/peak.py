@@ -149,6 +149,6 @@ class _Walk:
                 activations[step.kind] += step.delta
         activations[BOUNDARY] -= len([here for here in self._shared if here in self._forward]) * self.message_bytes
         stash = sum(self._stashed.values())
-        rest = total - sum(activations.values()) - stash - self.messages
-        kept = {kind: count for kind, count in activations.items() if count}
+        kept = {kind: count for kind, count in activations.items() if count > 0}
+        rest = total - sum(kept.values()) - stash - self.messages
         self.peak = Peak(kept, stash, self.messages, rest, action, len(self._forward))

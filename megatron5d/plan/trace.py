@@ -21,7 +21,7 @@ from megatron5d.pipeline_parallel.stage import Stage, segments_of
 from megatron5d.plan.watch import MemoryWatch
 
 OUTPUT = 2  # entries of what the last stage returns
-BOUNDARY = "boundary"  # kind of what enters and leaves a stage
+BOUNDARY = "input"  # kind of what enters a stage, and leaves it
 
 
 @dataclass(frozen=True)

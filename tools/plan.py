@@ -1,0 +1,95 @@
+"""Plan a run before there is a machine for it: what every rank will need, on one CPU and without allocating it.
+
+    python tools/plan.py memory --world 64 experiment=llama3_8b
+    python tools/plan.py memory --world 4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 train.gbs=2048
+    python tools/plan.py memory --world 64 --json model=llama3_8b train.seq_len=1048576 parallel.cp=64 train.gbs=1
+
+What follows the options are overrides as pretrain.py takes them; files of the run (its data) need not be there.
+Exit code 2: a refused configuration or bad input; 1: it would not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from megatron5d.config.fault import ConfigError
+from megatron5d.config.laws import broken_laws
+from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.load import load_config
+from megatron5d.config.schema import Config
+from megatron5d.model.hf import model_config_from_hf
+from megatron5d.plan.memory import gigabytes, table
+from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.memory import shortage
+from megatron5d.train.schedule import pipeline_faults
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one subcommand and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    memory = commands.add_parser("memory", help="bytes of every pipeline rank, by kind, and whether a device has them")
+    memory.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    memory.add_argument("--device", default="sm_90", help="GPU architecture such as sm_80, sm_90, sm_100; or cpu")
+    memory.add_argument(
+        "--device-gb", type=float, metavar="X", help="memory of one device in 10⁹ bytes, to hold against"
+    )
+    memory.add_argument("--imbalance", type=float, metavar="X", help="default: moe.planned_imbalance")
+    memory.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    memory.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    memory.set_defaults(run=_memory)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"plan.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _lawful(overrides: list[str], world: int) -> Config:
+    """The configuration of a run that need not have its files yet.
+
+    Raises:
+        ConfigError: it could not run.
+    """
+    config = load_config(overrides, model_from_hf=model_config_from_hf)
+    faults = broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world)
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def _memory(options: argparse.Namespace) -> int:
+    config = _lawful(options.overrides, options.world)
+    imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
+    target = Target(None if options.device == "cpu" else options.device, imbalance)
+    since = time.perf_counter()
+    ranks = Forecaster(config, options.world, target).ranks()
+    lack = None if options.device_gb is None else shortage(ranks, round(options.device_gb * 1e9))
+    if options.json:
+        record = {
+            "world": options.world, "device": options.device, "imbalance": imbalance, "shortage": lack,
+            "ranks": {rank: memory.record() for rank, memory in ranks.items()},
+        }  # fmt: skip
+        print(json.dumps(record, indent=2))
+    else:
+        print(table(ranks))
+        worst = max(ranks, key=lambda rank: ranks[rank].needed)
+        action = ranks[worst].peak.action
+        print(
+            f"* pipeline rank {worst} needs most: {gigabytes(ranks[worst].needed)}"
+            + (f", in action {action}" if action is not None else "")
+            + f". Counted in {time.perf_counter() - since:.1f} s on the meta device for {options.device}."
+        )
+        if options.device_gb is not None:
+            print(f"WARNING: {lack}" if lack else f"It fits {options.device_gb:g} GB.")
+    return 1 if lack else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
