@@ -107,7 +107,7 @@ def gigabytes(num_bytes: int) -> str:
 
 
 def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
-    """A table with a line for each kind and a column for each pipeline rank, the worst one and the largest marked.
+    """A table with a line for each kind and a column for each pipeline rank; the one that needs most is marked.
 
     Args:
         ranks: pipeline rank -> its memory.
@@ -119,11 +119,12 @@ def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
         shown = sorted({*shown[: limit // 2], *shown[-(limit // 2) + 1 :], worst})
     columns = {rank: ranks[rank].kinds() for rank in shown}
     kinds = list(dict.fromkeys(kind for column in columns.values() for kind in column))
-    rows = [["GiB", *(f"pp {rank}{' *' if rank == worst else ''}" for rank in shown)]]
+    unit, size = ("GiB", GIB) if ranks[worst].needed >= GIB else ("MiB", 2**20)
+    rows = [[unit, *(f"pp {rank}{' *' if rank == worst else ''}" for rank in shown)]]
     for kind in kinds:
-        rows.append([kind, *(f"{columns[rank].get(kind, 0) / GIB:.3f}" for rank in shown)])
+        rows.append([kind, *(f"{columns[rank].get(kind, 0) / size:.3f}" for rank in shown)])
     for name in ("allocated", "needed"):
-        rows.append([f"= {name}", *(f"{getattr(ranks[rank], name) / GIB:.3f}" for rank in shown)])
+        rows.append([f"= {name}", *(f"{getattr(ranks[rank], name) / size:.3f}" for rank in shown)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])

@@ -1,0 +1,131 @@
+"""Memory by kind: a Program's peaks against an independent count, the long context, a device that is too small."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from parity_configs import config_of
+
+from kernels import dispatch, swiglu
+from kernels.planning import planned
+from megatron5d.config.load import load_config
+from megatron5d.config.schema import LogConfig
+from megatron5d.pipeline_parallel.costs import Costs
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
+from megatron5d.pipeline_parallel.simulate import peak_memory
+from megatron5d.plan.memory import RankMemory, table
+from megatron5d.plan.peak import Peak, find_peak
+from megatron5d.plan.trace import StageTrace, Step
+from megatron5d.plan.watch import MemoryWatch
+from megatron5d.topology.process import Process
+from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.memory import Snapshots, memory_faults, shortage
+
+H100 = Target("sm_90")
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_activations_in_flight_are_those_of_the_simulation(name):
+    """Stages that keep one byte each from F until W: the peak is the simulator's, which knows nothing of traces."""
+    program = build_program(name, 4, 12)
+    split = {"F": (Step("x", 1, 1),), "I": (Step("x", 0, 0),), "W": (Step("x", 0, -1),), "B": (Step("x", 0, -1),)}
+    trace = StageTrace(split, output_kept=True)
+    activations, _ = peak_memory(program, Costs().of(program.placement))
+    for rank in range(4):
+        peak = find_peak(program, rank, dict.fromkeys(range(program.num_stages), trace), message_bytes=0)
+        assert peak.total == round(activations[rank] * program.chunks)
+
+
+def test_a_peak_is_made_of_what_is_there_and_of_what_runs():
+    """Two micro-batches of 1F1B on one rank: 10 kept after F, 3 needed for a moment in it, 7 in B."""
+    trace = StageTrace({"F": (Step("attention", 13, 10),), "B": (Step("attention", 7, -10, True),)}, output_kept=True)
+    peak = find_peak(build_program("gpipe", 1, 2), 0, {0: trace}, message_bytes=4)
+    assert peak == Peak({"attention": 20}, workspace=7, action=(peak.action), in_flight=2)
+    assert str(peak.action)[:2] == "0B" and peak.total == 27
+
+
+def test_kinds_add_up_to_what_is_needed():
+    peak = Peak({"Attention": 50, "Mlp": 70}, stash=3, messages=4, workspace=5)
+    memory = RankMemory(10, 20, 60, 1, 2, peak, end_of_step=9, setup=95, library=8, outside=100)
+    assert memory.allocated == 10 + 20 + 60 + 1 + 2 + 132 + 8
+    assert sum(memory.kinds().values()) == memory.needed == memory.allocated + 12 + 100
+    late = dataclasses.replace(memory, end_of_step=1000)
+    assert sum(late.kinds().values()) == late.needed and late.kinds()["end of step"] == 1000
+    early = dataclasses.replace(memory, setup=5000)
+    assert sum(early.kinds().values()) == early.needed and early.allocated == 5000
+    assert [line.split()[0] for line in table({0: memory, 1: late}).splitlines()][:3] == ["MiB", "weights", "gradients"]
+
+
+def llama(*overrides: str):
+    return load_config(["model=llama3_8b", "precision.dtype=bf16", "train.gbs=1", *overrides])
+
+
+def test_activations_fall_as_one_over_cp():
+    """Two layers at 128k tokens in full, and the whole 8B model at a million tokens on 64 ranks, in seconds."""
+    kept = {}
+    for cp in (1, 4, 16):
+        forecaster = Forecaster(llama("model.num_layers=2", "train.seq_len=131072", f"parallel.cp={cp}"), cp, H100)
+        peak = forecaster.rank(0).peak
+        kept[cp] = sum(peak.activations.values()), forecaster.activations(0)
+    for cp in (4, 16):
+        assert kept[cp][0] * cp == pytest.approx(kept[1][0], rel=0.01)
+        for kind, count in kept[cp][1].items():
+            assert count * cp == pytest.approx(kept[1][1][kind], rel=0.01), kind
+    million = llama("train.seq_len=1048576", "parallel.cp=64", "parallel.zero=1", "model.num_layers=8")
+    rank = Forecaster(million, 64, H100).rank(0)
+    assert rank.peak.activations["Attention"] > 0 and rank.needed < 80e9
+
+
+def test_the_busiest_rank_of_unevenly_chosen_experts():
+    config = load_config(["model=tiny_moe", "train.gbs=8", "parallel.ep=4", "precision.dtype=bf16"])
+    kept = {}
+    for load in (1.0, 2.0, 100.0):
+        forecaster = Forecaster(config, 4, Target("sm_90", load))
+        forecaster.rank(0)
+        kept[load] = forecaster.activations(0)["MoeExperts"]
+    assert kept[1.0] < kept[2.0] < kept[100.0] < 5 * kept[1.0], "at most every choice of all four ranks"
+
+
+def refusing(have_gb: float, check: str = "refuse"):
+    config = config_of(gbs=2)
+    return dataclasses.replace(config, log=LogConfig(memory_check=check, device_memory_gb=have_gb))
+
+
+def test_what_cannot_fit_is_refused_where_that_is_asked_for():
+    assert memory_faults(refusing(80.0), 1) == []
+    assert memory_faults(refusing(0.1, "warn"), 1) == []
+    (fault,) = memory_faults(refusing(0.1), 1)
+    assert fault.id == "memory" and "pipeline rank 0 needs" in fault.reason and "recompute.mode=full" in fault.fix
+
+
+def test_a_shortage_names_the_worst_rank_and_its_largest_kinds():
+    ranks = {0: RankMemory(10, 20, 60), 1: RankMemory(3 * 2**30, 20, 60)}
+    assert shortage(ranks, 4 * 2**30) is None
+    assert "pipeline rank 1 needs 3.15 GiB" in shortage(ranks, 3 * 2**30) and "weights 3.00 GiB" in shortage(ranks, 1)
+
+
+def test_the_meta_device_goes_the_way_of_a_gpu_only_while_one_is_planned_for():
+    def kept_bytes() -> int:
+        x = torch.empty(4, 6, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        with MemoryWatch() as watch:
+            y = swiglu(x)
+        assert y.shape == (4, 3)
+        return watch.live_bytes
+
+    plain = kept_bytes()
+    with planned("sm_90"):
+        assert kept_bytes() == 4 * 3 * 2, "the kernel keeps its input alone and makes its output"
+    assert plain == kept_bytes() > 4 * 3 * 2 and dispatch.PLANNED.get() is None
+
+
+def test_the_watch_rounds_as_an_allocator_does():
+    with MemoryWatch(512) as watch:
+        one, two = torch.empty(1), torch.empty(513, dtype=torch.uint8)
+        assert (watch.live_bytes, Counter(map(type, (one, two)))[torch.Tensor]) == (512 + 1024, 2)
+
+
+def test_snapshots_say_that_a_cpu_has_none(tmp_path):
+    config = dataclasses.replace(config_of(), log=LogConfig(memory_snapshot=str(tmp_path / "s")))
+    taken = Snapshots(config, Process(0, 1, 0, torch.device("cpu")))
+    assert "GPUs" in taken.note and taken.dump("oom") is None and not (tmp_path / "s").exists()
