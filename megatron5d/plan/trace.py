@@ -20,7 +20,6 @@ from megatron5d.pipeline_parallel.passage import PhaseHooks
 from megatron5d.pipeline_parallel.stage import Stage, segments_of
 from megatron5d.plan.watch import MemoryWatch
 
-OUTPUT = 2  # entries of what the last stage returns
 BOUNDARY = "input"  # kind of what enters a stage, and leaves it
 
 
@@ -68,16 +67,17 @@ class Tracer:
         shape: of what travels between stages, `[s/cp/tp, b, h]`.
         dtype: of it.
         batch: one micro-batch on the meta device.
+        num_sums: entries of what the last stage returns.
         hooks: of data parallelism; None = none.
         split: the passes I and W are asked for, too.
         block: see MemoryWatch.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, *, hooks: PhaseHooks | None = None,
+        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, hooks: PhaseHooks | None = None,
         split: bool = True, block: int = 1,
     ) -> None:  # fmt: skip
-        self.shape, self.dtype, self.batch = shape, dtype, batch
+        self.shape, self.dtype, self.batch, self.num_sums = shape, dtype, batch, num_sums
         self.hooks, self.split, self.block = hooks, split, block
 
     def trace(
@@ -107,7 +107,7 @@ class Tracer:
         """What arrives, and the step that counts it."""
         before = watch.forget_peak()
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        x = torch.empty((OUTPUT,), dtype=wide, device="meta") if last else self._message()
+        x = torch.empty(self.num_sums, dtype=wide, device="meta") if last else self._message()
         return x, Step(BOUNDARY, watch.live_bytes - before, watch.live_bytes - before)
 
     def _message(self) -> Tensor:

@@ -19,6 +19,7 @@ from megatron5d.config.schema import Config
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.context import SequenceSharding
+from megatron5d.model.ends import loss_terms
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.clip import global_square_sum
@@ -150,7 +151,8 @@ class Forecaster:
         if key not in self._known:
             form = boundary_form(self.config, "meta")
             split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
-            tracer = Tracer(form.shape, form.dtype, batch, split=split, block=self.target.block)
+            num_sums = len(loss_terms(self.config))
+            tracer = Tracer(form.shape, form.dtype, batch, num_sums, split=split, block=self.target.block)
             self._known[key] = tracer.trace(units, signatures, first=part.embedding, last=part.head)
         return self._known[key]
 
@@ -170,12 +172,15 @@ def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
 def _signature(unit: list[nn.Module]) -> tuple:
     """Equal for units whose phases do the same on tensors of the same sizes."""
     groups = [getattr(phase, "recompute", None) for phase in unit]
-    return tuple((type(phase), None if group is None else groups.index(group)) for phase, group in zip(unit, groups))
+    made_of = [tuple(type(module) for module in phase.modules()) for phase in unit]
+    return tuple(
+        (kinds, None if group is None else groups.index(group)) for kinds, group in zip(made_of, groups, strict=True)
+    )
 
 
 def _set_load(model: Gpt, imbalance: float) -> None:
-    for phase in model.phases:
-        dispatcher = getattr(phase, "dispatcher", None)
+    for module in model.modules():
+        dispatcher = getattr(module, "dispatcher", None)
         if dispatcher is not None:
             getattr(dispatcher, "inner", dispatcher).planned_load = imbalance
 

@@ -129,6 +129,7 @@ LAYOUTS = {
     "ulysses": (2, {"cp": 2, "cp_method": "ulysses", "recompute": "full"}),
     "moe": (2, {"ep": 2, "fields": MOE}),
     "moe-tp-zero1": (4, {"ep": 4, "tp": 2, "etp": 1, "sp": True, "zero": 1, "fields": MOE, "recompute": "full"}),
+    "mtp": (1, {"fields": {"num_mtp_layers": 2}, "recompute": "full"}),
     "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
     "interleaved": (2, {"pp": 2, "vpp": 2, "gbs": 4, "schedule": "interleaved"}),
     "zb_h1": (2, {"pp": 2, "gbs": 4, "schedule": "zb_h1"}),
