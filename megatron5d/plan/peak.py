@@ -151,4 +151,7 @@ class _Walk:
         stash = sum(self._stashed.values())
         kept = {kind: count for kind, count in activations.items() if count > 0}
         rest = total - sum(kept.values()) - stash - self.messages
+        if rest < 0:  # the running phase has let go of some of its activations already
+            kept[max(kept, key=kept.__getitem__)] += rest
+            rest = 0
         self.peak = Peak(kept, stash, self.messages, rest, action, len(self._forward))
