@@ -32,6 +32,7 @@ from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.train.build import grad_dtype, sizes_of
 from megatron5d.train.schedule import PipelinePlan, boundary_form, micro_batch_counts, plan_pipeline
+from megatron5d.train.search import known_programs
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class Forecaster:
         config: a lawful configuration.
         world: number of ranks.
         target: what is planned for.
-        plan: of the pipeline; None = made here.
+        plan: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
     """
 
     def __init__(self, config: Config, world: int, target: Target, plan: PipelinePlan | None = None) -> None:
         self.config, self.world, self.target = config, world, target
-        self.plan = plan or plan_pipeline(config, world)
+        self.plan = plan or _plan(config, world)
         self.sizes = sizes_of(config, world)
         self.num_microbatches = micro_batch_counts(config, world)[-1]
         self._program = self.plan.program_of(self.num_microbatches)
@@ -155,6 +156,13 @@ class Forecaster:
             tracer = Tracer(form.shape, form.dtype, batch, num_sums, split=split, block=self.target.block)
             self._known[key] = tracer.trace(units, signatures, first=part.embedding, last=part.head)
         return self._known[key]
+
+
+def _plan(config: Config, world: int) -> PipelinePlan:
+    known = None
+    if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
+        known = known_programs(config, micro_batch_counts(config, world))
+    return plan_pipeline(config, world, known)
 
 
 def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:

@@ -15,8 +15,7 @@ from megatron5d.plan.memory import RankMemory, gigabytes, table
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
 from megatron5d.train.forecast import Forecaster, Target
-from megatron5d.train.schedule import PipelinePlan, micro_batch_counts, plan_pipeline
-from megatron5d.train.search import known_programs
+from megatron5d.train.schedule import PipelinePlan
 
 MEASURED_AFTER = 3  # steps: by then every buffer has been used
 _HISTORY = 100_000  # allocations that a snapshot remembers
@@ -49,10 +48,7 @@ def memory_faults(config: Config, world: int) -> list[Fault]:
     have = device_bytes(config)
     if config.log.memory_check != "refuse" or have is None:
         return []
-    known = None
-    if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
-        known = known_programs(config, micro_batch_counts(config, world))
-    ranks = predict(config, world, plan_pipeline(config, world, known))
+    ranks = predict(config, world)
     lack = shortage(ranks, have)
     return [] if lack is None else [Fault("memory", ("log.memory_check",), lack, _ways_out(config))]
 
