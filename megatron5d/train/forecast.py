@@ -24,10 +24,12 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.clip import global_square_sum
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, outside_bytes
 from megatron5d.plan.peak import find_peak
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer
 from megatron5d.plan.watch import MemoryWatch
+from megatron5d.precision.kept import KEEP_ALL
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.train.build import grad_dtype, sizes_of
@@ -104,7 +106,7 @@ class Forecaster:
             sync = GradSync(model.units, mesh, config.parallel.zero, grad_dtype(config))
             optimizer = AdamW(sync.buckets, config.optim)
             resident, setup = watch.live_bytes, watch.peak_bytes
-            end_of_step = _end_of_step(sync, optimizer, watch)
+            end_of_step = _end_of_step(model, sync, optimizer, watch)
         _set_load(model, self.target.imbalance)
         batch = self._batch(mesh, model)
         self._traces |= {stage: self._trace(model, stage, batch) for stage in model.parts}
@@ -180,9 +182,14 @@ def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
 def _signature(unit: list[nn.Module]) -> tuple:
     """Equal for units whose phases do the same on tensors of the same sizes."""
     groups = [getattr(phase, "recompute", None) for phase in unit]
-    made_of = [tuple(type(module) for module in phase.modules()) for phase in unit]
     return tuple(
-        (kinds, None if group is None else groups.index(group)) for kinds, group in zip(made_of, groups, strict=True)
+        (
+            tuple(type(module) for module in phase.modules()),
+            tuple(type(getattr(parameter, "gemms", None)) for parameter in phase.parameters()),
+            getattr(getattr(phase, "keeping", None), "__self__", KEEP_ALL).names,
+            None if group is None else groups.index(group),
+        )
+        for phase, group in zip(unit, groups)
     )
 
 
@@ -193,13 +200,15 @@ def _set_load(model: Gpt, imbalance: float) -> None:
             getattr(dispatcher, "inner", dispatcher).planned_load = imbalance
 
 
-def _end_of_step(sync: GradSync, optimizer: AdamW, watch: MemoryWatch) -> int:
+def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatch) -> int:
     """The most, above what stays, while gradients are reduced, the weights updated and gathered."""
+    for stage in model.parts:
+        Stage(model.phases_of(stage), sync)  # tells data parallelism the order of its phases
     before = watch.forget_peak()
-    pending = [bucket.start_reduce() for bucket in sync.buckets]
-    for each in pending:
-        each.wait()
-    del pending
+    sync.start_step(dict.fromkeys(model.phases, 1))
+    for phase in reversed(model.phases):
+        sync.after_weight_grads(phase)
+    sync.finish_reduce()
     global_square_sum(sync.buckets)
     rise = watch.peak_bytes - before
     wide = sum(

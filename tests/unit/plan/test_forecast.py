@@ -30,7 +30,8 @@ MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidd
 def large(model="llama_gqa", *, schedule=None, recompute="none", dtype="fp32", grads="fp32", seq_len=128, **options):
     """Tensors that dwarf the scalars beside them; `fields` are of the model."""
     fields = options.pop("fields", {})
-    config = config_of(model, recompute=RecomputeConfig(recompute), **{"gbs": 2, **options})
+    again = recompute if isinstance(recompute, RecomputeConfig) else RecomputeConfig(recompute)
+    config = config_of(model, recompute=again, **{"gbs": 2, **options})
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, vocab_size=160, num_layers=4, **fields),
@@ -123,6 +124,8 @@ LAYOUTS = {
     "gpt2": (1, {"model": "gpt2_style", "seq_len": 24}),
     "tp": (2, {"tp": 2}),
     "tp-sp-zero1": (4, {"tp": 2, "sp": True, "zero": 1, "gbs": 4, "dtype": "bf16"}),
+    "selective": (1, {"recompute": RecomputeConfig("selective", num_layers=3), "dtype": "bf16"}),
+    "selective-tp": (2, {"tp": 2, "sp": True, "recompute": RecomputeConfig("selective", ["qkv", "attention", "mlp"])}),
     "mla-sp": (2, {"model": "mla", "tp": 2, "sp": True}),
     "ring": (2, {"cp": 2}),
     "allgather": (2, {"cp": 2, "cp_method": "allgather"}),
