@@ -189,7 +189,7 @@ def _run(program: Program, duration: np.ndarray, comm: float) -> Timeline:
 
     Every rank runs on until an input is missing, and is woken by the action that makes it.
     """
-    inputs, latencies, outputs, num_values = _wiring(program, comm)
+    inputs, latencies, outputs, num_values = wiring(program, comm)
     bounds = program.table.slot_start.tolist()
     edges = program.table.rank_start.tolist()
     cursor, free = edges[:-1], [0.0] * program.num_ranks
@@ -227,7 +227,7 @@ def _run(program: Program, duration: np.ndarray, comm: float) -> Timeline:
     return start, end, waited, dict(sorted(stuck.items()))
 
 
-def _wiring(program: Program, comm: float) -> tuple[list[int], list[float], list[int], int]:
+def wiring(program: Program, comm: float) -> tuple[list[int], list[float], list[int], int]:
     """Return what every action waits for and makes, as numbers of values.
 
     A value is the output of a forward, of an input gradient or of a weight gradient of one (stage, micro-batch); the

@@ -65,7 +65,7 @@ class Arm:
 
 
 def evolve(
-    levels: Sequence[Sequence[Problem]], starts: Sequence[Sequence[np.ndarray]], seed: int, clock: Clock
+    levels: Sequence[Sequence[Problem]], starts: Sequence[Sequence[np.ndarray]], seed: int, clock: Clock, until: float
 ) -> Program | None:
     """Return the best Program of the last level, called `auto`; None where every policy gets stuck.
 
@@ -73,12 +73,13 @@ def evolve(
         levels: The same placements in every level, from the smallest size to the one that is asked for.
         starts: For every placement, the policies to begin with.
         seed: Of all chance.
-        clock: What may be spent on all levels together; most of it goes to the first.
+        clock: What may be spent.
+        until: Share of it that all levels together may spend; most of that goes to the first.
     """
     arms: list[Arm] = []
     for level, problems in enumerate(levels):
         arms = [Arm(p, s, (seed, level, index), clock) for index, (p, s) in enumerate(zip(problems, starts))]
-        _take_turns(arms, clock, until=1 - 0.3 ** (level + 1) if level + 1 < len(levels) else 1.0)
+        _take_turns(arms, clock, until * (1 - 0.3 ** (level + 1) if level + 1 < len(levels) else 1.0))
         starts = [[numbers for _, numbers in arm.elites] for arm in arms]
     winner = min(arms, key=lambda arm: arm.best)
     return None if winner.best >= STUCK else winner.problem.program(winner.elites[0][1], "auto")

@@ -26,6 +26,7 @@ RANK = np.dtype(
         ("pending", "f8"),  # activations between I and W
         ("started", "i8"),  # I begun
         ("slots", "i8"),  # slots begun
+        ("last", "i8"),  # op begun last, W at first
         ("free", "f8"),  # when the last slot ends
         ("wake", "f8"),  # when the rank decides next
     ]
@@ -71,6 +72,8 @@ def list_schedule(lanes: Lanes, rules: Rules, schedule: np.ndarray) -> float:
         ranks[record.rank].left += record.count * record.size
         if record.beside[1] < 0:
             arrival[F, lane, :] = 0.0
+    for rank in range(num_ranks):
+        ranks[rank].last = W
     state = State(ranks, np.zeros((3, num_lanes), dtype=np.int64), arrival)
     remaining -= _run_events(lanes, rules, state, schedule)
     if remaining > 0:
@@ -138,6 +141,7 @@ def _best_input(lanes, rules, state, rank, now, what):
     phase, op = what
     rule = rules.inputs[op]
     idle, room = rules.phases[phase].idle, -state.ranks[rank].held
+    rhythm = rules.phases[phase].rhythm[state.ranks[rank].last, op]
     best, best_ready, best_lane = -NEVER, NEVER, -1
     for chunk in range(lanes.held_by.shape[1]):
         lane = lanes.held_by[rank, chunk]
@@ -148,7 +152,7 @@ def _best_input(lanes, rules, state, rank, now, what):
         arrival = state.arrival[op, lane, index]
         if arrival == NEVER:
             continue
-        score = rules.score[rank, phase, op, chunk]
+        score = rules.score[rank, phase, op, chunk] + rhythm
         if op == F:
             if record.size > room + rules.limit[rank, chunk]:
                 continue
@@ -171,6 +175,7 @@ def _best_weight(lanes, rules, state, rank, phase):
     """Return the best score of a W, and its lane."""
     best, best_lane = -NEVER, -1
     pressure = rules.phases[phase].pressure * state.ranks[rank].pending
+    pressure += rules.phases[phase].rhythm[state.ranks[rank].last, W]
     for chunk in range(lanes.held_by.shape[1]):
         lane = lanes.held_by[rank, chunk]
         if state.done[W, lane] < state.done[I, lane]:
@@ -218,6 +223,7 @@ def _run(lanes, state, schedule, rank, now, action):
     """Note one action of a slot, and send its output on its way."""
     end, place, op, lane = action
     record, here = lanes.table[lane], state.ranks[rank]
+    here.last = op
     index = state.done[op, lane]
     state.done[op, lane] = index + 1
     if len(schedule) > 0:

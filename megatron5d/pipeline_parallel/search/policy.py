@@ -13,13 +13,14 @@ PHASES = ("warm-up", "steady", "cool-down")
 class Policy(NamedTuple):
     """A rank takes the slot of highest score; C is the number of lanes a rank holds. Times are in `Lanes.unit`.
 
-    The score of an action is its priority, shifted by where its rank lies, by how long its input has been waiting, by
-    what is in flight or pending, and lowered by the time the rank would idle for it. A pair scores as the better of
-    the two, plus a bonus.
+    The score of an action is its priority, shifted by where its rank lies, by what the rank ran last, by how long its
+    input has been waiting, by what is in flight or pending, and lowered by the time the rank would idle for it. A pair
+    scores as the better of the two, plus a bonus.
     """
 
     priority: np.ndarray  # [3 phases, 3 ops, C]
     slope: np.ndarray  # [3 phases, 3 ops, C] times the rank's position
+    rhythm: np.ndarray  # [3 phases, 3 ops, 3 ops] of an op after another: F I W F I W wastes no latency where it fits
     age: np.ndarray  # [2] of F and I, per unit of time since the input arrived
     crowding: np.ndarray  # [C] of F, per micro-batch of one rank's layers between F and W on its lane, over p
     pressure: np.ndarray  # [3 phases] of W, per micro-batch of one rank's layers between I and W, over p
@@ -32,7 +33,7 @@ class Policy(NamedTuple):
 
 
 INPUT = np.dtype([("age", "f8"), ("sticky", "f8"), ("group", "i8")])
-PHASE = np.dtype([("idle", "f8"), ("pressure", "f8"), ("bonus", "f8", 3)])
+PHASE = np.dtype([("idle", "f8"), ("pressure", "f8"), ("bonus", "f8", 3), ("rhythm", "f8", (3, 3))])
 
 
 class Rules(NamedTuple):
@@ -54,7 +55,7 @@ def rules_of(policy: Policy, lanes: Lanes) -> Rules:
     inputs["age"], inputs["sticky"] = policy.age / lanes.unit, policy.sticky
     inputs["group"] = np.maximum(np.rint(policy.group * num_ranks), 1)
     phases["idle"], phases["pressure"] = policy.idle / lanes.unit, policy.pressure / num_ranks
-    phases["bonus"] = policy.bonus
+    phases["bonus"], phases["rhythm"] = policy.bonus, policy.rhythm
     return Rules(
         score=policy.priority + policy.slope * along[:, None, None],
         limit=lanes.cap[:, None] * (1 - np.clip(policy.reserve[0] + policy.reserve[1] * along, 0, 1)) + 1e-9,
@@ -70,6 +71,7 @@ def shapes(num_lanes: int) -> dict[str, tuple[int, ...]]:
     return {
         "priority": (3, 3, num_lanes),
         "slope": (3, 3, num_lanes),
+        "rhythm": (3, 3, 3),
         "age": (2,),
         "crowding": (num_lanes,),
         "pressure": (3,),
@@ -105,6 +107,7 @@ def plain_policy(num_lanes: int) -> Policy:
     return Policy(
         priority=np.stack([by_op, by_op, by_op]),
         slope=np.zeros((3, 3, num_lanes)),
+        rhythm=np.zeros((3, 3, 3)),
         age=np.zeros(2),
         crowding=np.zeros(num_lanes),
         pressure=np.array([1.0, 1.0, 0.0]),

@@ -1,13 +1,14 @@
-"""Search for a Program: evolution over the policies of a list scheduler, on several placements, from known policies."""
+"""Search for a Program: evolution over the policies of a list scheduler, then local search on what it found."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache as keep
 from pathlib import Path
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.costs import StageCosts
-from megatron5d.pipeline_parallel.program import Program
+from megatron5d.pipeline_parallel.costs import Costs, StageCosts
+from megatron5d.pipeline_parallel.program import Program, loop_placement
 from megatron5d.pipeline_parallel.search.arms import evolve
 from megatron5d.pipeline_parallel.search.cache import file_for, load, store
 from megatron5d.pipeline_parallel.search.clock import Clock
@@ -16,7 +17,9 @@ from megatron5d.pipeline_parallel.search.lanes import PAIRS
 from megatron5d.pipeline_parallel.search.model import CostModel, costs_on, is_even
 from megatron5d.pipeline_parallel.search.named import best_named
 from megatron5d.pipeline_parallel.search.placements import called, candidates, placement_called
+from megatron5d.pipeline_parallel.search.policy import flat, plain_policy
 from megatron5d.pipeline_parallel.search.problem import Problem
+from megatron5d.pipeline_parallel.search.refine import refine
 from megatron5d.pipeline_parallel.search.result import SearchResult
 from megatron5d.pipeline_parallel.search.shipped import starting_points
 from megatron5d.pipeline_parallel.simulate import lower_bound, simulate
@@ -24,6 +27,8 @@ from megatron5d.pipeline_parallel.verify import verify
 
 SMALL_RANKS = 16
 """Policies for more ranks than this are first searched for at this many, where all stages are alike."""
+EVOLUTION = 0.25
+"""Share of what may be spent that evolution gets; the rest is for the local search, which gains where it ends."""
 
 
 def search_program(
@@ -65,14 +70,27 @@ def search_program(
     file = file_for(cache, problems, [seconds, evaluations, seed]) if cache else None
     if file and file.exists():
         return _checked(load(file), problems)
+    _compile()
     clock = Clock(seconds, evaluations)
     floor = best_named(pp, num_microbatches, costs, problems[0].memory, [problem.name for problem in problems])
     starts = [starting_points(problem.num_lanes) for problem in problems]
-    found = evolve(_levels(problems, costs, num_microbatches), starts, seed, clock)
-    result = _best([program for program in (floor, found) if program], floor, costs, problems[0].memory, clock)
+    found = evolve(_levels(problems, costs, num_microbatches), starts, seed, clock, EVOLUTION)
+    contenders = [program for program in (floor, found) if program]
+    contenders += [_refined(program, problems, costs, clock) for program in _fastest(contenders, costs)]
+    result = _best(contenders, floor, costs, problems[0].memory, clock)
     if file:
         store(file, result)
     return result
+
+
+@keep
+def _compile() -> None:
+    """Have everything compiled before the clock starts; it takes seconds where numba has not kept it on disk yet."""
+    placement = loop_placement(2)
+    problem = Problem("loop:1", placement, 2, Costs().of(placement), np.full(2, 2.0))
+    program = problem.program(flat(plain_policy(1)), "auto") if IS_COMPILED else None
+    if program is not None:
+        refine(program, problem.costs, problem.memory, PAIRS, Clock(None, 1), 1.0)
 
 
 def _checked(result: SearchResult, problems: Sequence[Problem]) -> SearchResult:
@@ -128,6 +146,23 @@ def _resized(problem: Problem, costs: CostModel | StageCosts, pp: int, num_micro
     return Problem(problem.name, placement, num_microbatches, stage_costs, memory, problem.pairs)
 
 
+def _fastest(contenders: list[Program], costs: CostModel | StageCosts) -> list[Program]:
+    """Return the fastest Program in a list, or none."""
+    times = [simulate(program, _stage_costs(costs, program)).makespan for program in contenders]
+    return contenders[times.index(min(times)) :][:1] if times else []
+
+
+def _refined(program: Program, problems: Sequence[Problem], costs: CostModel | StageCosts, clock: Clock) -> Program:
+    problem = problems[0]
+    return refine(program, _stage_costs(costs, program), problem.memory, problem.pairs, clock, 1.0)
+
+
+def _stage_costs(costs: CostModel | StageCosts, program: Program) -> StageCosts:
+    found = costs_on(costs, program.placement)
+    assert found is not None, f"{program.name} has stages that the costs do not know"
+    return found
+
+
 def _best(contenders: list[Program], floor: Program | None, costs, caps: np.ndarray, clock: Clock) -> SearchResult:
     """Return the figures of the fastest contender, after `verify` has accepted it; the named one where they tie."""
     if not contenders:
@@ -138,8 +173,7 @@ def _best(contenders: list[Program], floor: Program | None, costs, caps: np.ndar
         )
     results = []
     for program in contenders:
-        stage_costs = costs_on(costs, program.placement)
-        assert stage_costs is not None
+        stage_costs = _stage_costs(costs, program)
         results.append((simulate(program, stage_costs), stage_costs, program))
     result, stage_costs, program = min(results, key=lambda item: round(item[0].makespan, 9))
     verify(program, caps.tolist(), stage_costs)

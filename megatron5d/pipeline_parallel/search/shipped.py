@@ -53,11 +53,11 @@ def starting_points(num_lanes: int) -> list[np.ndarray]:
 
 
 def write_policies(policies: Iterable[Shipped], path: Path = FILE) -> None:
-    """Write the file, one line a field, three decimals a number."""
+    """Write the file, one line a field, six decimals a number: with three, schedules change."""
     entries = [
         {
             **{name: value for name, value in vars(shipped).items() if name != "policy"},
-            "policy": {name: np.round(field, 3).tolist() for name, field in shipped.policy._asdict().items()},
+            "policy": {name: np.round(field, 6).tolist() for name, field in shipped.policy._asdict().items()},
         }
         for shipped in policies
     ]

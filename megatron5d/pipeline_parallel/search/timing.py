@@ -1,0 +1,170 @@
+"""The longest path through a Program: when every action begins and ends under a given order of each rank's slots.
+
+Positions count the actions of all ranks, rank after rank. Two neighbours run as one slot where the first is `joined`.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron5d.pipeline_parallel.search.compiled import compiled_part
+
+STUCK = 1e9
+"""A makespan that says that slots wait for each other in a circle, or that a limit is exceeded."""
+
+
+class Graph(NamedTuple):
+    """What stays while slots move. A actions, V values (see `simulate.wiring`), R ranks."""
+
+    rank_start: np.ndarray  # [R + 1] positions of each rank
+    inputs: np.ndarray  # [A, 2] values that an action waits for
+    latencies: np.ndarray  # [A, 2] of the messages that bring them
+    outputs: np.ndarray  # [A] the value it makes
+    makers: np.ndarray  # [V] the action that makes a value
+    op: np.ndarray  # [A] index into OPS
+    microbatch: np.ndarray  # [A]
+    lane: np.ndarray  # [A] which line of equal actions it belongs to, whose order stays
+    compute: np.ndarray  # [A]
+    a2a: np.ndarray  # [A]
+    takes: np.ndarray  # [A] activations at its start
+    frees: np.ndarray  # [A] activations at its end
+    cap: np.ndarray  # [R]
+    allowed: np.ndarray  # [ops, ops] which actions may be joined
+    pairing: bool  # whether any may
+
+
+class Run(NamedTuple):
+    """Where the local search stands, and what a move needs."""
+
+    order: np.ndarray  # [A] the action at every position
+    place: np.ndarray  # [A] the position of every action
+    joined: np.ndarray  # [A] whether an action runs together with the one behind it
+    chance: np.ndarray  # [1] state of the only source of chance
+    mark: np.ndarray  # [A] where in the window an action was
+    window: np.ndarray  # [A] the actions of the window in their new order
+    kept: np.ndarray  # [A] and in the old one
+    kept_joined: np.ndarray  # [A]
+
+
+class Times(NamedTuple):
+    """When everything happens under one order."""
+
+    start: np.ndarray  # [A]
+    end: np.ndarray  # [A]
+    arrival: np.ndarray  # [A] when the last input of its slot is there
+    last: np.ndarray  # [A] the action that made it, or -1
+    free: np.ndarray  # [R] when a rank is done
+    left: np.ndarray  # [R] compute that a rank has still to do
+    cursor: np.ndarray  # [R] its next position
+    todo: np.ndarray  # [2R] ranks that may go on
+    ready: np.ndarray  # [V] when a value is there, or -1
+    waiting: np.ndarray  # [V] the rank that waits for it, or -1
+
+
+@compiled_part
+def evaluate(graph, run, before, times, since, limit):
+    """Note when everything happens; return the makespan, or STUCK where it never ends or must exceed the limit.
+
+    What begins earlier than `since` under the order `before` stays as it is, and is not noted again.
+    """
+    num_ranks = len(graph.cap)
+    done = _resume(graph, run, before, times, since)
+    count = num_ranks
+    while count > 0:
+        rank = times.todo[count - 1]
+        count -= 1
+        while times.cursor[rank] < graph.rank_start[rank + 1]:
+            awaited = _run_slot(graph, run, times, rank)
+            if awaited >= 0:
+                times.waiting[awaited] = rank
+                break
+            if times.free[rank] + times.left[rank] > limit:
+                return STUCK
+            action = run.order[times.cursor[rank] - 1]
+            size = 2 if times.cursor[rank] - 2 >= graph.rank_start[rank] and is_second(run, action) else 1
+            done += size
+            for k in range(size):
+                value = graph.outputs[run.order[times.cursor[rank] - 1 - k]]
+                if times.waiting[value] >= 0:
+                    times.todo[count] = times.waiting[value]
+                    count += 1
+                    times.waiting[value] = -1
+    makespan = 0.0
+    for rank in range(num_ranks):
+        makespan = max(makespan, times.free[rank])
+    return makespan if done == len(run.order) else STUCK
+
+
+@compiled_part
+def _resume(graph, run, before, times, since):
+    """Bring every rank to its first slot that does not begin before `since`; return the number of actions passed."""
+    for value in range(len(graph.makers)):
+        maker = graph.makers[value]
+        known = maker >= 0 and before.start[maker] < since
+        times.ready[value] = before.end[maker] if known else -1.0
+        times.waiting[value] = -1
+    times.ready[-1] = 0.0
+    passed = 0
+    for rank in range(len(graph.cap)):
+        first, stop = graph.rank_start[rank], graph.rank_start[rank + 1]
+        low, high = first, stop
+        while low < high:
+            middle = (low + high) // 2
+            if before.start[run.order[middle]] < since:
+                low = middle + 1
+            else:
+                high = middle
+        times.cursor[rank], times.todo[rank] = low, rank
+        times.free[rank] = before.end[run.order[low - 1]] if low > first else 0.0
+        times.left[rank] = 0.0
+        for position in range(low, stop):
+            times.left[rank] += graph.compute[run.order[position]]
+        passed += low - first
+    return passed
+
+
+@compiled_part
+def _run_slot(graph, run, times, rank):
+    """Run the next slot of a rank; return the value that it still waits for, or -1."""
+    position = times.cursor[rank]
+    one = run.order[position]
+    two = run.order[position + 1] if run.joined[one] else -1
+    arrival, last = 0.0, -1
+    for action in (one, two):
+        if action < 0:
+            continue
+        for k in range(2):
+            value = graph.inputs[action, k]
+            time = times.ready[value]
+            if time < 0:
+                return value
+            time += graph.latencies[action, k]
+            if time > arrival:
+                arrival, last = time, graph.makers[value]
+    start = max(times.free[rank], arrival)
+    end = start + duration(graph, one, two)
+    for action in (one, two):
+        if action >= 0:
+            times.start[action], times.end[action] = start, end
+            times.arrival[action], times.last[action] = arrival, last
+            times.ready[graph.outputs[action]] = end
+            times.left[rank] -= graph.compute[action]
+    times.free[rank] = end
+    times.cursor[rank] = position + (1 if two < 0 else 2)
+    return -1
+
+
+@compiled_part
+def duration(graph, one, two):
+    alone = graph.compute[one] + graph.a2a[one]
+    if two < 0:
+        return alone
+    alone = max(alone, graph.compute[two] + graph.a2a[two])
+    return max(max(graph.compute[one] + graph.compute[two], graph.a2a[one] + graph.a2a[two]), alone)
+
+
+@compiled_part
+def is_second(run, action):
+    """Whether an action runs together with the one before it."""
+    position = run.place[action]
+    return position > 0 and run.joined[run.order[position - 1]]

@@ -1,0 +1,132 @@
+"""The search: figures that it must reach, never behind the named schedules, and each result as simulate counts it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from megatron5d.model.partition import balanced
+from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
+from megatron5d.pipeline_parallel.program import OPS, Placement
+from megatron5d.pipeline_parallel.registry import build_program
+from megatron5d.pipeline_parallel.search import search
+from megatron5d.pipeline_parallel.search.clock import Clock
+from megatron5d.pipeline_parallel.search.lanes import PAIRS
+from megatron5d.pipeline_parallel.search.refine import refine
+from megatron5d.pipeline_parallel.search.search import search_program
+from megatron5d.pipeline_parallel.simulate import simulate
+from megatron5d.pipeline_parallel.verify import verify
+
+DENSE, EXPERTS, DEAR = "F=1,I=1.2,W=0.8,comm=0.1", "a2aF=0.5,a2aB=0.5", "a2aF=1,a2aB=1,comm=0.1"
+# costs, placement, copies, memory, moves tried, overhead at most; 16 ranks, 64 micro-batches
+FIGURES = [
+    (DENSE, "mirrored", 2, 17, 5_000, 10.9),
+    (DENSE, "loop:4", 1, 20, 20_000, 10.3),
+    (EXPERTS, "mirrored", 2, 17, 150_000, 26.5),
+    (EXPERTS, "loop:4", 1, 20, 100, 13.75),
+    (DEAR, "mirrored", 2, 17, 100, 49.3),
+    (DEAR, "loop:4", 1, 20, 100, 41.2),
+]
+
+
+def check(result, costs, cap) -> None:
+    """The result as `verify` and `simulate` see it, whatever the search counted."""
+    stage_costs = costs.of(result.program.placement)
+    peaks = verify(result.program, cap, stage_costs)
+    exact = simulate(result.program, stage_costs)
+    assert result.makespan == pytest.approx(exact.makespan) and result.overhead == pytest.approx(exact.overhead)
+    assert result.peak == pytest.approx(peaks.peak_activations)
+    assert result.lower_bound <= result.overhead + 1e-9
+    if result.named is not None:
+        assert result.makespan <= result.named[1] + 1e-9
+
+
+@pytest.mark.parametrize(("text", "placement", "copies", "cap", "evaluations", "figure"), FIGURES)
+def test_figures_at_sixteen_ranks(text, placement, copies, cap, evaluations, figure, monkeypatch):
+    """From the shipped policies by local search alone, which takes seconds; docs/pipeline.md has what ten more give."""
+    monkeypatch.setattr(search, "EVOLUTION", 0.0)
+    costs = parse_costs(text)
+    options = {"seconds": None, "evaluations": evaluations, "placements": [placement]}
+    result = search_program(16, 64, costs, memory=cap, copies=copies, **options)
+    assert result.overhead <= figure + 1e-6
+    assert result.program.copies <= copies
+    check(result, costs, cap)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A model whose first layers have no experts, whose embedding counts 0.3 stages and whose head 1.5, best split."""
+
+    num_layers: int
+    pp: int
+
+    def of(self, placement: Placement) -> StageCosts:
+        unit, last = self.num_layers / self.pp, placement.num_stages - 1
+        layout = balanced([1.0] * self.num_layers, placement.num_stages, 0.3 * unit, 1.5 * unit)
+        layers = np.array(layout) / unit
+        time = layers + np.array([0.3 * (s == 0) + 1.5 * (s == last) for s in range(last + 1)])
+        experts = np.where(np.arange(last + 1) > 0, layers, 0.0)
+        compute = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+        a2a = {"F": 0.5, "I": 0.5, "W": 0.0, "B": 0.5}
+        return StageCosts(
+            compute=np.array([compute[op] * time for op in OPS]),
+            a2a=np.array([a2a[op] * experts for op in OPS]),
+            comm=0.0,
+            activation=layers,
+            stash=layers,
+        )
+
+
+def test_ends_that_differ():
+    """At least a quarter less overhead than the best named schedule under the same cap, both with the best split."""
+    costs = Ends(30, 8)
+    result = search_program(8, 32, costs, memory=10.0, seconds=None, evaluations=6000)
+    check(result, costs, 10.0)
+    work = result.makespan - result.overhead
+    assert result.named is not None
+    assert result.overhead <= 0.75 * (result.named[1] - work)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved_overlap", "dualpipe", "v_half"])
+@pytest.mark.parametrize("text", ["F=1,I=1.3,W=0.7,comm=0.2", "a2aF=0.6,a2aB=0.4,comm=0.05"])
+def test_local_search_keeps_programs_legal_and_never_slows_them(schedule, text):
+    program = build_program(schedule, 4, 10)
+    costs = parse_costs(text).of(program.placement)
+    before = simulate(program, costs)
+    cap = before.peak_activations
+    after = refine(program, costs, cap, PAIRS, Clock(None, 3000), 1.0)
+    verify(after, cap.tolist(), costs)
+    found = simulate(after, costs)
+    assert found.makespan <= before.makespan + 1e-9
+    if schedule in ("zb_v", "v_half"):
+        assert found.makespan < before.makespan - 0.05
+
+
+def test_equal_arguments_equal_results_and_a_cache(tmp_path):
+    options = {"memory": 5.0, "seconds": None, "evaluations": 300}
+    costs = Costs(F=1.0, I=1.2, W=0.8, comm=0.1)
+    one, two = (search_program(4, 8, costs, **options) for _ in range(2))
+    assert one.program == two.program and one.evaluations == two.evaluations
+    kept = search_program(4, 8, costs, cache=tmp_path, **options)
+    again = search_program(4, 8, costs, cache=tmp_path, **options)
+    assert again.program == kept.program == one.program and again.elapsed_s == kept.elapsed_s
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text().replace("0F0", "0F1", 1))
+    with pytest.raises(ValueError, match="0F"):
+        search_program(4, 8, costs, cache=tmp_path, **options)
+
+
+@pytest.mark.parametrize("evaluations", [0, 1, 40])
+def test_never_behind_the_named_ones_however_little_is_tried(evaluations):
+    for cap in (3.0, 4.0, 5.0):
+        costs = Costs(F=1.0, I=1.2, W=0.8, comm=0.1, a2aF=0.3, a2aB=0.3)
+        check(search_program(4, 9, costs, memory=cap, copies=2, seconds=None, evaluations=evaluations), costs, cap)
+
+
+def test_a_cap_that_nothing_fits_is_refused():
+    with pytest.raises(ValueError, match="raise the memory"):
+        search_program(4, 8, Costs(), memory=0.1, seconds=None, evaluations=50)
+    with pytest.raises(ValueError, match="one of them must end the search"):
+        search_program(4, 8, Costs(), memory=4, seconds=None)
+    with pytest.raises(ValueError, match="copies=3"):
+        search_program(4, 8, Costs(), memory=4, copies=3)
