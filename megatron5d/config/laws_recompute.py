@@ -10,6 +10,13 @@ def _num_stages(c: Config) -> int:
     return len(c.recompute.stage_layers or [])
 
 
+MOE_PHASES = ("dispatch", "experts", "combine")
+
+
+def _moe_phases(c: Config) -> list[str]:
+    return [each for each in c.recompute.offload if each in MOE_PHASES]
+
+
 RECOMPUTE_LAWS = (
     Law(
         "recompute-parts-need-selective",
@@ -25,6 +32,21 @@ RECOMPUTE_LAWS = (
         lambda c, w: c.recompute.mode == "selective" and "experts" in c.recompute.parts and not c.model.num_experts,
         lambda c, w: "recompute.parts names experts, and model.num_experts = 0",
         lambda c, w: f"recompute.parts=[{','.join(sorted({*c.recompute.parts} - {'experts'})) or 'mlp'}]",
+    ),
+    Law(
+        "offload-inputs-need-full",
+        ("recompute.offload", "recompute.mode"),
+        lambda c, w: "inputs" in c.recompute.offload and c.recompute.mode != "full",
+        lambda c, w: "recompute.offload names inputs, those of wholly recomputed layers, and recompute.mode = "
+        f"{c.recompute.mode}",
+        lambda c, w: "recompute.mode=full",
+    ),
+    Law(
+        "offload-phases-exist",
+        ("recompute.offload", "model.num_experts"),
+        lambda c, w: not c.model.num_experts and _moe_phases(c) != [],
+        lambda c, w: f"recompute.offload names {', '.join(_moe_phases(c))}, and model.num_experts = 0",
+        lambda c, w: f"recompute.offload=[{','.join(each for each in c.recompute.offload if each not in MOE_PHASES)}]",
     ),
     Law(
         "recompute-layers-need-a-mode",

@@ -14,6 +14,7 @@ from megatron5d.config.schema import Config
 
 BALANCES = ("none", "aux", "seq_aux", "global_aux", "bias")
 PARTS = ("norm", "qkv", "attention", "activation", "mlp", "experts")
+OFFLOADS = ("attention", "mlp", "dispatch", "experts", "combine", "inputs")
 AXES = ("pp", "dp", "cp", "tp")
 
 AT_LEAST = {
@@ -30,7 +31,7 @@ AT_LEAST = {
         optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip moe.aux_coef moe.z_coef moe.bias_rate
         data.eod data.prefetch checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
         model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last
-        log.memory_snapshot_step""",
+        log.memory_snapshot_step recompute.offload_min_bytes""",
 }
 ABOVE_ZERO = """pipeline.memory model.norm_eps model.rope_theta model.init_std model.rope_scaling.low_freq_factor
     model.rope_scaling.high_freq_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
@@ -181,6 +182,8 @@ SHAPES = (
            "a list of layer counts, each at least 0", lambda c: "null"),
     _shape("recompute.parts", lambda c: c.recompute.parts != [] and set(c.recompute.parts) <= set(PARTS),
            f"a list of {listed(PARTS)}", lambda c: _spelled(_known(c.recompute.parts, PARTS))),
+    _shape("recompute.offload", lambda c: set(c.recompute.offload) <= set(OFFLOADS),
+           f"a list of {listed(OFFLOADS)}", lambda c: _spelled(_known(c.recompute.offload, OFFLOADS))),
     _shape("recompute.stage_layers",
            lambda c: c.recompute.stage_layers is None or min(c.recompute.stage_layers, default=-1) >= 0,
            "a list of layer counts, each at least 0", lambda c: "null"),

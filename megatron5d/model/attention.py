@@ -34,6 +34,8 @@ class Attention(nn.Module):
         factory: dtype and device of the parameters.
     """
 
+    kind = "attention"
+
     def __init__(
         self,
         config: ModelConfig,

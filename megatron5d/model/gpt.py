@@ -24,7 +24,7 @@ from megatron5d.model.moe import MoeCombine, MoeDispatch, MoeExperts, TokenShare
 from megatron5d.model.mtp import Beside, MtpHead, MtpInput
 from megatron5d.model.partition import Part
 from megatron5d.model.rope import RotaryTables, rotary_dim
-from megatron5d.precision.kept import KEEP_ALL, Parts
+from megatron5d.precision.kept import KEEP_ALL, Parts, keeping
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -74,14 +74,22 @@ def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
     return recompute.mode != "none" and (count is None or place < count)
 
 
-def _parts_of(recompute: RecomputeConfig, stage: int, place: int) -> Parts:
-    selective = recompute.mode == "selective" and is_recomputed(recompute, stage, place)
-    return Parts(recompute.parts) if selective else KEEP_ALL
+def _parts_of(recompute: RecomputeConfig, stage: int, place: int) -> tuple[Parts, bool]:
+    """What is computed again within a block, and whether all of it is."""
+    again = is_recomputed(recompute, stage, place)
+    parts = Parts(recompute.parts) if again and recompute.mode == "selective" else KEEP_ALL
+    return parts, again and recompute.mode == "full"
 
 
-def _with_parts(phases: list[nn.Module], recomputed: Parts) -> nn.ModuleList:
+def _with_keeping(phases: list[nn.Module], recompute: RecomputeConfig, parts: Parts, again: bool) -> nn.ModuleList:
+    """Tells the phases of a block what to keep, and where; `again`: it is computed again as a whole."""
     for phase in phases:
-        phase.keeping = recomputed.keeping  # type: ignore[assignment]
+        on_host = not again and getattr(phase, "kind", None) in recompute.offload
+        phase.keeping = partial(  # type: ignore[assignment]
+            keeping, parts=parts, host_bytes=recompute.offload_min_bytes if on_host else None
+        )
+    if again and "inputs" in recompute.offload:
+        phases[0].input_host_bytes = recompute.offload_min_bytes  # type: ignore[assignment]
     return nn.ModuleList(phases)
 
 
@@ -116,8 +124,8 @@ class Gpt(nn.Module):
         self.layers = nn.ModuleDict()
         for stage, part in self.parts.items():
             for place, i in enumerate(part.layers):
-                recomputed = _parts_of(config.recompute, stage, place)
-                self.layers[str(i)] = _with_parts(block(i, recomputed), recomputed)
+                named, again = _parts_of(config.recompute, stage, place)
+                self.layers[str(i)] = _with_keeping(block(i, named), config.recompute, named, again)
         self.head, self.ahead = None, nn.ModuleList()
         if any(part.head for part in self.parts.values()):
             tied = self.embedding.tokens.weight if self.embedding is not None and model.tie_embeddings else None
@@ -142,11 +150,11 @@ class Gpt(nn.Module):
             table = vocab_weight(model.vocab_size, model.hidden_size, TIED, tp, model.init_std, **factory)
         for depth in range(model.num_mtp_layers):
             last, part = next(item for item in self.parts.items() if item[1].head)
-            recomputed = _parts_of(config.recompute, last, len(part.layers) + depth)
+            parts, again = _parts_of(config.recompute, last, len(part.layers) + depth)
             phases: list[nn.Module] = [MtpInput(model, depth, tp, table=table, **build)]
-            phases += [Beside(phase) for phase in block(model.num_layers + depth, recomputed)]
+            phases += [Beside(phase) for phase in block(model.num_layers + depth, parts)]
             phases.append(MtpHead(model, depth, tp, output=output, **build))
-            self.ahead.append(_with_parts(phases, recomputed))
+            self.ahead.append(_with_keeping(phases, config.recompute, parts, again))
 
     def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, shared: str) -> Balancer | None:
         """Of all MoE layers here; a rank without one still takes part in what is told of them."""

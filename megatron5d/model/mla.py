@@ -61,6 +61,8 @@ class Mla(nn.Module):
         factory: dtype and device of the parameters.
     """
 
+    kind = "attention"
+
     def __init__(
         self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, rope: RotaryTables,
         context: ContextAttention | None = None, compress: bool = False, parts: Parts = KEEP_ALL, **factory,

@@ -29,6 +29,8 @@ class Mlp(nn.Module):
         factory: dtype and device of the parameters.
     """
 
+    kind = "mlp"
+
     def __init__(
         self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, parts: Parts = KEEP_ALL, **factory
     ) -> None:

@@ -113,6 +113,8 @@ class MoeDispatch(nn.Module):
         factory: dtype and device of the parameters.
     """
 
+    kind = "dispatch"
+
     def __init__(
         self, config: ModelConfig, moe: MoeConfig, layer: int, mesh: Mesh, *, sp: bool, share: TokenShare,
         balancer: Balancer, parts: Parts = KEEP_ALL, **factory,
@@ -206,6 +208,8 @@ class MoeExperts(nn.Module):
         factory: dtype and device of the parameters.
     """
 
+    kind = "experts"
+
     def __init__(
         self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, dispatcher: Any, parts: Parts = KEEP_ALL,
         **factory,
@@ -235,6 +239,8 @@ class MoeCombine(nn.Module):
         dispatcher: of the same layer.
         share: of the same layer.
     """
+
+    kind = "combine"
 
     def __init__(self, dispatcher: Any, share: TokenShare) -> None:
         super().__init__()

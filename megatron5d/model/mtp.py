@@ -69,7 +69,7 @@ class Beside(nn.Module):
 
     def __init__(self, phase: nn.Module) -> None:
         super().__init__()
-        self.phase = phase
+        self.phase, self.kind = phase, getattr(phase, "kind", None)
 
     def forward(self, state: tuple[Tensor, Any], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Any]:
         sums, x = state

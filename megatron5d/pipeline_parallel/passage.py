@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron5d.precision.gradient import Closure
+from megatron5d.precision.host import HostCopy
+from megatron5d.precision.kept import keeping
 
 
 class PhaseHooks(Protocol):
@@ -107,26 +108,34 @@ class Passage:
     """One micro-batch's way through one phase, with the graph between forward and backward.
 
     Args:
-        phase: called as `phase(x, batch, defer)`; a context that it names as `keeping` is open during its forward.
+        phase: called as `phase(x, batch, defer)`; a context that it names as `keeping` is open during its forward and
+            tells what waits on the host.
         batch: what phases read beside their input.
     """
 
-    __slots__ = ("phase", "batch", "slots", "edges", "weight_grads")
+    __slots__ = ("phase", "batch", "slots", "edges", "copies", "weight_grads")
 
     def __init__(self, phase: nn.Module, batch: Any) -> None:
         self.phase, self.batch = phase, batch
         self.slots: Any = None  # like the input, with a slot for each tensor that gets a gradient
         self.edges: Any = None
+        self.copies: list[HostCopy] = []
         self.weight_grads = WeightGrads()
 
     def forward(self, x: Any) -> Any:
         """The phase's output, without its graph; `x` is the output of the phase before, without its."""
         self.slots = _each(_Slot, x)
-        keeping = getattr(self.phase, "keeping", nullcontext)
-        with torch.enable_grad(), keeping():
+        context = getattr(self.phase, "keeping", keeping)(self.phase)
+        with torch.enable_grad(), context as self.copies:
             y = self.phase(_enter(x, self.slots, torch.empty(0, requires_grad=True)), self.batch, self.weight_grads)
         self.edges = _each(_edge, y)
         return _each(Tensor.detach, y)
+
+    def fetch(self) -> None:
+        """Starts the way back of what waits on the host."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy.fetch()
 
     def backward(self, grad: Any, split: bool) -> Any:
         """Gradient of the input; `split` keeps the weight gradients for `weight_grads.run`."""
@@ -135,6 +144,13 @@ class Passage:
         _backward(edges, grad)
         slots, self.slots = self.slots, None
         return _arrived(slots)
+
+
+def _values(state: Any) -> Any:
+    """`state` with what waits on the host back on its device."""
+    if isinstance(state, tuple):
+        return tuple(map(_values, state))
+    return state.value() if isinstance(state, HostCopy) else state
 
 
 class Segment:
@@ -151,18 +167,31 @@ class Segment:
         self.phases, self.batch, self.recompute, self.hooks = phases, batch, recompute, hooks
         self.passages: list[Passage] = []
         self.x: Any = None
+        self._host_bytes = getattr(phases[0], "input_host_bytes", None)
 
     def forward_steps(self, x: Any) -> Iterator[Any]:
         """Yields after each phase with its output."""
         if not self.recompute:
             yield from self._with_graphs(x)
             return
-        self.x = x
+        self.x = _each(self._kept, x)
         for phase in self.phases:
             self.hooks.before_forward(phase)
             with torch.no_grad():
                 x = phase(x, self.batch, None)
             yield x
+
+    def _kept(self, x: Tensor) -> Tensor | HostCopy:
+        large = self._host_bytes is not None and x.numel() * x.element_size() >= self._host_bytes
+        return HostCopy(x) if large else x
+
+    def fetch(self) -> None:
+        """Starts the way back of what the backward will ask for first."""
+        if self.passages:
+            self.passages[-1].fetch()
+        for item in _entries(self.x):
+            if isinstance(item, HostCopy):
+                item.fetch()
 
     def _with_graphs(self, x: Any) -> Iterator[Any]:
         for phase in self.phases:
@@ -175,10 +204,12 @@ class Segment:
     def backward_steps(self, grad: Any, split: bool) -> Iterator[Any]:
         """Yields None after each phase that is run again, then after each one with the gradient of its input."""
         if self.recompute:
-            x, self.x = self.x, None
+            x, self.x = _values(self.x), None
             for _ in self._with_graphs(x):
                 yield None
-        for passage in reversed(self.passages):
+        for earlier, passage in reversed(list(zip([None, *self.passages], self.passages))):
+            if earlier is not None:
+                earlier.fetch()
             upstream = passage.backward(grad, split)
             if not split:
                 self.hooks.after_weight_grads(passage.phase)

@@ -79,7 +79,11 @@ class Stage:
             grad: gradient of the stage's output.
             split: keep the weight gradients for `backward_weight`.
         """
-        for segment in reversed(self._in_flight[microbatch]):
+        segments = self._in_flight[microbatch]
+        segments[-1].fetch()
+        for earlier, segment in reversed(list(zip([None, *segments], segments))):
+            if earlier is not None:
+                earlier.fetch()
             for upstream in segment.backward_steps(grad, split):
                 if upstream is not None:
                     grad = upstream

@@ -23,13 +23,15 @@ section 3.2.3 recomputes norms and MLA's up-projections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+from megatron5d.precision.host import HostCopy
 
 
 class Parts:
@@ -54,10 +56,6 @@ class Parts:
         if name not in self.names or self._again or not torch.is_grad_enabled():
             return fn(*inputs)
         return _Part.apply(self, fn, *inputs)
-
-    def keeping(self) -> AbstractContextManager:
-        """The context of a phase's forward in which outputs of recomputed parts are not kept."""
-        return saved_tensors_hooks(_pack, _unpack) if self.names else nullcontext()
 
     def again(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
         """`fn(*inputs)` with a graph, parts inside it kept."""
@@ -114,10 +112,45 @@ class _Mark:
         return _outputs_again(self.ctx)[self.index].detach().as_strided(*self.geometry)
 
 
-def _pack(tensor: Tensor) -> Tensor | _Mark:
-    mark = getattr(tensor.untyped_storage(), "made_by", None)
-    return tensor if mark is None else _Mark(mark, tensor)
+def _unpack(kept: Tensor | _Mark | HostCopy) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.value()
 
 
-def _unpack(kept: Tensor | _Mark) -> Tensor:
-    return kept.value() if isinstance(kept, _Mark) else kept
+@contextmanager
+def keeping(phase: nn.Module, parts: Parts = KEEP_ALL, host_bytes: int | None = None) -> Iterator[list[HostCopy]]:
+    """The context of a phase's forward: outputs of recomputed parts are not kept, large tensors on the host.
+
+    Args:
+        phase: whose weights stay where they are.
+        parts: of its layer.
+        host_bytes: from how many bytes on a floating-point tensor waits on the host; None = never.
+
+    Yields:
+        The copies on the host, complete when the context ends.
+    """
+    copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # the tensor too: its address belongs to nobody else meanwhile
+    found: list[HostCopy] = []
+    weights = (
+        {weight.untyped_storage().data_ptr() for weight in phase.parameters()} if host_bytes is not None else set()
+    )
+
+    def pack(tensor: Tensor) -> Tensor | _Mark | HostCopy:
+        storage = tensor.untyped_storage()
+        mark = getattr(storage, "made_by", None)
+        if mark is not None:
+            return _Mark(mark, tensor)
+        size = tensor.numel() * tensor.element_size()
+        if host_bytes is None or size < host_bytes or not tensor.is_floating_point() or storage.data_ptr() in weights:
+            return tensor
+        key = storage.data_ptr(), tensor.shape, tensor.stride(), tensor.storage_offset()
+        if key not in copies:
+            copies[key] = HostCopy(tensor), tensor
+            found.append(copies[key][0])
+        return copies[key][0]
+
+    if not parts.names and host_bytes is None:
+        yield found
+        return
+    with saved_tensors_hooks(pack, _unpack):
+        yield found
+    copies.clear()

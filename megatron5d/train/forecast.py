@@ -29,7 +29,6 @@ from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, 
 from megatron5d.plan.peak import find_peak
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer
 from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.kept import KEEP_ALL
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.train.build import grad_dtype, sizes_of
@@ -186,11 +185,18 @@ def _signature(unit: list[nn.Module]) -> tuple:
         (
             tuple(type(module) for module in phase.modules()),
             tuple(type(getattr(parameter, "gemms", None)) for parameter in phase.parameters()),
-            getattr(getattr(phase, "keeping", None), "__self__", KEEP_ALL).names,
+            _keeping(phase),
             None if group is None else groups.index(group),
         )
         for phase, group in zip(unit, groups)
     )
+
+
+def _keeping(phase: nn.Module) -> tuple:
+    """What of a phase is kept, and where."""
+    said = getattr(getattr(phase, "keeping", None), "keywords", {})
+    names = said["parts"].names if "parts" in said else frozenset()
+    return names, said.get("host_bytes"), getattr(phase, "input_host_bytes", None)
 
 
 def _set_load(model: Gpt, imbalance: float) -> None:

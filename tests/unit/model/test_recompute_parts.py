@@ -1,17 +1,20 @@
 """Each recomputed part runs once more a micro-batch, in B or I and never in W, and what it made is not kept."""
 
 import dataclasses
+import gc
+import weakref
 from collections import Counter
 
 import pytest
 import torch
 from layouts import make_rows, micro_batch
-from memory_watch import MemoryWatch
 from parity_configs import config_of
 
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.plan.watch import MemoryWatch
+from megatron5d.precision.host import HostCopy
 from megatron5d.precision.kept import Parts
 from megatron5d.topology.axis import single
 from megatron5d.topology.mesh import build_mesh
@@ -108,3 +111,56 @@ def test_what_a_part_made_is_not_kept():
 def test_attention_falls_by_exactly_its_output_and_statistics():
     fell = kept_bytes(configured(False)) - kept_bytes(configured(False, ("attention",)))
     assert fell == LAYERS * (S * B * 4 * 8 + S * B * 4) * 8
+
+
+def held_on(config, on_host):
+    """Bytes alive after the forward without those on the host, and all gradients after the backward."""
+    stage, batch = stage_of(config)
+    with MemoryWatch() as watch:
+        stage.forward(0, None, batch)
+        kept = watch.live_bytes - sum(copy.num_bytes for copy in on_host)
+        stage.backward_input(0, GRAD)
+        stage.backward_weight(0)
+    return kept, [weight.grad.clone() for phase in stage.phases for weight in phase.parameters()]
+
+
+@pytest.mark.parametrize("moe", [False, True])
+@pytest.mark.parametrize("parts", [(), ("norm", "activation")])
+def test_offloaded_phases_leave_the_device(parts, moe, monkeypatch):
+    """The same bits; on the device is what the head keeps, and what is smaller than a tensor."""
+    copies = weakref.WeakSet()
+    start = HostCopy.__init__
+
+    def noted(self, tensor):
+        start(self, tensor)
+        copies.add(self)
+
+    monkeypatch.setattr(HostCopy, "__init__", noted)
+    kept, grads = held_on(configured(moe, parts), copies)
+    assert not copies
+    phases = ["attention", *(("dispatch", "experts", "combine") if moe else ("mlp",))]
+    config = configured(moe, parts)
+    config = dataclasses.replace(
+        config, recompute=dataclasses.replace(config.recompute, offload=phases, offload_min_bytes=0)
+    )
+    left, again = held_on(config, copies)
+    gc.collect()
+    assert all(map(torch.equal, grads, again)) and not copies, "host buffers are given back"
+    assert left < 0.35 * kept
+
+
+def test_offloaded_inputs_of_recomputed_layers():
+    full = RecomputeConfig("full")
+    base = dataclasses.replace(configured(False), recompute=full)
+    away = dataclasses.replace(
+        base, recompute=dataclasses.replace(full, offload=["inputs", "mlp"], offload_min_bytes=0)
+    )
+    kept, grads = held_on(base, [])
+    stage, batch = stage_of(away)
+    with MemoryWatch() as watch:
+        stage.forward(0, None, batch)
+        copies = [segment.x for segment in stage._in_flight[0] if segment.recompute]
+        left = watch.live_bytes - sum(copy.num_bytes for copy in copies)
+    assert kept - left == len(copies) * S * B * 32 * 8 and len(copies) == 2
+    stage.backward(0, GRAD)
+    assert all(map(torch.equal, grads, [w.grad for phase in stage.phases for w in phase.parameters()]))

@@ -1,0 +1,70 @@
+"""Activations that wait for their backward in the host's memory, and travel under the compute on a stream of their own.
+
+There: when an operation keeps a tensor, its copy starts behind what makes it; the device's memory is free once nobody
+else holds the tensor. Back: `fetch` starts the copy, a phase ahead of its use; `value` makes the compute wait for it.
+On a CPU the copy is another buffer, so that everything but the streams is the same; on the meta device there is none.
+A tensor of n bytes moves n bytes each way, once a micro-batch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class HostCopy:
+    """A tensor on its way to the host, there, or on its way back.
+
+    Args:
+        tensor: any shape; its bytes are read after what is queued now.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device = tensor.device
+        self._back: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._form: dict[str, Any] = {"size": tensor.shape, "dtype": tensor.dtype}
+        if not tensor.is_cuda:
+            self.host = tensor.new_empty(0) if tensor.is_meta else tensor.clone()
+            return
+        stream = _side_stream(self.device)
+        self.host = torch.empty(**self._form, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self.host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)  # its memory is not given away before the copy has read it
+
+    @property
+    def num_bytes(self) -> int:
+        return self.host.numel() * self.host.element_size()
+
+    def fetch(self) -> None:
+        """Starts the way back; a second call does nothing."""
+        if self._back is not None:
+            return
+        if self.device.type != "cuda":
+            self._back = self.host.clone() if self.device.type == "cpu" else torch.empty(**self._form, device="meta")
+            return
+        stream = _side_stream(self.device)
+        self._back = torch.empty(**self._form, device=self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # the memory may be in use until now
+        with torch.cuda.stream(stream):
+            self._back.copy_(self.host, non_blocking=True)
+            self._arrived = stream.record_event()
+        self._back.record_stream(stream)
+
+    def value(self) -> Tensor:
+        """The tensor on its device, to be read by what is queued from now on."""
+        self.fetch()
+        assert self._back is not None
+        if self._arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived)
+        return self._back
