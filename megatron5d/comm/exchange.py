@@ -10,12 +10,22 @@ carries a ticket of one element, the payload stays here.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from megatron5d.comm.all_to_all import start_all_to_all
 from megatron5d.comm.collectives import Pending
 from megatron5d.topology.axis import Axis
+
+
+class Codec(Protocol):
+    """What rows travel as, where they do not travel as they are; their gradients do."""
+
+    def encode(self, rows: Tensor) -> Tensor: ...
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor: ...
 
 
 class Exchange:
@@ -25,10 +35,12 @@ class Exchange:
         axis: among whom.
         send: rows for each rank.
         receive: rows from each rank.
+        codec: of the rows on their way there, also of those that stay: the same numbers on any layout.
     """
 
-    def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
-        self.axis, self.send, self.receive = axis, send, receive
+    def __init__(self, axis: Axis, send: list[int], receive: list[int], codec: Codec | None = None) -> None:
+        self.axis, self.send, self.receive, self.codec = axis, send, receive, codec
+        self._dtype: torch.dtype | None = None  # of the rows
         self._started = False
         self._rows: Pending | None = None
         self._grad: Pending | None = None
@@ -65,11 +77,17 @@ class Exchange:
     def _start(self, x: Tensor) -> None:
         if not self._started:
             self._started = True
-            self._rows = start_all_to_all(x.detach(), self.axis, self.send, self.receive)
+            self._dtype = x.dtype
+            rows = x.detach() if self.codec is None else self.codec.encode(x.detach())
+            self._rows = start_all_to_all(rows, self.axis, self.send, self.receive)
 
     def _wait(self) -> Tensor:
         assert self._rows is not None, "rows are fetched once where gradients are recorded"
-        return self._rows.wait().detach()
+        rows = self._rows.wait().detach()
+        if self.codec is None:
+            return rows
+        assert self._dtype is not None
+        return self.codec.decode(rows, self._dtype)
 
     def _start_back(self, grad: Tensor) -> None:
         self._grad = start_all_to_all(grad, self.axis, self.receive, self.send)

@@ -20,6 +20,7 @@ NEED_EXPERTS: dict[str, Any] = {
     "moe.z_coef": 0.0,
     "moe.bias_rate": 0.0,
     "moe.capacity_factor": None,
+    "moe.fp8_dispatch": False,
     "model.shared_ffn_hidden_size": 0,
     "model.router_bias": False,
 }

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.moe import Places, permute, places, unpermute
 from megatron5d.comm.collectives import start_all_gather
-from megatron5d.comm.exchange import Exchange
+from megatron5d.comm.exchange import Codec, Exchange
 from megatron5d.comm.uneven import gather_rows, reduce_scatter_rows
 from megatron5d.topology.axis import Axis
 
@@ -59,9 +59,11 @@ class Dispatcher:
         num_experts: of the layer.
         ep, etp: axes of the expert view.
         ep_etp: both as one line, etp fastest.
+        codec: what rows travel over ep as, to their experts; None = as they are.
     """
 
-    def __init__(self, num_experts: int, ep: Axis, etp: Axis, ep_etp: Axis) -> None:
+    def __init__(self, num_experts: int, ep: Axis, etp: Axis, ep_etp: Axis, codec: Codec | None = None) -> None:
+        self.codec = codec
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
         self.planned_load = 1.0  # on the meta device, which cannot count: rows that come here, of an even share
@@ -139,7 +141,7 @@ class Dispatcher:
         return Trip(
             home,
             sum(send),
-            Exchange(ep, send, receive),
+            Exchange(ep, send, receive, self.codec),
             Exchange(ep, receive, send),
             from_etp,
             places(arrived[:, None], local),

@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.moe import Places, permute, places
 from megatron5d.comm.all_to_all import start_all_to_all
 from megatron5d.comm.collectives import Pending, start_all_gather
-from megatron5d.comm.exchange import Exchange
+from megatron5d.comm.exchange import Codec, Exchange
 from megatron5d.expert_parallel.dispatch import Dispatcher, Trip, weighted_sum
 from megatron5d.topology.axis import Axis
 
@@ -62,12 +62,16 @@ class NodeDispatcher:
         num_experts: of the layer.
         ep_outer: ranks at the same place in every node.
         ep_inner, etp: axes inside a node; `ep_inner_etp` both as one line.
+        codec: what rows travel as, to their experts; None = as they are.
     """
 
-    def __init__(self, num_experts: int, ep_outer: Axis, ep_inner: Axis, etp: Axis, ep_inner_etp: Axis) -> None:
-        self.num_experts, self.ep_outer = num_experts, ep_outer
+    def __init__(
+        self, num_experts: int, ep_outer: Axis, ep_inner: Axis, etp: Axis, ep_inner_etp: Axis,
+        codec: Codec | None = None,
+    ) -> None:  # fmt: skip
+        self.num_experts, self.ep_outer, self.codec = num_experts, ep_outer, codec
         self.per_node = ep_outer.divide(num_experts, "model.num_experts")
-        self.inner = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp)
+        self.inner = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp, codec)
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeTrip]:
         """As Dispatcher.send; what stands for the weights is the ticket of theirs.
@@ -93,7 +97,7 @@ class NodeDispatcher:
         trip = NodeTrip(
             home,
             once < nodes,
-            Exchange(self.ep_outer, send, receive),
+            Exchange(self.ep_outer, send, receive, self.codec),
             Exchange(self.ep_outer, receive, send),
             Exchange(self.ep_outer, send, receive),
             start_all_to_all(local, self.ep_outer, send, receive),

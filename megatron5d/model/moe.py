@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from kernels import activate
 from megatron5d.comm.collectives import join_from, local_slice, split_to
+from megatron5d.comm.exchange import Codec
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.balance import Balancer, Tokens
 from megatron5d.expert_parallel.capacity import within_capacity
@@ -34,6 +35,7 @@ from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.precision.gradient import Defer
 from megatron5d.precision.kept import KEEP_ALL, Parts
+from megatron5d.precision.wire import EightBitRows
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -41,12 +43,12 @@ from megatron5d.topology.mesh import Mesh
 State = tuple[Tensor, Tensor, Tensor, Tensor | None, Trip | NodeTrip]
 
 
-def dispatcher_of(num_experts: int, mesh: Mesh) -> Any:
+def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None) -> Any:
     """Straight to the experts, or node by node where ep has an inner and an outer part (parallel.ep_inner)."""
     if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
         lines = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))
-        return NodeDispatcher(num_experts, *lines)
-    return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"])
+        return NodeDispatcher(num_experts, *lines, codec)
+    return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"], codec)
 
 
 class TokenShare:
@@ -130,7 +132,7 @@ class MoeDispatch(nn.Module):
         self.router = Router(config, f"{name}.router", tp, biased=biased, owner=owner, **factory)
         if self.router.bias is not None:
             balancer.biases[layer] = self.router.bias
-        self.dispatcher = dispatcher_of(config.num_experts, mesh)
+        self.dispatcher = dispatcher_of(config.num_experts, mesh, EightBitRows() if moe.fp8_dispatch else None)
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> State:
         normed = self.norm(x)

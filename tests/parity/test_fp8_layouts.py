@@ -14,6 +14,7 @@ from layouts import layout_run, make_rows, worst_relative
 from megatron5d.config.schema import (
     Config,
     ModelConfig,
+    MoeConfig,
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
@@ -25,7 +26,9 @@ from megatron5d.config.schema import (
 STEPS = 2
 
 
-def config_of(recipe, *, moe=False, schedule="1f1b", seq_len=144, recompute="none", precision=None, **parallel):
+def config_of(
+    recipe, *, moe=False, schedule="1f1b", seq_len=144, recompute="none", precision=None, dispatch=False, **parallel
+):
     experts = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 256, "shared_ffn_hidden_size": 256} if moe else {}
     return Config(
         model=ModelConfig(
@@ -38,6 +41,7 @@ def config_of(recipe, *, moe=False, schedule="1f1b", seq_len=144, recompute="non
         optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
         precision=PrecisionConfig(dtype="fp64", fp8=recipe, **(precision or {})),
         recompute=RecomputeConfig(recompute),
+        moe=MoeConfig(fp8_dispatch=dispatch),
     )  # fmt: skip
 
 
@@ -124,3 +128,23 @@ def test_experts_over_data_parallelism():
     assert worst <= 1e-10, f"{where} is off by {worst:.2e} relative"
     worst, where = worst_relative(grads, truth_grads)
     assert 1e-9 < worst < 1e-3, f"{where} is off by {worst:.2e} relative"
+
+
+def test_tokens_that_travel_in_8_bits_lose_nothing_that_their_products_would_keep():
+    """Quantised on the way or on arrival: the same numbers."""
+    config = config_of("blockwise", moe=True, dispatch=True, tp=2, ep=2, etp=1)
+    truth = alone(config_of("blockwise", moe=True))
+    outcome, grads, weights = layout_run(config, 2, make_rows(config, STEPS), STEPS)
+    assert outcome.losses == pytest.approx(truth[0].losses, rel=1e-10)
+    for held, expected in ((grads, truth[1]), (weights, truth[2])):
+        worst, where = worst_relative(held, expected)
+        assert worst <= 1e-10, f"{where} is off by {worst:.2e} relative"
+
+
+def test_tokens_travel_in_8_bits_node_by_node():
+    """Without 8-bit products, over two hops, which quantise twice: as one process, where nobody travels."""
+    config = config_of("none", moe=True, dispatch=True, seq_len=8, ep=4, ep_inner=2)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, gbs=4))
+    check(config, 4)
+    plain = dataclasses.replace(config, moe=MoeConfig())
+    assert 1e-7 < abs(alone(config)[0].losses[0] / alone(plain)[0].losses[0] - 1) < 1e-2
