@@ -94,4 +94,20 @@ PRECISION_LAWS = (
         f"precision.dtype = {c.precision.dtype}, and precision.fp8 = {c.precision.fp8} would project them in 8 bits",
         lambda c, w: "parallel.cp_compress_kv=false",
     ),
+    Law(
+        "master-free-needs-bf16",
+        ("precision.master_weights", "precision.dtype"),
+        lambda c, w: not c.precision.master_weights and c.precision.dtype != "bf16",
+        lambda c, w: "precision.master_weights = false saves the copies of bf16 weights, and precision.dtype = "
+        f"{c.precision.dtype} has none",
+        lambda c, w: "precision.master_weights=true, or precision.dtype=bf16",
+    ),
+    Law(
+        "master-free-updates-itself",
+        ("precision.master_weights", "optim.implementation"),
+        lambda c, w: not c.precision.master_weights and c.optim.implementation != "auto",
+        lambda c, w: f"optim.implementation = {c.optim.implementation} cannot round at random, as "
+        "precision.master_weights = false asks",
+        lambda c, w: "optim.implementation=auto, or precision.master_weights=true",
+    ),
 )  # fmt: skip

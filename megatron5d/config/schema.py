@@ -162,7 +162,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Arithmetic of the model; master weights and moments are fp32 (fp64 with fp64)."""
+    """Arithmetic of the model; moments are fp32 (fp64 with fp64)."""
 
     dtype: str = "fp32"  # fp64 | fp32 | bf16
     fp8: str = "none"  # none | tensorwise | blockwise: how the layers' matrices are multiplied
@@ -170,6 +170,7 @@ class PrecisionConfig:
     fp8_skip_first: int = 0  # layers at the bottom whose matrices are multiplied in `dtype`
     fp8_skip_last: int = 0  # the same at the top
     fp8_exclude: list[str] = field(default_factory=list)  # globs of matrices that are, too: "*.attention.out"
+    master_weights: bool = True  # fp32 copies that the optimiser moves; false: it moves bf16, rounding at random
     grad_dtype: str = "fp32"  # main gradients and their reduction: fp32 | bf16 (fp64 with dtype=fp64)
 
 

@@ -1,5 +1,8 @@
 """AdamW on the owned slices of the buckets: flat fp32 master weights and moments, one call for all of them.
 
+Without master weights (precision.master_weights) bf16 weights are updated themselves: widened, moved, and rounded back
+at random (rounding.py), a bucket at a time.
+
 Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); the arithmetic is torch's fused AdamW, or NVIDIA apex's FusedAdam
 where it is really there (the package of that name on PyPI is something else).
 """
@@ -14,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.buckets import Bucket, Segment
+from megatron5d.optim.rounding import store_rounded
 from megatron5d.topology.shard import ShardSpec
 
 
@@ -28,6 +33,8 @@ class SliceState:
     master: Tensor  # the weights themselves where they are wide enough
     exp_avg: Tensor
     exp_avg_sq: Tensor
+
+    rounded: bool = False  # the weights are narrow and updated in place
 
     @property
     def has_master(self) -> bool:
@@ -57,14 +64,19 @@ class AdamW:
     Args:
         buckets: whose owned slices are updated; their gradients must be reduced.
         config: betas, eps, weight_decay, decay_exclude, implementation.
+        rounding_seed: bf16 weights have no masters, and their updates are rounded at random from this seed; None = they
+            have.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], config: OptimConfig) -> None:
+    def __init__(self, buckets: Sequence[Bucket], config: OptimConfig, rounding_seed: int | None = None) -> None:
+        self.config, self.rounding_seed = config, rounding_seed
         self.slices = [self._slice(bucket) for bucket in buckets]
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         self._grads: list[tuple[Tensor, Tensor]] = []  # (view of the master, view of the main gradient)
         states: dict[Tensor, dict[str, Tensor]] = {}
         for state in self.slices:
+            if state.rounded:
+                continue
             grads = state.bucket.grads[state.bucket.owned]
             for segment in state.segments:
                 span = slice(*segment.owned)
@@ -77,8 +89,10 @@ class AdamW:
     def _slice(self, bucket: Bucket) -> SliceState:
         owned = bucket.weights[bucket.owned]
         wide = torch.float64 if owned.dtype == torch.float64 else torch.float32
-        master = owned if owned.dtype == wide else owned.to(wide)
-        return SliceState(bucket, bucket.segments(), master, torch.zeros_like(master), torch.zeros_like(master))
+        rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
+        master = owned if owned.dtype == wide or rounded else owned.to(wide)
+        moments = (torch.zeros_like(owned, dtype=wide) for _ in range(2))
+        return SliceState(bucket, bucket.segments(), master, *moments, rounded=rounded)
 
     def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
         param_groups = [
@@ -123,7 +137,25 @@ class AdamW:
         self.step_count += 1
         for view, _ in self._grads:
             view.grad = None
+        for state in self.slices:
+            if state.rounded and state.segments:
+                self._update_rounded(state, lr)
         self.masters_to_weights()
+
+    def _update_rounded(self, state: SliceState, lr: float) -> None:
+        """The update of weights without masters; a bucket's worth of fp32 lives meanwhile."""
+        assert self.rounding_seed is not None
+        spans = [slice(*segment.owned) for segment in state.segments]
+        weights, grads = state.bucket.weights[state.bucket.owned], state.bucket.grads[state.bucket.owned]
+        flat = {"master": weights.float(), "grad": grads, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        table = TensorTable(**{name: [tensor[span] for span in spans] for name, tensor in flat.items()})
+        decay = [self.config.weight_decay * decays(s.spec, self.config.decay_exclude) for s in state.segments]
+        beta1, beta2 = self.config.betas
+        settings = AdamWSettings(lr, beta1, beta2, self.config.eps, self.step_count)
+        factor = torch.ones((), device=weights.device)  # clipping has been applied
+        adamw_step(table, settings, factor, torch.tensor(decay, device=weights.device))
+        for segment, span in zip(state.segments, spans):
+            store_rounded(flat["master"][span], weights[span], segment, self.rounding_seed, self.step_count)
 
     def masters_to_weights(self) -> None:
         """Rounds the master weights into the model's owned slices."""

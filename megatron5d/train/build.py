@@ -110,7 +110,8 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     Comm: the pipeline's channels are opened.
     """
     sync = GradSync(model.units, mesh, config.parallel.zero, grad_dtype(config))
-    optimizer = AdamW(sync.buckets, config.optim)
+    rounding_seed = None if config.precision.master_weights else config.train.seed
+    optimizer = AdamW(sync.buckets, config.optim, rounding_seed)
     held = plan.placement.stages_of(mesh["pp"].rank)
     stages = {(direction, stage): Stage(model.phases_of(stage), sync) for direction, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
