@@ -8,6 +8,7 @@ from torch import Tensor
 
 import kernels
 from kernels import moe
+from kernels.fp8_fused import rms_norm_quantized, swiglu_quantized
 from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
@@ -120,6 +121,12 @@ def _grouped_fp8_weight_grad() -> None:
     grouped_weight_grad_fp8(kept, turned, offsets, meta(64, 1408, 2048))
 
 
+def _fp8_fused() -> None:
+    swiglu_quantized(meta(4096, 2 * 2048), powers_of_two=True)
+    for width in (2048, 7168, 16384):
+        rms_norm_quantized(meta(4096, width), meta(width), 1e-5, powers_of_two=True)
+
+
 def _moe() -> None:
     scores = meta(8192, 64, dtype=torch.float32, grad=True)
     forward_and_backward(moe.top_k(scores, 8))
@@ -165,6 +172,7 @@ CASES: dict[str, Case] = {
     "grouped-fp8-weight-grad": Case(
         _grouped_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
     ),
+    "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8),
     "moe": Case(_moe),
     "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16)),
     "adamw-float32-gradients": Case(lambda: _multi_tensor(torch.float32), nightly=True),

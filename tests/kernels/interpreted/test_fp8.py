@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+import kernels
 from kernels import fp8_matmul as module
+from kernels.fp8_fused import rms_norm_quantized, swiglu_quantized
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import (
     E4M3,
@@ -44,8 +46,7 @@ def agree(got, x, height, dtype, powers_of_two=False):
     assert torch.equal(got.scales, scales) and torch.equal(got.values.float(), values)
 
 
-@pytest.mark.parametrize("powers_of_two", [False, True])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype, powers_of_two", [(E4M3, False), (E4M3, True), (E5M2, False)])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 130), (129, 127), (200, 300)])
 def test_quantisers(shape, dtype, powers_of_two):
     x = torch.randn(shape).bfloat16() * torch.logspace(-3, 3, shape[1])
@@ -148,6 +149,30 @@ def test_powers_of_two_lose_nothing_when_turned():
     assert torch.equal(turn(rows, powers_of_two=True).dequantize(), x.t())
     again = quantize_rows(rows.dequantize(), powers_of_two=True)
     assert torch.equal(again.dequantize(), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, width", [(1, 1), (7, 130), (5, 384)])
+def test_fused_is_one_after_the_other(rows, width, dtype):
+    """Bit by bit what the two kernels give, and near the plain path, whose exponentials differ in the last bit."""
+    gate_up = torch.randn(rows, 2 * width).to(dtype)
+    x, weight = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
+    for how in ({}, {"powers_of_two": True}):
+        got, want = swiglu_quantized(gate_up, **how), quantize_rows(kernels.swiglu(gate_up), **how)
+        assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
+        near(got, quantize_reference(kernels.swiglu_reference(gate_up), 1, **how))
+        (got, inverse), plain = rms_norm_quantized(x, weight, 1e-5, **how), kernels.rms_norm_reference(x, weight, 1e-5)
+        want = quantize_rows(kernels.rms_norm(x, weight, 1e-5), **how)
+        assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
+        near(got, quantize_reference(plain, 1, **how))
+        torch.testing.assert_close(inverse, torch.rsqrt(x.float().square().mean(1) + 1e-5))
+    with pytest.raises(ValueError, match="odd"):
+        swiglu_quantized(torch.zeros(2, 5))
+
+
+def near(got, want):
+    error = (got.dequantize() - want.dequantize()).norm() / want.dequantize().norm()
+    assert error < 0.02, error
 
 
 KINDS = {

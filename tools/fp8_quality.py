@@ -1,0 +1,112 @@
+"""Train one tiny mixture of experts in every 8-bit recipe and without, and compare the losses.
+
+    python tools/fp8_quality.py                      500 steps of each on the CPU; a table
+    python tools/fp8_quality.py --steps 60 --json    quicker; for programs
+
+Weights, data and order are the same in all runs; only precision.fp8 differs. A run's figure is its mean loss over the
+last tenth of the steps. The data is made here: a chain of tokens in which each has a few successors of uneven chance,
+so that there is much to learn and the loss goes on falling.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+
+from megatron5d.config.schema import (  # noqa: E402
+    Config,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from megatron5d.data.batch import make_micro_batch  # noqa: E402
+from megatron5d.model.gpt import Gpt  # noqa: E402
+from megatron5d.optim.lr_schedule import learning_rate  # noqa: E402
+from megatron5d.topology.mesh import build_mesh  # noqa: E402
+from megatron5d.train.build import build_trainer, sizes_of  # noqa: E402
+from megatron5d.train.schedule import plan_pipeline  # noqa: E402
+
+RECIPES = ("none", "blockwise", "tensorwise")
+BOUNDS = {"blockwise": 0.005, "tensorwise": 0.01}  # how far from bf16 a recipe may end, relative
+VOCABULARY, SUCCESSORS = 256, 6
+
+
+def config_of(recipe: str, steps: int) -> Config:
+    """Two layers, four experts of which a token meets two; rows, weights and tokens of more than one group of 128."""
+    return Config(
+        model=ModelConfig(
+            name="fp8_quality", num_layers=2, hidden_size=160, ffn_hidden_size=160, num_heads=4, num_kv_heads=2,
+            head_dim=48, vocab_size=VOCABULARY, num_experts=4, top_k=2, moe_ffn_hidden_size=144,
+        ),
+        train=TrainConfig(steps=steps, gbs=4, mbs=4, seq_len=48),
+        optim=OptimConfig(lr=2e-3, min_lr=2e-4, warmup_steps=steps // 10),
+        moe=MoeConfig(balance=["aux"], aux_coef=0.01),
+        precision=PrecisionConfig(dtype="bf16", fp8=recipe),
+    )  # fmt: skip
+
+
+def rows_of(config: Config) -> torch.Tensor:
+    """int64 `[steps·gbs, s+1]`: chains in which a token's successors have chances 1/2, 1/4, ..."""
+    generator = torch.Generator().manual_seed(5)
+    count, length = config.train.steps * config.train.gbs, config.train.seq_len + 1
+    successors = torch.randint(0, VOCABULARY, (VOCABULARY, SUCCESSORS), generator=generator)
+    chances = 0.5 ** torch.arange(1.0, SUCCESSORS + 1)
+    choices = torch.multinomial(chances, count * length, replacement=True, generator=generator).view(count, length)
+    rows = torch.randint(0, VOCABULARY, (count, length), generator=generator)
+    for i in range(1, length):
+        rows[:, i] = successors[rows[:, i - 1], choices[:, i]]
+    return rows
+
+
+def losses(config: Config) -> list[float]:
+    """The loss of every step of one run in this process."""
+    plan = plan_pipeline(config, 1)
+    mesh = build_mesh(sizes_of(config, 1), 0, num_kv_heads=config.model.num_kv_heads)
+    model = Gpt(config, mesh, "cpu", plan.parts(0), plan.shared)
+    model.initialize(config.train.seed)
+    _, _, trainer = build_trainer(config, mesh, model, plan)
+    rows, gbs, found, steps = rows_of(config), config.train.gbs, list[float](), config.train.steps
+    for step in range(steps):
+        batch = make_micro_batch(rows[step * gbs : (step + 1) * gbs])
+        rate = learning_rate(config.optim, step + 1, steps)
+        found.append(trainer.step([batch], rate).sums["loss"])
+        if sys.stderr.isatty():
+            print(f"\r{config.precision.fp8:10} {step + 1}/{steps} {found[-1]:.4f}", end="", file=sys.stderr)
+    return found
+
+
+def compare(steps: int, recipes: tuple[str, ...] = RECIPES) -> dict[str, dict[str, float]]:
+    """Each recipe's first loss, mean loss over the last tenth, and how far that is from bf16's, relative."""
+    table: dict[str, dict[str, float]] = {}
+    for recipe in dict.fromkeys(("none", *recipes)):
+        curve, last = losses(config_of(recipe, steps)), max(1, steps // 10)
+        table[recipe] = {"first": curve[0], "last": sum(curve[-last:]) / last}
+        table[recipe]["from_bf16"] = table[recipe]["last"] / table["none"]["last"] - 1
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500, help="optimiser steps of each run, at least 10")
+    parser.add_argument("--json", action="store_true", help="the table as JSON")
+    args = parser.parse_args()
+    if args.steps < 10:
+        parser.error(f"--steps {args.steps} is below 10")
+    table = compare(args.steps)
+    if args.json:
+        print(json.dumps({"steps": args.steps, "recipes": table, "bounds": BOUNDS}))
+    else:
+        for recipe, row in table.items():
+            name = "bf16" if recipe == "none" else recipe
+            print(f"{name:10} first {row['first']:.4f}  last {row['last']:.4f}  from bf16 {row['from_bf16']:+.2%}")
+    return int(any(abs(table[recipe]["from_bf16"]) > bound for recipe, bound in BOUNDS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
