@@ -43,11 +43,11 @@ from megatron5d.topology.mesh import Mesh
 State = tuple[Tensor, Tensor, Tensor, Tensor | None, Trip | NodeTrip]
 
 
-def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None) -> Any:
+def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> Any:
     """Straight to the experts, or node by node where ep has an inner and an outer part (parallel.ep_inner)."""
     if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
-        lines = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))
-        return NodeDispatcher(num_experts, *lines, codec)
+        outer, inner, etp, inner_etp = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))
+        return NodeDispatcher(num_experts, outer, inner, etp, inner_etp, codec)
     return Dispatcher(num_experts, mesh["ep"], mesh["etp"], mesh["ep_etp"], codec)
 
 

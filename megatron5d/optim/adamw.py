@@ -91,8 +91,8 @@ class AdamW:
         wide = torch.float64 if owned.dtype == torch.float64 else torch.float32
         rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
         master = owned if owned.dtype == wide or rounded else owned.to(wide)
-        moments = (torch.zeros_like(owned, dtype=wide) for _ in range(2))
-        return SliceState(bucket, bucket.segments(), master, *moments, rounded=rounded)
+        first, second = (torch.zeros_like(owned, dtype=wide) for _ in range(2))
+        return SliceState(bucket, bucket.segments(), master, first, second, rounded)
 
     def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
         param_groups = [

@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from kernels.fp8_quantize import quantize_rows
+from megatron5d.comm.exchange import Exchange
+from megatron5d.comm.ledger import Ledger
 from megatron5d.precision.wire import EightBitRows
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -26,3 +31,22 @@ def test_what_is_not_finite_arrives_so():
     rows[1, 200] = torch.inf
     back = EightBitRows().decode(EightBitRows().encode(rows), torch.float32)
     assert back[1, 128:].isnan().all() and torch.equal(back[0], rows[0]) and torch.equal(back[1, :128], rows[1, :128])
+
+
+def test_an_exchange_sends_the_bytes_and_gives_gradients_as_they_are():
+    def run(rank, world):
+        ledger = Ledger()
+        ep = build_mesh(resolve(world, ep=world), rank, recorder=ledger)["ep"]
+        rows = torch.randn(5, 256, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
+        exchange = Exchange(ep, [2, 3] if rank == 0 else [1, 4], [2, 1] if rank == 0 else [3, 4], EightBitRows())
+        arrived = exchange.finish(exchange.start(rows))
+        there = ledger.totals["ep", "all_to_all"].num_bytes
+        arrived.backward(arrived.detach())
+        return rows.detach(), arrived.detach(), rows.grad, there
+
+    (first, at_first, back_first, sent), (second, at_second, back_second, _) = run_ranks(run, 2)
+    whole = [quantize_rows(rows, powers_of_two=True).dequantize(torch.bfloat16) for rows in (first, second)]
+    assert torch.equal(at_first, torch.cat((whole[0][:2], whole[1][:1])))
+    assert torch.equal(at_second, torch.cat((whole[0][2:], whole[1][1:])))
+    assert torch.equal(back_first, whole[0]) and torch.equal(back_second, whole[1])
+    assert sent == 3 * (256 + 2)  # three rows; bfloat16 would be twice that
