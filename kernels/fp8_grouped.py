@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.fp8_matmul import swizzled
 from kernels.fp8_quantize import GROUP, Quantized
-from kernels.grouped_matmul import grouped_matmul_reference, launch_rows, readable
+from kernels.grouped_matmul import ends_of, grouped_matmul_reference, launch_rows, readable
 from kernels.language import HAS_TRITON, cdiv, jit, next_power_of_2, tl
 
 if HAS_TRITON:
@@ -46,7 +46,8 @@ def grouped_matmul_fp8(
 def grouped_weight_grad_fp8_reference(dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor) -> None:
     """`grouped_weight_grad_fp8` in plain torch; asks the host for the offsets."""
     wide = dispatch.statistics_dtype(main_grad.dtype)
-    a, b, ends, group = dy.dequantize(wide), x.dequantize(wide), offsets.tolist(), 0
+    a, b, group = dy.dequantize(wide), x.dequantize(wide), 0
+    ends = ends_of(offsets, (dy.scales.shape[1] - offsets.numel() + 1) * GROUP)
     for grad, first, last in zip(main_grad, ends, ends[1:]):
         tokens = slice(group * GROUP, group * GROUP + last - first)
         grad.add_(a[:, tokens] @ b[:, tokens].t())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels import dispatch, tuning
 from kernels.fp8_quantize import GROUP, Quantized, magnitude, quantize_reference, quantized
-from kernels.grouped_matmul import expert_of
+from kernels.grouped_matmul import ends_of, expert_of
 from kernels.language import cdiv, jit, next_power_of_2, tl
 
 
@@ -26,7 +26,7 @@ def turn_reference(
 ) -> Quantized:
     """`turn` in plain torch; asks the host for the offsets."""
     rows, columns = x.values.shape
-    ends = [0, rows] if offsets is None else offsets.tolist()
+    ends = [0, rows] if offsets is None else ends_of(offsets, rows)
     num_groups = groups_of(rows, offsets)
     values = torch.zeros(columns, num_groups * GROUP, dtype=x.values.dtype, device=x.values.device)
     scales = torch.ones(columns, num_groups, device=x.values.device)

@@ -21,21 +21,21 @@ if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-def _ends(offsets: Tensor, rows: int) -> list[int]:
+def ends_of(offsets: Tensor, rows: int) -> list[int]:
     """The offsets on the host; even ones where they have no values (meta)."""
     return [rows * e // (len(offsets) - 1) for e in range(len(offsets))] if offsets.is_meta else offsets.tolist()
 
 
 def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """`x[rows of e] W[e]ᵀ` in plain torch, one product an expert; asks the host for the offsets."""
-    ends = _ends(offsets, x.shape[0])
+    ends = ends_of(offsets, x.shape[0])
     parts = [x[lo:hi] @ w.t() for lo, hi, w in zip(ends, ends[1:], weight)]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[1])])
 
 
 def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
     """`main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
-    ends = _ends(offsets, x.shape[0])
+    ends = ends_of(offsets, x.shape[0])
     for grad, lo, hi in zip(main_grad, ends, ends[1:]):
         grad.addmm_(dy[lo:hi].to(grad.dtype).t(), x[lo:hi].to(grad.dtype))
 
