@@ -24,6 +24,7 @@ SAVED_ON = {"tp": 2, "sp": True, "ep": 2, "etp": 2, "zero": 1}  # of 4 ranks
 MODEL = ModelConfig(
     num_layers=2, hidden_size=32, ffn_hidden_size=48, head_dim=8, vocab_size=97, num_experts=8, top_k=2,
     moe_ffn_hidden_size=16, first_k_dense=1, shared_ffn_hidden_size=16, router_score="sigmoid", router_bias=True,
+    num_mtp_layers=1,
 )  # fmt: skip
 MOE = MoeConfig(balance=["bias", "seq_aux"], aux_coef=0.01, z_coef=0.001, bias_rate=0.01, log_every=2)
 
@@ -71,6 +72,7 @@ def test_names_and_shapes_are_the_models_own(straight):
         "experts.down.weight": (8, 32, 16),
         "shared_expert.up.weight": (32, 32),
     }
+    assert tensors["model.layers.2.mtp.join.weight"].shape == (32, 64) and "model.layers.2.router.bias" in tensors
     assert "model.layers.0.mlp.up.weight" in tensors and "model.layers.0.router.weight" not in tensors
     bias = tensors["model.layers.1.router.bias"]
     assert bias.abs().max() > 0 and torch.allclose(bias / 0.01, (bias / 0.01).round(), atol=1e-4)
@@ -117,11 +119,11 @@ def test_a_bf16_run_keeps_its_biases_in_fp32(tmp_path, corpus):
 
 def test_the_log_tells_what_the_routers_did(straight):
     records = [json.loads(line) for line in (straight / "log.jsonl").read_text().splitlines()]
-    assert all({"seq_aux_loss", "router_z_loss"} <= record.keys() for record in records)
-    assert all(0.9 < record["seq_aux_loss"] < 8 for record in records)
+    assert all({"seq_aux_loss", "router_z_loss", "mtp_loss"} <= record.keys() for record in records)
+    assert all(1.8 < record["seq_aux_loss"] < 16 for record in records)
     watched = [record["step"] for record in records if "moe/layer_1/load" in record]
     assert watched == [1, 2, 4], "at the first step, then every moe.log_every"
     figures = ("load", "entropy", "dropped", "dead_experts", "bias_range", "logit_norm")
-    assert {f"moe/layer_1/{name}" for name in figures} <= records[0].keys()
+    assert {f"moe/layer_{layer}/{name}" for name in figures for layer in (1, 2)} <= records[0].keys()
     assert not any(key.startswith("moe/layer_0/") for key in records[0])
     assert records[0]["comm_ep_bytes"] > 0
