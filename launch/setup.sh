@@ -63,5 +63,9 @@ ours = Path(megatron5d.__file__).parents[1] / "kernels"
 if Path(kernels.__file__).parent != ours:
     raise SystemExit(f"setup: `import kernels` finds {kernels.__file__}, not {ours}")
 CHECK
+if [ "$what" = all ]; then
+    echo "setup: compiling the search for schedules" # numba keeps it on disk, and no later search waits for it
+    "$venv/bin/python" "$root/tools/schedule.py" search --pp 2 --microbatches 2 --evaluations 1 >/dev/null
+fi
 echo "$stamp" >"$venv/.installed-$what"
 echo "setup: done in $((SECONDS - began)) s"
