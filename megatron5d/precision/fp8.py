@@ -21,6 +21,7 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevici
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -77,6 +78,17 @@ def forget_quantized(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if hasattr(parameter, "quantized"):
             del parameter.quantized
+
+
+def copies_bytes(weight: Tensor) -> int:
+    """What a weight's 8-bit copies take, values and scales; 0 where it has none."""
+    gemms = getattr(weight, "gemms", None)
+    if not isinstance(gemms, (BlockwiseGemms, TensorwiseGemms, BlockwiseExpertGemms)):
+        return 0
+    *stack, out_features, in_features = weight.shape
+    blocks = math.prod(stack) * -(-out_features // GROUP) * -(-in_features // GROUP)
+    scales = 1 if isinstance(gemms, TensorwiseGemms) else 2 * blocks
+    return 2 * weight.numel() + 4 * scales
 
 
 def _flat(x: Operand) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,11 @@ def grad_dtype(config: Config) -> torch.dtype:
     return torch.float64 if config.precision.dtype == "fp64" else DTYPES[config.precision.grad_dtype]
 
 
+def rounding_seed(config: Config) -> int | None:
+    """Of an optimiser that moves bf16 weights themselves; None where they have masters."""
+    return None if config.precision.master_weights else config.train.seed
+
+
 def build_run(config: Config, process: Process) -> Run:
     """Builds a run and brings it to where its checkpoint, or its initialisation, says.
 
@@ -110,8 +115,7 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     Comm: the pipeline's channels are opened.
     """
     sync = GradSync(model.units, mesh, config.parallel.zero, grad_dtype(config))
-    rounding_seed = None if config.precision.master_weights else config.train.seed
-    optimizer = AdamW(sync.buckets, config.optim, rounding_seed)
+    optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
     held = plan.placement.stages_of(mesh["pp"].rank)
     stages = {(direction, stage): Stage(model.phases_of(stage), sync) for direction, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)

@@ -29,9 +29,10 @@ from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, 
 from megatron5d.plan.peak import find_peak
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer
 from megatron5d.plan.watch import MemoryWatch
+from megatron5d.precision.fp8 import copies_bytes
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
-from megatron5d.train.build import grad_dtype, sizes_of
+from megatron5d.train.build import grad_dtype, rounding_seed, sizes_of
 from megatron5d.train.schedule import PipelinePlan, boundary_form, micro_batch_counts, plan_pipeline
 from megatron5d.train.search import known_programs
 
@@ -103,7 +104,7 @@ class Forecaster:
         with MemoryWatch(self.target.block) as watch:
             model = Gpt(config, mesh, "meta", plan.parts(rank), plan.shared)
             sync = GradSync(model.units, mesh, config.parallel.zero, grad_dtype(config))
-            optimizer = AdamW(sync.buckets, config.optim)
+            optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
             resident, setup = watch.live_bytes, watch.peak_bytes
             end_of_step = _end_of_step(model, sync, optimizer, watch)
         _set_load(model, self.target.imbalance)
@@ -115,9 +116,10 @@ class Forecaster:
         weights = sum(watch.rounded(bucket.weights.nbytes) for bucket in sync.buckets)
         gradients = sum(watch.rounded(bucket.grads.nbytes) for bucket in sync.buckets)
         state = sum(watch.rounded(tensor.nbytes) for _, tensor, _ in optimizer.tensors())
+        copies = sum(watch.rounded(copies_bytes(parameter)) for parameter in model.parameters())
         on_gpu = self.target.architecture is not None
         return RankMemory(
-            weights=weights,
+            weights=weights + copies,
             gradients=gradients,
             optimizer=state,
             buffers=resident - weights - gradients - state,
@@ -155,6 +157,8 @@ class Forecaster:
             split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
             num_sums = len(loss_terms(self.config))
             tracer = Tracer(form.shape, form.dtype, batch, num_sums, split=split, block=self.target.block)
+            if self.config.precision.fp8 != "none":  # the first pass makes the weights' 8-bit copies, which stay
+                tracer.trace(units, signatures, first=part.embedding, last=part.head)
             self._known[key] = tracer.trace(units, signatures, first=part.embedding, last=part.head)
         return self._known[key]
 
