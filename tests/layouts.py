@@ -125,7 +125,7 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
 def _rectangles(sync: GradSync, buffer: str) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
     found = []
     for bucket in sync.buckets:
-        flat = getattr(bucket, buffer)[bucket.owned]
+        flat = {"weights": bucket.weight_slice, "grads": bucket.grad_slice}[buffer]
         for segment in bucket.segments():
             parts = sharded_slice(segment, flat, writing=False).parts
             found += [(segment.spec.name, offset, view.clone()) for offset, view in parts.items()]
@@ -152,9 +152,9 @@ def _train_on_rank(rank: int, world: int, config: Config, rows: torch.Tensor, st
         result = trainer.step(batches, learning_rate(config.optim, step + 1, t.steps), watched=True)
         routers = {name: value for name, value in result.sums.items() if name not in ("loss", "z_loss")}
         figures.append((result.sums["loss"], result.sums["z_loss"], result.grad_norm, routers, result.layers))
-    sync.finish_gather()
-    whole = [(spec_of(p).name, piece.offset, p.detach()[piece.row : piece.row + piece.shape[0]].clone())
-             for p in model.weights() for piece in spec_of(p).pieces]  # fmt: skip
+    with sync.whole_weights():
+        whole = [(spec_of(p).name, piece.offset, p.detach()[piece.row : piece.row + piece.shape[0]].clone())
+                 for p in model.weights() for piece in spec_of(p).pieces]  # fmt: skip
     return figures, grads, whole
 
 

@@ -94,6 +94,9 @@ class TimedStage:
         yield from self._phases("W")
         self._release(microbatch)
 
+    def expect(self, op: str) -> None:
+        pass
+
     def _release(self, microbatch: int) -> None:
         self.in_flight.remove(microbatch)
         self.held.add(-float(self.costs.activation[self.number]))

@@ -193,10 +193,34 @@ STAGE_LAWS = (
 )
 
 
+ZERO_LAWS = (
+    Law(
+        "regather-needs-sharded-weights",
+        ("parallel.regather", "parallel.zero"),
+        lambda c, w: c.parallel.regather == "per_step" and c.parallel.zero < 3,
+        lambda c, w: (
+            f"parallel.regather = per_step says how long gathered weights stay, and under parallel.zero = "
+            f"{c.parallel.zero} they are never given back"
+        ),
+        lambda c, w: "parallel.regather=per_microbatch, or parallel.zero=3",
+    ),
+    Law(
+        "reduce-needs-sharded-gradients",
+        ("parallel.reduce", "parallel.zero"),
+        lambda c, w: c.parallel.reduce == "per_step" and c.parallel.zero < 2,
+        lambda c, w: (
+            f"parallel.reduce = per_step keeps whole gradients until a step's last micro-batch, as parallel.zero = "
+            f"{c.parallel.zero} does anyway"
+        ),
+        lambda c, w: "parallel.reduce=per_microbatch, or parallel.zero=2",
+    ),
+)
+
+
 def _even_layout(c: Config) -> str:
     """As many layers on each stage as on the next, the first ones taking what is left over."""
     each, more = divmod(c.model.num_layers, _stages(c))
     return f"[{','.join(str(each + (stage < more)) for stage in range(_stages(c)))}]"
 
 
-LAYOUT_LAWS = (*RANK_LAWS, *TENSOR_LAWS, *STAGE_LAWS)
+LAYOUT_LAWS = (*RANK_LAWS, *TENSOR_LAWS, *STAGE_LAWS, *ZERO_LAWS)

@@ -48,6 +48,8 @@ WORDS: dict[str, Sequence[str]] = {
     "moe.drop_by": ("probability", "position"),
     "pipeline.split": ("even", "cost"),
     "parallel.cp_method": ("ring", "allgather", "ulysses", "two_level"),
+    "parallel.regather": ("per_microbatch", "per_step"),
+    "parallel.reduce": ("per_microbatch", "per_step"),
     "optim.name": ("adamw",),
     "optim.schedule": ("cosine", "linear", "wsd", "constant"),
     "optim.implementation": ("auto", "torch", "apex"),

@@ -105,6 +105,8 @@ class ParallelConfig:
     ep_inner: int = 1  # ep ranks of one node: a token crosses to a node once, then goes on inside; 1 = straight
     dp_replicate: int = 1  # HSDP: dp = dp_replicate × dp_shard
     zero: int = 0  # 0 nothing sharded, 1 optimiser state, 2 and gradients, 3 and weights
+    regather: str = "per_microbatch"  # zero 3: per_microbatch | per_step: gathered weights stay until their last use
+    reduce: str = "per_microbatch"  # zero 2, 3: gradients are reduced per_microbatch | per_step: kept whole until then
     order: list[str] = field(default_factory=lambda: ["pp", "dp", "cp", "tp"])  # slowest axis first
     timeout_s: float = 1800.0  # a collective that waits longer ends the run
 

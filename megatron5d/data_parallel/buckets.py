@@ -1,10 +1,21 @@
 """One unit's parameters in one flat buffer, their main gradients in another: what is reduced and sharded at once.
 
     weights    | p0 | p1 | ... | pad |     dtype of the model; each parameter is a view
-    gradients  | p0 | p1 | ... | pad |     main-gradient dtype; each parameter's .main_grad is a view
+    grads      | p0 | p1 | ... | pad |     main-gradient dtype; each parameter's .main_grad is a view
 
-The buffer is cut into `shard.size` equal slices. A rank owns its slice: it reduces into it, keeps the optimiser state
-of it, and gathers the others' slices back. Without sharding the slice is the whole buffer.
+Both are cut into n = `shard.size` equal slices, and a rank owns one: it reduces into `grad_slice`, keeps the optimiser
+state of it, steps `weight_slice`, and gathers the others' slices back. With n = 1 the slice is the whole buffer.
+
+What is resident, in elements per bucket, N = `numel` (its parameters, each padded to 16 elements, the whole to 16·n):
+
+    zero   weights                                 grads
+    0      N (n = 1)                               N
+    1      N, the slice a view of them             N, the slice a view of them
+    2      N, the slice a view of them             N/n, and N while the unit's gradient is made and reduced
+    3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is made and reduced
+
+A buffer that comes and goes keeps its tensor, its views and its storage object: the storage is emptied and filled in
+place, so that whatever autograd or a kept weight gradient has saved of a parameter sees the gathered values again.
 """
 
 from __future__ import annotations
@@ -15,8 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron5d.comm.collectives import start_all_reduce, start_reduce_scatter
-from megatron5d.precision.gradient import move_to_main_grad
+from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import Piece, ShardSpec, spec_of
 
@@ -53,6 +63,16 @@ class Segment:
         return met
 
 
+def _take(flat: Tensor) -> None:
+    """Gives a flat buffer its memory; the values are undefined."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+def _give_back(flat: Tensor) -> None:
+    """Leaves a flat buffer, and every view of it, without memory."""
+    flat.untyped_storage().resize_(0)
+
+
 class Bucket:
     """Flat buffers of one unit.
 
@@ -61,15 +81,16 @@ class Bucket:
         shard: ranks among which the slices are dealt out.
         replicate: ranks that hold the same slice.
         grad_dtype: of the main gradients.
-        axes: by name, for gradients that are summed over copies (norms under sp, shared KV heads).
+        zero: stage, which says what stays resident.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, grad_dtype: torch.dtype,
-        axes: dict[str, Axis],
-    ) -> None:  # fmt: skip
+        self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, grad_dtype: torch.dtype, zero: int = 0
+    ) -> None:
         self.parameters = list(parameters)
         self.shard, self.replicate = shard, replicate
+        self.shards_grads = zero >= 2 and shard.size > 1
+        self.shards_weights = zero == 3 and shard.size > 1
         self.offsets: list[int] = []
         end = 0
         for parameter in self.parameters:
@@ -80,8 +101,16 @@ class Bucket:
         self.numel = self.slice_numel * shard.size
         self.weights = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(self.numel, dtype=grad_dtype, device=first.device)
+        self.weight_slice, self.grad_slice = self.weights[self.owned], self.grads[self.owned]
+        self.holds_weights = self.holds_grads = True
+        self._reducing: Pending | None = None
         self._adopt()
-        self._copies = self._gradients_summed_over_copies(axes)
+        if self.shards_weights:
+            self.weight_slice = self.weight_slice.clone()
+            self.drop_weights()
+        if self.shards_grads:
+            self.grad_slice = self.grad_slice.clone()
+            self._drop_grads()
 
     def _adopt(self) -> None:
         for parameter, offset in zip(self.parameters, self.offsets):
@@ -89,22 +118,24 @@ class Bucket:
             self.weights[span].copy_(parameter.data.reshape(-1))
             parameter.data = self.weights[span].view(parameter.shape)
             parameter.main_grad = self.grads[span].view(parameter.shape)  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(move_to_main_grad)
-
-    def _gradients_summed_over_copies(self, axes: dict[str, Axis]) -> list[tuple[Axis, list[Tensor]]]:
-        found: dict[str, list[Tensor]] = {}
-        for parameter, offset in zip(self.parameters, self.offsets):
-            for piece in spec_of(parameter).pieces:
-                for name in piece.summed:
-                    start, stop = piece.flat
-                    found.setdefault(name, []).append(self.grads[offset + start : offset + stop])
-        return [(axes[name], views) for name, views in found.items() if axes[name].size > 1]
+            if self.shards_grads:
+                parameter.hold_main_grad = self.hold_grads  # type: ignore[attr-defined]
 
     @property
     def owned(self) -> slice:
         """This rank's slice of the buffers."""
         start = self.shard.rank * self.slice_numel
         return slice(start, start + self.slice_numel)
+
+    @property
+    def resident_weights(self) -> Tensor:
+        """What of the weights stays between uses."""
+        return self.weight_slice if self.shards_weights else self.weights
+
+    @property
+    def resident_grads(self) -> Tensor:
+        """What of the main gradients stays between uses."""
+        return self.grad_slice if self.shards_grads else self.grads
 
     def segments(self) -> list[Segment]:
         """What of each parameter lies in the owned slice, in order."""
@@ -117,36 +148,80 @@ class Bucket:
                 segments.append(Segment(spec_of(parameter), tuple(parameter.shape), local, owned))
         return segments
 
-    def sum_copies(self) -> None:
-        """Adds up the gradients of parameters whose copies each saw a part of the work.
+    def copies(self) -> list[tuple[str, Tensor]]:
+        """(axis, view of `grad_slice`) of gradients that are still to be added up over copies (norms under sp)."""
+        return [
+            (name, self.grad_slice[start:stop])
+            for segment in self.segments()
+            for piece, (start, stop) in segment.pieces()
+            for name in piece.summed
+        ]
 
-        Comm: one all_reduce per axis of copies, of those gradients' elements.
+    def clear_grads(self) -> None:
+        """Before a step's first gradient."""
+        self.grad_slice.zero_()
+        if not self.shards_grads:
+            self.grads.zero_()
+
+    def hold_grads(self) -> None:
+        """Makes the accumulation buffer resident, zero, where it is not."""
+        if self._reducing is not None:
+            self.finish_reduce()
+        if not self.holds_grads:
+            _take(self.grads)
+            self.grads.zero_()
+            self.holds_grads = True
+
+    def _drop_grads(self) -> None:
+        _give_back(self.grads)
+        self.holds_grads = False
+
+    def start_reduce(self) -> None:
+        """Sums what the accumulation buffer holds over `shard`; `finish_reduce` takes it into the owned slice.
+
+        Comm: reduce_scatter over `shard`, (n-1)/n·N elements.
         """
-        for axis, views in self._copies:
-            flat = torch.cat(views)
-            start_all_reduce(flat, axis).wait()
-            torch._foreach_copy_(views, list(flat.split([view.numel() for view in views])))
+        if self.shard.size > 1 and self.holds_grads:
+            assert self._reducing is None, "a bucket's reduction before has not been taken in"
+            self._reducing = start_reduce_scatter(self.grads, self.shard)
 
-    def start_reduce(self) -> PendingReduce:
-        """Sums the gradients over data parallelism; the owned slice is complete after `wait`.
+    def finish_reduce(self) -> None:
+        """Waits for the sum; a buffer that does not stay resident is given back."""
+        if self._reducing is None:
+            return
+        reduced, self._reducing = self._reducing.wait(), None
+        if self.shards_grads:
+            self.grad_slice.add_(reduced)
+            self._drop_grads()
+        else:
+            self.grad_slice.copy_(reduced)
 
-        Comm: reduce_scatter over `shard` of numel elements, then all_reduce over `replicate` of numel/shard.size.
+    def start_sum_replicas(self) -> Pending:
+        """Sums the owned slice over the ranks that hold the same one.
+
+        Comm: all_reduce over `replicate` of N/n elements.
         """
-        self.sum_copies()
-        if self.shard.size > 1:
-            return PendingReduce(self, start_reduce_scatter(self.grads, self.shard))
-        return PendingReduce(self, start_all_reduce(self.grads, self.replicate))
+        return start_all_reduce(self.grad_slice, self.replicate)
 
+    def start_gather(self) -> Pending:
+        """Makes the weights resident and collects everybody's slices of them; whole after `wait`.
 
-class PendingReduce:
-    """A bucket's gradient reduction under way."""
+        Comm: all_gather over `shard`, (n-1)/n·N elements in the form that `as_sent` gives them.
+        """
+        if not self.holds_weights:
+            _take(self.weights)
+            self.holds_weights = True
+        return start_all_gather(self.as_sent(), self.shard, out=self.weights)
 
-    def __init__(self, bucket: Bucket, pending) -> None:
-        self._bucket, self._pending = bucket, pending
+    def as_sent(self) -> Tensor:
+        """This rank's slice in the form in which it travels: the one place to make it narrower than the model's dtype.
 
-    def wait(self) -> None:
-        bucket = self._bucket
-        reduced = self._pending.wait()
-        if bucket.shard.size > 1:
-            start_all_reduce(reduced, bucket.replicate).wait()
-            bucket.grads[bucket.owned].copy_(reduced)
+        Where the slice is a view of the buffer that is written, it travels as a copy.
+        """
+        return self.weight_slice if self.shards_weights else self.weight_slice.clone()
+
+    def drop_weights(self) -> None:
+        """Gives the whole weights back; the owned slice stays."""
+        assert self.shards_weights
+        _give_back(self.weights)
+        self.holds_weights = False

@@ -1,26 +1,48 @@
 """Data parallelism over buckets: gradients are reduced during the backward, weights gathered during the forward.
 
-    zero   weights    gradients   optimiser state       reduction
-    0      whole      whole       whole                 all_reduce over dp·cp
-    1      whole      whole       1/shard               reduce_scatter, all_gather of the weights after the step
+    zero   weights    gradients   optimiser state       communication of a step (n = dp_shard·cp, m micro-batches)
+    0      whole      whole       whole                 all_reduce of the gradients
+    1      whole      whole       1/n                   reduce_scatter; all_gather of the weights after the step
+    2      whole      1/n         1/n                   m reduce_scatters; all_gather of the weights after the step
+    3      1/n        1/n         1/n                   m reduce_scatters; 2·m all_gathers of the weights
 
-With `dp_replicate` (HSDP) the slices are dealt out over dp_shard·cp and reduced again over dp_replicate.
+The unit of all of it is a bucket: a block, the embedding, the head. buckets.py says what is resident, zero.py when
+weights are gathered and how many elements travel.
+
+Gradients under ZeRO-2 and 3. A unit's gradient is made in a buffer of main-gradient dtype that is there from the unit's
+first weight gradient on (under a split backward: in W alone). By default it is reduce-scattered after every micro-batch
+and added to the owned slice: at most two such buffers exist, one being filled and one being reduced, and m·Ψ elements
+travel. With `reduce_per_step` it stays until the step's last micro-batch and Ψ travel: every unit's buffer is resident
+for most of the step, as under ZeRO-1.
+
+With `dp_replicate` (HSDP) the slices are dealt out over dp_shard·cp and summed again over dp_replicate, once a step.
 Experts are summed over edp, dealt out over edp_shard. A parameter that the mirrored pipeline rank holds too
-(`ShardSpec.shared`) counts that rank as data parallel.
-Only the last micro-batch of a step communicates. Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
+(`ShardSpec.shared`) counts that rank as data parallel: slices are dealt out over both ranks' lines under ZeRO-1, and
+over each one's own under ZeRO-2 and 3, where the mirror is one more replica: it comes to a unit at other times, so that
+the two ranks cannot gather and reduce for each other micro-batch by micro-batch.
+Gradients of copies (norms under sp) are added up last, on the slices.
+
+Bits. All stages add a micro-batch's gradients into the main gradient in one order, and reduce the same buffers in the
+same slices. So ZeRO-1, 2 and 3 give the same bits where gradients are reduced once a step (one micro-batch, or
+`reduce_per_step`) and no mirror takes part. Reduced per micro-batch, the sum over ranks is inside the sum over
+micro-batches instead of outside: other roundings. ZeRO-0 reduces by all_reduce, which on more than two ranks may add up
+in another order, and its gradient norm adds up whole parameters instead of slices. When weights are gathered changes no
+number.
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce
-from megatron5d.data_parallel.buckets import Bucket, PendingReduce
-from megatron5d.precision.fp8 import forget_quantized
+from megatron5d.comm.collectives import Pending, start_all_reduce
+from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.zero import GatheredWeights
 from megatron5d.topology.axis import Axis, single
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard import spec_of
@@ -28,14 +50,15 @@ from megatron5d.topology.shard import spec_of
 
 def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> tuple[Axis, Axis]:
     """(shard, replicate): among whom a bucket is dealt out, and who holds the same slice."""
-    suffix = f"_{shared}" if shared else ""
-    if expert:
-        if zero == 0:
-            return single("edp_shard"), mesh["edp" + suffix]
-        return mesh["edp_shard" + suffix], mesh["edp_replicate"]
+    pair = f"_{shared}" if shared else ""
+    whole, shard, replicate = ("edp", "edp_shard", "edp_replicate") if expert else (
+        "dp_cp", "dp_shard_cp", "dp_replicate"
+    )  # fmt: skip
     if zero == 0:
-        return single("dp_shard_cp"), mesh["dp_cp" + suffix]
-    return mesh["dp_shard_cp" + suffix], mesh["dp_replicate"]
+        return single(shard), mesh[whole + pair]
+    if zero == 1:
+        return mesh[shard + pair], mesh[replicate]
+    return mesh[shard], mesh[replicate + pair]
 
 
 def _kind(parameter: nn.Parameter) -> tuple[str, bool]:
@@ -51,34 +74,47 @@ class GradSync:
         units: lists of phases; each unit's own parameters share a bucket, those with another `shared` or `expert` a
             second one. A parameter used by several units (tied embeddings) belongs to the first.
         mesh: this rank's axes.
-        zero: 0 or 1.
+        zero: 0 ... 3.
         grad_dtype: of main gradients and their reduction.
+        reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every micro-batch.
+        gather_per_step: ZeRO-3 keeps gathered weights until their last backward of a step.
     """
 
-    def __init__(self, units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype) -> None:
-        self.buckets: list[Bucket] = []
+    def __init__(
+        self, units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype, *,
+        reduce_per_step: bool = False, gather_per_step: bool = False,
+    ) -> None:  # fmt: skip
+        self.zero, self.buckets = zero, list[Bucket]()
+        self._mesh = mesh
         self._used_by: dict[int, list[nn.Module]] = {}  # bucket index -> phases whose weight gradients go into it
         self._uses: dict[nn.Module, list[int]] = {}  # phase -> buckets it reads and writes
+        self._ends: dict[nn.Module, set[int]] = {}  # phase -> buckets whose gradient of a micro-batch it completes
         home: dict[nn.Parameter, int] = {}
         for unit in units:
             own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in home}
             for kind in sorted({_kind(parameter) for parameter in own}):
                 parameters = [parameter for parameter in own if _kind(parameter) == kind]
                 home |= dict.fromkeys(parameters, len(self.buckets))
-                self.buckets.append(Bucket(parameters, *data_axes(mesh, zero, *kind), grad_dtype, dict(mesh)))
+                self.buckets.append(Bucket(parameters, *data_axes(mesh, zero, *kind), grad_dtype, zero))
+            met: set[int] = set()
             for phase in unit:
                 self._uses[phase] = sorted({home[parameter] for parameter in phase.parameters()})
+                self._ends[phase] = set(self._uses[phase]) - met  # a backward comes to the unit's first user last
+                met |= self._ends[phase]
                 for index in self._uses[phase]:
                     self._used_by.setdefault(index, []).append(phase)
+        self._per_microbatch = not reduce_per_step
         self._missing: dict[int, int] = {}
-        self._queue: list[int] = []  # shared buckets whose reduction has not started, in the order in which it will
-        self._reducing: list[PendingReduce] = []
-        self._gathering: dict[int, Pending] = {}
+        self._queue: list[int] = []  # shared buckets whose sum with the mirror's is to start, in this order
+        self._reducing: list[int] = []  # buckets whose sum over the shard axis is under way
+        self._summing: list[Pending] = []  # sums over replicas under way
         self._shared = [i for i, bucket in enumerate(self.buckets) if spec_of(bucket.parameters[0]).shared]
         # torch's DETAIL checks make every collective wait for all ranks to call it, also one that is to run later: then
         # shared reductions start only when the step's last action is done, and nobody waits for a waiting rank
         self._starts_early = dist.get_debug_level() != dist.DebugLevel.DETAIL
         self._meet_mirror()
+        unit_of = {phase: number for number, unit in enumerate(units) for phase in unit}
+        self.weights = GatheredWeights(self.buckets, self._uses, unit_of, gather_per_step)
 
     def _meet_mirror(self) -> None:
         """Connects mirrored ranks now: in the first step one would wait here for the other, which needs its gradients.
@@ -87,7 +123,7 @@ class GradSync:
         """
         axes = [axis for i in self._shared for axis in (self.buckets[i].shard, self.buckets[i].replicate)]
         for axis in dict.fromkeys(axes):
-            start_all_reduce(self.buckets[0].grads.new_zeros(1), axis).wait()
+            start_all_reduce(self.buckets[0].grad_slice.new_zeros(1), axis).wait()
 
     def start_step(self, passes: Mapping[nn.Module, int]) -> None:
         """Clears the gradients and says what will come.
@@ -97,56 +133,134 @@ class GradSync:
                 mirrored ranks: theirs finish in different orders, but reductions that they share must start in one.
         """
         for bucket in self.buckets:
-            bucket.grads.zero_()
+            bucket.clear_grads()
         place = {phase: index for index, phase in enumerate(passes)}
         self._missing = {index: sum(passes[phase] for phase in phases) for index, phases in self._used_by.items()}
         self._queue = sorted(self._shared, key=lambda index: max(place[phase] for phase in self._used_by[index]))
+        self.weights.start_step(passes)
+
+    def buckets_of(self, unit: Sequence[nn.Module]) -> list[Bucket]:
+        """The buckets that the phases of a unit read and write."""
+        return [self.buckets[index] for index in sorted({index for phase in unit for index in self._uses[phase]})]
+
+    def follow(self, phases: Sequence[nn.Module]) -> None:
+        """Learns the order of a stage's phases."""
+        self.weights.follow(phases)
+
+    def expect(self, phase: nn.Module, forward: bool) -> None:
+        """The action after the one that starts now begins with this phase."""
+        self.weights.expect(phase, forward)
 
     def before_forward(self, phase: nn.Module) -> None:
-        """Waits for the weights this phase needs, where they are still being gathered."""
-        for index in self._uses[phase]:
-            if index in self._gathering:
-                self._gathering.pop(index).wait()
+        """Waits for the weights that this phase reads."""
+        self.weights.before(phase, True)
+
+    def after_forward(self, phase: nn.Module) -> None:
+        self.weights.after(phase, True)
+
+    def before_recompute(self, phase: nn.Module) -> None:
+        """As before_forward, where a backward runs the phase again: its weights stay until `after_backward`."""
+        self.weights.before_recompute(phase)
+
+    def before_backward(self, phase: nn.Module) -> None:
+        """Waits for the weights that the input gradient of this phase reads."""
+        self.weights.before(phase, False)
+
+    def after_backward(self, phase: nn.Module) -> None:
+        self.weights.after(phase, False)
 
     def after_weight_grads(self, phase: nn.Module) -> None:
-        """Starts a bucket's reduction when the last micro-batch has put its last gradient into it.
+        """Starts a bucket's reduction when a micro-batch, or under ZeRO-0 and 1 the step, has put its last gradient in.
 
         A bucket shared with the mirrored rank also waits for its turn.
         """
+        due = []
         for index in self._uses[phase]:
             self._missing[index] -= 1
-            if self._missing[index] == 0 and index not in self._shared:
-                self._reducing.append(self.buckets[index].start_reduce())
-        if self._starts_early:
-            self._start_shared()
+            each = self._per_microbatch and self.buckets[index].shards_grads and index in self._ends[phase]
+            if each or self._missing[index] == 0:
+                due.append(index)
+        if due:
+            self._take_in()
+            for index in due:
+                self._start_reduce(index)
+            if self._starts_early:
+                self._start_shared()
+
+    def _start_reduce(self, index: int) -> None:
+        """The sum over the shard axis; without one, over the replicas at once. Sums with the mirror wait for _queue."""
+        bucket, shared = self.buckets[index], index in self._shared
+        if bucket.shard.size == 1:
+            if not shared:
+                self._summing.append(bucket.start_sum_replicas())
+        elif not (shared and self.zero == 1):
+            bucket.start_reduce()
+            self._reducing.append(index)
+
+    def _take_in(self, everything: bool = False) -> None:
+        """Waits for sums over shard axes, and starts those over replicas of what is complete.
+
+        Called when the next unit's gradient is ready: the sum has had that long, and its buffer is needed no longer.
+        Where nothing is given back and nobody waits for the sum, it is left alone until the end of the step.
+        """
+        left = []
+        for index in self._reducing:
+            bucket = self.buckets[index]
+            if not (everything or bucket.shards_grads or bucket.replicate.size > 1):
+                left.append(index)
+                continue
+            bucket.finish_reduce()
+            if self._missing[index] == 0 and not (index in self._shared and self.zero != 1):
+                self._summing.append(bucket.start_sum_replicas())
+        self._reducing = left
 
     def _start_shared(self) -> None:
-        while self._queue and self._missing[self._queue[0]] == 0:
-            self._reducing.append(self.buckets[self._queue.pop(0)].start_reduce())
+        """Starts the sums with the mirror whose turn it is: over the shard axis under ZeRO-1, else over replicas."""
+        while self._queue and self._missing[self._queue[0]] == 0 and self._queue[0] not in self._reducing:
+            index = self._queue.pop(0)
+            if self.zero == 1 and self.buckets[index].shard.size > 1:
+                self.buckets[index].start_reduce()
+                self._reducing.append(index)
+            else:
+                self._summing.append(self.buckets[index].start_sum_replicas())
 
     def finish_reduce(self) -> None:
         """Waits until every owned slice holds the whole gradient."""
-        self._start_shared()
         left = {index: count for index, count in self._missing.items() if count}
         assert not left, f"weight gradients still owed by micro-batch count, per bucket: {left}"
-        for pending in self._reducing:
+        if self.zero != 1:
+            self._take_in(everything=True)
+        self._start_shared()
+        self._take_in(everything=True)
+        for pending in self._summing:
             pending.wait()
-        self._reducing.clear()
+        self._summing.clear()
+        self._sum_copies()
+        self.weights.check_released()
+
+    def _sum_copies(self) -> None:
+        """Adds up the gradients of parameters whose copies each saw a part of the work.
+
+        Comm: one all_reduce per axis of copies, of the elements of those gradients in the owned slices.
+        """
+        found: dict[str, list[Tensor]] = {}
+        for bucket in self.buckets:
+            for name, view in bucket.copies():
+                found.setdefault(name, []).append(view)
+        for name, views in found.items():
+            if self._mesh[name].size > 1:
+                flat = torch.cat(views)
+                start_all_reduce(flat, self._mesh[name]).wait()
+                torch._foreach_copy_(views, list(flat.split([view.numel() for view in views])))
 
     def start_gather(self) -> None:
-        """The weights are new: collects everybody's slices, in the order the forward needs them.
-
-        What was made of the old ones (8-bit copies) is dropped.
-
-        Comm: all_gather over the shard axis of numel/size elements per bucket.
-        """
-        for index, bucket in enumerate(self.buckets):
-            forget_quantized(bucket.parameters)
-            if bucket.shard.size > 1:
-                mine = bucket.weights[bucket.owned].clone()
-                self._gathering[index] = start_all_gather(mine, bucket.shard, out=bucket.weights)
+        """After the optimiser: collects everybody's slices of the new weights, where weights stay whole."""
+        self.weights.start_gather()
 
     def finish_gather(self) -> None:
-        """Waits for all weights (before they are saved or looked at)."""
-        for index in list(self._gathering):
-            self._gathering.pop(index).wait()
+        """Waits for all gathers under way (before slices are saved)."""
+        self.weights.finish_gather()
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """A context in which all parameters can be read, as `GatheredWeights.whole`."""
+        return self.weights.whole()

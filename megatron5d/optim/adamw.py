@@ -77,7 +77,7 @@ class AdamW:
         for state in self.slices:
             if state.rounded:
                 continue
-            grads = state.bucket.grads[state.bucket.owned]
+            grads = state.bucket.grad_slice
             for segment in state.segments:
                 span = slice(*segment.owned)
                 view = state.master[span]
@@ -87,7 +87,7 @@ class AdamW:
         self._optimizer = self._build(groups, states, config)
 
     def _slice(self, bucket: Bucket) -> SliceState:
-        owned = bucket.weights[bucket.owned]
+        owned = bucket.weight_slice
         wide = torch.float64 if owned.dtype == torch.float64 else torch.float32
         rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
         master = owned if owned.dtype == wide or rounded else owned.to(wide)
@@ -128,7 +128,7 @@ class AdamW:
         """
         if scale is not None:
             for state in self.slices:
-                state.bucket.grads[state.bucket.owned].mul_(scale)
+                state.bucket.grad_slice.mul_(scale)
         for view, grad in self._grads:
             view.grad = grad if grad.dtype == view.dtype else grad.to(view.dtype)
         for group in self._optimizer.param_groups:
@@ -146,7 +146,7 @@ class AdamW:
         """The update of weights without masters; a bucket's worth of fp32 lives meanwhile."""
         assert self.rounding_seed is not None
         spans = [slice(*segment.owned) for segment in state.segments]
-        weights, grads = state.bucket.weights[state.bucket.owned], state.bucket.grads[state.bucket.owned]
+        weights, grads = state.bucket.weight_slice, state.bucket.grad_slice
         flat = {"master": weights.float(), "grad": grads, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         table = TensorTable(**{name: [tensor[span] for span in spans] for name, tensor in flat.items()})
         decay = [self.config.weight_decay * decays(s.spec, self.config.decay_exclude) for s in state.segments]
@@ -161,13 +161,13 @@ class AdamW:
         """Rounds the master weights into the model's owned slices."""
         for state in self.slices:
             if state.has_master:
-                state.bucket.weights[state.bucket.owned].copy_(state.master)
+                state.bucket.weight_slice.copy_(state.master)
 
     def weights_to_masters(self) -> None:
         """Takes the model's weights as the truth (after an import)."""
         for state in self.slices:
             if state.has_master:
-                state.master.copy_(state.bucket.weights[state.bucket.owned])
+                state.master.copy_(state.bucket.weight_slice)
 
     def set_step_count(self, count: int) -> None:
         """How many updates the moments have seen (bias correction), after a resume."""

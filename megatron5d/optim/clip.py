@@ -26,7 +26,7 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
     for bucket in buckets:
         if bucket.replicate.rank != 0:
             continue
-        grads = bucket.grads[bucket.owned]
+        grads = bucket.grad_slice
         spans = [span for segment in bucket.segments() for span in segment.counted()]
         if spans:
             norms = torch._foreach_norm([grads[start:stop] for start, stop in spans])

@@ -37,6 +37,8 @@ class Runnable(Protocol):
 
     def weight_steps(self, microbatch: int) -> Iterator[None]: ...
 
+    def expect(self, op: str) -> None: ...
+
     def evaluate(self, x: Tensor | None, batch: Any) -> Tensor: ...
 
     @property
@@ -109,6 +111,7 @@ class Executor:
         for receives, slot, _ in steps(program, rank):
             passes = tuple(self._look_up(action, stages, channels, proofs) for action in slot)
             self._slots.append((tuple(_end(channels, message, Inbox) for message in receives), passes))
+        self._following = _following([passes for _, passes in self._slots])
 
     def _look_up(self, action: Action, stages, channels, proofs) -> _Pass:
         program = self.program
@@ -134,8 +137,10 @@ class Executor:
 
         Comm: the Program's messages on the pipeline axis, beside the layers' own.
         """
-        for receives, passes in self._slots:
+        for (receives, passes), following in zip(self._slots, self._following):
             self._post(receives, passes, form)
+            for each in following:
+                each.stage.expect(each.op)
             if len(passes) == 1:
                 for _ in self._advance(passes[0], batches, loss):
                     pass
@@ -218,6 +223,15 @@ class Executor:
             f"{self.name}, action {action} (stage {action.stage}, micro-batch {action.microbatch}): "
             f"{type(error).__name__}: {error}"
         )
+
+
+def _following(slots: Sequence[tuple[_Pass, ...]]) -> list[tuple[_Pass, ...]]:
+    """For each slot that needs weights, the actions of the next one that does: their first weights can be fetched."""
+    places = [place for place, passes in enumerate(slots) if any(each.op != "W" for each in passes)]
+    found: list[tuple[_Pass, ...]] = [()] * len(slots)
+    for place, after in zip(places, places[1:]):
+        found[place] = slots[after]
+    return found
 
 
 def forward_only(program: Program) -> Program:

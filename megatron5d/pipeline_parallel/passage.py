@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron5d.precision.gradient import Closure
+from megatron5d.precision.gradient import Closure, hand_over_grads
 from megatron5d.precision.host import HostCopy
 from megatron5d.precision.kept import keeping
 
@@ -17,9 +17,26 @@ from megatron5d.precision.kept import keeping
 class PhaseHooks(Protocol):
     """What a data-parallel engine wants to know; phases are its unit of gathering and reducing."""
 
+    def follow(self, phases: Sequence[nn.Module]) -> None:
+        """A stage passes these phases, in this order forward."""
+
+    def expect(self, phase: nn.Module, forward: bool) -> None:
+        """The action after the one that starts now begins with this phase."""
+
     def before_forward(self, phase: nn.Module) -> None: ...
 
-    def after_weight_grads(self, phase: nn.Module) -> None: ...
+    def after_forward(self, phase: nn.Module) -> None: ...
+
+    def before_recompute(self, phase: nn.Module) -> None:
+        """A backward runs the phase forward again; its weights stay until `after_backward`."""
+
+    def before_backward(self, phase: nn.Module) -> None:
+        """In B or I. W reads no weights."""
+
+    def after_backward(self, phase: nn.Module) -> None: ...
+
+    def after_weight_grads(self, phase: nn.Module) -> None:
+        """In B or W, after `after_backward`: the micro-batch has added all that this phase owes."""
 
 
 class WeightGrads:
@@ -142,6 +159,7 @@ class Passage:
         self.weight_grads.immediate = not split
         edges, self.edges = self.edges, None
         _backward(edges, grad)
+        hand_over_grads(self.phase.parameters(), self.weight_grads)
         slots, self.slots = self.slots, None
         return _arrived(slots)
 
@@ -160,7 +178,7 @@ class Segment:
         phases: in order.
         batch: what they read beside their input.
         recompute: run forward without graphs, and once more before the backward, in B or I and never in W.
-        hooks: told before a phase runs forward, each time, and after its weight gradients are complete.
+        hooks: told when a phase begins and ends to need its weights, and when its weight gradients are complete.
     """
 
     def __init__(self, phases: Sequence[nn.Module], batch: Any, recompute: bool, hooks: PhaseHooks) -> None:
@@ -172,13 +190,18 @@ class Segment:
     def forward_steps(self, x: Any) -> Iterator[Any]:
         """Yields after each phase with its output."""
         if not self.recompute:
-            yield from self._with_graphs(x)
+            for phase in self.phases:
+                self.hooks.before_forward(phase)
+                x = self._with_graph(phase, x)
+                self.hooks.after_forward(phase)
+                yield x
             return
         self.x = _each(self._kept, x)
         for phase in self.phases:
             self.hooks.before_forward(phase)
             with torch.no_grad():
                 x = phase(x, self.batch, None)
+            self.hooks.after_forward(phase)
             yield x
 
     def _kept(self, x: Tensor) -> Tensor | HostCopy:
@@ -193,24 +216,26 @@ class Segment:
             if isinstance(item, HostCopy):
                 item.fetch()
 
-    def _with_graphs(self, x: Any) -> Iterator[Any]:
-        for phase in self.phases:
-            self.hooks.before_forward(phase)
-            passage = Passage(phase, self.batch)
-            x = passage.forward(x)
-            self.passages.append(passage)
-            yield x
+    def _with_graph(self, phase: nn.Module, x: Any) -> Any:
+        passage = Passage(phase, self.batch)
+        self.passages.append(passage)
+        return passage.forward(x)
 
     def backward_steps(self, grad: Any, split: bool) -> Iterator[Any]:
         """Yields None after each phase that is run again, then after each one with the gradient of its input."""
         if self.recompute:
             x, self.x = _values(self.x), None
-            for _ in self._with_graphs(x):
+            for phase in self.phases:
+                self.hooks.before_recompute(phase)
+                x = self._with_graph(phase, x)
                 yield None
+            del x
         for earlier, passage in reversed(list(zip([None, *self.passages], self.passages))):
             if earlier is not None:
                 earlier.fetch()
+            self.hooks.before_backward(passage.phase)
             upstream = passage.backward(grad, split)
+            self.hooks.after_backward(passage.phase)
             if not split:
                 self.hooks.after_weight_grads(passage.phase)
             if upstream is not None:

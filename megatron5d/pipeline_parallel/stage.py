@@ -31,11 +31,17 @@ from megatron5d.pipeline_parallel.passage import PhaseHooks, Segment
 class NoHooks:
     """For a stage that nobody reduces or gathers."""
 
-    def before_forward(self, phase: nn.Module) -> None:
+    def follow(self, phases: Sequence[nn.Module]) -> None:
         pass
 
-    def after_weight_grads(self, phase: nn.Module) -> None:
+    def expect(self, phase: nn.Module, forward: bool) -> None:
         pass
+
+    def _nothing(self, phase: nn.Module) -> None:
+        pass
+
+    before_forward = after_forward = before_recompute = before_backward = after_backward = _nothing
+    after_weight_grads = _nothing
 
 
 def segments_of(phases: Sequence[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
@@ -50,14 +56,20 @@ class Stage:
     Args:
         phases: called as `phase(x, batch, defer) -> y` with hidden states `[s/cp/tp, b, h]`; the first stage's first
             phase ignores x (None) and reads tokens from the batch, the last stage's last returns sums of losses.
-        hooks: told before a phase runs forward and after its weight gradients of a micro-batch are complete.
+        hooks: told when a phase begins and ends to need its weights, and when its weight gradients are complete.
     """
 
     def __init__(self, phases: Sequence[nn.Module], hooks: PhaseHooks | None = None) -> None:
         self.phases = list(phases)
         self.hooks: PhaseHooks = hooks or NoHooks()
+        self.hooks.follow(self.phases)
         self._segments = segments_of(self.phases)
         self._in_flight: dict[int, list[Segment]] = {}
+
+    def expect(self, op: str) -> None:
+        """Lets what the action after the next one needs first be fetched meanwhile; W needs nothing."""
+        if op != "W":
+            self.hooks.expect(self.phases[0 if op == "F" else -1], op == "F")
 
     def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Any]:
         """Yields after each phase with its output; the last one yielded is the stage's output, a tensor."""
@@ -122,6 +134,7 @@ class Stage:
             for phase in self.phases:
                 self.hooks.before_forward(phase)
                 x = phase(x, batch, None)
+                self.hooks.after_forward(phase)
         assert x is not None
         return x
 

@@ -1,13 +1,16 @@
 """Where a parameter's gradient goes: into its main gradient, which is wider than the parameter and never copied.
 
-A parameter under training carries `.main_grad` (a view of its unit's flat buffer, see data_parallel/buckets.py).
-Layers that write their weight gradient themselves add into it; what autograd produces is moved there by a hook.
+A parameter under training carries `.main_grad` (a view of its unit's flat buffer, see data_parallel/buckets.py) and,
+where that buffer comes and goes, `.hold_main_grad`, which makes it resident: `grad_buffer` is the one way to it.
+Layers that write their weight gradient themselves add into it, through `defer`; what autograd leaves in `.grad` goes
+the same way (`hand_over_grads`), so that I makes no weight gradient and W makes all of them.
 Without a main gradient (inference, unit tests) `.grad` is used, as anywhere in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +30,9 @@ def grad_buffer(parameter: Tensor) -> Tensor:
     """The tensor that collects this parameter's gradient, created zero where there is none yet."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
+        hold = getattr(parameter, "hold_main_grad", None)
+        if hold is not None:
+            hold()
         return main_grad
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
@@ -44,11 +50,18 @@ def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
     accumulate_weight_grad(grad_buffer(weight), dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
 
 
-def move_to_main_grad(parameter: Tensor) -> None:
-    """Post-accumulate hook: adds what autograd left in `.grad` to the main gradient and frees it.
+def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
+    """Hands what a backward has left in `.grad` to `defer`, which adds it to the main gradient, and frees it.
 
-    It also fires, with nothing to move, for weights whose layer has written the main gradient itself.
+    Args:
+        parameters: of a phase whose backward has run; those without a main gradient keep their `.grad`.
+        defer: takes the weight-gradient half of the backward.
     """
-    if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None
+    for parameter in parameters:
+        if parameter.grad is not None and hasattr(parameter, "main_grad"):
+            grad, parameter.grad = parameter.grad, None
+            defer(partial(_add, parameter, grad))
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    grad_buffer(parameter).add_(grad)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron5d.topology.axis import Axis, Recorder
 from megatron5d.topology.grid import DENSE_LINES, EXPERT_LINES, Sizes, dense_grid, expert_grid
 
-_PAIRED = ("dp_cp", "dp_shard_cp", "stage", "edp", "edp_shard")
+_PAIRED = ("dp_cp", "dp_shard_cp", "dp_replicate", "stage", "edp", "edp_shard", "edp_replicate")
 
 
 class Mesh(Mapping[str, Axis]):
@@ -20,8 +20,8 @@ class Mesh(Mapping[str, Axis]):
     edp_replicate, edp_shard;
     `tp_kv`: the tensor-parallel ranks that hold copies of the same KV heads; `world`: everybody. The cp line is
     cp_outer × cp_inner ranks, inner fastest (context_parallel/layout.py).
-    Where mirrored pipeline ranks (r and pp-1-r) hold parameters together: dp_cp_pair, dp_shard_cp_pair, stage_pair,
-    edp_pair and edp_shard_pair, the lines of both.
+    Where mirrored pipeline ranks (r and pp-1-r) hold parameters together: dp_cp_pair, dp_shard_cp_pair,
+    dp_replicate_pair, stage_pair, edp_pair, edp_shard_pair and edp_replicate_pair, the lines of both.
     """
 
     def __init__(self, sizes: Sizes, axes: dict[str, Axis]) -> None:

@@ -109,12 +109,21 @@ def _first_weights(config: Config, model: Gpt) -> list[str]:
     return []
 
 
+def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
+    """Data parallelism around a model; under ZeRO-3 its parameters have no memory afterwards."""
+    p = config.parallel
+    return GradSync(
+        model.units, mesh, p.zero, grad_dtype(config),
+        reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
+    )  # fmt: skip
+
+
 def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, AdamW, Trainer]:
     """Data parallelism, optimiser and pipeline around a model whose weights are there (or will be loaded).
 
     Comm: the pipeline's channels are opened.
     """
-    sync = GradSync(model.units, mesh, config.parallel.zero, grad_dtype(config))
+    sync = build_sync(config, mesh, model)
     optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
     held = plan.placement.stages_of(mesh["pp"].rank)
     stages = {(direction, stage): Stage(model.phases_of(stage), sync) for direction, stage in held}

@@ -32,7 +32,7 @@ from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.fp8 import copies_bytes
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
-from megatron5d.train.build import grad_dtype, rounding_seed, sizes_of
+from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.schedule import PipelinePlan, boundary_form, micro_batch_counts, plan_pipeline
 from megatron5d.train.search import known_programs
 
@@ -103,7 +103,7 @@ class Forecaster:
         config, plan, rank = self.config, self.plan, mesh["pp"].rank
         with MemoryWatch(self.target.block) as watch:
             model = Gpt(config, mesh, "meta", plan.parts(rank), plan.shared)
-            sync = GradSync(model.units, mesh, config.parallel.zero, grad_dtype(config))
+            sync = build_sync(config, mesh, model)
             optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
             resident, setup = watch.live_bytes, watch.peak_bytes
             end_of_step = _end_of_step(model, sync, optimizer, watch)
@@ -113,8 +113,12 @@ class Forecaster:
         form = boundary_form(config, "meta")
         message = torch.empty(form.shape, dtype=form.dtype, device="meta")
         peak = find_peak(self._program, rank, self._traces, watch.rounded(message.nbytes))
-        weights = sum(watch.rounded(bucket.weights.nbytes) for bucket in sync.buckets)
-        gradients = sum(watch.rounded(bucket.grads.nbytes) for bucket in sync.buckets)
+        weights = sum(watch.rounded(bucket.resident_weights.nbytes) for bucket in sync.buckets)
+        gradients = sum(watch.rounded(bucket.resident_grads.nbytes) for bucket in sync.buckets)
+        given_back = [watch.rounded(bucket.grads.nbytes) for bucket in sync.buckets if bucket.shards_grads]
+        setup -= sum(given_back) - max(given_back, default=0)  # one after the other: the watch has seen them made
+        given_back += [watch.rounded(bucket.weights.nbytes) for bucket in sync.buckets if bucket.shards_weights]
+        resident -= sum(given_back)
         state = sum(watch.rounded(tensor.nbytes) for _, tensor, _ in optimizer.tensors())
         copies = sum(watch.rounded(copies_bytes(parameter)) for parameter in model.parameters())
         on_gpu = self.target.architecture is not None
@@ -125,6 +129,7 @@ class Forecaster:
             buffers=resident - weights - gradients - state,
             inputs=self._inputs(batch, watch),
             peak=peak,
+            units=_whole_units(config, model, sync, watch),
             end_of_step=end_of_step,
             setup=setup,
             library=GEMM_WORKSPACE.get(self.target.architecture or "", 0),
@@ -230,6 +235,21 @@ def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatc
     sync.start_gather()
     sync.finish_gather()
     return max(rise, wide, watch.peak_bytes - before)
+
+
+def _whole_units(config: Config, model: Gpt, sync: GradSync, watch: MemoryWatch) -> int:
+    """The most that ZeRO-2 and 3 have whole at once beside the slices: two units (zero.py), or all of them per step."""
+
+    def most(sizes: list[int], per_step: bool) -> int:
+        return sum(sizes) if per_step else sum(sorted(sizes)[-2:])
+
+    weights, grads = [], []
+    for unit in model.units:
+        buckets = sync.buckets_of(unit)
+        weights.append(sum(watch.rounded(bucket.weights.nbytes) for bucket in buckets if bucket.shards_weights))
+        grads.append(sum(watch.rounded(bucket.grads.nbytes) for bucket in buckets if bucket.shards_grads))
+    p = config.parallel
+    return most(weights, p.regather == "per_step") + most(grads, p.reduce == "per_step")
 
 
 def _num_communicators(mesh: Mesh) -> int:

@@ -92,6 +92,8 @@ class Reporter:
         if config.train.z_loss:
             record["z_loss"] = result.sums["z_loss"]
         record |= {name: value for name, value in result.sums.items() if name not in ("loss", "z_loss")}
+        if config.parallel.zero:
+            record["zero_exposed_s"] = result.zero_exposed_s
         if config.parallel.cp > 1:
             record["cp_balance"] = result.cp_balance
         record |= result.layers

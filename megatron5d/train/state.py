@@ -43,7 +43,7 @@ def _weights(buckets: list[Bucket], writing: bool) -> Iterator[tuple[ShardSpec, 
     for bucket in buckets:
         if writing and _written_elsewhere(bucket):
             continue
-        flat = bucket.weights[bucket.owned]
+        flat = bucket.weight_slice
         for segment in bucket.segments():
             yield segment.spec, sharded_slice(segment, flat, writing=writing)
 

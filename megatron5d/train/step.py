@@ -22,7 +22,7 @@ from megatron5d.topology.mesh import Mesh
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step, the same on every rank."""
+    """Figures of one step, the same on every rank but for the last."""
 
     sums: dict[str, float]  # over the global batch: means over target tokens (loss, z_loss), the routers' losses
     grad_norm: float  # before clipping
@@ -30,6 +30,7 @@ class StepResult:
     stop: bool  # some rank was asked to stop
     cp_balance: float = 1.0  # context_parallel.plan.balance, mean over dp; 1 = even
     layers: dict[str, float] = field(default_factory=dict)  # what the routers did, on steps that are watched
+    zero_exposed_s: float = 0.0  # of this rank: seconds in which it waited for weights and did nothing else
 
 
 class Trainer:
@@ -87,6 +88,7 @@ class Trainer:
             num_targets=num_targets,
             stop=stops > 0,
             cp_balance=uneven / self.mesh["world"].size,
+            zero_exposed_s=self.sync.weights.exposure.take(),
         )
         self._refuse_nonfinite(result)
         self.optimizer.step(lr, clip_coefficient(grad_norm, self.clip))

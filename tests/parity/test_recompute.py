@@ -40,7 +40,7 @@ def first_gradients(rank, config, mesh, plan, batches):
     trainer.accumulate(batches)
     sync.finish_reduce()
     figures = [] if model.balancer is None else [model.balancer.chosen, model.balancer.values]
-    return [bucket.grads[bucket.owned].clone() for bucket in sync.buckets] + [each.clone() for each in figures]
+    return [bucket.grad_slice.clone() for bucket in sync.buckets] + [each.clone() for each in figures]
 
 
 def differs(a, b):

@@ -66,12 +66,12 @@ def test_broken_command_line_is_refused_and_helped(line, capsys):
 def test_all_that_is_broken_is_told_at_once(capsys):
     text = told(
         [*SOUND, "train.stepz=5", "model=llama4", "optim.lr=abc", "parallel.tp=3", "train.seq_len=0", "data.order=up",
-         "parallel.zero=2", "--verbose", "train.mbs=[1"],
+         "parallel.zero=4", "--verbose", "train.mbs=[1"],
         capsys,
     )  # fmt: skip
     for words in (
         "9 faults", "train.stepz", "model=llama4", "optim.lr = 'abc'", "8 ranks", "train.seq_len = 0",
-        "data.order = up", "parallel.zero = 2", "--verbose", "train.mbs=[1",
+        "data.order = up", "parallel.zero = 4", "--verbose", "train.mbs=[1",
     ):  # fmt: skip
         assert words in text, text
 

@@ -107,8 +107,10 @@ def test_fix_heals_its_law_and_breaks_no_other(id):
 
 
 def test_several_broken_laws_are_told_at_once():
-    found = broken_ids({"train.gbs": 13, "optim.lr": -1.0, "model.norm": "rms", "parallel.zero": 2, "data.train": []})
-    assert {"gbs-splits", "optim-lr", "model-norm", "available-parallel-zero", "data-train-given"} <= set(found)
+    found = broken_ids(
+        {"train.gbs": 13, "optim.lr": -1.0, "model.norm": "rms", "parallel.reduce": "per_step", "data.train": []}
+    )
+    assert {"gbs-splits", "optim-lr", "model-norm", "reduce-needs-sharded-gradients", "data-train-given"} <= set(found)
 
 
 def test_a_law_is_not_asked_about_a_value_that_is_illegal_by_itself():

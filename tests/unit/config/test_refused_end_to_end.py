@@ -36,7 +36,7 @@ def folder(tmp_path):
     [
         (["train.gbss=16", "model=lama3_8b"], 1, ["did you mean train.gbs?", "model=llama3_8b"]),
         (["parallel.tp=3", "optim.lr=-1", "train.steps=ten"], 8, ["parallel.tp=", "optim.lr=", "train.steps=100"]),
-        (["log.dir=run", "log.jsonl=run/log.jsonl", "checkpoint.dir=run/c", "parallel.zero=2"], 2, ["parallel.zero=1"]),
+        (["log.dir=run", "log.jsonl=run/log.jsonl", "checkpoint.dir=run/c", "parallel.zero=4"], 2, ["parallel.zero=3"]),
         (["model.from_hf=."], 1, ["model.from_hf", "config.json"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

@@ -25,13 +25,16 @@ class Unit(nn.Module):
 def finished(sync, units, order, rank):
     """Each phase gets one gradient of rank + 1, in the given order; returns the order in which reductions started."""
     started = []
+    name = "start_reduce" if sync.zero == 1 else "start_sum_replicas"  # the one that the mirror takes part in
     for index, bucket in enumerate(sync.buckets):
+        begin = getattr(bucket, name)
 
-        def start(whole=bucket.start_reduce, index=index):
+        def start(begin=begin, index=index):
             started.append(index)
-            return whole()
+            return begin()
 
-        bucket.start_reduce = start
+        setattr(bucket, name, start)
+    sync.follow(units)
     sync.start_step(dict.fromkeys(units, 1))
     for i in order:
         units[i].weight.main_grad += rank + 1
@@ -41,7 +44,7 @@ def finished(sync, units, order, rank):
     return before_end, started, [bucket.grads[:5].tolist() for bucket in sync.buckets]
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("checked", [False, True])
 def test_mirrored_ranks_reduce_in_one_order(zero, checked):
     def on_rank(rank, world):
@@ -56,12 +59,12 @@ def test_mirrored_ranks_reduce_in_one_order(zero, checked):
     (first, one, grads), (second, two, theirs) = run_ranks(on_rank, 2)
     shared = [[index for index in started if index != 1] for started in (one, two)]
     assert shared == [[0, 2], [0, 2]]
-    assert 1 in first and 1 in second  # a bucket of this rank alone waits for nobody
+    own = [] if zero == 1 else [1]  # a bucket of this rank alone waits for nobody, and under ZeRO-1 has no line to sum
     if checked:
-        assert first == second == [1]
+        assert first == second == own
     else:
-        assert first == [0, 1, 2] and second == [1, 0, 2]
-    if zero == 0:
+        assert first == [0, *own, 2] and second == [*own, 0, 2]
+    if zero != 1:
         assert grads[0] == theirs[0] == [3.0] * 5 and (grads[1], theirs[1]) == ([1.0] * 5, [2.0] * 5)
 
 
@@ -70,7 +73,7 @@ def test_a_shared_parameter_counts_its_mirror_as_data_parallel():
         mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, pairs=True)
         return [
             tuple(axis.ranks for axis in data_axes(mesh, zero, shared))
-            for zero in (0, 1)
+            for zero in (0, 1, 2)
             for shared in ("", "pair")
         ]  # fmt: skip
 
@@ -79,3 +82,5 @@ def test_a_shared_parameter_counts_its_mirror_as_data_parallel():
     assert found[1][1] == tuple(range(8))
     assert found[2] == ((4, 5), (5, 7))
     assert found[3] == ((0, 1, 4, 5), (5, 7))
+    assert found[4] == ((4, 5), (5, 7))
+    assert found[5] == ((4, 5), (1, 3, 5, 7))

@@ -63,7 +63,7 @@ def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices
     buckets = []
     for rank in range(slices):
         shard = Axis("dp_shard_cp", tuple(range(slices)), rank)
-        buckets.append(Bucket(parameters(), shard, single("dp_replicate"), torch.float32, {}))
+        buckets.append(Bucket(parameters(), shard, single("dp_replicate"), torch.float32))
     optimizers = [AdamW([bucket], config) for bucket in buckets]
     for step in range(3):
         grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in truth]
@@ -74,7 +74,7 @@ def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices
             for p, grad in zip(bucket.parameters, grads):
                 p.main_grad.copy_(grad)
             optimizer.step(lr=0.1)
-    joined = torch.cat([bucket.weights[bucket.owned] for bucket in buckets])
+    joined = torch.cat([bucket.weight_slice for bucket in buckets])
     for p, offset in zip(truth, buckets[0].offsets):
         torch.testing.assert_close(joined[offset : offset + p.numel()].view(p.shape), p.detach())
 
@@ -82,7 +82,7 @@ def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices
 def test_the_norm_counts_owned_elements_once():
     def bucket(rank, replica):
         shard, replicate = Axis("dp_shard_cp", (0, 1), rank), Axis("dp_replicate", (0, 1), replica)
-        made = Bucket(parameters(), shard, replicate, torch.float32, {})
+        made = Bucket(parameters(), shard, replicate, torch.float32)
         made.grads.fill_(2.0)  # padding between parameters too: it must not count
         return made
 

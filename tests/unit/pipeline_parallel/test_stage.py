@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.pipeline_parallel.stage import NoHooks, Stage
 from megatron5d.precision.gradient import add_weight_grad
 
 
@@ -112,9 +112,18 @@ def test_two_micro_batches_interleave_phase_by_phase():
 def test_hooks_hear_of_weights_when_they_are_complete():
     heard = []
 
-    class Hooks:
+    class Hooks(NoHooks):
         def before_forward(self, phase):
             heard.append(("F", layers.index(phase)))
+
+        def after_forward(self, phase):
+            heard.append(("/F", layers.index(phase)))
+
+        def before_backward(self, phase):
+            heard.append(("I", layers.index(phase)))
+
+        def after_backward(self, phase):
+            heard.append(("/I", layers.index(phase)))
 
         def after_weight_grads(self, phase):
             heard.append(("W", layers.index(phase)))
@@ -122,10 +131,13 @@ def test_hooks_hear_of_weights_when_they_are_complete():
     layers, _ = make()
     stage = Stage(layers, Hooks())
     stage.forward(0, None, BATCHES[0])
+    assert heard == [(word, i) for i in (0, 1, 2) for word in ("F", "/F")]
+    heard.clear()
     stage.backward_input(0, GRAD)
-    assert heard == [("F", 0), ("F", 1), ("F", 2)]
+    assert heard == [(word, i) for i in (2, 1, 0) for word in ("I", "/I")]
+    heard.clear()
     stage.backward_weight(0)
-    assert heard[3:] == [("W", 2), ("W", 1), ("W", 0)]
+    assert heard == [("W", 2), ("W", 1), ("W", 0)]
 
 
 def test_the_gradient_of_the_input_comes_back():

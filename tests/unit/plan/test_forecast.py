@@ -65,8 +65,8 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     storages = [
         {id(storage): storage.nbytes() for tensor in tensors if (storage := tensor.untyped_storage()) is not None}
         for tensors in (
-            [bucket.weights for bucket in sync.buckets],
-            [bucket.grads for bucket in sync.buckets],
+            [bucket.resident_weights for bucket in sync.buckets],
+            [bucket.resident_grads for bucket in sync.buckets],
             [tensor for _, tensor, _ in optimizer.tensors()],
         )
     ]
@@ -77,14 +77,15 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     trainer.step(batches, 1e-3)
     with MemoryWatch() as watch:
         trainer.step(batches, 1e-3)
-    sync.finish_gather()
+    with sync.whole_weights():
+        activations = _activations(config, model, batches[0])
     return Counted(
         mesh["pp"].rank,
         sum(mesh[name].rank for name in ("dp", "cp", "tp")),
         tuple(sum(each.values()) for each in storages),
         resident,
         watch.peak_bytes,
-        _activations(config, model, batches[0]),
+        activations,
     )
 
 
@@ -140,6 +141,14 @@ LAYOUTS = {
     "dualpipe": (2, {"pp": 2, "gbs": 4, "schedule": "dualpipe", "model": "odd_vocab_tied"}),
     "dualpipe_v-tp": (4, {"pp": 2, "tp": 2, "sp": True, "gbs": 4, "schedule": "dualpipe_v"}),
 }
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_zero_leaves_resident_is_predicted(zero):
+    config = large(zero=zero, dtype="bf16", gbs=4)
+    predicted = Forecaster(config, 2, CPU).rank(0)
+    for real in run_ranks(count_on_rank, 2, config):
+        assert (predicted.weights, predicted.gradients, predicted.optimizer) == real.kinds
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

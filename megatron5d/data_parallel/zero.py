@@ -1,0 +1,191 @@
+"""Which weights are whole at the moment: under ZeRO-3 those of the units that compute now or next.
+
+A unit's weights are gathered before its first phase runs, forward or backward, and given back after its last. While a
+unit computes, the one that comes after it in the same action is gathered; while an action's last unit computes, the
+first one of the next action (`expect`). So at most two units per action of a slot are resident. A weight gradient (W)
+needs no weights.
+
+With `per_step` a unit stays resident from its first forward of a step to its last backward; evaluations give back at
+once all the same.
+
+Per step of m micro-batches each rank sends, with n = dp_shard·cp and Ψ elements in the units (padding included),
+
+    gathers      (2·m·Ψ - T)·(n-1)/n     per_microbatch: before each forward and each backward
+                           Ψ·(n-1)/n     per_step
+    reductions           m·Ψ·(n-1)/n     parallel.reduce=per_microbatch
+                           Ψ·(n-1)/n     parallel.reduce=per_step
+
+so 3Ψ without accumulation, and 2Ψ at any m where both are per step. T is what turning saves: a unit with which one
+action ends and the next begins stays between them (the head between a micro-batch's forward and backward; without a
+pipeline T = m·Ψ(last unit) + (m-1)·Ψ(first unit)). A parameter that two units use (a tied embedding whose ends are on
+one rank) counts once for each of them per micro-batch; recompute gathers nothing more.
+Below ZeRO-3 the weights stay whole and are gathered once, after the optimiser (Ψ): the wait is here too.
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054), sections 5 and 7.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import nn
+
+from megatron5d.comm.collectives import Pending
+from megatron5d.comm.exposure import Exposure
+from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.precision.fp8 import forget_quantized
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What to gather where a pass, in one direction, comes to the first phase of a unit."""
+
+    own: tuple[int, ...]  # buckets of the unit
+    ahead: tuple[int, ...] | None  # of the unit after it; None at the end of the pass
+
+
+class GatheredWeights:
+    """Gathers and gives back the weights of buckets as phases come and go.
+
+    Args:
+        buckets: of all local units.
+        uses: phase -> buckets (indices) that it reads.
+        unit_of: phase -> number of its unit.
+        per_step: keep what is gathered until its last backward of the step.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        uses: Mapping[nn.Module, Sequence[int]],
+        unit_of: Mapping[nn.Module, int],
+        per_step: bool,
+    ) -> None:
+        self._buckets, self._uses, self._unit_of, self._per_step = buckets, uses, unit_of, per_step
+        self.exposure = Exposure(buckets[0].weights.device)
+        self._entries: dict[tuple[nn.Module, bool], _Entry] = {}  # (phase, forward)
+        self._opens: dict[tuple[nn.Module, bool], tuple[int, ...]] = {}  # buckets that a unit's pass first needs here
+        self._pending: dict[int, Pending] = {}
+        self._users: Counter[int] = Counter()  # bucket -> passes that read it, or have it gathered to read it next
+        self._reserved: set[tuple[int, bool]] = set()  # (bucket, forward) gathered ahead of a pass
+        self._reading: Counter[tuple[int, bool]] = Counter()
+        self._expected: list[tuple[nn.Module, bool]] = []
+        self._left: Counter[int] = Counter()  # bucket -> backward passes still to come in this step
+
+    def follow(self, phases: Sequence[nn.Module]) -> None:
+        """Learns in which order the phases of a stage are passed."""
+        units = [list(group) for _, group in groupby(phases, key=lambda phase: self._unit_of[phase])]
+        for forward in (True, False):
+            ordered = [unit if forward else unit[::-1] for unit in (units if forward else units[::-1])]
+            needs = [tuple(dict.fromkeys(index for phase in unit for index in self._uses[phase])) for unit in ordered]
+            for unit, own, ahead in zip(ordered, needs, [*needs[1:], None]):
+                self._entries[unit[0], forward] = _Entry(own, ahead)
+                seen: set[int] = set()
+                for phase in unit:
+                    self._opens[phase, forward] = tuple(index for index in self._uses[phase] if index not in seen)
+                    seen.update(self._uses[phase])
+
+    def start_step(self, passes: Mapping[nn.Module, int]) -> None:
+        """Says how many micro-batches will pass each phase backward."""
+        self._left.clear()
+        for phase, count in passes.items():
+            for index in self._opens[phase, True]:
+                self._left[index] += count
+        self.exposure.clear()
+
+    def expect(self, phase: nn.Module, forward: bool) -> None:
+        """The next action begins with this phase: its unit is gathered while the last unit of the one before runs."""
+        self._expected.append((phase, forward))
+
+    def before(self, phase: nn.Module, forward: bool) -> None:
+        """Waits for what the phase reads, and starts gathering what is read next."""
+        entry = self._entries.get((phase, forward))
+        if entry is not None:
+            self._reserve(entry.own, forward)
+        for index in self._opens[phase, forward]:
+            self._reserved.discard((index, forward))
+            self._reading[index, forward] += 1
+            self._wait(index)
+        if entry is not None and entry.ahead is not None:
+            self._reserve(entry.ahead, forward)
+        elif entry is not None:
+            for first, direction in self._expected:
+                self._reserve(self._entries[first, direction].own, direction)
+            self._expected.clear()
+
+    def before_recompute(self, phase: nn.Module) -> None:
+        """A backward is about to run the phase forward again: what it reads stays until that backward."""
+        for index in self._opens[phase, True]:
+            if not self._reading[index, False]:
+                self._reserve((index,), False)
+            self._wait(index)
+
+    def after(self, phase: nn.Module, forward: bool) -> None:
+        """Gives back what no later phase of the unit reads in this pass, unless another pass does."""
+        for index in self._opens[phase, not forward]:
+            self._reading[index, forward] -= 1
+            self._left[index] -= not forward
+            self._release(index)
+
+    def _reserve(self, indices: Sequence[int], forward: bool) -> None:
+        for index in indices:
+            if (index, forward) not in self._reserved:
+                self._reserved.add((index, forward))
+                self._hold(index)
+
+    def _hold(self, index: int) -> None:
+        self._users[index] += 1
+        if not self._buckets[index].holds_weights:
+            self._pending[index] = self._buckets[index].start_gather()
+
+    def _release(self, index: int) -> None:
+        self._users[index] -= 1
+        bucket = self._buckets[index]
+        kept = self._per_step and self._left[index] > 0
+        if bucket.shards_weights and self._users[index] == 0 and not kept:
+            forget_quantized(bucket.parameters)
+            bucket.drop_weights()
+
+    def _wait(self, index: int) -> None:
+        if index in self._pending:
+            self.exposure.wait(self._pending.pop(index))
+
+    def check_released(self) -> None:
+        """At the end of a step nothing may be left whole: the optimiser would make it stale."""
+        held = [i for i, bucket in enumerate(self._buckets) if bucket.shards_weights and bucket.holds_weights]
+        assert not held and not self._reserved, f"buckets {held} are still gathered, {self._reserved} were never used"
+
+    def start_gather(self) -> None:
+        """The weights are new: where they stay whole, collects everybody's slices in the order of the forward.
+
+        What was made of the old ones (8-bit copies) is dropped; under ZeRO-3 it goes with the gathered weights.
+
+        Comm: all_gather over the shard axis of numel/size elements per bucket; none under ZeRO-3.
+        """
+        for index, bucket in enumerate(self._buckets):
+            forget_quantized(bucket.parameters)
+            if bucket.shard.size > 1 and not bucket.shards_weights:
+                self._pending[index] = bucket.start_gather()
+
+    def finish_gather(self) -> None:
+        """Waits for all gathers that are under way."""
+        for index in list(self._pending):
+            self._pending.pop(index).wait()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Everything is resident inside the context, to be read outside the phases.
+
+        Comm: under ZeRO-3 all_gather over the shard axis of numel/size elements per bucket.
+        """
+        for index in range(len(self._buckets)):
+            self._hold(index)
+        self.finish_gather()
+        try:
+            yield
+        finally:
+            for index in range(len(self._buckets)):
+                self._release(index)

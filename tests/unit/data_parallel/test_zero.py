@@ -1,0 +1,182 @@
+"""ZeRO stages: what travels in a step, what stays resident, and that all of them train the same bits."""
+
+import dataclasses
+
+import pytest
+import torch
+from layouts import make_rows, micro_batch
+from parity_configs import config_of
+from ranks import run_ranks
+
+from megatron5d.comm.ledger import Ledger
+from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
+from megatron5d.data.sampler import micro_batch_samples
+from megatron5d.model.gpt import Gpt
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import build_trainer, sizes_of
+from megatron5d.train.schedule import plan_pipeline
+
+PER_STEP = {"regather": "per_step", "reduce": "per_step"}
+
+
+class OnRank:
+    """One rank of a training, and what it counts."""
+
+    def __init__(self, config, rank: int, world: int) -> None:
+        self.config, self.ledger = config, Ledger()
+        mesh = build_mesh(sizes_of(config, world), rank, recorder=self.ledger)
+        plan = plan_pipeline(config, world)
+        self.model = Gpt(config, mesh, "cpu", plan.parts(0), plan.shared)
+        self.model.initialize(1)
+        self.sync, _, self.trainer = build_trainer(config, mesh, self.model, plan)
+        rows, t = make_rows(config, 1), config.train
+        numbers = micro_batch_samples(0, t.gbs, t.mbs, mesh["dp"].rank, mesh["dp"].size)
+        self.batches = [micro_batch(config, rows[list(each)]) for each in numbers]
+
+    def step(self):
+        self.ledger.clear()
+        return self.trainer.step(self.batches, 1e-2)
+
+    def sent(self, axis: str = "dp_shard_cp") -> tuple[int, int]:
+        """Elements of gathers and of reductions on an axis in the last step."""
+        self.sync.finish_gather()
+        return tuple(self.ledger.totals[axis, op].elements for op in ("all_gather", "reduce_scatter"))
+
+    def resident(self) -> tuple[int, int]:
+        """Bytes of all storages of weights, and of gradients."""
+        buckets = self.sync.buckets
+        tensors = ([t for b in buckets for t in (b.weights, b.weight_slice)],
+                   [t for b in buckets for t in (b.grads, b.grad_slice)])  # fmt: skip
+        storages = [{t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in each} for each in tensors]
+        return tuple(sum(each.values()) for each in storages)
+
+
+def config(zero: int, micro_batches: int, *, world: int = 2, dtype: str = "fp32", recompute: str = "none", **parallel):
+    made = config_of(zero=zero, gbs=micro_batches * world, recompute=RecomputeConfig(recompute), **parallel)
+    return dataclasses.replace(made, precision=PrecisionConfig(dtype=dtype))
+
+
+# (stage, micro-batches, options) -> (gathers, reductions) in units of Ψ·(n-1)/n; what turning saves comes off
+TRAFFIC = [
+    (1, 2, {}, (1, 1)),
+    (2, 2, {}, (1, 2)),
+    (2, 2, {"reduce": "per_step"}, (1, 1)),
+    (3, 1, {}, (2, 1)),  # the paper's 3Ψ
+    (3, 1, {"recompute": "full"}, (2, 1)),
+    (3, 3, {}, (6, 3)),
+    (3, 3, {"regather": "per_step"}, (1, 3)),
+    (3, 3, PER_STEP, (1, 1)),  # 2Ψ however often micro-batches pass
+]
+
+
+def test_elements_per_step_are_what_the_formula_says():
+    def on_rank(rank, world):
+        found = []
+        for zero, m, options, _ in TRAFFIC:
+            here = OnRank(config(zero, m, world=world, **options), rank, world)
+            exposed = here.step().zero_exposed_s
+            found.append((here.sent(), [bucket.numel for bucket in here.sync.buckets], exposed))
+        return found
+
+    world = 4
+    for rank in run_ranks(on_rank, world):
+        for (zero, m, options, (gathers, reductions)), (sent, numels, exposed) in zip(TRAFFIC, rank, strict=True):
+            turns = m * numels[-1] + (m - 1) * numels[0] if gathers == 2 * m else 0
+            elements = gathers * sum(numels) - turns, reductions * sum(numels)
+            assert sent == tuple(count * (world - 1) // world for count in elements), (zero, m, options)
+            assert (exposed > 0) == (zero == 3), (
+                zero,
+                exposed,
+            )  # the first step of ZeRO-1 and 2 has nothing to wait for
+
+
+STAGES = [(0, {}), (1, {}), (2, {}), (3, {}), (3, PER_STEP)]
+
+
+def test_resident_bytes_are_what_the_stage_promises():
+    """Between steps, in bf16 with fp32 gradients; and at no moment of a step more than two units are whole."""
+
+    def on_rank(rank, world):
+        found = []
+        for zero, options in STAGES:
+            here = OnRank(config(zero, 2, dtype="bf16", **options), rank, world)
+            whole = []
+            heard = here.sync.after_weight_grads
+            here.sync.after_weight_grads = lambda phase, heard=heard, here=here, whole=whole: (
+                heard(phase),
+                whole.append(
+                    [sum(getattr(b, f"holds_{kind}") for b in here.sync.buckets) for kind in ("weights", "grads")]
+                ),
+            )
+            here.step()
+            here.sync.finish_gather()
+            numel = sum(bucket.numel for bucket in here.sync.buckets)
+            peak = [max(column) for column in zip(*whole)]
+            found.append((numel, here.resident(), peak, len(here.sync.buckets)))
+        return found
+
+    for rank in run_ranks(on_rank, 2):
+        for (zero, options), (numel, resident, peak, count) in zip(STAGES, rank, strict=True):
+            weights, grads = (numel // 2 if zero >= 3 else numel), (numel // 2 if zero >= 2 else numel)
+            assert resident == (2 * weights, 4 * grads), (zero, options)
+            assert peak[0] <= (2 if zero == 3 and not options else count), (zero, options, peak)
+            assert peak[1] <= (2 if zero >= 2 and not options else count), (zero, options, peak)
+
+
+def test_stages_train_the_same_bits_where_they_reduce_alike():
+    """One micro-batch: all but ZeRO-0, whose norm adds up other pieces. More: those that reduce equally often."""
+    alike = [
+        [(1, 1, {}), (2, 1, {}), (3, 1, {}), (3, 1, {"recompute": "full"})],
+        [(1, 3, {}), (2, 3, {"reduce": "per_step"}), (3, 3, {"reduce": "per_step"}), (3, 3, PER_STEP)],
+        [(2, 3, {}), (3, 3, {}), (3, 3, {"regather": "per_step"})],
+    ]
+
+    def on_rank(rank, world):
+        found = []
+        for zero, m, options in (case for cases in alike for case in cases):
+            here = OnRank(config(zero, m, dtype="bf16", **options), rank, world)
+            losses = [(result.sums["loss"], result.grad_norm) for result in (here.step(), here.step())]
+            with here.sync.whole_weights():
+                found.append((losses, [p.detach().float().numpy().copy() for p in here.model.parameters()]))
+        return found
+
+    for rank in run_ranks(on_rank, 2):
+        runs = iter(rank)
+        for cases in alike:
+            (losses, weights), *others = [next(runs) for _ in cases]
+            for case, (their_losses, theirs) in zip(cases[1:], others):
+                assert their_losses == losses, case
+                assert all((a == b).all() for a, b in zip(theirs, weights)), case
+
+
+@pytest.mark.parametrize("options", [{}, PER_STEP])
+def test_an_evaluation_gathers_and_leaves_nothing_behind(options):
+    def on_rank(rank, world):
+        sums = []
+        for zero in (1, 3):
+            here = OnRank(config(zero, 2, **(options if zero == 3 else {})), rank, world)
+            sums.append(here.trainer.evaluate(here.batches).tolist())
+            here.step()
+            sums.append(here.trainer.evaluate(here.batches).tolist())
+        return sums, [bucket.holds_weights for bucket in here.sync.buckets]
+
+    for (before, after, theirs_before, theirs_after), held in run_ranks(on_rank, 2):
+        assert theirs_before == pytest.approx(before, rel=1e-6) and theirs_after == pytest.approx(after, rel=1e-5)
+        assert before != after and not any(held)
+
+
+def test_what_autograd_has_saved_sees_the_weights_again():
+    """The storage is emptied and filled in place: a view taken before is a view of the new values."""
+
+    def on_rank(rank, world):
+        here = OnRank(config(3, 1), rank, world)
+        parameter, view = next(here.model.parameters()), None
+        with here.sync.whole_weights():
+            view, before = parameter.detach().view(-1)[:4], parameter.detach().clone()
+            version = parameter._version
+        empty = parameter.untyped_storage().nbytes()
+        with here.sync.whole_weights():
+            same = torch.equal(view, before.view(-1)[:4])
+        return empty, same, parameter._version == version
+
+    assert run_ranks(on_rank, 2) == [(0, True, True)] * 2
