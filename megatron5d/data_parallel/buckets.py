@@ -220,6 +220,11 @@ class Bucket:
         """
         return self.weight_slice if self.shards_weights else self.weight_slice.clone()
 
+    def buffer_bytes(self) -> int:
+        """Bytes of what comes and goes, where it is there: gathered weights, a gradient being made or reduced."""
+        weights = self.weights.nbytes if self.shards_weights and self.holds_weights else 0
+        return weights + (self.grads.nbytes if self.shards_grads and self.holds_grads else 0)
+
     def drop_weights(self) -> None:
         """Gives the whole weights back; the owned slice stays."""
         assert self.shards_weights

@@ -139,10 +139,6 @@ class GradSync:
         self._queue = sorted(self._shared, key=lambda index: max(place[phase] for phase in self._used_by[index]))
         self.weights.start_step(passes)
 
-    def buckets_of(self, unit: Sequence[nn.Module]) -> list[Bucket]:
-        """The buckets that the phases of a unit read and write."""
-        return [self.buckets[index] for index in sorted({index for phase in unit for index in self._uses[phase]})]
-
     def follow(self, phases: Sequence[nn.Module]) -> None:
         """Learns the order of a stage's phases."""
         self.weights.follow(phases)
@@ -260,6 +256,14 @@ class GradSync:
     def finish_gather(self) -> None:
         """Waits for all gathers under way (before slices are saved)."""
         self.weights.finish_gather()
+
+    def buffer_bytes(self) -> int:
+        """Bytes of buffers that come and go with the passes, those that are there now (ZeRO-2 and 3)."""
+        return sum(bucket.buffer_bytes() for bucket in self.buckets)
+
+    def fetched_bytes(self, phase: nn.Module) -> int:
+        """Bytes of the weights that are gathered for the unit of a phase and given back after it (ZeRO-3)."""
+        return self.weights.fetched_bytes(phase)
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """A context in which all parameters can be read, as `GatheredWeights.whole`."""

@@ -158,6 +158,15 @@ class GatheredWeights:
         held = [i for i, bucket in enumerate(self._buckets) if bucket.shards_weights and bucket.holds_weights]
         assert not held and not self._reserved, f"buckets {held} are still gathered, {self._reserved} were never used"
 
+    def fetched_bytes(self, phase: nn.Module) -> int:
+        """Bytes that are gathered for the unit of a phase and given back after each of its passes."""
+        unit = [other for other, number in self._unit_of.items() if number == self._unit_of[phase]]
+        indices = {index for other in unit for index in self._uses[other]}
+        buckets = [self._buckets[index] for index in indices if not self._per_step]
+        return sum(
+            bucket.weights.numel() * bucket.weights.element_size() for bucket in buckets if bucket.shards_weights
+        )
+
     def start_gather(self) -> None:
         """The weights are new: where they stay whole, collects everybody's slices in the order of the forward.
 

@@ -32,7 +32,6 @@ class RankMemory:
         buffers: what else is there from the beginning: figures of routers, step counts.
         inputs: tokens, labels, positions and masks of all micro-batches of a step.
         peak: the worst moment of the passes.
-        units: weights and gradients of units that ZeRO-2 and 3 have whole beside the slices.
         end_of_step: reduced slices, wide copies and slices on their way at the end of a step, beside what stays.
         setup: the most while everything is put together; counts where it is more than training needs.
         library: workspace that the vendor's libraries take from the allocator.
@@ -45,7 +44,6 @@ class RankMemory:
     buffers: int = 0
     inputs: int = 0
     peak: Peak = field(default_factory=Peak)
-    units: int = 0
     end_of_step: int = 0
     setup: int = 0
     library: int = 0
@@ -59,7 +57,7 @@ class RankMemory:
     @property
     def allocated(self) -> int:
         """The most that tensors take at once: what `torch.cuda.max_memory_allocated` tells after some steps."""
-        return max(self.resident + self.inputs + max(self.peak.total + self.units, self.end_of_step), self.setup)
+        return max(self.resident + self.inputs + max(self.peak.total, self.end_of_step), self.setup)
 
     @property
     def margin(self) -> int:
@@ -80,10 +78,14 @@ class RankMemory:
             "buffers": self.buffers,
             "inputs": self.inputs,
         }
-        if self.peak.total + self.units >= self.end_of_step:
-            kinds["whole units"] = self.units
+        if self.peak.total >= self.end_of_step:
             kinds |= {f"activations/{kind}": count for kind, count in self.peak.activations.items()}
-            kinds |= {"stash": self.peak.stash, "messages": self.peak.messages, "workspace": self.peak.workspace}
+            kinds |= {
+                "stash": self.peak.stash,
+                "messages": self.peak.messages,
+                "units": self.peak.units,
+                "workspace": self.peak.workspace,
+            }
         else:
             kinds["end of step"] = self.end_of_step
         kinds["libraries"] = self.library

@@ -9,10 +9,10 @@ moment meets what the other keeps.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron5d.pipeline_parallel.program import Action, Program
+from megatron5d.pipeline_parallel.program import Action, Program, Slot
 from megatron5d.pipeline_parallel.receipts import receipts
 from megatron5d.pipeline_parallel.transfers import Flow, input_of, output_of, steps
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Step
@@ -29,6 +29,7 @@ class Peak:
         activations: by class of phase: what micro-batches keep between their forward and their backward.
         stash: what deferred weight gradients keep between I and W.
         messages: of the pipeline, arrived or on their way.
+        units: what ZeRO-2 and 3 hold whole: gathered weights, gradients that are made or reduced.
         workspace: what the phase that runs needs for a moment, and the gradients on their way through the stage.
         action: during which; None = nothing ran.
         in_flight: micro-batches and stages whose activations are there.
@@ -37,30 +38,47 @@ class Peak:
     activations: dict[str, int] = field(default_factory=dict)
     stash: int = 0
     messages: int = 0
+    units: int = 0
     workspace: int = 0
     action: Action | None = None
     in_flight: int = 0
 
     @property
     def total(self) -> int:
-        return sum(self.activations.values()) + self.stash + self.messages + self.workspace
+        return sum(self.activations.values()) + self.stash + self.messages + self.units + self.workspace
 
 
-def find_peak(program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: int) -> Peak:
+def find_peak(
+    program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: int, standing: int = 0
+) -> Peak:
     """
     Args:
         program: a verified Program.
         rank: the pipeline rank.
         traces: of every stage that the rank holds.
         message_bytes: of what travels between stages.
+        standing: of data parallelism's buffers, left whole between passes.
     """
     walk = _Walk(program, rank, traces, message_bytes)
-    for step in steps(program, rank):
+    walk.stages = walk.units = standing
+    line = list(steps(program, rank))
+    following = _following([step.slot for step in line])
+    for step, after in zip(line, following):
         walk.messages += message_bytes * len(step.receives)
+        walk.expected = list(after)
         running = [walk.run(action) for action in step.slot]
         while running:
             running = [each for each in running if next(each, None) is not None]
     return walk.peak
+
+
+def _following(slots: Sequence[Slot]) -> list[Slot]:
+    """For each slot that reads weights, the actions of the next one that does; W reads none."""
+    places = [place for place, slot in enumerate(slots) if any(action.op != "W" for action in slot)]
+    found: list[Slot] = [()] * len(slots)
+    for place, after in zip(places, places[1:]):
+        found[place] = tuple(action for action in slots[after] if action.op != "W")
+    return found
 
 
 class _Walk:
@@ -68,8 +86,10 @@ class _Walk:
 
     def __init__(self, program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: int) -> None:
         self.program, self.traces, self.message_bytes = program, traces, message_bytes
-        self.messages = self.stages = self.most = 0
+        self.messages = self.stages = self.units = self.most = 0
         self.peak = Peak()
+        self.expected: list[Action] = []
+        self._fetched: dict[Action, int] = {}  # bytes of weights that wait for an action to begin
         self._proofs = receipts(program, rank)
         self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to be over
         self._settled: Counter[Flow] = Counter()
@@ -83,22 +103,27 @@ class _Walk:
         op, stage, microbatch = action
         here, trace = (stage, microbatch), self.traces[stage]
         self._take(action)
-        forward = trace.passes["F"]
+        forward, count = trace.passes["F"], len(trace.passes[op])
+        self._fetch(-self._fetched.pop(action, 0))
         for done, step in enumerate(trace.passes[op]):
+            if done == count - 1 - trace.last_unit.get(op, 0):
+                self._look_ahead(action, begun=True)
             if op == "F":
                 self._forward[here] = forward[:done]
             self._see(action, step.rise)
             self.stages += step.delta
+            self.units += step.buffers
             if step.frees:  # the last phase, and with it the output that it has handed on
                 self._forward[here] = self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1]
             yield True
+        self._look_ahead(action, begun=False)
         if op == "F":
             self._forward[here] = forward
             if here in self._shared:
                 self.stages -= self.message_bytes
         elif op == "I":
             del self._forward[here]
-            self._stashed[here] = trace.kept("F") + trace.kept("I")
+            self._stashed[here] = sum(step.delta - step.buffers for op in "FI" for step in trace.passes[op])
         else:
             self._forward.pop(here, None)
             self._stashed.pop(here, None)
@@ -106,6 +131,24 @@ class _Walk:
             self._shared.remove(here)
             self.stages += self.message_bytes
         self._hand_on(action, trace)
+
+    def _look_ahead(self, action: Action, begun: bool) -> None:
+        """Fetches what the next actions read first, as the last unit of this one begins.
+
+        What it reads itself is there already, and stays when it has ended.
+        """
+        if action.op == "W":
+            return
+        for after in list(self.expected):
+            same = after.stage == action.stage and (action.op == "F") != (after.op == "F")
+            if begun != same:
+                self.expected.remove(after)
+                self._fetched[after] = self.traces[after.stage].ahead.get(after.op, 0)
+                self._fetch(self._fetched[after])
+
+    def _fetch(self, num_bytes: int) -> None:
+        self.stages += num_bytes
+        self.units += num_bytes
 
     def _take(self, action: Action) -> None:
         """Its input, message or value of this rank, becomes the stage's; what it proves to be over is let go."""
@@ -146,12 +189,12 @@ class _Walk:
         activations: Counter[str] = Counter()
         for steps_there in self._forward.values():
             for step in steps_there:
-                activations[step.kind] += step.delta
+                activations[step.kind] += step.delta - step.buffers
         activations[BOUNDARY] -= len([here for here in self._shared if here in self._forward]) * self.message_bytes
         stash = sum(self._stashed.values())
         kept = {kind: count for kind, count in activations.items() if count > 0}
-        rest = total - sum(kept.values()) - stash - self.messages
+        rest = total - sum(kept.values()) - stash - self.messages - self.units
         if rest < 0:  # the running phase has let go of some of its activations already
             kept[max(kept, key=kept.__getitem__)] += rest
             rest = 0
-        self.peak = Peak(kept, stash, self.messages, rest, action, len(self._forward))
+        self.peak = Peak(kept, stash, self.messages, self.units, rest, action, len(self._forward))

@@ -10,8 +10,8 @@ for all that lie between the first and the last.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,14 @@ class Step:
         rise: the most above what was alive when it began.
         delta: what is alive when it ends, less what was when it began.
         frees: it is the backward of its phase, which then has no use for its activations any more.
+        buffers: what of `delta` lies in data parallelism's buffers that come and go (ZeRO-2 and 3).
     """
 
     kind: str
     rise: int
     delta: int
     frees: bool = False
+    buffers: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,30 @@ class StageTrace:
     Args:
         passes: op (F, B, I, W) -> its steps.
         output_kept: the stage itself keeps its output until its backward, in whatever its last phase has saved.
+        standing: bytes that data parallelism leaves between two passes: a unit whose sum is under way, and that sum.
+        ahead: op -> bytes of what it reads first, which are fetched while the last unit of the action before runs.
+        last_unit: op -> how many of its steps, before the very last, belong to its last unit.
     """
 
     passes: dict[str, tuple[Step, ...]]
     output_kept: bool
+    standing: int = 0
+    ahead: Mapping[str, int] = field(default_factory=dict)
+    last_unit: Mapping[str, int] = field(default_factory=dict)
 
     def kept(self, op: str = "F") -> int:
         """Bytes that stay when a pass has run: F until B or I, I until W (of I: less than F kept, usually)."""
         return sum(step.delta for step in self.passes[op])
+
+
+class Buffers(PhaseHooks, Protocol):
+    """Data parallelism whose buffers come and go with the passes."""
+
+    def buffer_bytes(self) -> int:
+        """Bytes of them that are there now."""
+
+    def fetched_bytes(self, phase: nn.Module) -> int:
+        """Bytes of the weights that are gathered for the unit of a phase, and given back after it."""
 
 
 class Tracer:
@@ -68,13 +86,13 @@ class Tracer:
         dtype: of it.
         batch: one micro-batch on the meta device.
         num_sums: entries of what the last stage returns.
-        hooks: of data parallelism; None = none.
+        hooks: data parallelism where it has buffers that come and go; None = nothing does.
         split: the passes I and W are asked for, too.
         block: see MemoryWatch.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, hooks: PhaseHooks | None = None,
+        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, hooks: Buffers | None = None,
         split: bool = True, block: int = 1,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.batch, self.num_sums = shape, dtype, batch, num_sums
@@ -94,14 +112,43 @@ class Tracer:
         phases = [phase for index in chosen for phase in units[index]]
         times = {phase: count for index, count in zip(chosen, repeats) for phase in units[index]}
         passes: dict[str, tuple[Step, ...]] = {}
-        for split in (False, True) if self.split else (False,):
-            stage = Stage(phases, self.hooks)
-            with MemoryWatch(self.block) as watch:
-                passes["F"] = self._forward(watch, stage, times, first)
-                passes["I" if split else "B"] = self._backward(watch, stage, times, last, split)
-                if split:
-                    passes["W"] = _record(watch, stage.weight_steps(0), [(p, False) for p in phases[::-1]], times)
-        return StageTrace(passes, passes["F"][-1].delta == 0)
+        standing = 0
+        with MemoryWatch(self.block) as watch:
+            for split in (False, True) if self.split else (False,):
+                stage = Stage(phases, self.hooks)
+                if (
+                    self.hooks is not None
+                ):  # a step's first micro-batch finds nothing whole: it is not the one to record
+                    first_time = self._cycle(watch, stage, times, first=first, last=last, split=split)
+                    standing += sum(step.delta for steps in first_time.values() for step in steps)
+                passes |= self._cycle(watch, stage, times, first=first, last=last, split=split)
+        ahead, last_unit = {}, {}
+        if self.hooks is not None:
+            ends = {"F": (units[0], units[-1]), "B": (units[-1], units[0]), "I": (units[-1], units[0])}
+            ahead = {op: self.hooks.fetched_bytes(begin[0]) for op, (begin, _) in ends.items()}
+            again = {
+                op: 1 + (op != "F" and getattr(end[0], "recompute", None) is not None) for op, (_, end) in ends.items()
+            }
+            last_unit = {op: again[op] * len(end) for op, (_, end) in ends.items()}
+        return StageTrace(passes, passes["F"][-1].delta == 0, standing, ahead, last_unit)
+
+    def _cycle(
+        self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], *, first: bool, last: bool, split: bool
+    ) -> dict[str, tuple[Step, ...]]:
+        """One micro-batch forward and backward.
+
+        What the next action reads first is not fetched ahead: that belongs to the Program, and there are two units
+        whole at once with it as without it.
+        """
+        back = "I" if split else "B"
+        passes = {
+            "F": self._forward(watch, stage, times, first),
+            back: self._backward(watch, stage, times, last, split),
+        }
+        if split:
+            order = [(phase, False) for phase in stage.phases[::-1]]
+            passes["W"] = self._record(watch, stage.weight_steps(0), order, times)
+        return passes
 
     def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
         """What arrives, and the step that counts it."""
@@ -119,7 +166,7 @@ class Tracer:
         x, arrival = (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, False)
         work = stage.forward_steps(0, x, self.batch)
         del x
-        return (arrival, *_record(watch, work, [(phase, False) for phase in stage.phases], times))
+        return (arrival, *self._record(watch, work, [(phase, False) for phase in stage.phases], times))
 
     def _backward(
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], last: bool, split: bool
@@ -130,28 +177,35 @@ class Tracer:
         order: list[tuple[nn.Module, bool]] = []
         for phases, recompute in reversed(segments_of(stage.phases)):
             order += [(phase, False) for phase in phases if recompute] + [(phase, True) for phase in phases[::-1]]
-        return (arrival, *_record(watch, work, order, times))
+        return (arrival, *self._record(watch, work, order, times))
 
+    def _record(
+        self,
+        watch: MemoryWatch,
+        work: Iterator[Any],
+        order: Sequence[tuple[nn.Module, bool]],
+        times: Mapping[nn.Module, int],
+    ) -> tuple[Step, ...]:
+        """Runs a pass step by step; the last step is what happens when its output, which `work` holds, is let go.
 
-def _record(
-    watch: MemoryWatch, work: Iterator[Any], order: Sequence[tuple[nn.Module, bool]], times: Mapping[nn.Module, int]
-) -> tuple[Step, ...]:
-    """Runs a pass step by step; the last step is what happens when its output, which `work` holds, is let go.
-
-    Args:
-        watch: counts.
-        work: the pass.
-        order: the phase of every step, and whether the step is its backward.
-        times: how often each phase counts.
-    """
-    steps = []
-    for phase, frees in order:
+        Args:
+            watch: counts.
+            work: the pass.
+            order: the phase of every step, and whether the step is its backward.
+            times: how often each phase counts.
+        """
+        steps = []
+        for phase, frees in order:
+            before, whole = watch.forget_peak(), self._buffer_bytes()
+            next(work)
+            rise, delta = watch.peak_bytes - before, watch.live_bytes - before
+            steps.append(Step(type(phase).__name__, rise, delta, frees, self._buffer_bytes() - whole))
         before = watch.forget_peak()
-        next(work)
-        steps.append(Step(type(phase).__name__, watch.peak_bytes - before, watch.live_bytes - before, frees))
-    before = watch.forget_peak()
-    assert next(work, None) is None
-    return (*_expanded(steps, [times[phase] for phase, _ in order]), Step(BOUNDARY, 0, watch.live_bytes - before))
+        assert next(work, None) is None
+        return (*_expanded(steps, [times[phase] for phase, _ in order]), Step(BOUNDARY, 0, watch.live_bytes - before))
+
+    def _buffer_bytes(self) -> int:
+        return 0 if self.hooks is None else self.hooks.buffer_bytes()
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 class MemoryWatch(TorchDispatchMode):
     """Counts storages made inside the context until they are freed; what was there before is not counted.
 
-    It sees tensors of any device, also those of the meta device, which have sizes and no memory.
+    It sees tensors of any device, also those of the meta device, which have sizes and no memory, and storages that are
+    emptied and filled in place.
     `live_bytes`, `peak_bytes`; `largest` (elements, shape, operation) of any tensor made, views aside.
 
     Args:
@@ -24,7 +25,24 @@ class MemoryWatch(TorchDispatchMode):
         self.block = block
         self.live_bytes = self.peak_bytes = 0
         self.largest: tuple[int, tuple[int, ...], str] = (0, (), "")
-        self._known: weakref.WeakSet = weakref.WeakSet()
+        self._sizes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storage -> [its bytes]
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self):
+        watch, resize = self, self._resize
+
+        def resized(storage, num_bytes):  # no operation that a dispatch mode sees
+            before = storage.nbytes()
+            result = resize(storage, num_bytes)
+            watch._changed(storage, before)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        return super().__exit__(*error)
 
     def forget_peak(self) -> int:
         """From now on `peak_bytes` is the most since now; returns what is alive."""
@@ -42,16 +60,23 @@ class MemoryWatch(TorchDispatchMode):
     def _made(self, tensor: torch.Tensor, operation: str) -> None:
         self.largest = max(self.largest, (tensor.numel(), tuple(tensor.shape), operation))
         storage = tensor.untyped_storage()
-        if storage in self._known:
+        if storage in self._sizes:
             return
-        self._known.add(storage)
-        num_bytes = self.rounded(storage.nbytes())
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._freed, num_bytes)
+        size = self._sizes[storage] = [0]
+        self._grow(size, storage.nbytes())
+        weakref.finalize(storage, self._grow, size, 0)
 
-    def _freed(self, num_bytes: int) -> None:
-        self.live_bytes -= num_bytes
+    def _changed(self, storage: torch.UntypedStorage, before: int) -> None:
+        size = self._sizes.get(storage)
+        if size is None:  # made before the context: only the change counts, as long as the storage lives
+            size = self._sizes[storage] = [self.rounded(before)]
+        self._grow(size, storage.nbytes())
+
+    def _grow(self, size: list[int], num_bytes: int) -> None:
+        now = self.rounded(num_bytes)
+        self.live_bytes += now - size[0]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        size[0] = now
 
     def rounded(self, num_bytes: int) -> int:
         """What the allocator hands out for so many bytes."""

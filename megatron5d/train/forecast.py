@@ -8,6 +8,7 @@ flight (plan/peak.py). No rank is started: any layout of any world can be asked 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.schedule import PipelinePlan, boundary_form, micro_batch_counts, plan_pipeline
 from megatron5d.train.search import known_programs
+
+_ENDLESS = 10**6  # micro-batches of a step whose end no pass comes to
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Forecaster:
         for _, stage in self.plan.placement.stages_of(pp_rank):
             for step in self._traces[stage].passes["F"]:
                 if step.kind != BOUNDARY:
-                    kept[step.kind] += step.delta
+                    kept[step.kind] += step.delta - step.buffers
         return kept
 
     def _on(self, mesh: Mesh) -> RankMemory:
@@ -106,20 +109,17 @@ class Forecaster:
             sync = build_sync(config, mesh, model)
             optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
             resident, setup = watch.live_bytes, watch.peak_bytes
+            weights = _bytes([bucket.resident_weights for bucket in sync.buckets], watch)
+            gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
+            state = _bytes([tensor for _, tensor, _ in optimizer.tensors()], watch)
             end_of_step = _end_of_step(model, sync, optimizer, watch)
         _set_load(model, self.target.imbalance)
         batch = self._batch(mesh, model)
-        self._traces |= {stage: self._trace(model, stage, batch) for stage in model.parts}
+        sync.start_step(dict.fromkeys(model.phases, _ENDLESS))
+        self._traces |= {stage: self._trace(model, sync, stage, batch) for stage in model.parts}
         form = boundary_form(config, "meta")
         message = torch.empty(form.shape, dtype=form.dtype, device="meta")
-        peak = find_peak(self._program, rank, self._traces, watch.rounded(message.nbytes))
-        weights = sum(watch.rounded(bucket.resident_weights.nbytes) for bucket in sync.buckets)
-        gradients = sum(watch.rounded(bucket.resident_grads.nbytes) for bucket in sync.buckets)
-        given_back = [watch.rounded(bucket.grads.nbytes) for bucket in sync.buckets if bucket.shards_grads]
-        setup -= sum(given_back) - max(given_back, default=0)  # one after the other: the watch has seen them made
-        given_back += [watch.rounded(bucket.weights.nbytes) for bucket in sync.buckets if bucket.shards_weights]
-        resident -= sum(given_back)
-        state = sum(watch.rounded(tensor.nbytes) for _, tensor, _ in optimizer.tensors())
+        peak = find_peak(self._program, rank, self._traces, watch.rounded(message.nbytes), self._standing(model))
         copies = sum(watch.rounded(copies_bytes(parameter)) for parameter in model.parameters())
         on_gpu = self.target.architecture is not None
         return RankMemory(
@@ -129,7 +129,6 @@ class Forecaster:
             buffers=resident - weights - gradients - state,
             inputs=self._inputs(batch, watch),
             peak=peak,
-            units=_whole_units(config, model, sync, watch),
             end_of_step=end_of_step,
             setup=setup,
             library=GEMM_WORKSPACE.get(self.target.architecture or "", 0),
@@ -152,7 +151,13 @@ class Forecaster:
         tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
         return self.num_microbatches * sum(watch.rounded(tensor.nbytes) for tensor in tensors)
 
-    def _trace(self, model: Gpt, stage: int, batch: MicroBatch) -> StageTrace:
+    def _standing(self, model: Gpt) -> int:
+        """One bucket waits for its sum, whichever stage it is of; what stays whole for a step does in every stage."""
+        each = [self._traces[stage].standing for stage in model.parts]
+        parallel = self.config.parallel
+        return sum(each) if "per_step" in (parallel.reduce, parallel.regather) else max(each)
+
+    def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> StageTrace:
         """Of one stage; stages of the same layers have the same trace."""
         units, part = _units(model.units_of(stage)), model.parts[stage]
         signatures = tuple(map(_signature, units))
@@ -160,8 +165,8 @@ class Forecaster:
         if key not in self._known:
             form = boundary_form(self.config, "meta")
             split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
-            num_sums = len(loss_terms(self.config))
-            tracer = Tracer(form.shape, form.dtype, batch, num_sums, split=split, block=self.target.block)
+            num_sums, hooks = len(loss_terms(self.config)), sync if self.config.parallel.zero >= 2 else None
+            tracer = Tracer(form.shape, form.dtype, batch, num_sums, hooks=hooks, split=split, block=self.target.block)
             if self.config.precision.fp8 != "none":  # the first pass makes the weights' 8-bit copies, which stay
                 tracer.trace(units, signatures, first=part.embedding, last=part.head)
             self._known[key] = tracer.trace(units, signatures, first=part.embedding, last=part.head)
@@ -215,6 +220,12 @@ def _set_load(model: Gpt, imbalance: float) -> None:
             getattr(dispatcher, "inner", dispatcher).planned_load = imbalance
 
 
+def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:
+    """Of the storages of tensors, each once."""
+    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(watch.rounded(storage.nbytes()) for storage in storages.values())
+
+
 def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatch) -> int:
     """The most, above what stays, while gradients are reduced, the weights updated and gathered."""
     for stage in model.parts:
@@ -235,21 +246,6 @@ def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatc
     sync.start_gather()
     sync.finish_gather()
     return max(rise, wide, watch.peak_bytes - before)
-
-
-def _whole_units(config: Config, model: Gpt, sync: GradSync, watch: MemoryWatch) -> int:
-    """The most that ZeRO-2 and 3 have whole at once beside the slices: two units (zero.py), or all of them per step."""
-
-    def most(sizes: list[int], per_step: bool) -> int:
-        return sum(sizes) if per_step else sum(sorted(sizes)[-2:])
-
-    weights, grads = [], []
-    for unit in model.units:
-        buckets = sync.buckets_of(unit)
-        weights.append(sum(watch.rounded(bucket.weights.nbytes) for bucket in buckets if bucket.shards_weights))
-        grads.append(sum(watch.rounded(bucket.grads.nbytes) for bucket in buckets if bucket.shards_grads))
-    p = config.parallel
-    return most(weights, p.regather == "per_step") + most(grads, p.reduce == "per_step")
 
 
 def _num_communicators(mesh: Mesh) -> int:

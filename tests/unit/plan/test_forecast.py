@@ -77,15 +77,16 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     trainer.step(batches, 1e-3)
     with MemoryWatch() as watch:
         trainer.step(batches, 1e-3)
+    sync.finish_gather()
     with sync.whole_weights():
-        activations = _activations(config, model, batches[0])
+        kept = _activations(config, model, batches[0])
     return Counted(
         mesh["pp"].rank,
         sum(mesh[name].rank for name in ("dp", "cp", "tp")),
         tuple(sum(each.values()) for each in storages),
         resident,
         watch.peak_bytes,
-        activations,
+        kept,
     )
 
 
@@ -96,6 +97,7 @@ def _activations(config, model, batch) -> Counter[str]:
         with MemoryWatch() as watch:
             x = None if model.parts[index].embedding else torch.zeros(form.shape, dtype=form.dtype)
             work = stage.forward_steps(0, x, batch)
+            del x
             for phase in stage.phases:
                 before = watch.live_bytes
                 next(work)
@@ -127,28 +129,24 @@ LAYOUTS = {
     "tp-sp-zero1": (4, {"tp": 2, "sp": True, "zero": 1, "gbs": 4, "dtype": "bf16"}),
     "selective": (1, {"recompute": RecomputeConfig("selective", num_layers=3), "dtype": "bf16"}),
     "selective-tp": (2, {"tp": 2, "sp": True, "recompute": RecomputeConfig("selective", ["qkv", "attention", "mlp"])}),
+    "zero2": (2, {"zero": 2, "gbs": 4}),
+    "zero3-step": (2, {"zero": 3, "gbs": 4, "reduce": "per_step", "regather": "per_step"}),
+    "zero3-zb_v": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_v"}),
+    "zero3-zb_h1": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_h1"}),
+    "zero3-1f1b": (4, {"zero": 3, "pp": 2, "gbs": 8, "dtype": "bf16", "recompute": "full"}),
+    "zero3-moe": (2, {"ep": 2, "zero": 3, "gbs": 4, "fields": MOE}),
     "mla-sp": (2, {"model": "mla", "tp": 2, "sp": True}),
     "ring": (2, {"cp": 2}),
-    "allgather": (2, {"cp": 2, "cp_method": "allgather"}),
     "ulysses": (2, {"cp": 2, "cp_method": "ulysses", "recompute": "full"}),
     "moe": (2, {"ep": 2, "fields": MOE}),
     "moe-tp-zero1": (4, {"ep": 4, "tp": 2, "etp": 1, "sp": True, "zero": 1, "fields": MOE, "recompute": "full"}),
     "mtp": (1, {"fields": {"num_mtp_layers": 2}, "recompute": "full"}),
     "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
     "interleaved": (2, {"pp": 2, "vpp": 2, "gbs": 4, "schedule": "interleaved"}),
-    "zb_h1": (2, {"pp": 2, "gbs": 4, "schedule": "zb_h1"}),
     "zb_v": (2, {"pp": 2, "gbs": 4, "schedule": "zb_v", "model": "odd_vocab_tied"}),
     "dualpipe": (2, {"pp": 2, "gbs": 4, "schedule": "dualpipe", "model": "odd_vocab_tied"}),
     "dualpipe_v-tp": (4, {"pp": 2, "tp": 2, "sp": True, "gbs": 4, "schedule": "dualpipe_v"}),
 }
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_what_zero_leaves_resident_is_predicted(zero):
-    config = large(zero=zero, dtype="bf16", gbs=4)
-    predicted = Forecaster(config, 2, CPU).rank(0)
-    for real in run_ranks(count_on_rank, 2, config):
-        assert (predicted.weights, predicted.gradients, predicted.optimizer) == real.kinds
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
