@@ -120,7 +120,9 @@ class Forecaster:
         form = boundary_form(config, "meta")
         message = torch.empty(form.shape, dtype=form.dtype, device="meta")
         peak = find_peak(self._program, rank, self._traces, watch.rounded(message.nbytes), self._standing(model))
-        copies = sum(watch.rounded(copies_bytes(parameter)) for parameter in model.parameters())
+        # under ZeRO-3 they come and go with the weights, and the passes count them
+        staying = model.parameters() if config.parallel.zero < 3 else []
+        copies = sum(watch.rounded(copies_bytes(parameter)) for parameter in staying)
         on_gpu = self.target.architecture is not None
         return RankMemory(
             weights=weights + copies,

@@ -116,6 +116,11 @@ def test_full_recompute_and_scales_of_any_size():
     check(config_of("blockwise", recompute="full", precision={"fp8_pow2_scales": False}, tp=2, sp=True), 2)
 
 
+def test_weights_that_come_and_go():
+    """8-bit copies leave with the weights they were made of, and are made anew of what is gathered."""
+    check(config_of("blockwise", zero=3), 2)
+
+
 def test_experts_over_data_parallelism():
     """All but the experts' own weight gradients is the same, and those are as near as their quantisation."""
     config = config_of("blockwise", moe=True, ep=2, zero=1)
