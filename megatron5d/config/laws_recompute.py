@@ -42,6 +42,13 @@ RECOMPUTE_LAWS = (
         lambda c, w: "recompute.mode=full",
     ),
     Law(
+        "offload-moves-masters",
+        ("optim.offload", "precision.master_weights"),
+        lambda c, w: c.optim.offload and not c.precision.master_weights,
+        lambda c, w: "optim.offload = true keeps master weights on the host; precision.master_weights = false has none",
+        lambda c, w: "precision.master_weights=true, or optim.offload=false",
+    ),
+    Law(
         "offload-phases-exist",
         ("recompute.offload", "model.num_experts"),
         lambda c, w: not c.model.num_experts and _moe_phases(c) != [],

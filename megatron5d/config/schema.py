@@ -160,6 +160,7 @@ class OptimConfig:
     eps: float = 1e-8
     clip: float = 1.0  # global gradient norm; 0 = no clipping
     implementation: str = "auto"  # auto | torch | apex
+    offload: bool = False  # master weights and moments in the host's memory, updated there
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,17 @@ class SliceState:
 
     bucket: Bucket
     segments: list[Segment]
-    master: Tensor  # the weights themselves where they are wide enough
+    master: Tensor  # the weights themselves where they are wide enough and not on the host
+    grads: Tensor  # what the update reads: the reduced gradients, or their copy on the host
+    reduced: Tensor  # this slice of the bucket's main gradients
     exp_avg: Tensor
     exp_avg_sq: Tensor
-
     rounded: bool = False  # the weights are narrow and updated in place
+
+    @property
+    def on_host(self) -> bool:
+        """The update runs on copies in the host's memory."""
+        return self.grads is not self.reduced
 
     @property
     def has_master(self) -> bool:
@@ -59,11 +65,18 @@ def apex_adam() -> type | None:
     return FusedAdam if hasattr(amp_C, "multi_tensor_adam") else None
 
 
+def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a tensor in the host's memory, pinned where a GPU copies to it; nowhere for one on the meta device."""
+    device = "meta" if tensor.is_meta else "cpu"
+    return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=tensor.is_cuda)
+
+
 class AdamW:
     """
     Args:
         buckets: whose owned slices are updated; their gradients must be reduced.
-        config: betas, eps, weight_decay, decay_exclude, implementation.
+        config: betas, eps, weight_decay, decay_exclude, implementation, offload (master weights and moments stay on the
+            host; every step the gradients travel there, and new weights back).
         rounding_seed: bf16 weights have no masters, and their updates are rounded at random from this seed; None = they
             have.
     """
@@ -77,22 +90,23 @@ class AdamW:
         for state in self.slices:
             if state.rounded:
                 continue
-            grads = state.bucket.grad_slice
             for segment in state.segments:
                 span = slice(*segment.owned)
                 view = state.master[span]
                 groups[decays(segment.spec, config.decay_exclude)].append(view)
-                self._grads.append((view, grads[span]))
+                self._grads.append((view, state.grads[span]))
                 states[view] = {"exp_avg": state.exp_avg[span], "exp_avg_sq": state.exp_avg_sq[span]}
         self._optimizer = self._build(groups, states, config)
 
     def _slice(self, bucket: Bucket) -> SliceState:
-        owned = bucket.weight_slice
+        owned, reduced = bucket.weight_slice, bucket.grad_slice
         wide = torch.float64 if owned.dtype == torch.float64 else torch.float32
         rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
-        master = owned if owned.dtype == wide or rounded else owned.to(wide)
-        first, second = (torch.zeros_like(owned, dtype=wide) for _ in range(2))
-        return SliceState(bucket, bucket.segments(), master, first, second, rounded)
+        grads, master = reduced, owned if owned.dtype == wide or rounded else owned.to(wide)
+        if self.config.offload:
+            grads, master = _host_like(reduced, wide), _host_like(owned, wide).copy_(owned)
+        first, second = (torch.zeros_like(master, dtype=wide) for _ in range(2))
+        return SliceState(bucket, bucket.segments(), master, grads, reduced, first, second, rounded)
 
     def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
         param_groups = [
@@ -100,11 +114,11 @@ class AdamW:
             {"params": groups[False], "weight_decay": 0.0},
         ]
         settings: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-        apex = apex_adam() if config.implementation in ("auto", "apex") else None
+        apex = apex_adam() if config.implementation in ("auto", "apex") and not config.offload else None
         if config.implementation == "apex" and apex is None:
             raise ValueError(
                 "optim.implementation = apex, but NVIDIA apex with amp_C.multi_tensor_adam and a CUDA device are not "
-                "both here; use optim.implementation=torch"
+                "both here, or optim.offload = true leaves the update to the CPU; use optim.implementation=torch"
             )
         param_groups = [group for group in param_groups if group["params"]] or param_groups[:1]
         self.step_count = 0
@@ -129,6 +143,9 @@ class AdamW:
         if scale is not None:
             for state in self.slices:
                 state.bucket.grad_slice.mul_(scale)
+        for state in self.slices:
+            if state.on_host:
+                state.grads.copy_(state.reduced)
         for view, grad in self._grads:
             view.grad = grad if grad.dtype == view.dtype else grad.to(view.dtype)
         for group in self._optimizer.param_groups:
@@ -160,13 +177,19 @@ class AdamW:
     def masters_to_weights(self) -> None:
         """Rounds the master weights into the model's owned slices."""
         for state in self.slices:
-            if state.has_master:
+            if state.has_master or state.on_host:
                 state.bucket.weight_slice.copy_(state.master)
 
     def weights_to_masters(self) -> None:
         """Takes the model's weights as the truth (after an import)."""
         for state in self.slices:
-            if state.has_master:
+            if state.has_master or state.on_host:
+                state.master.copy_(state.bucket.weight_slice)
+
+    def take_unsaved_masters(self) -> None:
+        """After a resume: masters that are no wider than the weights are saved once, as the weights."""
+        for state in self.slices:
+            if state.on_host and not state.has_master:
                 state.master.copy_(state.bucket.weight_slice)
 
     def set_step_count(self, count: int) -> None:

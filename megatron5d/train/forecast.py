@@ -108,10 +108,11 @@ class Forecaster:
             model = Gpt(config, mesh, "meta", plan.parts(rank), plan.shared)
             sync = build_sync(config, mesh, model)
             optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
-            resident, setup = watch.live_bytes, watch.peak_bytes
+            away = _on_host(optimizer, watch)
+            resident, setup = watch.live_bytes - away, watch.peak_bytes - away
             weights = _bytes([bucket.resident_weights for bucket in sync.buckets], watch)
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
-            state = _bytes([tensor for _, tensor, _ in optimizer.tensors()], watch)
+            state = _bytes([tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch)
             end_of_step = _end_of_step(model, sync, optimizer, watch)
         _set_load(model, self.target.imbalance)
         batch = self._batch(mesh, model)
@@ -228,6 +229,12 @@ def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:
     return sum(watch.rounded(storage.nbytes()) for storage in storages.values())
 
 
+def _on_host(optimizer: AdamW, watch: MemoryWatch) -> int:
+    """What of the optimiser lies in the host's memory."""
+    away = [state for state in optimizer.slices if state.on_host]
+    return _bytes([t for state in away for t in (state.master, state.grads, state.exp_avg, state.exp_avg_sq)], watch)
+
+
 def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatch) -> int:
     """The most, above what stays, while gradients are reduced, the weights updated and gathered."""
     for stage in model.parts:
@@ -242,7 +249,7 @@ def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatc
     wide = sum(
         watch.rounded(state.master.nbytes)
         for state in optimizer.slices
-        if state.bucket.grads.dtype != state.master.dtype
+        if state.bucket.grads.dtype != state.master.dtype and not state.on_host
     )  # the update wants gradients as wide as the master weights
     before = watch.forget_peak()
     sync.start_gather()

@@ -98,6 +98,7 @@ def resume(folder: Path, sync: GradSync, optimizer: AdamW, weights: Iterable[Ten
         )
     load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False))
     progress = Progress(**record["progress"])
+    optimizer.take_unsaved_masters()
     optimizer.set_step_count(progress.step)
     sync.start_gather()
     sync.finish_gather()

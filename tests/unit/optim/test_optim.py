@@ -54,9 +54,9 @@ def parameters():
     return made
 
 
-@pytest.mark.parametrize("slices", [1, 3])
-def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices):
-    config = OptimConfig(lr=0.1, weight_decay=0.3, decay_exclude=["d"])
+@pytest.mark.parametrize(("slices", "offload"), [(1, False), (3, False), (1, True), (3, True)])
+def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices, offload):
+    config = OptimConfig(lr=0.1, weight_decay=0.3, decay_exclude=["d"], offload=offload)
     truth = [p.detach().clone().requires_grad_() for p in parameters()]
     groups = [{"params": [truth[0], truth[2]]}, {"params": [truth[1], truth[3]], "weight_decay": 0.0}]
     oracle = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
@@ -65,6 +65,11 @@ def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices
         shard = Axis("dp_shard_cp", tuple(range(slices)), rank)
         buckets.append(Bucket(parameters(), shard, single("dp_replicate"), torch.float32))
     optimizers = [AdamW([bucket], config) for bucket in buckets]
+    for state in (state for optimizer in optimizers for state in optimizer.slices):
+        assert state.on_host == offload
+        device_memory = {t.untyped_storage().data_ptr() for t in (state.bucket.weights, state.bucket.grads)}
+        host = {t.untyped_storage().data_ptr() for t in (state.master, state.grads)}
+        assert (device_memory & host == set()) == offload, "the update reads and writes copies of its own"
     for step in range(3):
         grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in truth]
         for p, grad in zip(truth, grads):
@@ -94,3 +99,14 @@ def test_clipping_is_torchs_rule():
     assert clip_coefficient(2.0, 1.0) == pytest.approx(1 / (2 + 1e-6))
     assert clip_coefficient(0.5, 1.0) is None
     assert clip_coefficient(5.0, 0.0) is None
+
+
+def test_masters_on_the_host_take_weights_that_were_loaded():
+    bucket = Bucket(parameters(), single("dp_shard_cp"), single("dp_replicate"), torch.float32)
+    optimizer = AdamW([bucket], OptimConfig(weight_decay=0.0, offload=True))
+    bucket.weights.copy_(torch.arange(bucket.weights.numel()))
+    loaded = bucket.weights.clone()
+    optimizer.take_unsaved_masters()
+    optimizer.step(lr=0.0)
+    assert torch.equal(bucket.weights, loaded)
+    assert {kind for kind, _, _ in optimizer.tensors()} == {"exp_avg", "exp_avg_sq"}, "saved once, as the weights"

@@ -129,3 +129,11 @@ def test_snapshots_say_that_a_cpu_has_none(tmp_path):
     config = dataclasses.replace(config_of(), log=LogConfig(memory_snapshot=str(tmp_path / "s")))
     taken = Snapshots(config, Process(0, 1, 0, torch.device("cpu")))
     assert "GPUs" in taken.note and taken.dump("oom") is None and not (tmp_path / "s").exists()
+
+
+def test_an_optimiser_on_the_host_costs_the_device_nothing():
+    config = config_of()
+    away = dataclasses.replace(config, optim=dataclasses.replace(config.optim, offload=True))
+    here, left = Forecaster(config, 1, H100).rank(0), Forecaster(away, 1, H100).rank(0)
+    assert here.optimizer > 0 and left.optimizer == 0
+    assert left.weights == here.weights and left.gradients == here.gradients and left.buffers == here.buffers
