@@ -39,5 +39,5 @@ def test_what_stays(errors):
 
 
 def test_peaks(errors):
-    assert statistics.median(abs(peak) for _, peak in errors.values()) < 0.06
-    assert all(abs(peak) < 0.16 for _, peak in errors.values())
+    assert statistics.median(abs(peak) for _, peak in errors.values()) < 0.05
+    assert all(abs(peak) < 0.20 for _, peak in errors.values())
