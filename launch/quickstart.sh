@@ -3,7 +3,8 @@
 #
 # Installs into .venv, trains a tokenizer on the sources of Python's standard library, writes them as token files, trains
 # a small mixture of experts over 8 processes on this machine, tp, cp, pp and ep at once
-# (conf/experiment/quickstart.yaml), and shows what came out. A few minutes on two cores. Tokenizer and data are kept in runs/quickstart/data; each call trains anew, in runs/quickstart/run-<n>.
+# (conf/experiment/quickstart.yaml), and shows what came out. A few minutes on two cores. Tokenizer and data are kept in
+# runs/quickstart/data; each call trains anew, in runs/quickstart/run-<n>.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
