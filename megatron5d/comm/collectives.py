@@ -49,7 +49,7 @@ def _record(axis: Axis, op: str, sent: int, x: Tensor) -> None:
         axis.recorder.record(axis.name, op, sent, x.element_size())
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """8-bit floats as bytes: no backend sends them as they are."""
     return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else x
 
@@ -90,7 +90,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     _record(axis, "all_gather", (axis.size - 1) * x.numel(), x)
     if x.is_meta:
         return Pending(out, keep=x)
-    return Pending(out, _all_gather_single(_bytes(out), _bytes(x), group=axis.group, async_op=True), keep=x)
+    return Pending(out, _all_gather_single(as_bytes(out), as_bytes(x), group=axis.group, async_op=True), keep=x)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron5d.comm.collectives import as_bytes
 from megatron5d.topology.axis import Axis
 
 
@@ -41,6 +42,6 @@ def start_shift(x: Tensor, axis: Axis, tag: int = 0) -> Shift:
         axis.recorder.record(axis.name, "shift", x.numel(), x.element_size())
     if x.is_meta:
         return Shift(x, received, [])
-    sending = dist.P2POp(dist.isend, x, following, axis.group, tag)
-    receiving = dist.P2POp(dist.irecv, received, previous, axis.group, tag)
+    sending = dist.P2POp(dist.isend, as_bytes(x), following, axis.group, tag)
+    receiving = dist.P2POp(dist.irecv, as_bytes(received), previous, axis.group, tag)
     return Shift(x, received, dist.batch_isend_irecv([sending, receiving]))

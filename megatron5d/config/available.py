@@ -5,4 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # knob -> the values that work; a knob that is not here works with all its legal values
-AVAILABLE: dict[str, Sequence[object]] = {}
+AVAILABLE: dict[str, Sequence[object]] = {
+    "parallel.tp_overlap": ("none", "chunked"),
+}

@@ -109,6 +109,16 @@ TENSOR_LAWS = (
         lambda c, w: "parallel.sp=false",
     ),
     Law(
+        "overlap-needs-sp",
+        ("parallel.tp_overlap", "parallel.sp"),
+        lambda c, w: c.parallel.tp_overlap != "none" and not c.parallel.sp,
+        lambda c, w: (
+            f"parallel.tp_overlap = {c.parallel.tp_overlap} hides what sequence parallelism gathers and scatters, and "
+            "parallel.sp = false"
+        ),
+        lambda c, w: "parallel.tp_overlap=none" + (", or parallel.sp=true" if c.parallel.tp > 1 else ""),
+    ),
+    Law(
         "heads-split-over-tp",
         ("model.num_heads", "parallel.tp"),
         lambda c, w: c.model.num_heads % c.parallel.tp != 0,

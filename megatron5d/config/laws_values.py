@@ -48,6 +48,7 @@ WORDS: dict[str, Sequence[str]] = {
     "moe.drop_by": ("probability", "position"),
     "pipeline.split": ("even", "cost"),
     "parallel.cp_method": ("ring", "allgather", "ulysses", "two_level"),
+    "parallel.tp_overlap": ("none", "chunked", "fused"),
     "parallel.regather": ("per_microbatch", "per_step"),
     "parallel.reduce": ("per_microbatch", "per_step"),
     "optim.name": ("adamw",),

@@ -94,6 +94,7 @@ class ParallelConfig:
 
     tp: int = 1
     sp: bool = False  # sequence parallelism: activations between tp regions are cut along the sequence
+    tp_overlap: str = "none"  # none | chunked | fused: under sp, a collective goes in chunks under its layer's product
     cp: int = 1
     cp_method: str = "ring"  # ring | allgather | ulysses | two_level
     cp_inner: int = 1  # two_level: neighbouring cp ranks (of one node) that exchange heads; the ring runs over the rest

@@ -1,4 +1,4 @@
-"""Which of a model's matrices are multiplied in 8 bits, and by which recipe."""
+"""What a model's matrices carry: in how many bits, and in how many pieces, they are multiplied."""
 
 from __future__ import annotations
 
@@ -45,3 +45,10 @@ def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh)
     for parameter in parameters:
         if spec_of(parameter).name in chosen:
             parameter.gemms = experts if spec_of(parameter).expert else linear  # type: ignore[attr-defined]
+
+
+def choose_overlap(parameters: Iterable[nn.Parameter], config: Config) -> None:
+    """Under parallel.tp_overlap=chunked, tells the weights that their collectives go in chunks under their products."""
+    if config.parallel.tp_overlap == "chunked":
+        for parameter in parameters:
+            parameter.chunked = True  # type: ignore[attr-defined]

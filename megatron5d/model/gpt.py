@@ -14,7 +14,7 @@ from torch import nn
 from megatron5d.config.pattern import blocks, is_moe
 from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.expert_parallel.balance import Balancer
-from megatron5d.model.arithmetic import choose_gemms
+from megatron5d.model.arithmetic import choose_gemms, choose_overlap
 from megatron5d.model.attention import Attention
 from megatron5d.model.context import context_attention, sequence_rows
 from megatron5d.model.ends import TIED, Embedding, Head
@@ -134,6 +134,7 @@ class Gpt(nn.Module):
         self._mark_recompute(config)
         self._mark_shared(shared)
         choose_gemms(self.parameters(), config, mesh)
+        choose_overlap(self.parameters(), config)
 
     def _add_prediction(self, config: Config, tp: Axis, block: BlockMaker, build: dict[str, Any]) -> None:
         """The blocks of multi-token prediction, one list of phases a depth, with the model's embedding and head."""

@@ -8,7 +8,8 @@ Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W     
 
 W is handed to `defer`, which runs it at once, under the collective of dx, or keeps it for a schedule that splits
 the backward. Under sp only the sharded x is kept between forward and backward; it is gathered again under dx's GEMM.
-How the products are made, and in what form x and dy are kept and gathered, the weight says (precision/gemms.py).
+How the products are made, and in what form x and dy are kept and gathered, the weight says (precision/gemms.py); also
+whether a product and its collective go in chunks (overlap.py).
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
@@ -21,21 +22,16 @@ from torch import Tensor, nn
 
 from megatron5d.comm.collectives import (
     Pending,
-    all_gather,
     all_reduce,
-    reduce_scatter,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron5d.precision.gemms import Operand, gemms_of
+from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer, run_now
+from megatron5d.tensor_parallel.overlap import gather_product, is_chunked, product_scatter
 from megatron5d.topology.axis import Axis, single
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, whole
-
-
-def _gather(operand: Operand, tp: Axis) -> Operand:
-    return tuple(all_gather(part, tp) for part in operand)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -45,9 +41,10 @@ class _ColumnLinear(torch.autograd.Function):
         gemms = gemms_of(weight)
         operand = gemms.operand(x)
         ctx.save_for_backward(*operand)
-        if sp:
-            operand = _gather(operand, tp)  # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
-        return gemms.forward(operand, weight)
+        if not sp:
+            return gemms.forward(operand, weight)
+        # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
+        return gather_product(operand, lambda x: gemms.forward(x, weight), tp, is_chunked(weight))[0]
 
     @staticmethod
     def backward(ctx, dy):
@@ -55,12 +52,14 @@ class _ColumnLinear(torch.autograd.Function):
         gemms = gemms_of(weight)
         gathering = [start_all_gather(part, tp) if ctx.sp else Pending(part) for part in ctx.saved_tensors]
         dy = gemms.operand(dy, gradient=True)
-        dx = gemms.input_grad(dy, weight)  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
-        x = tuple(part.wait() for part in gathering)
-        if ctx.sp:
-            reducing = start_reduce_scatter(dx, tp)  # [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp
+        if ctx.sp and is_chunked(weight):
+            # [s/cp, b, out/tp] -> [s/cp/tp, b, in]  reduce_scatter tp
+            reducing = Pending(product_scatter(dy, lambda dy: gemms.input_grad(dy, weight), tp, chunked=True))
         else:
-            reducing = start_all_reduce(dx, tp)
+            dx = gemms.input_grad(dy, weight)  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
+            # [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp
+            reducing = start_reduce_scatter(dx, tp) if ctx.sp else start_all_reduce(dx, tp)
+        x = tuple(part.wait() for part in gathering)
         ctx.defer(lambda: gemms.weight_grad(weight, dy, x))
         return reducing.wait(), None, None, None, None
 
@@ -90,19 +89,19 @@ class _RowLinear(torch.autograd.Function):
         gemms = gemms_of(weight)
         operand = gemms.operand(x)
         ctx.save_for_backward(*operand)
-        y = gemms.forward(operand, weight)  # [s/cp, b, in/tp] -> partial [s/cp, b, out]
-        if layer.sp:
-            return reduce_scatter(y, layer.tp)  # [s/cp, b, out] -> [s/cp/tp, b, out]  reduce_scatter tp
-        return all_reduce(y, layer.tp)
+        if layer.sp:  # [s/cp, b, in/tp] -> [s/cp/tp, b, out]  reduce_scatter tp
+            return product_scatter(operand, lambda x: gemms.forward(x, weight), layer.tp, is_chunked(weight))
+        return all_reduce(gemms.forward(operand, weight), layer.tp)  # [s/cp, b, in/tp] -> [s/cp, b, out]  all_reduce tp
 
     @staticmethod
     def backward(ctx, dy):
         weight, x = ctx.weight, ctx.saved_tensors
         gemms = gemms_of(weight)
         dy = gemms.operand(dy, gradient=True)
-        if ctx.layer.sp:
-            dy = _gather(dy, ctx.layer.tp)  # [s/cp/tp, b, out] -> [s/cp, b, out]  all_gather tp
-        dx = gemms.input_grad(dy, weight)
+        if ctx.layer.sp:  # [s/cp/tp, b, out] -> [s/cp, b, in/tp]  all_gather tp
+            dx, dy = gather_product(dy, lambda dy: gemms.input_grad(dy, weight), ctx.layer.tp, is_chunked(weight))
+        else:
+            dx = gemms.input_grad(dy, weight)
         ctx.defer(lambda: gemms.weight_grad(weight, dy, x))
         return dx, None, None, None
 

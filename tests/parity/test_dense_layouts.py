@@ -6,13 +6,23 @@ import pytest
 from layouts import assert_parity
 from parity_configs import MODELS, config_of
 
-from megatron5d.config.schema import DataConfig, RecomputeConfig
+from megatron5d.config.schema import DataConfig, PipelineConfig, RecomputeConfig
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
 def test_tensor_parallel(model, tp, sp):
     assert_parity(config_of(model, tp=tp, sp=sp, mbs=2), world=tp)
+
+
+@pytest.mark.parametrize(("model", "tp"), [("odd_vocab_tied", 2), ("mla", 2), ("gpt2_style", 4)])
+def test_tensor_parallel_in_chunks(model, tp):
+    assert_parity(config_of(model, tp=tp, sp=True, tp_overlap="chunked", mbs=2), world=tp)
+
+
+def test_chunks_with_a_split_backward():
+    config = config_of("llama_gqa", tp=2, sp=True, tp_overlap="chunked", pp=2, cp=2, zero=1)
+    assert_parity(dataclasses.replace(config, pipeline=PipelineConfig("zb_h1")), world=8)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
