@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron5d.precision.gradient import Closure, hand_over_grads
 from megatron5d.precision.host import HostCopy
-from megatron5d.precision.kept import keeping
 
 
 class PhaseHooks(Protocol):
@@ -115,6 +115,17 @@ def _enter(x: Any, slots: Any, anchor: Tensor) -> Any:
     return _Enter.apply(anchor, x, slots) if isinstance(slots, _Slot) else x
 
 
+_ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record the entrance; gets no gradient
+
+
+def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Listed once: walking the modules takes as long as a small phase."""
+    listed = phase.__dict__.get("listed_parameters")
+    if listed is None:
+        listed = phase.__dict__["listed_parameters"] = tuple(phase.parameters())
+    return listed
+
+
 def _arrived(slots: Any) -> Any:
     if isinstance(slots, tuple):
         return tuple(map(_arrived, slots))
@@ -142,9 +153,9 @@ class Passage:
     def forward(self, x: Any) -> Any:
         """The phase's output, without its graph; `x` is the output of the phase before, without its."""
         self.slots = _each(_Slot, x)
-        context = getattr(self.phase, "keeping", keeping)(self.phase)
-        with torch.enable_grad(), context as self.copies:
-            y = self.phase(_enter(x, self.slots, torch.empty(0, requires_grad=True)), self.batch, self.weight_grads)
+        keeping = getattr(self.phase, "keeping", None)
+        with torch.enable_grad(), nullcontext([]) if keeping is None else keeping(self.phase) as self.copies:
+            y = self.phase(_enter(x, self.slots, _ANCHOR), self.batch, self.weight_grads)
         self.edges = _each(_edge, y)
         return _each(Tensor.detach, y)
 
@@ -159,7 +170,7 @@ class Passage:
         self.weight_grads.immediate = not split
         edges, self.edges = self.edges, None
         _backward(edges, grad)
-        hand_over_grads(self.phase.parameters(), self.weight_grads)
+        hand_over_grads(_parameters_of(self.phase), self.weight_grads)
         slots, self.slots = self.slots, None
         return _arrived(slots)
 

@@ -1,6 +1,7 @@
 """What a step keeps falls as 1/cp, and no tensor of it is as large as sequence times sequence."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ def step_on_rank(rank: int, world: int, config):
     stage = Stage(model.phases)
     with MemoryWatch() as watch:
         sums = stage.forward(0, None, batch)
+        time.sleep(0.1)  # gloo's threads let go of what they have sent a moment later
         kept = watch.live_bytes
         stage.backward(0, torch.tensor([1.0, 0.0]))
     assert sums.isfinite().all() and stage.num_in_flight == 0
@@ -80,7 +82,7 @@ def whole():
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_kept_falls_as_one_over_cp(whole, model, method):
     kept, peak, largest = measured(model, cp=4, **METHODS[method])
-    assert kept < 1.1 * whole[model] / 4
+    assert kept < 1.15 * whole[model] / 4, "ulysses repeats two key-value heads for four ranks"
     assert peak < 0.35 * whole[model], "gathered keys and the blocks of a backward included"
     assert largest[0] < S * S / 4, largest
 

@@ -255,6 +255,9 @@ def test_two_overlapped_actions_take_turns():
     class Logged:
         num_in_flight = 0
 
+        def expect(self, op):
+            pass
+
         def forward_steps(self, microbatch, x, batch):
             for phase in "abc":
                 log.append(f"F{microbatch}{phase}")
