@@ -12,7 +12,7 @@ from megatron5d.model.hf import model_config_from_hf
 from megatron5d.topology.process import read_environment, start_process, stop_process
 from megatron5d.train.loop import train
 from megatron5d.train.memory import memory_faults
-from megatron5d.train.schedule import pipeline_faults
+from megatron5d.train.schedule import pipeline_faults, schedule_faults
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
             world=environment.world,
             rank=environment.rank,
             model_from_hf=model_config_from_hf,
+            options=[schedule_faults],
             checks=[pipeline_faults, memory_faults],
         )
     except ConfigError as error:

@@ -27,6 +27,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 ModelFromHF = Callable[[str], Mapping[str, Any]]
 Check = Callable[[Config, int], Sequence[Fault]]
 """(configuration, world) -> what only higher floors can tell to be wrong with it."""
+_OUTSIDE = ("data", "init", "checkpoint", "log")  # groups of keys on which neither model nor layout depends
 _GUESSES = ("unknown-key", "unknown-flag")  # faults that name the knob that was probably meant
 _WANDB_MODES = {"off": "disabled", "False": "disabled", "false": "disabled"}
 
@@ -37,6 +38,7 @@ def load_config(
     world: int | None = None,
     rank: int = 0,
     model_from_hf: ModelFromHF | None = None,
+    options: Sequence[Check] = (),
     checks: Sequence[Check] = (),
 ) -> Config:
     """The typed, checked configuration of a command line.
@@ -46,7 +48,8 @@ def load_config(
         world: number of ranks that the laws are asked for; None = the laws are not asked.
         rank: of this process; only rank 0 prints what `--help` and `--cfg` ask for.
         model_from_hf: reads a Hugging Face folder's config.json into fields of ModelConfig, for `model.from_hf`.
-        checks: asked about a lawful configuration, beside the laws.
+        options: say of single values, in any configuration, that there is no such thing.
+        checks: asked about a model and a layout that nothing else is wrong with; a missing file does not silence them.
 
     Raises:
         ConfigError: everything that is wrong, spelling and laws together.
@@ -64,8 +67,9 @@ def load_config(
     if arguments.show == "cfg" and not faults:
         _leave(to_yaml(config), rank)
     if world is not None:
-        faults += [fault for fault in broken_laws(config, world) if not any(map(spelling.doubtful, fault.knobs))]
-        if not faults:
+        asked = [*broken_laws(config, world), *(fault for option in options for fault in option(config, world))]
+        faults += [fault for fault in asked if not any(map(spelling.doubtful, fault.knobs))]
+        if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
             faults += [fault for check in checks for fault in check(config, world)]
     if faults:
         raise ConfigError(faults)
@@ -136,7 +140,7 @@ class _Spelling:
         try:
             found = dict(model_from_hf(folder))
         except (ValueError, OSError) as error:
-            fix = "model.from_hf=DIR where DIR/config.json describes a Llama, Qwen3 or GPT-2 model"
+            fix = "model.from_hf=DIR where DIR/config.json describes a model of a supported family"
             knobs = ("model", "model.from_hf")
             self.faults.append(Fault("model-from-hf", knobs, f"model.from_hf = {folder}: {error}", fix))
             return

@@ -87,8 +87,9 @@ def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: 
     dearest, _ = _cheapest_split(len(costs), num_stages, load, max)
     if dearest == inf:
         raise ValueError(
-            f"model.num_layers = {len(costs)} is fewer than the {num_stages} pipeline stages (parallel.pp · chunks); "
-            f"lower parallel.pp or parallel.vpp to at most {len(costs)} stages"
+            f"model.num_layers = {len(costs)} is fewer than the {num_stages} stages of the pipeline (parallel.pp "
+            f"times the chunks that pipeline.schedule or parallel.vpp asks for); "
+            f"model.num_layers={num_stages}, or parallel.pp=1"
         )
 
     def evenness(before: float, own: float) -> float:

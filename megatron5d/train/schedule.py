@@ -11,13 +11,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron5d.comm.p2p import Form
-from megatron5d.config.fault import Fault
+from megatron5d.config.fault import Fault, closest
 from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
 from megatron5d.model.partition import Part, at_both_ends, layout_of, parts_of, shared_by_mirror
 from megatron5d.pipeline_parallel.program import Placement, Program
-from megatron5d.pipeline_parallel.registry import build_program, find_schedule
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.search.result import SearchResult
 from megatron5d.pipeline_parallel.text import read_program
 from megatron5d.pipeline_parallel.verify import verify
@@ -111,6 +111,19 @@ def agreed_plan(config: Config, process: Process) -> PipelinePlan:
 
 def _programs_of(results: dict[int, SearchResult]) -> dict[int, Program]:
     return {m: result.program for m, result in results.items()}
+
+
+def schedule_faults(config: Config, world: int) -> list[Fault]:
+    """`pipeline.schedule` names no schedule, whatever else is wrong."""
+    name = config.pipeline.schedule
+    if name == "auto" or ":" in name:  # the latter a law looks at
+        return []
+    try:
+        find_schedule(name)
+    except ValueError as error:
+        fix = f"pipeline.schedule={closest(name, schedule_names()) or '1f1b'}"
+        return [Fault("unknown-schedule", ("pipeline.schedule",), str(error), fix)]
+    return []
 
 
 def pipeline_faults(config: Config, world: int) -> list[Fault]:

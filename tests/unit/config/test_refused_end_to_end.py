@@ -37,6 +37,8 @@ def folder(tmp_path):
         (["train.gbss=16", "model=lama3_8b"], 1, ["did you mean train.gbs?", "model=llama3_8b"]),
         (["parallel.tp=3", "optim.lr=-1", "train.steps=ten"], 8, ["parallel.tp=", "optim.lr=", "train.steps=100"]),
         (["log.dir=run", "log.jsonl=run/log.jsonl", "checkpoint.dir=run/c", "parallel.zero=4"], 2, ["parallel.zero=3"]),
+        (["pipeline.schedule=1f1p", "parallel.pp=3"], 4, ["pipeline.schedule=1f1b", "parallel.pp="]),
+        (["data.valid=[a]", "parallel.pp=2", "pipeline.schedule=dualpipe", "train.gbs=2"], 2, ["a.bin", "train.gbs=4"]),
         (["model.from_hf=."], 1, ["model.from_hf", "config.json"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
