@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hf_folders import random_model
 from ranks import run_ranks
 from transformers_fp64 import model_in_fp64
 
@@ -95,12 +96,8 @@ def case(request):
 @pytest.fixture(scope="module")
 def folder(case, tmp_path_factory):
     """A folder of the case with every parameter and router bias random, in three or more files."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CASES[case]())
-    for name, tensor in model.state_dict().items():
-        torch.nn.init.normal_(tensor, mean=1.0 if "norm.weight" in name else 0.0, std=0.3)
     path = tmp_path_factory.mktemp("hf")
-    model.save_pretrained(path, max_shard_size="20KB")
+    random_model(CASES[case]()).save_pretrained(path, max_shard_size="20KB")
     return path
 
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from hf_folders import save_config
 
 from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import ModelConfig, RopeScaling
@@ -21,15 +22,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-
-
-def save(config, folder, **changes):
-    """Writes the configuration as transformers 5 does, then applies changes to the JSON."""
-    config.save_pretrained(folder)
-    path = folder / "config.json"
-    written = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in written.items() if value != "absent"}))
-    return folder
 
 
 def as_v4(folder):
@@ -50,7 +42,7 @@ def test_llama_both_spellings(tmp_path):
     config = transformers.LlamaConfig(
         **TINY, rope_parameters=rope, attention_bias=True, mlp_bias=True, rms_norm_eps=3e-5
     )
-    fields = model_config_from_hf(save(config, tmp_path / "tiny-llama"))
+    fields = model_config_from_hf(save_config(config, tmp_path / "tiny-llama"))
     assert fields == {
         "name": "tiny-llama", "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4,
         "num_kv_heads": 2, "head_dim": 8, "vocab_size": 61, "max_positions": 128, "norm": "rmsnorm",
@@ -66,14 +58,14 @@ def test_llama_both_spellings(tmp_path):
 
 def test_old_spellings_of_scaling(tmp_path):
     """`type` for `rope_type`, no original length (then it is max_position_embeddings), no theta (then 10000)."""
-    save(
+    save_config(
         transformers.LlamaConfig(**TINY), tmp_path, rope_parameters="absent",
         rope_scaling={"type": "linear", "factor": 2},
     )  # fmt: skip
     fields = model_config_from_hf(tmp_path)
     assert fields["rope_theta"] == 10000.0
     assert (fields["rope_scaling"]["type"], fields["rope_scaling"]["factor"]) == ("linear", 2.0)
-    save(
+    save_config(
         transformers.LlamaConfig(**TINY), tmp_path, rope_parameters="absent",
         rope_scaling={"type": "yarn", "factor": 2},
     )  # fmt: skip
@@ -83,7 +75,7 @@ def test_old_spellings_of_scaling(tmp_path):
 def test_qwen3(tmp_path):
     config = transformers.Qwen3Config(**TINY, head_dim=16, rope_parameters=YARN | {"rope_theta": 1e6},
                                       tie_word_embeddings=True)  # fmt: skip
-    fields = model_config_from_hf(save(config, tmp_path))
+    fields = model_config_from_hf(save_config(config, tmp_path))
     assert (fields["head_dim"], fields["qk_norm"], fields["tie_embeddings"]) == (16, True, True)
     assert fields["rope_scaling"] == asdict(RopeScaling("yarn", 4.0, 32))
     assert fields["attention_window"] is None and not fields["mlp_bias"]
@@ -92,23 +84,25 @@ def test_qwen3(tmp_path):
 
 def test_qwen3_window(tmp_path):
     sliding = {"use_sliding_window": True, "sliding_window": 24}
-    save(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=0), tmp_path)
+    save_config(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=0), tmp_path)
     assert model_config_from_hf(tmp_path)["attention_window"] == 24
-    save(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=3), tmp_path)
+    save_config(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=3), tmp_path)
     assert model_config_from_hf(tmp_path)["attention_window"] is None
-    save(transformers.Qwen3Config(**TINY, use_sliding_window=False, sliding_window=24, max_window_layers=0), tmp_path)
+    save_config(
+        transformers.Qwen3Config(**TINY, use_sliding_window=False, sliding_window=24, max_window_layers=0), tmp_path
+    )
     assert model_config_from_hf(tmp_path)["attention_window"] is None
-    save(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=1), tmp_path)
+    save_config(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=1), tmp_path)
     with pytest.raises(ValueError, match="max_window_layers"):
         model_config_from_hf(tmp_path)
-    save(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=1), tmp_path, layer_types="absent")
+    save_config(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=1), tmp_path, layer_types="absent")
     with pytest.raises(ValueError, match="max_window_layers"):
         model_config_from_hf(tmp_path)
 
 
 def test_gpt2(tmp_path):
     config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=20, vocab_size=61)
-    fields = model_config_from_hf(save(config, tmp_path, tie_word_embeddings="absent"))
+    fields = model_config_from_hf(save_config(config, tmp_path, tie_word_embeddings="absent"))
     expected = {
         "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8,
         "vocab_size": 61, "max_positions": 20, "norm": "layernorm", "norm_eps": 1e-5, "activation": "gelu_tanh",
@@ -116,7 +110,7 @@ def test_gpt2(tmp_path):
         "tie_embeddings": True, "qk_norm": False,
     }  # fmt: skip
     assert {key: fields[key] for key in expected} == expected
-    save(config, tmp_path, n_inner=40, activation_function="gelu", tie_word_embeddings=False)
+    save_config(config, tmp_path, n_inner=40, activation_function="gelu", tie_word_embeddings=False)
     fields = model_config_from_hf(tmp_path)
     assert (fields["ffn_hidden_size"], fields["activation"], fields["tie_embeddings"]) == (40, "gelu", False)
 
@@ -127,7 +121,7 @@ def test_defaults_are_the_familys_own(family, tmp_path):
     given = {"num_experts_per_tok": 2} if family == "deepseek_v2" else {}  # its default is none, which computes nothing
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **given}))
     short = model_config_from_hf(tmp_path)
-    save(transformers.AutoConfig.for_model(family), tmp_path, **given)
+    save_config(transformers.AutoConfig.for_model(family), tmp_path, **given)
     assert short == model_config_from_hf(tmp_path)
 
 
@@ -147,7 +141,7 @@ def test_yarn_attention_factor_as_transformers(tmp_path):
     ]
     for extra in cases:
         config = transformers.LlamaConfig(**TINY, rope_parameters=YARN | extra | {"rope_theta": 1e4})
-        ours = read_model_config(save(config, tmp_path))
+        ours = read_model_config(save_config(config, tmp_path))
         frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
         assert attention_factor(ours.rope_scaling) == pytest.approx(factor, rel=1e-12), extra
         inverse = inverse_frequencies(ours.head_dim, ours.rope_theta, ours.rope_scaling)
@@ -176,14 +170,14 @@ REFUSED = {
 @pytest.mark.parametrize("named", list(REFUSED))
 def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
     family, changes = REFUSED[named]
-    save(transformers.AutoConfig.for_model(family), tmp_path, **changes)
+    save_config(transformers.AutoConfig.for_model(family), tmp_path, **changes)
     with pytest.raises(ValueError) as error:
         model_config_from_hf(tmp_path)
     assert named in str(error.value) and str(tmp_path) in str(error.value)
 
 
 def test_all_refusals_together(tmp_path):
-    save(transformers.GPT2Config(), tmp_path, activation_function="relu", scale_attn_weights=False)
+    save_config(transformers.GPT2Config(), tmp_path, activation_function="relu", scale_attn_weights=False)
     with pytest.raises(ValueError, match=r"(?s)activation_function.*scale_attn_weights"):
         model_config_from_hf(tmp_path)
 

@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 from math import prod
 
-import numpy as np
 import pytest
 import torch
+from hf_folders import random_model, save_config
 from safetensors.torch import load_file, save_file
 
 from megatron5d.config.load import load_config
@@ -16,7 +16,7 @@ from megatron5d.model.hf import load_hf_weights
 from megatron5d.model.hf_config import model_config_from_hf, read_model_config
 from megatron5d.model.hf_export import hf_config_from_model, hf_family
 from megatron5d.model.hf_names import hf_copies, hf_entries
-from tools import convert, logits
+from tools import convert
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,33 +37,6 @@ FAMILIES = {
 }
 
 
-def save(config, folder, **changes):
-    """Writes the configuration as transformers 5 does, then applies changes to the JSON."""
-    config.save_pretrained(folder)
-    path = folder / "config.json"
-    written = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in written.items() if value != "absent"}))
-    return folder
-
-
-def random_model(family):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
-    for tensor in model.state_dict().values():
-        torch.nn.init.normal_(tensor, std=0.3)
-    return model
-
-
-@pytest.fixture(scope="module", params=list(FAMILIES))
-def imported(request, tmp_path_factory):
-    """(their model, its folder, our checkpoint of it); every parameter and router bias random."""
-    model = random_model(request.param)
-    hf, checkpoints = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours") / "ckpt"
-    model.save_pretrained(hf)
-    assert convert.main(["from-hf", "--hf", str(hf), "--out", str(checkpoints)]) == 0
-    return model, hf, checkpoints
-
-
 COMMON = {
     "attention": "mla", "num_heads": 4, "num_kv_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16,
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10, "num_experts": 8, "top_k": 3,
@@ -73,31 +46,33 @@ COMMON = {
 
 
 def test_v2_settings(tmp_path):
-    fields = model_config_from_hf(save(FAMILIES["deepseek_v2"](), tmp_path))
+    fields = model_config_from_hf(save_config(FAMILIES["deepseek_v2"](), tmp_path))
     wanted = COMMON | {
         "router_score": "softmax", "norm_topk_prob": False, "group_score": "max", "router_bias": False,
     }  # fmt: skip
     assert {key: fields[key] for key in wanted} == wanted
-    greedy = model_config_from_hf(save(FAMILIES["deepseek_v2"](), tmp_path, topk_method="greedy"))
+    greedy = model_config_from_hf(save_config(FAMILIES["deepseek_v2"](), tmp_path, topk_method="greedy"))
     assert (greedy["num_groups"], greedy["top_groups"]) == (1, 1)
-    assert model_config_from_hf(save(FAMILIES["deepseek_v2"](), tmp_path, q_lora_rank=None))["q_lora_rank"] is None
+    assert (
+        model_config_from_hf(save_config(FAMILIES["deepseek_v2"](), tmp_path, q_lora_rank=None))["q_lora_rank"] is None
+    )
 
 
 def test_v3_settings(tmp_path):
     config = FAMILIES["deepseek_v3"]()
-    fields = model_config_from_hf(save(config, tmp_path))
+    fields = model_config_from_hf(save_config(config, tmp_path))
     scaling = {"type": "yarn", "factor": 4.0, "original_max_positions": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
     wanted = COMMON | {
         "router_score": "sigmoid", "norm_topk_prob": True, "group_score": "top2_sum", "router_bias": True,
         "rope_scaling": vars(RopeScaling(**scaling)),
     }  # fmt: skip
     assert {key: fields[key] for key in wanted} == wanted
-    assert not model_config_from_hf(save(config, tmp_path, rope_interleave=False))["rope_interleaved"]
+    assert not model_config_from_hf(save_config(config, tmp_path, rope_interleave=False))["rope_interleaved"]
     rope = {key: value for key, value in YARN.items() if key not in ("rope_theta", "rope_type")} | {"type": "yarn"}
     released = {"rope_parameters": "absent", "rope_theta": 10000, "rope_scaling": rope, "rope_interleave": "absent",
                 "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}  # fmt: skip
-    assert model_config_from_hf(save(config, tmp_path, **released)) == fields
-    dense = read_model_config(save(config, tmp_path, first_k_dense_replace=3))
+    assert model_config_from_hf(save_config(config, tmp_path, **released)) == fields
+    dense = read_model_config(save_config(config, tmp_path, first_k_dense_replace=3))
     assert moe_layers(dense) == [] and dense.num_experts == 0 and not dense.router_bias
 
 
@@ -121,7 +96,7 @@ REFUSED = {
 @pytest.mark.parametrize("named", list(REFUSED))
 def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
     family, changes = REFUSED[named]
-    save(FAMILIES[family](), tmp_path, **changes)
+    save_config(FAMILIES[family](), tmp_path, **changes)
     with pytest.raises(ValueError) as error:
         model_config_from_hf(tmp_path)
     assert named in str(error.value) and str(tmp_path) in str(error.value)
@@ -189,37 +164,9 @@ def test_a_dense_model_with_latents_goes_out_and_in(tmp_path):
     assert moe_layers(read) == [] and read.attention == "mla" and read.ffn_hidden_size == dense.ffn_hidden_size
 
 
-def test_logits_of_folder_and_checkpoint(imported, tmp_path):
-    model, hf, checkpoints = imported
-    ids = torch.randint(0, 61, (3, 13))
-    np.save(tmp_path / "ids.npy", ids.numpy())
-    with torch.no_grad():
-        wanted = model(ids).logits.numpy()
-    for source in (["--hf", hf], ["--checkpoint", checkpoints]):
-        words = [*source, "--tokens", tmp_path / "ids.npy", "--out", tmp_path / "out.npy"]
-        assert logits.main([str(word) for word in words]) == 0
-        np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-4 * np.abs(wanted).max())
-
-
-def test_there_and_back_again(imported, tmp_path):
-    """The same tensors under the same names, no key amiss, the same logits to the bit."""
-    model, hf, checkpoints = imported
-    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(tmp_path), "--max-shard-gb", "2e-5"]
-    assert convert.main(words) == 0
-    written = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
-    original = load_file(hf / "model.safetensors")
-    assert written.keys() == original.keys()
-    assert all(torch.equal(written[name], original[name]) for name in original)
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    ids = torch.randint(0, 61, (2, 20))
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
-
-
 def test_a_routers_bias_stays_in_fp32_beside_bf16(tmp_path):
     """Stored so by DeepSeek; rounding it would send tokens to other experts. The model stays bf16 all the same."""
-    model = random_model("deepseek_v3")
+    model = random_model(FAMILIES["deepseek_v3"]())
     biases = {name: t.clone() for name, t in model.state_dict().items() if name.endswith("e_score_correction_bias")}
     model.bfloat16().save_pretrained(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors") | biases
@@ -233,7 +180,7 @@ def test_a_routers_bias_stays_in_fp32_beside_bf16(tmp_path):
 
 def with_prediction_layer(folder):
     """As in the release: a whole block behind the last, with norms, a join, and the embedding and head once more."""
-    random_model("deepseek_v3").save_pretrained(folder)
+    random_model(FAMILIES["deepseek_v3"]()).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     block = {n.replace(".layers.2.", ".layers.3."): t + 0.1 for n, t in tensors.items() if ".layers.2." in n}
     block |= {f"model.layers.3.{name}.weight": torch.rand(32) for name in ("enorm", "hnorm", "shared_head.norm")}

@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 from math import prod
 
-import numpy as np
 import pytest
 import torch
+from hf_folders import random_model, save_config
 from safetensors.torch import load_file, save_file
 
 from megatron5d.config.load import load_config
@@ -17,7 +17,6 @@ from megatron5d.model.hf_config import model_config_from_hf, read_model_config
 from megatron5d.model.hf_export import hf_config_from_model, hf_family
 from megatron5d.model.hf_names import hf_entries
 from megatron5d.topology.shard import ShardSpec, whole
-from tools import convert, logits
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,56 +31,41 @@ FAMILIES = {
 }
 
 
-def save(config, folder, **changes):
-    """Writes the configuration as transformers 5 does, then applies changes to the JSON."""
-    config.save_pretrained(folder)
-    path = folder / "config.json"
-    written = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in written.items() if value != "absent"}))
-    return folder
-
-
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def imported(request, tmp_path_factory):
-    """(their model, its folder, our checkpoint of it); every parameter random."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param]()).eval()
-    for tensor in model.state_dict().values():
-        torch.nn.init.normal_(tensor, std=0.3)
-    hf, checkpoints = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours") / "ckpt"
-    model.save_pretrained(hf)
-    assert convert.main(["from-hf", "--hf", str(hf), "--out", str(checkpoints)]) == 0
-    return model, hf, checkpoints
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf")
+    random_model(FAMILIES[request.param]()).save_pretrained(path)
+    return path
 
 
 def test_mixtral_settings(tmp_path):
     config = transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=3, sliding_window=7)
-    fields = model_config_from_hf(save(config, tmp_path))
+    fields = model_config_from_hf(save_config(config, tmp_path))
     wanted = {
         "num_experts": 4, "top_k": 3, "ffn_hidden_size": 48, "moe_ffn_hidden_size": None, "attention_window": 7,
         "norm_topk_prob": True, "router_score": "softmax", "shared_ffn_hidden_size": 0, "rope_theta": 1e6,
         "norm_eps": 1e-5, "qk_norm": False, "moe_interval": 1, "moe_layers": None, "router_bias": False,
     }  # fmt: skip
     assert {key: fields[key] for key in wanted} == wanted
-    assert model_config_from_hf(save(config, tmp_path, num_experts=4, num_local_experts="absent")) == fields
+    assert model_config_from_hf(save_config(config, tmp_path, num_experts=4, num_local_experts="absent")) == fields
     v4 = {"rope_parameters": "absent", "rope_theta": 1e6, "rope_scaling": None}
-    assert model_config_from_hf(save(config, tmp_path, **v4)) == fields
-    assert model_config_from_hf(save(config, tmp_path, rope_parameters="absent")) == fields
+    assert model_config_from_hf(save_config(config, tmp_path, **v4)) == fields
+    assert model_config_from_hf(save_config(config, tmp_path, rope_parameters="absent")) == fields
 
 
 def test_qwen3_moe_settings(tmp_path):
     config = transformers.Qwen3MoeConfig(**QWEN3, norm_topk_prob=True)
-    fields = model_config_from_hf(save(config, tmp_path))
+    fields = model_config_from_hf(save_config(config, tmp_path))
     wanted = {
         "num_experts": 4, "top_k": 3, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, "attention_window": None,
         "norm_topk_prob": True, "rope_theta": 1e4, "norm_eps": 1e-6, "qk_norm": True, "head_dim": 16,
     }  # fmt: skip
     assert {key: fields[key] for key in wanted} == wanted
-    assert model_config_from_hf(save(config, tmp_path, num_experts=4, num_local_experts="absent")) == fields
-    assert not model_config_from_hf(save(config, tmp_path, norm_topk_prob="absent"))["norm_topk_prob"]
+    assert model_config_from_hf(save_config(config, tmp_path, num_experts=4, num_local_experts="absent")) == fields
+    assert not model_config_from_hf(save_config(config, tmp_path, norm_topk_prob="absent"))["norm_topk_prob"]
     sliding = {"use_sliding_window": True, "sliding_window": 9}
-    assert model_config_from_hf(save(config, tmp_path, **sliding))["attention_window"] == 9
-    assert model_config_from_hf(save(config, tmp_path, sliding_window=9))["attention_window"] is None
+    assert model_config_from_hf(save_config(config, tmp_path, **sliding))["attention_window"] == 9
+    assert model_config_from_hf(save_config(config, tmp_path, sliding_window=9))["attention_window"] is None
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -94,7 +78,7 @@ def test_which_layers_are_sparse(tmp_path, step, dense):
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config).model.layers
     sparse = [i for i, layer in enumerate(built) if hasattr(layer.mlp, "experts")]
-    model = read_model_config(save(config, tmp_path))
+    model = read_model_config(save_config(config, tmp_path))
     assert moe_layers(model) == sparse
     if sparse:
         (tmp_path / "config.json").write_text(json.dumps(hf_config_from_model(model, "fp32")))
@@ -106,7 +90,7 @@ def test_defaults_are_the_familys_own(family, tmp_path):
     """What config.json leaves out is what transformers' own class fills in."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     short = model_config_from_hf(tmp_path)
-    save(transformers.AutoConfig.for_model(family), tmp_path)
+    save_config(transformers.AutoConfig.for_model(family), tmp_path)
     assert short == model_config_from_hf(tmp_path)
 
 
@@ -122,7 +106,7 @@ REFUSED = {
 @pytest.mark.parametrize("named", list(REFUSED))
 def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
     family, changes = REFUSED[named]
-    save(FAMILIES[family](), tmp_path, **changes)
+    save_config(FAMILIES[family](), tmp_path, **changes)
     with pytest.raises(ValueError) as error:
         model_config_from_hf(tmp_path)
     assert named in str(error.value) and str(tmp_path) in str(error.value)
@@ -175,12 +159,11 @@ def test_a_dense_model_is_not_exported_as_a_sparse_one_nor_the_other_way():
         hf_family(replace(MIXTRAL_LIKE, moe_interval=2))
 
 
-def test_missing_and_unexpected_experts_are_told(imported, tmp_path):
+def test_missing_and_unexpected_experts_are_told(folder, tmp_path):
     """An expert less than the model and a layer more."""
-    model, hf, _ = imported
-    tensors = load_file(hf / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     gone = [name for name in tensors if ".experts.3." in name]
-    (tmp_path / "config.json").write_text((hf / "config.json").read_text())
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file({name: t for name, t in tensors.items() if name not in gone} | {"model.layers.7.x": torch.ones(1)},
               tmp_path / "model.safetensors")  # fmt: skip
     with pytest.raises(ValueError) as error:
@@ -188,34 +171,6 @@ def test_missing_and_unexpected_experts_are_told(imported, tmp_path):
     message = str(error.value)
     assert gone and all(f"\n    {name}\n" in message for name in gone)
     assert message.index(f"{len(gone)} missing") < message.index("1 unexpected") < message.index("model.layers.7.x")
-
-
-def test_logits_of_folder_and_checkpoint(imported, tmp_path):
-    model, hf, checkpoints = imported
-    ids = torch.randint(0, 61, (3, 13))
-    np.save(tmp_path / "ids.npy", ids.numpy())
-    with torch.no_grad():
-        wanted = model(ids).logits.numpy()
-    for source in (["--hf", hf], ["--checkpoint", checkpoints]):
-        words = [*source, "--tokens", tmp_path / "ids.npy", "--out", tmp_path / "out.npy"]
-        assert logits.main([str(word) for word in words]) == 0
-        np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-4 * np.abs(wanted).max())
-
-
-def test_there_and_back_again(imported, tmp_path):
-    """Export in small files: the same tensors under the same names, no key amiss, the same logits to the bit."""
-    model, hf, checkpoints = imported
-    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(tmp_path), "--max-shard-gb", "2e-5"]
-    assert convert.main(words) == 0
-    written = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
-    original = load_file(hf / "model.safetensors")
-    assert written.keys() == original.keys()
-    assert all(torch.equal(written[name], original[name]) for name in original)
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    ids = torch.randint(0, 61, (2, 20))
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
 
 
 # Settings of the releases' own config.json, as on huggingface.co under the names in the files of conf/model.
@@ -260,11 +215,10 @@ def test_our_file_is_the_release(name, tmp_path):
     assert sum(stored.values()) == sum(tensor.numel() for tensor in theirs.state_dict().values())
 
 
-def test_a_bias_that_balancing_alone_uses_starts_at_zero(imported):
+def test_a_bias_that_balancing_alone_uses_starts_at_zero(folder):
     """A folder without biases feeds a run with moe.balance=[bias]."""
-    _, hf, _ = imported
-    config = read_model_config(hf)
+    config = read_model_config(folder)
     bias = torch.ones(4)
     bias.spec = ShardSpec("layers.0.router.bias", (4,), whole((4,)))
-    assert load_hf_weights([bias], config, hf) == []
+    assert load_hf_weights([bias], config, folder) == []
     assert torch.equal(bias, torch.zeros(4))

@@ -1,0 +1,66 @@
+"""From a folder of transformers' sparse families to a checkpoint of ours and back: tensors, keys and logits."""
+
+import numpy as np
+import pytest
+import torch
+from hf_folders import random_model
+from safetensors.torch import load_file
+
+from tools import convert, logits
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 128,
+}  # fmt: skip
+QWEN3 = TINY | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = TINY | {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6,
+    "v_head_dim": 10, "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+}  # fmt: skip
+FAMILIES = {
+    "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=4, sliding_window=7),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN3, mlp_only_layers=[1], attention_bias=True),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**LATENT, topk_method="group_limited_greedy"),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**LATENT),
+}
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def imported(request, tmp_path_factory):
+    """(their model, its folder, our checkpoint of it); every parameter and router bias random."""
+    model = random_model(FAMILIES[request.param]())
+    hf, checkpoints = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours") / "ckpt"
+    model.save_pretrained(hf)
+    assert convert.main(["from-hf", "--hf", str(hf), "--out", str(checkpoints)]) == 0
+    return model, hf, checkpoints
+
+
+def test_logits_of_folder_and_checkpoint(imported, tmp_path):
+    model, hf, checkpoints = imported
+    ids = torch.randint(0, 61, (3, 13))
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    with torch.no_grad():
+        wanted = model(ids).logits.numpy()
+    for source in (["--hf", hf], ["--checkpoint", checkpoints]):
+        words = [*source, "--tokens", tmp_path / "ids.npy", "--out", tmp_path / "out.npy"]
+        assert logits.main([str(word) for word in words]) == 0
+        np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_there_and_back_again(imported, tmp_path):
+    """Export in small files: the same tensors under the same names, no key amiss, the same logits to the bit."""
+    model, hf, checkpoints = imported
+    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(tmp_path), "--max-shard-gb", "2e-5"]
+    assert convert.main(words) == 0
+    written = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    original = load_file(hf / "model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    ids = torch.randint(0, 61, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
