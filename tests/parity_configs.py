@@ -30,6 +30,9 @@ MODELS = {
         **MLA, "q_lora_rank": 8, "kv_lora_rank": 6, "attention_window": 5, "attention_softcap": 3.0,
         "attention_sinks": True,
     },
+    "full": {"num_kv_heads": 2, "attention_causal": False},
+    "full_window_sinks": {**MLA, "kv_lora_rank": 6, "attention_causal": False, "attention_window": 5,
+                          "attention_sinks": True},
     "gqa_sinks": {"num_kv_heads": 2, "attention_sinks": True},
 }  # fmt: skip
 

@@ -77,9 +77,9 @@ def attention(x, w, name, c, positions, documents):
     if c.attention_softcap:
         scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
     row, column = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])[None, :]
-    seen = column <= row
+    seen = column <= row if c.attention_causal else torch.ones_like(column <= row)
     if c.attention_window is not None:
-        seen = seen & (row - column < c.attention_window)
+        seen = seen & ((row - column).abs() < c.attention_window)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     scores = scores.masked_fill(~seen, -math.inf)

@@ -24,19 +24,20 @@ class Shift:
         return self._received
 
 
-def start_shift(x: Tensor, axis: Axis, tag: int = 0) -> Shift:
-    """Sends `x` to the next rank of the ring and receives the previous one's.
+def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift:
+    """Sends `x` to the next rank of the ring, or one further on, and receives that of the rank as far before.
 
     Args:
         x: contiguous, the same shape on every rank; must not change until `wait`.
         axis: the ring; at least 2 ranks.
         tag: tells apart transfers that are under way at once; every rank starts them in the same order.
+        distance: ranks that it goes on, back if negative; the same on every rank, no multiple of the axis' size.
 
     Comm: point to point, numel elements per rank.
     """
-    assert axis.size > 1 and x.is_contiguous()
-    following = axis.ranks[(axis.rank + 1) % axis.size]
-    previous = axis.ranks[(axis.rank - 1) % axis.size]
+    assert distance % axis.size and x.is_contiguous()
+    following = axis.ranks[(axis.rank + distance) % axis.size]
+    previous = axis.ranks[(axis.rank - distance) % axis.size]
     received = torch.empty_like(x)
     if axis.recorder is not None:
         axis.recorder.record(axis.name, "shift", x.numel(), x.element_size())

@@ -36,7 +36,7 @@ def _sequence_cut(c: Config) -> int:
 
 def _cut_reason(c: Config) -> str:
     outer, _ = split_of(c)
-    zigzag = "two pieces per rank of the ring, so that causal work is even" if outer > 1 else "one piece per rank"
+    zigzag = "two chunks per rank of the ring, so that work is even" if outer > 1 else "one piece per rank"
     return (
         f"train.seq_len = {c.train.seq_len} is not divisible by {_sequence_cut(c)}: parallel.cp = {c.parallel.cp} with "
         f"parallel.cp_method = {c.parallel.cp_method} cuts {zigzag}"

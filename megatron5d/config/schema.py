@@ -51,7 +51,8 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
-    attention_window: int | None = None  # tokens a query sees, itself included; None = all before it
+    attention_causal: bool = True  # a query sees no token behind it; False: the whole row, or document
+    attention_window: int | None = None  # tokens that a query sees on a side, itself included; None = all
     attention_softcap: float = 0.0  # cap·tanh(score/cap); 0 = off
     attention_sinks: bool = False  # a learned logit per head that every query also sees, without a value
     attention: str = "gqa"  # gqa (from MHA to MQA) | mla: queries, keys and values from small latents (DeepSeek)

@@ -5,19 +5,36 @@ and values travel over the outer ones (ring, allgather):
 
     ring, allgather   outer = cp, inner = 1         ulysses   outer = 1, inner = cp         two_level   both
 
-Over the outer ranks the sequence is cut into 2·outer chunks, and rank r holds chunks r and 2·outer-1-r: under a causal
-mask all ranks then have the same work (zigzag; Brandon et al. 2023, arXiv:2311.09431). Over the inner ranks, which see
-whole sequences while they attend, the outer rank's rows are cut contiguously.
+Over the outer ranks the sequence is cut into 2·outer chunks, two for each, so that the pairs of queries and keys that
+the masks leave are dealt out evenly (`even_layout`). Under a causal mask that makes rank r hold chunks r and
+2·outer-1-r (zigzag; Brandon et al. 2023, arXiv:2311.09431); where all chunks have as much work, as under a window or a
+full mask, neighbours. Over the inner ranks, which see whole sequences while they attend, the outer rank's rows are cut
+contiguously.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 Documents = Sequence[Sequence[int]] | np.ndarray
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees.
+
+    Args:
+        causal: none that stand behind it.
+        window: keys less than so many rows away, itself counted; None = any.
+        documents: number of the document of each row, `[b, s]`, rising along a row: its own alone; None = one document.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: Documents | None = None
 
 
 @dataclass(frozen=True)
@@ -27,11 +44,13 @@ class SequenceLayout:
         seq_len: rows of the whole sequence.
         outer: ranks among which keys and values travel.
         inner: ranks that exchange heads for sequence.
+        order: the chunks, two for each outer rank; zigzag if not said.
     """
 
     seq_len: int
     outer: int = 1
     inner: int = 1
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         pieces = 2 * self.outer * self.inner if self.outer > 1 else self.inner
@@ -42,28 +61,45 @@ class SequenceLayout:
                 f"{'2·' if self.outer > 1 else ''}{self.outer}·{self.inner}); nearest that fit: "
                 f"{low or pieces} or {low + pieces}"
             )
+        if not self.order:
+            object.__setattr__(self, "order", zigzag(self.outer))
 
     @property
     def size(self) -> int:
         return self.outer * self.inner
 
+    @property
+    def num_chunks(self) -> int:
+        return 2 * self.outer if self.outer > 1 else 1
+
+    def held(self, outer_rank: int) -> tuple[int, ...]:
+        """Numbers of the chunks of an outer rank."""
+        return self.order[2 * outer_rank : 2 * outer_rank + 2] if self.outer > 1 else (0,)
+
     def chunks(self, outer_rank: int) -> list[tuple[int, int]]:
         """Spans of rows that an outer rank holds, in the order in which it holds them."""
-        if self.outer == 1:
-            return [(0, self.seq_len)]
-        n = self.seq_len // (2 * self.outer)
-        return [(c * n, (c + 1) * n) for c in (outer_rank, 2 * self.outer - 1 - outer_rank)]
+        n = self.seq_len // self.num_chunks
+        return [(c * n, (c + 1) * n) for c in self.held(outer_rank)]
 
-    def rows(self, rank: int) -> list[int]:
+    def outer_rows(self, outer_rank: int) -> np.ndarray:
+        """Rows of an outer rank, those of all its inner ranks, in the order in which it holds them."""
+        return np.concatenate([np.arange(start, stop) for start, stop in self.chunks(outer_rank)])
+
+    def rows(self, rank: int) -> np.ndarray:
         """Rows of one rank of the whole cp axis, in the order in which it holds them."""
         outer_rank, inner_rank = divmod(rank, self.inner)
-        held = [row for start, stop in self.chunks(outer_rank) for row in range(start, stop)]
+        held = self.outer_rows(outer_rank)
         n = len(held) // self.inner
         return held[inner_rank * n : (inner_rank + 1) * n]
 
 
+def zigzag(outer: int) -> tuple[int, ...]:
+    """Chunks r and 2·outer-1-r for rank r."""
+    return tuple(c for r in range(outer) for c in (r, 2 * outer - 1 - r))
+
+
 def layout_of(method: str, cp: int, seq_len: int, inner: int = 1) -> SequenceLayout:
-    """The layout that a method wants.
+    """How a method cuts the sequence.
 
     Args:
         method: parallel.cp_method.
@@ -80,13 +116,32 @@ def layout_of(method: str, cp: int, seq_len: int, inner: int = 1) -> SequenceLay
     return SequenceLayout(seq_len, cp, 1)
 
 
+def even_layout(layout: SequenceLayout, mask: Mask) -> SequenceLayout:
+    """The same cut, dealt out so that the busiest outer rank has as few visible pairs as two chunks a rank allow.
+
+    The heaviest chunk goes with the lightest, the next with the next: no other pairs are better. Of deals that are as
+    good, neighbours come first, whose keys have the shortest way, and then zigzag.
+
+    Args:
+        layout: says how the sequence is cut.
+        mask: of one micro-batch, the same on all ranks.
+    """
+    if layout.outer == 1:
+        return layout
+    pairs = chunk_pairs(layout, mask)
+    heaviest = np.argsort(-pairs, kind="stable").tolist()
+    paired = [c for two in zip(heaviest[: layout.outer], reversed(heaviest)) for c in sorted(two)]
+    deals = [tuple(range(layout.num_chunks)), zigzag(layout.outer), tuple(paired)]
+    return replace(layout, order=min(deals, key=lambda order: pairs[list(order)].reshape(-1, 2).sum(1).max()))
+
+
 @dataclass(frozen=True)
 class Call:
     """One attention over a span of local queries and a span of a block's keys.
 
     Args:
         queries, keys: spans within the local rows of the two ranks.
-        causal: the two spans are the same rows: the diagonal; else every query is behind every key.
+        causal: the two spans are the same rows, under a causal mask: the diagonal; else nothing behind a query is met.
         masked: some, but not all, pairs are hidden by a window or by documents: pass positions and documents.
     """
 
@@ -96,52 +151,64 @@ class Call:
     masked: bool
 
 
-def plan_calls(
-    layout: SequenceLayout, rank: int, *, window: int | None = None, documents: Documents | None = None
-) -> list[list[Call]]:
+def plan_calls(layout: SequenceLayout, rank: int, mask: Mask) -> list[list[Call]]:
     """What an outer rank computes with each outer rank's keys; pairs of chunks that see nothing are left out.
 
     Args:
         layout: of the sequence.
         rank: outer rank of the queries.
-        window: keys that a query sees, itself included; None = all before it.
-        documents: number of the document of each row, `[b, s]`, rising along a row; None = one document.
+        mask: of one micro-batch.
 
     Returns:
         For each outer rank of keys, the calls.
     """
-    mine = layout.chunks(rank)
+    n, meets, whole = layout.seq_len // layout.num_chunks, _meets(layout, mask), _whole(layout, mask)
     plan = []
     for other in range(layout.outer):
-        calls = []
-        at = 0
-        for q in mine:
-            k_at = 0
-            for k in layout.chunks(other):
-                if _sees(q, k, window, documents):
-                    masked = not _whole(q, k, window, documents)
-                    spans = (at, at + q[1] - q[0]), (k_at, k_at + k[1] - k[0])
-                    calls.append(Call(*spans, causal=q == k, masked=masked))
-                k_at += k[1] - k[0]
-            at += q[1] - q[0]
+        calls = [
+            Call((i * n, (i + 1) * n), (j * n, (j + 1) * n), causal=mask.causal and q == k, masked=not whole[q, k])
+            for i, q in enumerate(layout.held(rank))
+            for j, k in enumerate(layout.held(other))
+            if meets[q, k]
+        ]
         plan.append(_joined(calls))
     return plan
 
 
-def _sees(q: tuple[int, int], k: tuple[int, int], window: int | None, documents: Documents | None) -> bool:
-    """Some query of the span sees some key of the other."""
-    if k[0] > q[1] - 1 or (window is not None and q[0] - (k[1] - 1) >= window):
-        return False
-    if documents is None or q == k:
-        return True
-    return any(row[k[1] - 1] >= row[q[0]] for row in documents)
+def num_hops(layout: SequenceLayout, mask: Mask) -> int:
+    """How far around the outer ranks keys must travel until all who see them have met them; at most outer - 1."""
+    if layout.outer == 1:
+        return 0
+    owner = np.argsort(layout.order) // 2  # outer rank that holds each chunk
+    way = (owner[:, None] - owner[None]) % layout.outer
+    return int((way * _meets(layout, mask)).max())
 
 
-def _whole(q: tuple[int, int], k: tuple[int, int], window: int | None, documents: Documents | None) -> bool:
-    """Nothing but causality hides any pair of the two spans."""
-    if window is not None and q[1] - 1 - k[0] >= window:
-        return False
-    return documents is None or all(row[k[0]] == row[q[1] - 1] for row in documents)
+def _meets(layout: SequenceLayout, mask: Mask) -> np.ndarray:
+    """bool `[chunks, chunks]`: some query of the one sees some key of the other."""
+    n, c = layout.seq_len // layout.num_chunks, np.arange(layout.num_chunks)
+    behind = c[:, None] - c[None]
+    seen = behind >= 0 if mask.causal else np.ones_like(behind, bool)
+    if mask.window is not None:
+        seen = seen & ((np.abs(behind) - 1) * n + 1 < mask.window) | (behind == 0)
+    if mask.documents is not None:
+        numbers = np.asarray(mask.documents)
+        first, last = numbers[:, c * n], numbers[:, c * n + n - 1]  # [b, chunks]
+        seen = seen & ((first[:, :, None] <= last[:, None]) & (first[:, None] <= last[:, :, None])).any(0)
+    return seen
+
+
+def _whole(layout: SequenceLayout, mask: Mask) -> np.ndarray:
+    """bool `[chunks, chunks]`: nothing but causality hides any pair of the two."""
+    n, c = layout.seq_len // layout.num_chunks, np.arange(layout.num_chunks)
+    whole = np.ones((len(c), len(c)), bool)
+    if mask.window is not None:
+        whole &= (np.abs(c[:, None] - c[None]) + 1) * n - 1 < mask.window
+    if mask.documents is not None:
+        numbers = np.asarray(mask.documents)
+        first, last = numbers[:, c * n], numbers[:, c * n + n - 1]
+        whole &= ((first[:, :, None] == last[:, None]) & (first[:, None] == last[:, :, None])).all(0)
+    return whole
 
 
 def _joined(calls: list[Call]) -> list[Call]:
@@ -160,24 +227,24 @@ def _joined(calls: list[Call]) -> list[Call]:
     return joined
 
 
-def unmasked_pairs(
-    layout: SequenceLayout, *, window: int | None = None, documents: Documents | None = None
-) -> list[int]:
-    """Query-key pairs that no mask hides, for each outer rank's queries: milliseconds for 128k rows.
-
-    Args:
-        layout, window, documents: as in plan_calls.
-    """
+def chunk_pairs(layout: SequenceLayout, mask: Mask) -> np.ndarray:
+    """Query-key pairs that no mask hides, of each chunk's queries, int64 `[chunks]`: milliseconds for 128k rows."""
     rows = np.arange(layout.seq_len)
-    first = np.zeros((1, layout.seq_len), dtype=rows.dtype)  # row that the document of each row begins with
-    if documents is not None:
-        numbers = np.asarray(documents)
+    first, end = np.zeros((1, rows.size), rows.dtype), np.full((1, rows.size), rows.size)  # of each row's document
+    if mask.documents is not None:
+        numbers = np.asarray(mask.documents)
         begins = np.concatenate((np.ones_like(numbers[:, :1], bool), numbers[:, 1:] != numbers[:, :-1]), 1)
         first = np.maximum.accumulate(np.where(begins, rows, 0), 1)
-    seen = rows - first + 1
-    if window is not None:
-        seen = np.minimum(seen, window)
-    before = np.concatenate(([0], np.cumsum(seen.sum(0))))
-    return [
-        sum(int(before[stop] - before[start]) for start, stop in layout.chunks(rank)) for rank in range(layout.outer)
-    ]
+        later = np.where(begins, rows, rows.size)[:, :0:-1]
+        end = np.concatenate((np.minimum.accumulate(later, 1)[:, ::-1], np.full_like(first[:, :1], rows.size)), 1)
+    if mask.causal:
+        end = np.minimum(end, rows + 1)
+    if mask.window is not None:
+        first, end = np.maximum(first, rows - mask.window + 1), np.minimum(end, rows + mask.window)
+    return (end - first).sum(0).reshape(layout.num_chunks, -1).sum(1)
+
+
+def unmasked_pairs(layout: SequenceLayout, mask: Mask) -> list[int]:
+    """`chunk_pairs` of each outer rank's queries."""
+    pairs = chunk_pairs(layout, mask)
+    return [int(pairs[list(layout.held(rank))].sum()) for rank in range(layout.outer)]

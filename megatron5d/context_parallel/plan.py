@@ -9,26 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron5d.context_parallel.layout import Call, SequenceLayout, plan_calls, unmasked_pairs
+from megatron5d.context_parallel.layout import (
+    Call,
+    Mask,
+    SequenceLayout,
+    even_layout,
+    num_hops,
+    plan_calls,
+    unmasked_pairs,
+)
 
 
 @dataclass(frozen=True)
 class ContextPlan:
     """
     Args:
+        layout: which rows of this micro-batch's sequences each rank holds.
         rank: outer rank of the queries.
         calls: per outer rank of keys.
+        hops: that keys must make around the outer ranks, the same on all of them.
         pairs: query-key pairs that no mask hides, of each outer rank's queries.
         rows: int64 `[s/outer]` per outer rank: the global rows it holds.
+        own: int64 `[s/cp]`: those of this rank of the whole cp axis.
         documents: int64 `[b, s]` of whole rows, or None.
-        window: as in the model.
+        causal, window: as in the model.
     """
 
+    layout: SequenceLayout
     rank: int
     calls: list[list[Call]]
+    hops: int
     pairs: list[int]
     rows: list[Tensor]
+    own: Tensor
     documents: Tensor | None
+    causal: bool
     window: int | None
 
     def options(self, call: Call, block: int) -> dict[str, Any]:
@@ -39,7 +54,7 @@ class ContextPlan:
         k_rows = self.rows[block][slice(*call.keys)]
         options: dict[str, Any] = {"causal": call.causal, "window": self.window}
         if self.window is not None:
-            options |= {"q_positions": q_rows, "k_positions": k_rows, "causal": True}
+            options |= {"q_positions": q_rows, "k_positions": k_rows, "causal": self.causal}
         if self.documents is not None:
             options |= {"documents": self.documents[:, q_rows], "k_documents": self.documents[:, k_rows]}
         return options
@@ -49,34 +64,44 @@ class Planner:
     """Makes the plans of all micro-batches of a run.
 
     Args:
-        layout: of the sequence.
-        rank: outer rank of the queries.
-        window: as in the model.
+        layout: how the sequence is cut; which rank holds which chunk is decided anew with each micro-batch's documents.
+        rank: of the whole cp axis.
+        causal, window: as in the model.
         device: where the plans' index tensors will be used.
     """
 
     def __init__(
-        self, layout: SequenceLayout, rank: int, window: int | None = None, device: torch.device | str = "cpu"
+        self,
+        layout: SequenceLayout,
+        rank: int,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.layout, self.rank, self.window, self.device = layout, rank, window, device
-        self._rows = [
-            torch.cat([torch.arange(*span) for span in layout.chunks(outer)]).to(device)
-            for outer in range(layout.outer)
-        ]
-        self._undivided = self._plan(None) if window is None else None
+        self.layout, self.rank, self.causal, self.window, self.device = layout, rank, causal, window, device
+        self._undivided = self._plan(None)
 
     def __call__(self, documents: Tensor | None) -> ContextPlan:
         """`documents` int64 `[b, s]` must still be on the CPU: which blocks are empty depends on their values."""
-        if documents is None and self._undivided is not None:
-            return self._undivided
-        return self._plan(documents)
+        return self._undivided if documents is None else self._plan(documents)
 
     def _plan(self, documents: Tensor | None) -> ContextPlan:
-        listed = None if documents is None else documents.numpy()
-        masks: dict[str, Any] = {"window": self.window, "documents": listed}
-        calls = plan_calls(self.layout, self.rank, **masks)
-        moved = None if documents is None else documents.to(self.device)
-        return ContextPlan(self.rank, calls, unmasked_pairs(self.layout, **masks), self._rows, moved, self.window)
+        mask = Mask(self.causal, self.window, None if documents is None else documents.numpy())
+        layout = even_layout(self.layout, mask)
+        outer_rank = self.rank // layout.inner
+        return ContextPlan(
+            layout,
+            outer_rank,
+            plan_calls(layout, outer_rank, mask),
+            num_hops(layout, mask),
+            unmasked_pairs(layout, mask),
+            [torch.from_numpy(layout.outer_rows(outer)).to(self.device) for outer in range(layout.outer)],
+            torch.from_numpy(layout.rows(self.rank)).to(self.device),
+            None if documents is None else documents.to(self.device),
+            self.causal,
+            self.window,
+        )
 
 
 def balance(plans: Iterable[ContextPlan]) -> float:

@@ -3,6 +3,7 @@
 forward    blocks make cp-1 hops:                (cp-1)·(s/cp)·b·(g/tp)·(d+dv) elements per rank
 backward   they make them again, and their gradients travel one block behind, from the first rank that adds to them
            home: the same twice, gradients in fp32
+Where a window or documents let nobody see beyond fewer hops, no more are made, and gradients go straight home.
 Latents that travel instead (travel.py) are (cp-1)·(s/cp)·b·(r+dr) elements a way. Source: Liu et al. 2023
 (arXiv:2310.01889).
 """
@@ -33,8 +34,8 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx, q, own, sinks, carrier: Carrier, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
         merge = Merge(q, carrier.value_dim, sinks)
         block = own
-        for step in range(axis.size):
-            shift = start_shift(block, axis, _KV) if step + 1 < axis.size else None
+        for step in range(plan.hops + 1):
+            shift = start_shift(block, axis, _KV) if step < plan.hops else None
             k, v = carrier.open(block)
             attend_block(merge, plan, (axis.rank - step) % axis.size, q, k, v, **score)
             if shift is not None:
@@ -56,17 +57,18 @@ class RingAttention(torch.autograd.Function):
             k, v = carrier.open(block)
             return carrier.close(block, *block_gradients(plan, other, (q, out, lse), dout, k, v, dq, **score))
 
-        shift = start_shift(block, axis, _KV) if axis.size > 1 else None
+        hops = plan.hops
+        shift = start_shift(block, axis, _KV) if hops else None
         own = gradient(block, 0)
         travelling = None
-        for step in range(1, axis.size):
+        for step in range(1, hops + 1):
             assert shift is not None
             block = shift.wait()
-            shift = start_shift(block, axis, _KV) if step + 1 < axis.size else None
+            shift = start_shift(block, axis, _KV) if step < hops else None
             grad = gradient(block, step)
             if travelling is not None:
                 grad += travelling.wait()  # what earlier ranks found for this very block
-            travelling = start_shift(grad, axis, _DKV)
+            travelling = start_shift(grad, axis, _DKV, 1 if step < hops else -hops)  # at the end straight home
         if travelling is not None:
             own += travelling.wait()
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)

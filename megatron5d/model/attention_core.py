@@ -19,7 +19,7 @@ class AttentionCore(nn.Module):
     """softmax(mask(scale·q·kᵀ))·v, with a logit per head for what nobody should be looked at (a sink) if wanted.
 
     Args:
-        config: the architecture: window, softcap, sinks.
+        config: the architecture: masks, softcap, sinks.
         name: global name of the layer.
         mesh: `tp` cuts the heads.
         scale: of the scores.
@@ -31,7 +31,7 @@ class AttentionCore(nn.Module):
         self, config: ModelConfig, name: str, mesh: Mesh, *, scale: float, context: ContextAttention | None, **factory
     ) -> None:
         super().__init__()
-        self.context, self.window = context, config.attention_window
+        self.context, self.causal, self.window = context, config.attention_causal, config.attention_window
         self.score: dict[str, Any] = {"scale": scale, "softcap": config.attention_softcap}
         self.sinks = None
         if config.attention_sinks:
@@ -45,7 +45,7 @@ class AttentionCore(nn.Module):
         if self.context is not None:
             return self.context(q, k, v, batch.context, sinks=self.sinks, **self.score).flatten(2)
         core, _ = attention(
-            q, k, v, documents=batch.documents, window=self.window, sinks=self.sinks, causal=True, **self.score
+            q, k, v, documents=batch.documents, window=self.window, sinks=self.sinks, causal=self.causal, **self.score
         )
         return core.flatten(2)
 

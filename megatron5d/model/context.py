@@ -27,31 +27,23 @@ def context_attention(config: Config, mesh: Mesh) -> ContextAttention | None:
     return ContextAttention(config.parallel.cp_method, mesh["cp_outer"], mesh["cp_inner"])
 
 
-def sequence_rows(config: Config, mesh: Mesh) -> list[int] | None:
-    """Positions of a sequence that this cp rank holds; None = all."""
-    parallel, cp = config.parallel, mesh["cp"]
-    if cp.size == 1:
-        return None
-    return layout_of(parallel.cp_method, cp.size, config.train.seq_len, parallel.cp_inner).rows(cp.rank)
-
-
 class SequenceSharding:
     """Makes of a micro-batch's whole rows what this rank's model reads.
 
     Multi-token prediction looks ahead while rows are whole; then this cp rank's part is taken, its attention planned.
 
     Args:
-        config: of the run (parallel.cp_method, cp_inner, train.seq_len, model.attention_window, num_mtp_layers).
+        config: of the run (parallel.cp_method, cp_inner, train.seq_len, the model's masks and num_mtp_layers).
         mesh: this rank's axes.
         device: where the plan's index tensors will be used.
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         parallel, self.cp = config.parallel, mesh["cp"]
-        self.layout = layout_of(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner)
-        self.depths = config.model.num_mtp_layers
-        self._rows = torch.tensor(self.layout.rows(self.cp.rank))
-        self._plan = Planner(self.layout, self.cp.rank // self.layout.inner, config.model.attention_window, device)
+        model, layout = config.model, layout_of(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner)
+        self.depths = model.num_mtp_layers
+        masks: dict[str, Any] = {"causal": model.attention_causal, "window": model.attention_window}
+        self._plan = Planner(layout, self.cp.rank, **masks, device=device)
 
     def __call__(self, batch: MicroBatch) -> MicroBatch:
         """`[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
@@ -62,8 +54,10 @@ class SequenceSharding:
         batch = look_ahead(batch, self.depths)
         if self.cp.size == 1:
             return batch
+        plan = self._plan(batch.documents)
+        rows = torch.from_numpy(plan.layout.rows(self.cp.rank))
         whole = {name: getattr(batch, name) for name in _SEQUENCES}
         local: dict[str, Any] = {
-            name: None if values is None else values[..., self._rows] for name, values in whole.items()
+            name: None if values is None else values[..., rows] for name, values in whole.items()
         }
-        return replace(batch, **local, documents=None, context=self._plan(batch.documents))
+        return replace(batch, **local, documents=None, context=plan)

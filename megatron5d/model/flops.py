@@ -61,10 +61,9 @@ def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
 
 def core_flops(model: ModelConfig, seq_len: int) -> float:
     """The share of one layer's attention between queries, keys and values: what has no weights."""
-    attended = (seq_len + 1) / 2
-    if model.attention_window is not None and model.attention_window < seq_len:
-        w = model.attention_window
-        attended = w - w * (w - 1) / (2 * seq_len)
+    w = min(model.attention_window or seq_len, seq_len)
+    before = w - w * (w - 1) / (2 * seq_len)  # on average, the query's own included
+    attended = before if model.attention_causal else 2 * before - 1
     key_dim, value_dim = _head_dims(model)
     return 6.0 * model.num_heads * (key_dim + value_dim) * attended
 

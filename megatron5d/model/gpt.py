@@ -16,7 +16,7 @@ from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.expert_parallel.balance import Balancer
 from megatron5d.model.arithmetic import choose_gemms, choose_overlap
 from megatron5d.model.attention import Attention
-from megatron5d.model.context import context_attention, sequence_rows
+from megatron5d.model.context import context_attention
 from megatron5d.model.ends import TIED, Embedding, Head
 from megatron5d.model.mla import Mla
 from megatron5d.model.mlp import Mlp
@@ -54,7 +54,7 @@ def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: di
     attention: Callable[..., nn.Module] = (
         partial(Mla, compress=config.parallel.cp_compress_kv) if model.attention == "mla" else Attention
     )
-    share = TokenShare(mesh["tp"], config.parallel.sp, sequence_rows(config, mesh))
+    share = TokenShare(mesh["tp"], config.parallel.sp)
 
     def block(i: int, recomputed: Parts) -> list[nn.Module]:
         factory = {"parts": recomputed, **build}

@@ -48,7 +48,7 @@ def _not_decoder(config: ModelConfig, other: dict[str, Any] | None = None) -> li
     wanted = {
         "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "rope_interleaved": False, "attention": "gqa",
         "attention_out_bias": config.qkv_bias, "attention_softcap": 0.0, "logit_softcap": 0.0, "attention_sinks": False,
-        "num_mtp_layers": 0,
+        "num_mtp_layers": 0, "attention_causal": True,
     }  # fmt: skip
     return _differing(config, wanted | (other or {}))
 
@@ -83,7 +83,7 @@ def _not_gpt2(config: ModelConfig) -> list[str]:
         "norm": "layernorm", "position": "learned", "qk_norm": False, "qkv_bias": True, "attention_out_bias": True,
         "mlp_bias": True, "num_kv_heads": config.num_heads, "attention_window": None, "attention_softcap": 0.0,
         "logit_softcap": 0.0, "hidden_size": config.num_heads * config.head_dim, "attention": "gqa",
-        "attention_sinks": False, "num_mtp_layers": 0,
+        "attention_sinks": False, "num_mtp_layers": 0, "attention_causal": True,
     }  # fmt: skip
     gelu = [] if config.activation in GELU.values() else [f"model.activation = {config.activation!r} (only gelu)"]
     return _differing(config, wanted) + gelu

@@ -57,12 +57,11 @@ class TokenShare:
     Args:
         tp: ranks that hold the same sequence positions (sp: neighbouring shares of them).
         sp: tokens arrive cut along the sequence.
-        rows: positions in the sequence that this cp rank holds; None = all.
     """
 
-    def __init__(self, tp: Axis, sp: bool, rows: list[int] | None = None) -> None:
-        self.tp, self.sp, self.rows = tp, sp and tp.size > 1, rows
-        self._places = cache(self._places_of)
+    def __init__(self, tp: Axis, sp: bool) -> None:
+        self.tp, self.sp = tp, sp and tp.size > 1
+        self._whole = cache(self._places_of)
 
     def take(self, x: Tensor) -> Tensor:
         """`[s, b, h]` -> `[n, h]`. Comm: none / without sp all_gather tp."""
@@ -79,7 +78,10 @@ class TokenShare:
 
     def tokens(self, shape: torch.Size, batch: MicroBatch) -> Tokens:
         """What is known of the tokens that `take` takes from hidden states of a shape."""
-        tokens = self._places(shape[0], shape[1], batch.tokens.device)
+        if batch.context is None:
+            tokens = self._whole(shape[0], shape[1], batch.tokens.device)
+        else:
+            tokens = self._places_of(shape[0], shape[1], batch.tokens.device, batch.context.own)
         if batch.padding is None:
             return tokens
         real = ~batch.padding.t()  # [s/cp, b]
@@ -88,9 +90,10 @@ class TokenShare:
         real = F.pad(real.flatten(), (0, -real.numel() % self.tp.size))
         return replace(tokens, real=local_slice(real, self.tp))
 
-    def _places_of(self, s: int, b: int, device) -> Tokens:
+    def _places_of(self, s: int, b: int, device, rows: Tensor | None = None) -> Tokens:
+        """Of the positions `rows` of sequences, which a cp rank holds; None = all."""
         count = s * self.tp.size if self.sp else s
-        rows = torch.tensor(self.rows if self.rows is not None else range(count), device=device)
+        rows = torch.arange(count, device=device) if rows is None else rows
         assert rows.numel() == count, f"{count} positions of a sequence, {rows.numel()} expected"
         order = (rows[:, None] * b + torch.arange(b, device=device)).flatten()
         missing = 0 if self.sp else -order.numel() % self.tp.size

@@ -6,6 +6,8 @@ from ranks import run_ranks
 
 from kernels import attention
 from megatron5d.comm.ledger import Ledger
+from megatron5d.comm.ring import Shift
+from megatron5d.context_parallel import ring
 from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.context_parallel.layout import layout_of
 from megatron5d.context_parallel.plan import Planner
@@ -15,7 +17,8 @@ S, B, A, D, DV = 48, 2, 8, 6, 4
 DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 30 + [3] * 12, [0] * 1 + [1] * 1 + [2] * 46])
 MASKS = {
     "causal": {}, "window": {"window": 7}, "documents": {"documents": DOCUMENTS},
-    "window and documents": {"window": 9, "documents": DOCUMENTS},
+    "window and documents": {"window": 9, "documents": DOCUMENTS}, "full": {"causal": False},
+    "full, window and documents": {"causal": False, "window": 9, "documents": DOCUMENTS},
 }  # fmt: skip
 
 
@@ -32,9 +35,9 @@ def truth(num_kv_heads, mask, softcap, with_sinks):
     scores = torch.einsum("sbad,tbad->bast", q, k.repeat_interleave(share, 2)) * 0.3
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     rows = torch.arange(S)
-    hidden = rows[:, None] < rows[None]
+    hidden = (rows[:, None] < rows[None]) & mask.get("causal", True)
     if mask.get("window"):
-        hidden = hidden | (rows[:, None] - rows[None] >= mask["window"])
+        hidden = hidden | ((rows[:, None] - rows[None]).abs() >= mask["window"])
     hidden = hidden.expand(B, 1, S, S)
     if mask.get("documents") is not None:
         hidden = hidden | (mask["documents"][:, None, :, None] != mask["documents"][:, None, None, :])
@@ -58,10 +61,11 @@ def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sink
 
     outer = axis("cp_outer", tuple(range(inner_rank, size, layout.inner)))
     inner_axis = axis("cp_inner", tuple(range(outer_rank * layout.inner, (outer_rank + 1) * layout.inner)))
-    rows = layout.rows(rank)
+    masks = {name: value for name, value in mask.items() if name != "documents"}
+    plan = Planner(layout, rank, **masks)(mask.get("documents"))
+    rows = plan.own
     q, k, v, dout, sinks = inputs(num_kv_heads)
     leaves = [t[rows].clone().requires_grad_() for t in (q, k, v)] + [sinks.requires_grad_()]
-    plan = Planner(layout, outer_rank, mask.get("window"))(mask.get("documents"))
     attend = ContextAttention(method, outer, inner_axis)
     out = attend(*leaves[:3], plan, scale=0.3, softcap=softcap, sinks=leaves[3] if with_sinks else None)
     totals = {key: t.elements for key, t in ledger.totals.items()}
@@ -131,3 +135,38 @@ def test_one_rank_is_plain_attention():
     plan = Planner(layout_of("ring", 1, S), 0)(None)
     out = ContextAttention("ring", Axis("cp_outer"), Axis("cp_inner"))(q, k, v, plan, scale=0.3)
     torch.testing.assert_close(out, attention(q, k, v, scale=0.3)[0])
+
+
+def ring_events(rank, size, mask):
+    """What a rank's ring does in its forward, in order: (event, number of attention calls)."""
+    events = []
+    with pytest.MonkeyPatch.context() as patch:
+        start, attend, wait = ring.start_shift, ring.attend_block, Shift.wait
+
+        def recorded(name, function, count=lambda args: 0):
+            return lambda *args, **kwargs: (events.append((name, count(args))), function(*args, **kwargs))[1]
+
+        patch.setattr(ring, "start_shift", recorded("start", start))
+        patch.setattr(ring, "attend_block", recorded("attend", attend, lambda a: len(a[1].calls[a[2]])))
+        patch.setattr(Shift, "wait", recorded("wait", wait))
+        layout = layout_of("ring", size, S)
+        axis = Axis("cp_outer", tuple(range(size)), rank, torch.distributed.group.WORLD)
+        plan = Planner(layout, rank, window=mask.get("window"))(mask.get("documents"))
+        q, k, v, _, _ = (t[plan.own] if t.shape[0] == S else t for t in inputs(2))
+        ContextAttention("ring", axis, Axis("cp_inner"))(q, k, v, plan, scale=0.3)
+    return events
+
+
+def test_a_hop_is_under_way_while_the_block_before_it_is_attended_to():
+    for rank, events in enumerate(run_ranks(ring_events, 4, {})):
+        assert [name for name, _ in events] == ["start", "attend", "wait"] * 3 + ["attend"]
+        assert [calls for name, calls in events if name == "attend"] == [3, 1, 1, 1], rank
+
+
+def test_a_ring_turns_no_further_than_somebody_sees():
+    """A window of 7 in shares of 12 rows: one hop; documents within a share: none."""
+    for rank, events in enumerate(run_ranks(ring_events, 4, {"window": 7})):
+        assert [name for name, _ in events] == ["start", "attend", "wait", "attend"]
+        assert [calls for name, calls in events if name == "attend"] == [3, int(rank > 0)]
+    apart = torch.arange(S)[None] // 6
+    assert run_ranks(ring_events, 4, {"documents": apart}) == [[("attend", 2)]] * 4
