@@ -55,9 +55,11 @@ def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> torch.Tens
     return rows
 
 
-def micro_batch(config: Config, rows: torch.Tensor):
-    data = config.data
-    return make_micro_batch(rows, document_mask=data.document_mask, eod=data.eod, eod_mask_loss=data.eod_mask_loss)
+def micro_batch(config: Config, rows: torch.Tensor, numbers: torch.Tensor | None = None):
+    """All rows, or as in training those of these numbers."""
+    data, rows = config.data, rows if numbers is None else rows[numbers]
+    batch = make_micro_batch(rows, document_mask=data.document_mask, eod=data.eod, eod_mask_loss=data.eod_mask_loss)
+    return dataclasses.replace(batch, samples=numbers)
 
 
 def perturb(parameters) -> None:
@@ -96,7 +98,8 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     outcome = Outcome([], [], [], {}, {})
     gbs = config.train.gbs
     for step in range(steps):
-        batch = micro_batch(config, rows[step * gbs : (step + 1) * gbs])
+        numbers = torch.arange(step * gbs, (step + 1) * gbs)
+        batch = micro_batch(config, rows, numbers)
         state = weights | {name: bias.clone() for name, bias in biases.items()}
         loss, objective, book = reference_gpt.losses(
             state, config.model, batch, config.train, config.moe, config.train.mbs
@@ -144,7 +147,7 @@ def _train_on_rank(rank: int, world: int, config: Config, rows: torch.Tensor, st
     figures, grads = [], None
     for step in range(steps):
         numbers = micro_batch_samples(step * t.gbs, t.gbs, t.mbs, dp.rank, dp.size)
-        batches = [sharding(micro_batch(config, rows[list(each)])) for each in numbers]
+        batches = [sharding(micro_batch(config, rows, torch.tensor(each))) for each in numbers]
         if step == 0:
             trainer.accumulate(batches)
             sync.finish_reduce()

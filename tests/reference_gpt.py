@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron5d.config.schema import MoeConfig, TrainConfig
+from megatron5d.topology.rng import stream_key, uniform
 
 
 def norm(x, w, name, c):
@@ -143,9 +144,18 @@ def limited(chosen, weights, moe, mbs):
     return taken
 
 
-def moe_layer(x, w, layer, c, moe, mbs, real, book):
+def jittered(x, layer, moe, seed, samples):
+    """What a router reads: times 1 ± moe.jitter, by a random number for each (sample, position, feature)."""
+    if not moe.jitter or samples is None:
+        return x
+    shape = (int(samples.max()) + 1, *x.shape[1:])
+    index = torch.arange(math.prod(shape)).view(shape)[samples]
+    return x * (1 - moe.jitter + 2 * moe.jitter * uniform(stream_key(seed, f"{layer}.router.jitter"), index))
+
+
+def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
     """Mixture of experts on [b, s, h]; what balancing needs goes into `book` (a dict of sums over layers)."""
-    z = x @ w[f"{layer}.router.weight"].T
+    z = jittered(x, layer, moe, *noise) @ w[f"{layer}.router.weight"].T
     scores = torch.softmax(z, -1) if c.router_score == "softmax" else torch.sigmoid(z)
     chosen = route(scores.detach(), w, layer, c) * real
     weights = scores * chosen
@@ -188,11 +198,11 @@ def is_moe(c, i):
     return c.num_experts > 0 and i >= c.first_k_dense and (i + 1) % c.moe_interval == 0
 
 
-def block(x, w, i, c, positions, documents, *, moe, mbs, real, book):
+def block(x, w, i, c, positions, documents, *, moe, **routing):
     layer = f"layers.{i}"
     x = x + attention(norm(x, w, f"{layer}.attention.norm", c), w, f"{layer}.attention", c, positions, documents)
     y = norm(x, w, f"{layer}.mlp.norm", c)
-    return x + (moe_layer(y, w, layer, c, moe, mbs, real, book) if is_moe(c, i) else mlp(y, w, f"{layer}.mlp", c))
+    return x + (moe_layer(y, w, layer, c, moe, **routing) if is_moe(c, i) else mlp(y, w, f"{layer}.mlp", c))
 
 
 def trunk(w, c, tokens, positions, documents, **routing):
@@ -215,7 +225,8 @@ def logits(w, c, tokens, positions=None, documents=None):
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     real = torch.ones(*tokens.shape, 1, dtype=w["embedding.weight"].dtype)
-    return head(trunk(w, c, tokens, positions, documents, moe=MoeConfig(), mbs=1, real=real, book={}), w, c)
+    routing = {"moe": MoeConfig(), "mbs": 1, "real": real, "book": {}, "noise": (0, None)}
+    return head(trunk(w, c, tokens, positions, documents, **routing), w, c)
 
 
 def cross_entropy(z, labels):
@@ -248,6 +259,7 @@ def losses(w, c, batch, train=None, moe=None, mbs=1):
     if batch.padding is not None:
         real[batch.padding] = 0.0
     train, routing = train or TrainConfig(), {"moe": moe or MoeConfig(), "mbs": mbs, "real": real, "book": book}
+    routing["noise"] = train.seed, batch.samples
     h = trunk(w, c, batch.tokens, batch.positions, batch.documents, **routing)
     token_loss, lse = cross_entropy(head(h, w, c), batch.labels)
     count = batch.loss_mask.sum()

@@ -14,7 +14,8 @@ two_level       (qo + G)·(inner-1)/inner + (outer-1)·G               inner the
 latents         inner: qo·(inner-1)/inner + (inner-1)·(r+dr);        inner the same; outer as the ring, twice
                 outer: (outer-1)·inner·(r+dr)
 
-A ring makes fewer than outer-1 hops where a window or documents let nobody see further. A rank of two_level holds `inner` times more tokens of 1/inner of the heads while the ring turns.
+A rank of two_level holds `inner` times more tokens of 1/inner of the heads while the ring turns. A ring makes fewer
+than outer-1 hops where a window or documents let nobody see further.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ NEED_EXPERTS: dict[str, Any] = {
     "moe.aux_coef": 0.0,
     "moe.z_coef": 0.0,
     "moe.bias_rate": 0.0,
+    "moe.jitter": 0.0,
     "moe.capacity_factor": None,
     "moe.fp8_dispatch": False,
     "model.shared_ffn_hidden_size": 0,

@@ -18,7 +18,8 @@ NEED_FP8: dict[str, object] = {
     "precision.fp8_exclude": [],
 }
 MODEL = ("model.num_layers", "model.attention", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
-         "model.num_kv_heads", "model.head_dim", "model.q_lora_rank", "model.num_experts")  # fmt: skip
+         "model.num_kv_heads", "model.head_dim", "model.q_lora_rank", "model.num_experts", "model.first_k_dense",
+         "model.moe_interval", "model.moe_layers")  # fmt: skip
 CHOICE = ("precision.fp8", *NEED_FP8)
 
 

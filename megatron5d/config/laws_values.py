@@ -194,6 +194,8 @@ SHAPES = (
            lambda c: "null"),
     _shape("optim.betas", lambda c: len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
            "two numbers, each at least 0 and below 1", lambda c: _spelled(Config().optim.betas)),
+    _shape("moe.jitter", lambda c: 0 <= c.moe.jitter < 1, "at least 0 and below 1",
+           lambda c: "0" if c.moe.jitter < 0 else "0.01"),
     _shape("moe.balance", lambda c: all(word in BALANCES for word in c.moe.balance)
            and (c.moe.balance == ["none"] or (c.moe.balance != [] and "none" not in c.moe.balance)),
            f"none alone or a list of {listed(BALANCES[1:])}", lambda c: _offered("moe.balance", _known_balances(c))),

@@ -202,6 +202,7 @@ class MoeConfig:
     bias_rate: float = 0.0  # balance=bias: change of an expert's bias per step
     capacity_factor: float | None = None  # tokens an expert takes of a micro-batch / its even share; None = all
     planned_imbalance: float = 1.5  # predicted memory: rows that the busiest rank's experts get, of an even share
+    jitter: float = 0.0  # in training, what a router reads is multiplied by up to 1 ± this at random; 0 = off
     drop_by: str = "probability"  # whom a full expert refuses: probability (the smallest) | position (the last)
     fp8_dispatch: bool = False  # tokens travel to their experts in 8 bits (1×128 groups); back, and gradients, as ever
     log_every: int = 10  # steps between two records of every layer's load

@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -130,6 +131,7 @@ class Loader:
         self._check_vocab(numbers, rows)
         starts = [self.samples.document_starts(i) for i in numbers] if self._wants_starts else None
         batch = self._make(torch.from_numpy(rows), document_starts=starts)
+        batch = replace(batch, samples=torch.tensor(numbers))
         if self._transform is not None:
             batch = self._transform(batch)
         return batch.pin_memory() if self._pin_memory else batch

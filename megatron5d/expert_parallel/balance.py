@@ -45,12 +45,14 @@ class Tokens:
         order: int64 `[n]`, place of each in the whole micro-batch.
         real: bool `[n]`, False for padding; None = all real.
         num_sequences: of the micro-batch.
+        samples: int64 `[num_sequences]`, in training: their numbers among all of the run.
     """
 
     sequence: Tensor
     order: Tensor
     real: Tensor | None
     num_sequences: int
+    samples: Tensor | None = None
 
     def masked(self, x: Tensor) -> Tensor:
         """`x` `[n, ...]` with zeros for padding."""

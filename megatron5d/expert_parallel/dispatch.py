@@ -2,6 +2,7 @@
 
     plan       counts travel first (all_gather ep_etp of E numbers), then everybody knows all splits
     send       [n, h] -> [n·k, h] sorted by expert -> under way              all_to_all ep / waits
+    go_on      nothing to do, unless the way leads over nodes
     receive    rows of all experts of this rank -> sorted by expert [r, h]   all_gather etp / reduce_scatter, all_to_all
     send_back  [r, h], partial over etp -> under way                         reduce_scatter etp, all_to_all ep / ...
     combine    [n·k, h] -> weighted sum [n, h]
@@ -86,6 +87,10 @@ class Dispatcher:
         rows = permute(x, home)  # under the counts' way
         trip = self._trip(home, counting.wait())
         return trip.there.start(rows[: trip.num_sent]), weights, trip
+
+    def go_on(self, ticket: Tensor, trip: Trip) -> tuple[Tensor, Trip]:
+        """The second half of the way, where it has one (hierarchy.py): here there is none."""
+        return ticket, trip
 
     def receive(self, ticket: Tensor, trip: Trip) -> tuple[Tensor, Trip]:
         """Waits for the rows of this rank's experts.

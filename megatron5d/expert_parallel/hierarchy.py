@@ -4,6 +4,7 @@ Expert ranks lie on nodes of ep_inner: ep = ep_outer × ep_inner. Rank i of a no
 
     there   a row of each token for each node it needs, with its weights and its experts there    all_to_all ep_outer
             inside the node as if it were the whole world (dispatch.py), weighted and added up     ep_inner, etp
+            (`go_on` starts it, so that something may be computed under each half of the way)
     back    one row for each that came                                                             all_to_all ep_outer
 
 With m_t nodes that token t needs, a rank sends to other nodes Σ m_t·h elements forward for dispatch, as many come back
@@ -110,11 +111,16 @@ class NodeDispatcher:
         nodes = self.ep_outer.size
         return torch.full((nodes, nodes), num_tokens * min(k, nodes) // nodes)
 
-    def receive(self, ticket: Tensor, trip: NodeTrip) -> tuple[Tensor, NodeTrip]:
-        """As Dispatcher.receive. Comm: that of the inner send and receive / the same back."""
+    def go_on(self, ticket: Tensor, trip: NodeTrip) -> tuple[Tensor, NodeTrip]:
+        """Waits for the rows of this node and starts their way inside it. Comm: that of the inner send."""
         rows, experts = trip.there.finish(ticket), trip.experts.wait()
         inside, _, inner = self.inner.send(rows, experts, rows[:, :0])
-        rows, inner = self.inner.receive(inside, inner)
+        return inside, replace(trip, inner=inner)
+
+    def receive(self, ticket: Tensor, trip: NodeTrip) -> tuple[Tensor, NodeTrip]:
+        """As Dispatcher.receive, after `go_on`. Comm: that of the inner receive."""
+        assert trip.inner is not None
+        rows, inner = self.inner.receive(ticket, trip.inner)
         return rows, replace(trip, inner=inner)
 
     def send_back(self, y: Tensor, weights: Tensor, trip: NodeTrip) -> Tensor:

@@ -11,6 +11,8 @@ and the bias: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,38 @@ from kernels.moe import top_k
 from megatron5d.config.schema import ModelConfig
 from megatron5d.precision.gradient import Defer, add_weight_grad, grad_buffer, run_now
 from megatron5d.topology.axis import Axis
+from megatron5d.topology.rng import stream_key, uniform
 from megatron5d.topology.shard import ShardSpec, new_parameter, whole
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """Multiplies what routers read by factors drawn anew for every token and feature; the same on any layout.
+
+    The factor is a function of the layer, the token's sequence and place in it, and the feature: a forward that is
+    repeated draws the same. Source: Fedus et al. 2021 (arXiv:2101.03961), appendix C.
+
+    Args:
+        amount: factors lie between 1 - amount and 1 + amount.
+        seed: of the run.
+        seq_len: tokens of a sequence.
+    """
+
+    amount: float
+    seed: int
+    seq_len: int
+
+    def __call__(self, x: Tensor, name: str, sample: Tensor, position: Tensor) -> Tensor:
+        """
+        Args:
+            x: `[n, h]`.
+            name: of the router.
+            sample, position: int64 `[n]`, each token's sequence among all of the run, and its place in it.
+        """
+        token = sample * self.seq_len + position
+        index = token[:, None] * x.shape[1] + torch.arange(x.shape[1], device=x.device)
+        factors = 1 + self.amount * (2 * uniform(stream_key(self.seed, f"{name}.jitter"), index) - 1)
+        return x * factors.to(x.dtype)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -40,7 +40,10 @@ class SequenceSharding:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         parallel, self.cp = config.parallel, mesh["cp"]
-        model, layout = config.model, layout_of(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner)
+        model, layout = (
+            config.model,
+            layout_of(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner),
+        )
         self.depths = model.num_mtp_layers
         masks: dict[str, Any] = {"causal": model.attention_causal, "window": model.attention_window}
         self._plan = Planner(layout, self.cp.rank, **masks, device=device)
@@ -57,7 +60,5 @@ class SequenceSharding:
         plan = self._plan(batch.documents)
         rows = torch.from_numpy(plan.layout.rows(self.cp.rank))
         whole = {name: getattr(batch, name) for name in _SEQUENCES}
-        local: dict[str, Any] = {
-            name: None if values is None else values[..., rows] for name, values in whole.items()
-        }
+        local: dict[str, Any] = {name: None if values is None else values[..., rows] for name, values in whole.items()}
         return replace(batch, **local, documents=None, context=plan)

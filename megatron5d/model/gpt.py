@@ -14,6 +14,7 @@ from torch import nn
 from megatron5d.config.pattern import blocks, is_moe
 from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.expert_parallel.balance import Balancer
+from megatron5d.expert_parallel.router import Jitter
 from megatron5d.model.arithmetic import choose_gemms, choose_overlap
 from megatron5d.model.attention import Attention
 from megatron5d.model.context import context_attention
@@ -55,13 +56,15 @@ def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: di
         partial(Mla, compress=config.parallel.cp_compress_kv) if model.attention == "mla" else Attention
     )
     share = TokenShare(mesh["tp"], config.parallel.sp)
+    jitter = Jitter(config.moe.jitter, config.train.seed, config.train.seq_len) if config.moe.jitter else None
+    routing: dict[str, Any] = {"share": share, "balancer": balancer, "jitter": jitter}
 
     def block(i: int, recomputed: Parts) -> list[nn.Module]:
         factory = {"parts": recomputed, **build}
         phases: list[nn.Module] = [attention(model, i, mesh, rope=rope, context=context, **factory)]
         if balancer is None or i not in balancer.layers:
             return [*phases, Mlp(model, i, mesh, **factory)]
-        dispatch = MoeDispatch(model, config.moe, i, mesh, share=share, balancer=balancer, **factory)
+        dispatch = MoeDispatch(model, config.moe, i, mesh, **routing, **factory)
         phases += [dispatch, MoeExperts(model, i, mesh, dispatcher=dispatch.dispatcher, **factory)]
         return [*phases, MoeCombine(dispatch.dispatcher, share)]
 

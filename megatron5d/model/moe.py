@@ -1,7 +1,8 @@
 """The mixture-of-experts half of a block as three phases: dispatch, experts, combine.
 
     dispatch   norm, router, sort; starts the way to the experts
-    experts    the shared expert, under that way; then the routed ones; starts the way home
+    experts    the shared expert, under that way (where it leads over nodes, its first matrices under the way between
+               them, its last under the way inside one); then the routed ones; starts the way home
     combine    waits, adds up by the router's weights, adds the shared expert and the residual
 
 What goes from phase to phase is a tuple: the residual, the ticket of the exchange under way, the router's weights, the
@@ -30,7 +31,7 @@ from megatron5d.expert_parallel.capacity import within_capacity
 from megatron5d.expert_parallel.dispatch import Dispatcher, Trip
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.expert_parallel.hierarchy import NodeDispatcher, NodeTrip
-from megatron5d.expert_parallel.router import Router
+from megatron5d.expert_parallel.router import Jitter, Router
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.precision.gradient import Defer
@@ -82,6 +83,7 @@ class TokenShare:
             tokens = self._whole(shape[0], shape[1], batch.tokens.device)
         else:
             tokens = self._places_of(shape[0], shape[1], batch.tokens.device, batch.context.own)
+        tokens = replace(tokens, samples=batch.samples)
         if batch.padding is None:
             return tokens
         real = ~batch.padding.t()  # [s/cp, b]
@@ -114,6 +116,7 @@ class MoeDispatch(nn.Module):
         sp: tokens arrive cut along the sequence.
         share: which tokens this rank routes.
         balancer: of all MoE layers here.
+        jitter: of what routers read in training; None = none.
         parts: `norm` may be computed again.
         factory: dtype and device of the parameters.
     """
@@ -122,10 +125,11 @@ class MoeDispatch(nn.Module):
 
     def __init__(
         self, config: ModelConfig, moe: MoeConfig, layer: int, mesh: Mesh, *, sp: bool, share: TokenShare,
-        balancer: Balancer, parts: Parts = KEEP_ALL, **factory,
+        balancer: Balancer, jitter: Jitter | None = None, parts: Parts = KEEP_ALL, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.moe, self.layer, self.share, self.balancer = config, moe, layer, share, balancer
+        self.jitter = jitter
         tp, name = mesh["tp"], f"layers.{layer}"
         self.cp_tp = mesh["cp_tp"]
         norm = {"partial": sp, "eps": config.norm_eps, "parts": parts, **factory}
@@ -141,7 +145,7 @@ class MoeDispatch(nn.Module):
         normed = self.norm(x)
         mine = self.share.take(normed)  # [n, h]
         tokens = self.share.tokens(x.shape, batch)
-        logits = self.router.logits(mine, defer)  # [n, E]
+        logits = self.router.logits(self._jittered(mine, tokens), defer)  # [n, E]
         experts, weights = self.router(logits)  # [n, k]
         if tokens.real is not None:
             experts = experts.masked_fill(~tokens.real[:, None], self.config.num_experts)
@@ -152,6 +156,12 @@ class MoeDispatch(nn.Module):
         ticket, weights, trip = self.dispatcher.send(mine, taken, weights)  # [n·k, h] under way  all_to_all ep
         shared = normed if self.config.shared_ffn_hidden_size else None
         return x, ticket, weights, shared, trip
+
+    def _jittered(self, x: Tensor, tokens: Tokens) -> Tensor:
+        if self.jitter is None or tokens.samples is None:
+            return x
+        position = tokens.order // tokens.num_sequences
+        return self.jitter(x, f"layers.{self.layer}.router", tokens.samples[tokens.sequence], position)
 
     def _within_capacity(
         self, experts: Tensor, weights: Tensor, tokens: Tokens
@@ -190,9 +200,12 @@ class SharedExpert(nn.Module):
         out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
         self.down = RowParallelLinear(f, h, f"{name}.down", tp, sp=sp, init=out_std, **factory)
 
-    def forward(self, x: Tensor, defer: Defer) -> Tensor:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        inner = self.parts("mlp", partial(self._inner, defer=defer), x)
+    def enter(self, x: Tensor, defer: Defer) -> Tensor:
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> what `leave` takes, `[s/cp, b, f/tp]`."""
+        return self.parts("mlp", partial(self._inner, defer=defer), x)
+
+    def leave(self, inner: Tensor, defer: Defer) -> Tensor:
+        """-> `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`)."""
         return self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _inner(self, x: Tensor, defer: Defer) -> Tensor:
@@ -231,7 +244,10 @@ class MoeExperts(nn.Module):
         x, ticket, weights, normed, trip = state
         shared = None
         if self.shared is not None and normed is not None:
-            shared = self.shared(normed, defer)  # under the tokens' way
+            shared = self.shared.enter(normed, defer)  # under the tokens' way
+        ticket, trip = self.dispatcher.go_on(ticket, trip)
+        if self.shared is not None and shared is not None:
+            shared = self.shared.leave(shared, defer)  # and under the second half of it
         rows, trip = self.dispatcher.receive(ticket, trip)  # [r, h]
         y = self.experts(rows, trip.offsets, defer)
         return x, self.dispatcher.send_back(y, weights, trip), weights, shared, trip

@@ -20,6 +20,7 @@ class MicroBatch:
     positions: Tensor  # int64 [b, s]: position in the row, or in its document under data.document_mask
     documents: Tensor | None  # int64 [b, s]: number of the document within the row; None = attend to the whole row
     padding: Tensor | None = None  # bool [b, s]: True where the input is padding; None = nowhere
+    samples: Tensor | None = None  # int64 [b], in training: numbers of the sequences among all that the run reads
     context: Any = None  # under cp: what attention computes on this rank (context_parallel.plan.ContextPlan)
     # with multi-token prediction of D depths (model/mtp.py: look_ahead):
     ahead_tokens: Tensor | None = None  # int64 [D, b, s]: the token 1, 2, ... D places behind each input

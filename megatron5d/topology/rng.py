@@ -1,4 +1,4 @@
-"""Initial weights as a function of (seed, global name, global index): the same on any layout.
+"""Random numbers as a function of (seed, global name, global index), initial weights above all: the same on any layout.
 
 A counter-based generator: element i of the tensor called `name` is hash(seed, name, i), so a rank computes its own
 rectangle alone and nobody ever holds a whole large weight. SplitMix64's finaliser (Steele et al. 2014, "Fast
@@ -47,6 +47,11 @@ def hash_bits(key: int, index: torch.Tensor) -> torch.Tensor:
 def stream_key(seed: int, name: str) -> int:
     """64-bit key of the stream that belongs to a parameter."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+
+
+def uniform(key: int, index: torch.Tensor) -> torch.Tensor:
+    """Deviates between 0 and 1 in fp64, one per index."""
+    return _shift(hash_bits(key, index), 11).double() * 2.0**-53
 
 
 def normal(key: int, index: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -142,6 +142,7 @@ class Trainer:
         """Forward alone; returns what `accumulate` returns."""
         device = self.sync.buckets[0].weights.device
         here = _LossHere(self.terms, device)
+        batches = [replace(batch, samples=None) for batch in batches]  # what is random in training is not here
         self.pipeline.evaluate([batch.to(device) for batch in batches], here)
         return here.share * self._counts
 

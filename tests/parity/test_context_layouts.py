@@ -43,3 +43,8 @@ def test_with_data_parallel(method, zero):
 def test_all_at_once():
     config = config_of("mqa_qk_norm", cp=2, tp=2, sp=True, zero=1, gbs=4, recompute=RecomputeConfig("full"))
     assert_parity(documents(config), world=8)
+
+
+@pytest.mark.parametrize(("model", "method"), [("full", "ring"), ("full_window_sinks", "two_level")])
+def test_masks_that_look_behind(model, method):
+    assert_parity(documents(config_of(model, cp=4, mbs=2, **METHODS[method])), world=4, steps=2)

@@ -116,6 +116,16 @@ def test_full_recompute(model, parallel):
     assert_parity(config_of(model, gbs=4, recompute=RecomputeConfig("full"), **parallel), world=4, steps=2)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "parallel"),
+    [("1f1b", {"cp": 2, "tp": 2, "sp": True, "ep": 2, "etp": 1}), ("zb_h1", {"pp": 2, "ep": 2})],
+)
+def test_jitter_is_drawn_by_token_and_not_by_rank(schedule, parallel):
+    """The forward that counts choices and one that is recomputed draw what the first did."""
+    config = config_of("deepseek", gbs=4, mbs=2, moe={"jitter": 0.3}, recompute=RecomputeConfig("full"), **parallel)
+    assert_parity(with_schedule(config, schedule), world=4, steps=2, ignored=0.8)
+
+
 def test_an_odd_number_of_tokens_over_tp_without_sp():
     config = config_of("deepseek", gbs=4, tp=2, ep=2, etp=1)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_len=7))

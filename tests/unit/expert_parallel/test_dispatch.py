@@ -57,6 +57,7 @@ def layer(rank, world, ep, etp, crowd, ep_inner=1):
     x, weights, chosen, dy = inputs(rank, crowd)
     x, weights = x.requires_grad_(), weights.requires_grad_()
     ticket, carried, trip = dispatcher.send(x, chosen, weights)
+    ticket, trip = dispatcher.go_on(ticket, trip)
     rows, trip = dispatcher.receive(ticket, trip)
     home = dispatcher.send_back(experts(rows, trip.offsets, run_now), carried, trip)
     y = dispatcher.combine(home, carried, trip)

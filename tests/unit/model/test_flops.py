@@ -1,12 +1,14 @@
 """Counts of parameters and FLOPs against the built model and against a counter that watches the reference compute."""
 
+from dataclasses import replace
+
 import pytest
 import reference_gpt
 import torch
 from parity_configs import MODELS, config_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron5d.model.flops import flops_per_token, parameter_count
+from megatron5d.model.flops import core_flops, flops_per_token, parameter_count
 from megatron5d.model.gpt import Gpt
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -26,7 +28,7 @@ def test_parameters_are_those_of_the_built_model(model):
     assert parameter_count(config) == sum(p.numel() for p in gpt.parameters()) - padding
 
 
-@pytest.mark.parametrize("model", ["llama_gqa", "mqa_qk_norm", "gpt2_style", "mla", "mla_plain_q"])
+@pytest.mark.parametrize("model", ["llama_gqa", "mqa_qk_norm", "gpt2_style", "mla", "mla_plain_q", "full"])
 def test_flops_are_those_that_the_reference_computes(model):
     """The reference computes the whole score matrix; of it the convention counts what a causal query sees."""
     config, gpt = built(model)
@@ -38,7 +40,7 @@ def test_flops_are_those_that_the_reference_computes(model):
     key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim if mla else config.head_dim
     value_dim = config.v_head_dim if mla else config.head_dim
     unseen = 2 * config.num_layers * config.num_heads * (key_dim + value_dim) * S * (S - 1) / 2
-    assert flops_per_token(config, S) * S / 3 == counter.get_total_flops() - unseen
+    assert flops_per_token(config, S) * S / 3 == counter.get_total_flops() - unseen * config.attention_causal
 
 
 def test_a_window_is_attended_to_at_most():
@@ -48,3 +50,5 @@ def test_a_window_is_attended_to_at_most():
     pairs = (1 + 2 + 3 + 4 + 12 * 5) / S
     matrices = 32 * 3 * 32 + 32 * 32 + 3 * 32 * 48
     assert flops_per_token(windowed, S) == 6 * (2 * (matrices + 2 * 4 * 8 * pairs) + 256 * 32)
+    both_ways = replace(windowed, attention_causal=False)
+    assert core_flops(both_ways, S) == 6 * 4 * 16 * (2 * pairs - 1)

@@ -221,8 +221,8 @@ def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [{"rope_interleaved": True}, {"logit_softcap": 30.0}, {"attention_softcap": 5.0}, {"activation": "gelu"},
-     {"qkv_bias": True}, {"attention_window": 9}, {"attention_causal": False}, {"norm": "layernorm"}, {"position": "learned"},
-     {"hidden_size": 66}],
+     {"qkv_bias": True}, {"attention_window": 9}, {"attention_causal": False}, {"norm": "layernorm"},
+     {"position": "learned"}, {"hidden_size": 66}],
 )  # fmt: skip
 def test_export_is_refused_with_the_field(change):
     with pytest.raises(ValueError) as error:
