@@ -177,7 +177,26 @@ def test_sequences_cut_over_cp(case):
     assert_parity(config, world=world, steps=2, ignored=0.8)
 
 
-@pytest.mark.skipif(os.environ.get("MEGATRON5D_FULL") != "1", reason="16 ranks; set MEGATRON5D_FULL=1")
+FULL = pytest.mark.skipif(os.environ.get("MEGATRON5D_FULL") != "1", reason="minutes; set MEGATRON5D_FULL=1")
+
+
+@FULL
+@pytest.mark.parametrize("padded", [0.0, 0.8])
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_the_whole_product(ep, tp, cp, etp, capacity, balance, padded):
+    world = max(ep * etp, tp * cp)
+    model = "deepseek" if balance == "all" else "mixtral"
+    parallel = {"ep": ep, "tp": tp, "sp": tp > 1 and cp == 1, "cp": cp, "etp": etp, "zero": int(world > tp * cp)}
+    config = config_of(model, balance, gbs=16, moe={"capacity_factor": capacity}, **parallel)
+    assert_parity(config, world=world, steps=1, ignored=padded)
+
+
+@FULL
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
 def test_all_five_dimensions(schedule):
     parallel = {"tp": 2, "sp": True, "cp": 2, "pp": 2, "ep": 4, "etp": 1, "zero": 1}
