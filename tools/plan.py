@@ -3,6 +3,7 @@
     python tools/plan.py memory --world 64 experiment=llama3_8b
     python tools/plan.py memory --world 4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 train.gbs=2048
     python tools/plan.py memory --world 64 --json model=llama3_8b train.seq_len=1048576 parallel.cp=64 train.gbs=1
+    python tools/plan.py memory --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 parallel.tp=4 train.gbs=64
 
 What follows the options are overrides as pretrain.py takes them; files of the run (its data) need not be there.
 Exit code 2: a refused configuration or bad input; 1: it would not fit.
@@ -21,10 +22,13 @@ from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
 from megatron5d.model.hf import model_config_from_hf
-from megatron5d.plan.memory import gigabytes, table
+from megatron5d.plan.conventions import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
+from megatron5d.plan.memory import RankMemory, gigabytes, table
+from megatron5d.train.build import sizes_of
+from megatron5d.train.fitting import nearest_fit, told
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.memory import shortage
-from megatron5d.train.schedule import pipeline_faults
+from megatron5d.train.schedule import micro_batch_counts, pipeline_faults
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,6 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--device-gb", type=float, metavar="X", help="memory of one device in 10⁹ bytes, to hold against"
     )
     memory.add_argument("--imbalance", type=float, metavar="X", help="default: moe.planned_imbalance")
+    memory.add_argument(
+        "--as", dest="convention", default="megatron5d", metavar="CODE",
+        help="as another code base keeps things: nanotron; or megatron[,fused_loss][,dropout], as Megatron-LM is told",
+    )  # fmt: skip
     memory.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     memory.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
     memory.set_defaults(run=_memory)
@@ -69,26 +77,55 @@ def _memory(options: argparse.Namespace) -> int:
     imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
     target = Target(None if options.device == "cpu" else options.device, imbalance)
     since = time.perf_counter()
-    ranks = Forecaster(config, options.world, target).ranks()
-    lack = None if options.device_gb is None else shortage(ranks, round(options.device_gb * 1e9))
+    ranks = _ranks(config, options.world, target, options.convention)
+    have = None if options.device_gb is None else round(options.device_gb * 1e9)
+    lack = None if have is None else shortage(ranks, have)
     if options.json:
         record = {
-            "world": options.world, "device": options.device, "imbalance": imbalance, "shortage": lack,
-            "ranks": {rank: memory.record() for rank, memory in ranks.items()},
+            "world": options.world, "device": options.device, "as": options.convention, "imbalance": imbalance,
+            "shortage": lack, "ranks": {rank: memory.record() for rank, memory in ranks.items()},
         }  # fmt: skip
         print(json.dumps(record, indent=2))
-    else:
-        print(table(ranks))
-        worst = max(ranks, key=lambda rank: ranks[rank].needed)
-        action = ranks[worst].peak.action
+        return 1 if lack else 0
+    print(table(ranks))
+    worst = max(ranks, key=lambda rank: ranks[rank].needed)
+    action = ranks[worst].peak.action
+    print(
+        f"* pipeline rank {worst} needs most: {gigabytes(ranks[worst].needed)}"
+        + (f", in action {action}" if action is not None else "")
+        + f". Counted in {time.perf_counter() - since:.1f} s for {options.device}."
+    )
+    if have is not None:
+        print(f"WARNING: {lack}" if lack else f"It fits {options.device_gb:g} GB.")
+    if lack and have is not None and options.convention == "megatron5d":
+        print("looking for what would fit ...", file=sys.stderr)
+        found = nearest_fit(config, options.world, target, have)
         print(
-            f"* pipeline rank {worst} needs most: {gigabytes(ranks[worst].needed)}"
-            + (f", in action {action}" if action is not None else "")
-            + f". Counted in {time.perf_counter() - since:.1f} s on the meta device for {options.device}."
+            "No recompute, sharding or tensor parallelism makes it fit: try a larger parallel.pp or cp, or more ranks."
+            if found is None
+            else f"It would fit with {told(found[0])}: {gigabytes(found[1])}."
         )
-        if options.device_gb is not None:
-            print(f"WARNING: {lack}" if lack else f"It fits {options.device_gb:g} GB.")
     return 1 if lack else 0
+
+
+def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[int, RankMemory]:
+    """Memory of every pipeline rank, as one code base or another keeps it."""
+    name, *said = convention.split(",")
+    if name not in ("megatron5d", *CONVENTIONS) or (said and (name != "megatron" or set(said) - set(MEGATRON_OPTIONS))):
+        raise ValueError(f"--as {convention} is not known: nanotron, or megatron[,fused_loss][,dropout]")
+    sizes = sizes_of(config, world)
+    if name == "nanotron":
+        count = micro_batch_counts(config, world)[-1]
+        return {rank: nanotron_rank(config, sizes, rank, count) for rank in range(sizes.pp)}
+    forecaster = Forecaster(config, world, target)
+    ranks = forecaster.ranks()
+    if name == "megatron":
+        stages = forecaster.plan.placement
+        for rank, memory in ranks.items():
+            last = any(stage == stages.num_stages - 1 for _, stage in stages.stages_of(rank))
+            terms = megatron_terms(config, memory, stages.num_stages, last=last, options=said)
+            ranks[rank] = with_terms(memory, terms)
+    return ranks
 
 
 if __name__ == "__main__":

@@ -111,6 +111,17 @@ def gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"
 
 
+_ORDER = (
+    *("weights", "gradients", "optimizer", "buffers", "inputs", "activations", "stash", "messages", "units", "workspace"),
+    *("end of step", "libraries", "setup", "fragmentation", "outside"),
+)
+
+
+def _place(kind: str) -> tuple[int, str]:
+    """Where a kind stands in a table, whichever rank it was met on first."""
+    return _ORDER.index(kind.split("/")[0]), kind if "/" in kind else ""
+
+
 def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
     """A table with a line for each kind and a column for each pipeline rank; the one that needs most is marked.
 
@@ -123,7 +134,7 @@ def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
     if len(shown) > limit:
         shown = sorted({*shown[: limit // 2], *shown[-(limit // 2) + 1 :], worst})
     columns = {rank: ranks[rank].kinds() for rank in shown}
-    kinds = list(dict.fromkeys(kind for column in columns.values() for kind in column))
+    kinds = sorted({kind: None for column in columns.values() for kind in column}, key=_place)
     unit, size = ("GiB", GIB) if ranks[worst].needed >= GIB else ("MiB", 2**20)
     rows = [[unit, *(f"pp {rank}{' *' if rank == worst else ''}" for rank in shown)]]
     for kind in kinds:

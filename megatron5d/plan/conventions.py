@@ -1,0 +1,198 @@
+"""What other code bases keep for the same model and layout, so that runs of theirs can be predicted and compared.
+
+`tools/plan.py memory --as NAME` tells it. Two ways, for two distances from this code:
+
+- **megatron**: its layers keep what ours keep, so the forecast of our own code is taken and what Megatron keeps besides
+  is added, term by term (`megatron_terms`).
+- **nanotron**: plain PyTorch layers, another division into stages, other gradients. What it keeps is written out here
+  from its source (`nanotron_rank`).
+
+Every figure that was measured and not read in a source is a constant below, with what it was fitted on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.plan.memory import GEMM_WORKSPACE, RankMemory, outside_bytes
+from megatron5d.plan.peak import Peak
+from megatron5d.topology.grid import Sizes
+
+CONVENTIONS = ("megatron", "nanotron")
+MEGATRON_OPTIONS = ("fused_loss", "dropout")
+
+# Fitted on every second run of the ultra-scale playbook's sweep (tests/unit/plan/published_playbook.csv), and rounded.
+# A tensor that a collective has read or written is given back only when the GPU has passed that collective, and the
+# host is usually ahead of the GPU: columns are tensors [s, b, h] that wait so, whole whatever tp is.
+HELD_COLUMNS = 8  # where the GPU keeps up with the host
+HELD_COLUMNS_AHEAD = 50  # where the host is ahead: of a whole forward pass, at most what the launch queue holds
+HELD_COLUMNS_A_LAYER = 3  # and so many a layer of 1/tp of a column
+KEPT_UP_FLOP = 7.5e11  # of a layer's forward on one rank: with less the launches take longer than the kernels
+
+
+def with_terms(memory: RankMemory, terms: dict[str, int]) -> RankMemory:
+    """The same rank with more kept at its worst moment."""
+    activations = memory.peak.activations | {kind: count for kind, count in terms.items() if count}
+    return dataclasses.replace(memory, peak=dataclasses.replace(memory.peak, activations=activations))
+
+
+def megatron_terms(
+    config: Config, memory: RankMemory, num_stages: int, *, last: bool, options: Sequence[str] = ()
+) -> dict[str, int]:
+    """What Megatron-LM's layers keep beside what ours keep.
+
+    Args:
+        config: of the run.
+        memory: of the rank, as forecast for our code.
+        num_stages: pp·vpp.
+        last: the rank has the head.
+        options: of MEGATRON_OPTIONS. fused_loss: `--cross-entropy-loss-fusion`, whose backward overwrites the logits
+            as ours does. dropout: hidden dropout is on (Megatron's default is 0.1).
+
+    Returns:
+        kind -> bytes.
+
+    Source: core/tensor_parallel/cross_entropy.py (a softmax in fp32 is saved beside the logits);
+    core/fusions/fused_bias_dropout.py (a mask of one byte for each of two sums of a layer).
+    """
+    t, parallel, model = config.train, config.parallel, config.model
+    tokens = t.mbs * t.seq_len // parallel.cp
+    terms = {}
+    if last and "fused_loss" not in options:
+        terms["softmax in fp32"] = 4 * tokens * model.vocab_size // parallel.tp
+    if "dropout" in options:
+        mask = tokens * model.hidden_size // (parallel.tp if parallel.sp else 1)
+        terms["dropout masks"] = 2 * mask * memory.peak.in_flight * model.num_layers // num_stages
+    return {f"as megatron/{kind}": count for kind, count in terms.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class NanotronStage:
+    """What a pipeline rank holds: how many layers, and which of the ends."""
+
+    layers: int
+    embedding: bool
+    head: bool
+
+
+def nanotron_stages(model: ModelConfig, pp: int) -> list[NanotronStage]:
+    """nanotron divides by the cost of products of matrices, the head among them: a rank ends with the block that
+    reaches its share.
+
+    Source: src/nanotron/models/base.py, build_model; models/llama.py, get_block_compute_costs.
+    """
+    h = model.hidden_size
+    layer, head = 4 * h * h + 3 * model.ffn_hidden_size * h, model.vocab_size * h
+    total = model.num_layers * layer + head
+    blocks = [(0, "embedding"), *[(layer, "layer")] * model.num_layers, (head, "head")]
+    held: list[list[str]] = [[] for _ in range(pp)]
+    rank = done = 0
+    for cost, name in blocks:
+        done += cost
+        held[rank].append(name)
+        if done * pp >= total * (rank + 1) and rank < pp - 1:
+            rank += 1
+    return [NanotronStage(each.count("layer"), "embedding" in each, "head" in each) for each in held]
+
+
+def nanotron_rank(config: Config, sizes: Sizes, pp_rank: int, num_microbatches: int) -> RankMemory:
+    """One pipeline rank of nanotron under AFAB or 1F1B, with gradients accumulated in fp32 and flash attention.
+
+    Args:
+        config: a dense model with gated layers in bf16, ZeRO 0 or 1, no recompute.
+        sizes: of the axes.
+        pp_rank: which.
+        num_microbatches: of a step.
+
+    Raises:
+        ValueError: what is asked for has no counterpart here.
+
+    Source: src/nanotron/optim/gradient_accumulator.py and zero.py (4 + 4 + 8 bytes in fp32, 2 + 2 in bf16),
+    models/llama.py (what layers save), parallel/tensor_parallel/functional.py (_ShardedCrossEntropy).
+    """
+    _check_nanotron(config)
+    model, tp, zero = config.model, config.parallel.tp, config.parallel.zero
+    stage = nanotron_stages(model, sizes.pp)[pp_rank]
+    weights = _nanotron_weights(model, stage, tp)
+    tokens = config.train.mbs * config.train.seq_len
+    column = 2 * tokens * model.hidden_size
+    kept = stage.layers * min(sizes.pp - pp_rank, num_microbatches) * _nanotron_layer(config)
+    shards = sizes.dp if zero else 1
+    # gradients in bf16 last from a backward to their addition to those in fp32; DistributedDataParallel has buckets of
+    # them besides. With ZeRO-1 it is not used, and a pipeline needs as much all the same: measured, not explained.
+    twice = sizes.dp > 1 and (zero == 0 or sizes.pp > 1)
+    held = 0
+    if _host_is_ahead(config, sizes):
+        held = HELD_COLUMNS_A_LAYER * stage.layers * column // tp + (HELD_COLUMNS_AHEAD * column if tp > 1 else 0)
+    elif tp > 1:
+        held = HELD_COLUMNS * column
+    activations = {
+        "layers": kept,
+        # logits and their softmax in fp32, and the logits or their gradient in bf16
+        "loss": 10 * tokens * model.vocab_size // tp if stage.head else 0,
+        "held by collectives": held,
+    }
+    communicators = sum(size > 1 for size in (sizes.dp, tp, sizes.pp)) + 1
+    return RankMemory(
+        weights=2 * weights,
+        gradients=4 * weights,
+        optimizer=12 * weights // shards,
+        peak=Peak(
+            {kind: count for kind, count in activations.items() if count},
+            units=2 * weights * (2 if twice else 1),
+            in_flight=min(sizes.pp - pp_rank, num_microbatches),
+        ),
+        library=GEMM_WORKSPACE["sm_90"],
+        outside=outside_bytes(communicators),
+    )
+
+
+def _check_nanotron(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    unlike = {
+        "model.num_experts": model.num_experts,
+        "parallel.cp": parallel.cp - 1,
+        "parallel.vpp": parallel.vpp - 1,
+        "recompute.mode": config.recompute.mode != "none",
+        "precision.fp8": config.precision.fp8 != "none",
+        "precision.dtype": config.precision.dtype != "bf16",
+        "parallel.zero": parallel.zero > 1,
+        "model.attention": model.attention != "gqa",
+        "model.activation": model.activation != "swiglu",
+    }
+    wrong = [key for key, value in unlike.items() if value]
+    if wrong:
+        raise ValueError(
+            f"--as nanotron knows dense models with swiglu in bf16, ZeRO 0 and 1, dp, tp and pp; not with {wrong[0]} as "
+            "it stands here"
+        )
+
+
+def _nanotron_weights(model: ModelConfig, stage: NanotronStage, tp: int) -> int:
+    """Parameters of a rank; a tied head has its own copy where the embedding is on another rank."""
+    h, width = model.hidden_size, model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
+    matrices = h * (2 * width + 2 * keys) + 3 * h * model.ffn_hidden_size
+    tables = stage.embedding + (stage.head and not (model.tie_embeddings and stage.embedding))
+    return stage.layers * (matrices // tp + 2 * h) + tables * model.vocab_size * h // tp + h * stage.head
+
+
+def _nanotron_layer(config: Config) -> int:
+    """Bytes that one layer keeps of one micro-batch: two norms with their input and output, queries, keys, values and
+    the attention's output, gate and up, the activation of the gate, and the product."""
+    model, parallel = config.model, config.parallel
+    norms = 4 * model.hidden_size // (parallel.tp if parallel.sp else 1)
+    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim // parallel.tp
+    mlp = 4 * model.ffn_hidden_size // parallel.tp
+    return 2 * config.train.mbs * config.train.seq_len * (norms + attention + mlp)
+
+
+def _host_is_ahead(config: Config, sizes: Sizes) -> bool:
+    """Whether the GPU lags so far behind that freed tensors wait for it: always without a pipeline, and in a long one,
+    where it waits for others."""
+    model = config.model
+    matrices = 4 * model.hidden_size**2 + 3 * model.ffn_hidden_size * model.hidden_size
+    flop = 2 * config.train.mbs * config.train.seq_len * matrices / config.parallel.tp
+    return sizes.pp == 1 or sizes.pp >= 4 or flop > KEPT_UP_FLOP
