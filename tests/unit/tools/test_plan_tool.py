@@ -26,3 +26,21 @@ def test_a_device_that_is_too_small(capsys):
 def test_a_run_that_cannot_be_is_refused(wrong, capsys):
     assert main([*RUN, wrong]) == 2
     assert "the configuration is refused" in capsys.readouterr().err
+
+
+def test_what_would_fit_is_told(capsys):
+    """The nearest: full recompute would do as well, and costs more."""
+    large = ["memory", "--world", "2", "model=tiny", "model.num_layers=4", "train.gbs=16", "train.mbs=8", "precision.dtype=bf16"]
+    assert main([*large, "train.seq_len=4096", "--device-gb", "0.95"]) == 1
+    assert "It would fit with train.mbs=" in capsys.readouterr().out
+    assert main([*large, "--device-gb", "0.5"]) == 1
+    assert "No recompute, sharding or tensor parallelism makes it fit" in capsys.readouterr().out
+
+
+def test_as_other_code_bases_keep_it(capsys):
+    peaks = {}
+    for name in ("megatron5d", "megatron", "megatron,fused_loss", "nanotron"):
+        assert main([*RUN, "--json", "--as", name]) == 0
+        peaks[name] = json.loads(capsys.readouterr().out)["ranks"]["1"]["allocated"]
+    assert peaks["megatron5d"] == peaks["megatron,fused_loss"] < peaks["megatron"] and peaks["nanotron"] > 0
+    assert main([*RUN, "--as", "nanotron,dropout"]) == 2 and "not known" in capsys.readouterr().err
