@@ -165,8 +165,8 @@ def _check_nanotron(config: Config) -> None:
     wrong = [key for key, value in unlike.items() if value]
     if wrong:
         raise ValueError(
-            f"--as nanotron knows dense models with swiglu in bf16, ZeRO 0 and 1, dp, tp and pp; not with {wrong[0]} as "
-            "it stands here"
+            f"--as nanotron knows dense models with swiglu in bf16, ZeRO 0 and 1, dp, tp and pp; {wrong[0]} is "
+            "something else here"
         )
 
 

@@ -112,7 +112,8 @@ def gigabytes(num_bytes: int) -> str:
 
 
 _ORDER = (
-    *("weights", "gradients", "optimizer", "buffers", "inputs", "activations", "stash", "messages", "units", "workspace"),
+    *("weights", "gradients", "optimizer", "buffers", "inputs"),
+    *("activations", "stash", "messages", "units", "workspace"),
     *("end of step", "libraries", "setup", "fragmentation", "outside"),
 )
 

@@ -1,4 +1,4 @@
-"""Which overrides make a run fit that does not: steps from the cheapest in speed to the dearest, tried on the forecast."""
+"""Which overrides make a run fit that does not: steps from the cheapest to the dearest, tried on the forecast."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def nearest_fit(config: Config, world: int, target: Target, have: int) -> tuple[
     return None
 
 
-def _without_idle(
-    taken: Change, needed: int, need: Callable[[Change], int | None], have: int
-) -> tuple[Change, int]:
+def _without_idle(taken: Change, needed: int, need: Callable[[Change], int | None], have: int) -> tuple[Change, int]:
     for key in list(taken)[:-1]:
         fewer = {name: value for name, value in taken.items() if name != key}
         less = need(fewer)

@@ -47,6 +47,6 @@ def test_peaks(errors):
 
 
 def test_runs_held_back(errors):
-    """Predicted once, with no constant changed after; the dropout masks of the first are read from Megatron's source."""
+    """Predicted once, no constant changed after; the first one's dropout masks are read from Megatron's source."""
     held = [errors[run["run"]] for run in RUNS if run["seen"] == "no"]
     assert len(held) == 3 and all(abs(peak) < 0.05 and abs(stays) < 0.05 for stays, peak in held)

@@ -30,7 +30,8 @@ def test_a_run_that_cannot_be_is_refused(wrong, capsys):
 
 def test_what_would_fit_is_told(capsys):
     """The nearest: full recompute would do as well, and costs more."""
-    large = ["memory", "--world", "2", "model=tiny", "model.num_layers=4", "train.gbs=16", "train.mbs=8", "precision.dtype=bf16"]
+    large = ["memory", "--world", "2", "model=tiny", "model.num_layers=4", "precision.dtype=bf16"]
+    large += ["train.gbs=16", "train.mbs=8"]
     assert main([*large, "train.seq_len=4096", "--device-gb", "0.95"]) == 1
     assert "It would fit with train.mbs=" in capsys.readouterr().out
     assert main([*large, "--device-gb", "0.5"]) == 1
