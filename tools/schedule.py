@@ -123,7 +123,7 @@ def _program(options: argparse.Namespace) -> Program:
     if options.schedule.startswith("file:"):
         path = Path(options.schedule.removeprefix("file:"))
         return read_program(path.read_text(), path.name, options.pp, options.microbatches)
-    return build_program(options.schedule, options.pp, options.microbatches, options.vpp, _costs(options))
+    return build_program(options.schedule, options.pp, options.microbatches, options.vpp)
 
 
 def _figures(program: Program, costs: Costs, result: Simulation) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _compare(options: argparse.Namespace) -> int:
         for chunks in (2, 4) if find_schedule(name).any_chunks else (None,):
             label = name if chunks is None else f"{name} v={chunks}"
             try:
-                program = build_program(name, options.pp, options.microbatches, chunks, costs)
+                program = build_program(name, options.pp, options.microbatches, chunks)
                 result = simulate(program, costs)
             except ValueError as error:
                 refused.append(f"{label}: {error}")

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron5d.pipeline_parallel import schedules
-from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import Program
 
 Generator = Callable[..., Program]
-"""(num_ranks, num_microbatches, chunks) -> Program; raises ValueError for sizes that the schedule does not admit.
-One registered with `uses_costs` has the Costs that it orders its actions for as a fourth argument."""
+"""(num_ranks, num_microbatches, chunks) -> Program; raises ValueError for sizes that the schedule does not admit."""
 
 
 @dataclass(frozen=True)
@@ -25,29 +23,25 @@ class Schedule:
         generator: The function that makes its Programs.
         chunks: Stages per rank and copy where the user names none.
         any_chunks: Whether the user may name another number of them (two or more).
-        uses_costs: Whether the order of actions follows from their costs.
     """
 
     name: str
     generator: Generator
     chunks: int
     any_chunks: bool
-    uses_costs: bool
 
 
 _REGISTERED: dict[str, Schedule] = {}
 
 
-def schedule(
-    name: str, chunks: int = 1, any_chunks: bool = False, uses_costs: bool = False
-) -> Callable[[Generator], Generator]:
+def schedule(name: str, chunks: int = 1, any_chunks: bool = False) -> Callable[[Generator], Generator]:
     """Return the decorator that registers a generator under `name`; its arguments are those of `Schedule`."""
 
     def register(generator: Generator) -> Generator:
         assert name not in _REGISTERED or _REGISTERED[name].generator.__module__ == generator.__module__, (
             f"two schedules are called {name!r}"
         )
-        _REGISTERED[name] = Schedule(name, generator, chunks, any_chunks, uses_costs)
+        _REGISTERED[name] = Schedule(name, generator, chunks, any_chunks)
         return generator
 
     return register
@@ -72,9 +66,7 @@ def find_schedule(name: str) -> Schedule:
     return known[name]
 
 
-def build_program(
-    name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None, costs: Costs | None = None
-) -> Program:
+def build_program(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Program:
     """Return the Program of a named schedule.
 
     Args:
@@ -82,7 +74,6 @@ def build_program(
         num_ranks: Pipeline ranks (`parallel.pp`).
         num_microbatches: Micro-batches of one step, over both directions where there are two.
         chunks: Stages per rank and copy (`parallel.vpp`); None = as the schedule needs.
-        costs: What the few schedules that adapt to costs are made for; None = F = I = W and no latency.
 
     Raises:
         ValueError: An unknown name, or sizes that the schedule does not admit; it names the nearest legal value.
@@ -101,8 +92,7 @@ def build_program(
             f"pipeline.schedule={name} has {found.chunks} stage(s) per rank, but parallel.vpp={chunks}; "
             f"set parallel.vpp={found.chunks}"
         )
-    extra = (costs or Costs(),) if found.uses_costs else ()
-    return found.generator(num_ranks, num_microbatches, chunks, *extra)
+    return found.generator(num_ranks, num_microbatches, chunks)
 
 
 def _load() -> dict[str, Schedule]:

@@ -1,176 +1,203 @@
 """Schedules with controllable memory: a V of two chunks whose repeated building block fixes how long activations live.
 
-Every micro-batch repeats one block of six passes (two chunks × F, I, W) in a period of six units. How many units a pass
-moves from one rank to the next (its *offset*) decides how long a rank holds the activation, and so its memory. A list
-scheduler then runs the passes: each rank takes, of the passes that are ready and fit its memory, the one that the
-blocks would run first, and a weight gradient where none is ready.
+Every micro-batch repeats one block of passes (forward and input gradient of two chunks, and their weight gradients) in
+a period of six units. How many units a pass moves from one rank to the next decides how long a rank holds the
+activation, and so its memory. Warm-up and cool-down, where most of the period is idle, are then *squeezed*: every pass
+moves to the earliest idle unit behind what it depends on, unless the rank would hold more than in the steady state.
 
-Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory (2405.15362), §3 and §4.
+Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory (2405.15362), §3 and §4, whose blocks these are;
+github.com/sail-sg/zero-bubble-pipeline-parallelism, scheduler/zbv_greedy.py, whose order of squeezing is kept.
 """
 
-import heapq
-from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from megatron5d.pipeline_parallel.costs import Costs
-from megatron5d.pipeline_parallel.program import OPS, Action, Program, Slot, make_program, zigzag_placement
+from megatron5d.pipeline_parallel.program import Action, Program, Slot, make_program, zigzag_placement
 from megatron5d.pipeline_parallel.registry import schedule
-from megatron5d.pipeline_parallel.simulate import simulate
 
 PERIOD = 6
-TICKS = 1_000_000
-"""Ticks of one unit of time: integers, so that what is ready at the same time compares equal."""
-PASSES = (("F", 0), ("F", 1), ("I", 0), ("I", 1))
+PASSES = (("F", 0), ("F", 1), ("I", 1), ("I", 0))
+"""What a rank does with a micro-batch, in this order: op and chunk."""
+F0, F1, I1, I0, WEIGHT = range(5)
+IDLE = -1
+
+Times = list[list[list[int]]]
+"""`[rank][pass][micro-batch]` the unit in which a pass runs; a pass WEIGHT frees whichever I came first."""
 
 
-class Block(NamedTuple):
-    """A building block, and how strictly the list scheduler keeps to its order."""
-
-    offsets: tuple[
-        int, int, int, int
-    ]  # units from rank to rank: F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0
-    pauses: tuple[int, int, int]  # units between these four, where the V turns
-    ahead: int  # a pass may overtake another that the blocks put at most this many units earlier
-
-
-class Memory(NamedTuple):
-    """How many activations a rank may hold, in chunks (half a rank's layers)."""
-
-    total: int
-    first_chunk: list[int]
-
-
-@schedule("v_half", chunks=2, uses_costs=True)
-def v_half(num_ranks: int, num_microbatches: int, chunks: int, costs: Costs) -> Program:
+@schedule("v_half", chunks=2)
+def v_half(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
     """Return V-Half: half of 1F1B's memory, and no more than half of its bubble where F = I = W.
 
-    Bubble (p − 1)(F + B)/2 at most, B = I + W; activations p/2 + 1.
-    Source: Qi et al. 2024 (2405.15362), §3.2, Table 1. The paper orders warm-up and cool-down by a search as well; ours
-    keeps the best of three blocks under the given costs.
-    """
-    offsets = (1, 2, 1, 2)
-    blocks = [Block(offsets, (0, 2, 0), 2), Block(offsets, (3, 1, 1), 1), Block(offsets, (3, 4, 1), 2)]
-    first_chunk = [num_ranks - rank // 2 + 2 for rank in range(num_ranks)]
-    return _best("v_half", num_ranks, num_microbatches, blocks, Memory(num_ranks + 2, first_chunk), costs)
-
-
-@schedule("v_min", chunks=2, uses_costs=True)
-def v_min(num_ranks: int, num_microbatches: int, chunks: int, costs: Costs) -> Program:
-    """Return V-Min: a third of 1F1B's memory, and two thirds of its bubble where F = I = W.
-
-    Bubble 2(p − 1)(F + B)/3 at most, B = I + W; activations p/3 + 1, rounded up to half ones. Nothing slack is left in
-    its period: where F, I and W differ, or a message takes time, every micro-batch waits.
+    Bubble (p − 1)(F + B)/2 less up to two units of F, B = I + W; activations p/2 + 1, rounded down.
     Source: Qi et al. 2024 (2405.15362), §3.2, Table 1.
     """
-    blocks = [Block((1, 1, 1, 1), (0, 2, 0), 3), Block((1, 1, 1, 1), (2, 0, 2), 3)]
-    first_chunk = [-(-(2 * num_ranks - rank) // 3) + 1 for rank in range(num_ranks)]
-    return _best("v_min", num_ranks, num_microbatches, blocks, Memory(-(-2 * num_ranks // 3) + 2, first_chunk), costs)
+    p, pause = num_ranks, 3 * (num_ranks % 2 == 0)
+    block = [[2 * r, 3 * p - r - 2, 3 * p + pause + 2 * r - 1, 6 * p + pause - r - 2] for r in range(p)]
+    return _from_block("v_half", block, num_microbatches)
 
 
-def _best(
-    name: str, num_ranks: int, num_microbatches: int, blocks: list[Block], memory: Memory, costs: Costs
-) -> Program:
-    """Return the Program of the block that is fastest at no more than two rounds of micro-batches."""
-    tried = min(num_microbatches, 2 * num_ranks)
-    pilots = [(_list_schedule(name, num_ranks, tried, block, memory, costs), block) for block in blocks]
-    _, block = min(((simulate(pilot, costs).makespan, block) for pilot, block in pilots), key=lambda found: found[0])
-    return _list_schedule(name, num_ranks, num_microbatches, block, memory, costs)
+@schedule("v_min", chunks=2)
+def v_min(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
+    """Return V-Min: a third of 1F1B's memory, and two thirds of its bubble where F = I = W.
+
+    Bubble 2(p − 1)(F + B)/3 less up to one and a half units of F, B = I + W; activations (p + 1)/3 + 1, rounded down.
+    Nothing slack is left in its period: where F, I and W differ, or a message takes time, every micro-batch waits.
+    Source: Qi et al. 2024 (2405.15362), §3.2, Table 1.
+    """
+    p, pause = num_ranks, 2 * (num_ranks % 3 == 0)
+    block = [[r, 2 * p - r - 1, 2 * p + pause + r, 4 * p + pause - r - 1] for r in range(p)]
+    return _from_block("v_min", block, num_microbatches)
 
 
-def _block_times(num_ranks: int, block: Block) -> list[list[int]]:
-    """Return `[rank][pass]` when the first micro-batch's passes run, in units and in the order of PASSES."""
-    last = num_ranks - 1
-    down, up, back, home = block.offsets
-    turn = down * last + 1 + block.pauses[0]
-    end = turn + up * last + 1 + block.pauses[1]
-    return_turn = end + back * last + 1 + block.pauses[2]
-    return [
-        [down * rank, turn + up * (last - rank), return_turn + home * (last - rank), end + back * rank]
-        for rank in range(num_ranks)
-    ]
+def _from_block(name: str, block: Sequence[Sequence[int]], num_microbatches: int) -> Program:
+    """Return the Program of a block.
+
+    Args:
+        name: Of the schedule.
+        block: `[rank][pass]` the units of the first micro-batch.
+        num_microbatches: Of one step.
+    """
+    times = [[[unit + PERIOD * i for i in range(num_microbatches)] for unit in line] for line in block]
+    times = _without_idling(_squeezed([[*line, _weights(line)] for line in times]))
+    times = _squeezed([line[:WEIGHT] for line in times])
+    times = _without_idling([[*line, _weights(line)] for line in times])
+    ranks = [_slots(rank, len(block), line[:WEIGHT]) for rank, line in enumerate(times)]
+    return make_program(name, zigzag_placement(len(block)), [0] * num_microbatches, ranks)
+
+
+def _grid(line: list[list[int]]) -> list[int]:
+    """Return the pass in every unit of one rank, or IDLE."""
+    grid = [IDLE] * (1 + max(units[-1] for units in line))
+    for kind, units in enumerate(line):
+        for unit in units:
+            grid[unit] = kind
+    return grid
+
+
+def _weights(line: list[list[int]]) -> list[int]:
+    """Return the units of the weight gradients: the first idle ones behind their input gradients."""
+    units, pending, grid = [], 0, _grid(line)
+    for unit, kind in enumerate(grid):
+        pending += kind in (I1, I0)
+        if kind == IDLE and pending:
+            units.append(unit)
+            pending -= 1
+    return units + [len(grid) + k for k in range(pending)]
 
 
 class _Rank:
-    """One rank while it is being scheduled."""
+    """What one rank does and holds while its passes move; without explicit weight gradients, idle units run them."""
 
-    def __init__(self, stages: tuple[int, int], times: list[int], num_microbatches: int) -> None:
-        self.stages = stages
-        self.times = times
-        self.num_microbatches = num_microbatches
-        self.done = [0] * len(PASSES)
-        self.held = [0, 0]
-        self.free = 0
-        self.deferred: deque[Action] = deque()
-        self.slots: list[Slot] = []
+    def __init__(self, line: list[list[int]]) -> None:
+        self.grid, self.weights_move = _grid(line), len(line) > WEIGHT
+        self.held, self.pending = [0] * (len(self.grid) + 1), [0] * (len(self.grid) + 1)
+        for unit, kind in enumerate(self.grid):
+            self.held[unit + 1], self.pending[unit + 1] = self._after(unit, kind)
 
-    def choose(self, ahead: int, caps: tuple[int, int], arrival: dict[Action, int], now: int) -> Action | None:
-        """Return what to run now, and count it: the first pass by the blocks' order that is ready and fits, else a W.
+    def _after(self, unit: int, kind: int, at: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Return activations held and input gradients pending behind a unit."""
+        held, pending = at or (self.held[unit], self.pending[unit])
+        if kind in (F0, F1):
+            return held + 1, pending
+        if kind in (I1, I0):
+            return held, pending + 1
+        freed = kind == WEIGHT or (kind == IDLE and pending > 0 and not self.weights_move)
+        return held - freed, pending - freed
 
-        Args:
-            ahead: How many units a pass may overtake another by.
-            caps: Chunks of activations that this rank may hold, in all and of its chunk 0.
-            arrival: When each pass's input is there.
-            now: The time.
-        """
-        left = [k for k, done in enumerate(self.done) if done < self.num_microbatches]
-        order = sorted((self.times[k] + PERIOD * self.done[k], k) for k in left)
-        for due, k in order:
-            if due > order[0][0] + ahead:
+    def move(self, source: int, target: int, cap: int) -> bool:
+        """Move a pass to an earlier unit, unless the rank then holds more than `cap` chunks."""
+        kind = self.grid[source]
+        moved = [kind, *self.grid[target + 1 : source], IDLE]
+        states = [(self.held[target], self.pending[target])]
+        for unit, other in enumerate(moved, target):
+            states.append(self._after(unit, other, states[-1]))
+        if max(held for held, _ in states) > cap:
+            return False
+        self.grid[target : source + 1] = moved
+        for unit, state in enumerate(states[1:], target + 1):
+            self.held[unit], self.pending[unit] = state
+        unit = source + 1
+        while unit < len(self.grid):
+            state = self._after(unit, self.grid[unit])
+            if state == (self.held[unit + 1], self.pending[unit + 1]):
                 break
-            op, chunk = PASSES[k]
-            action = Action(op, self.stages[chunk], self.done[k])
-            full = op == "F" and (sum(self.held) >= caps[0] or (chunk == 0 and self.held[0] >= caps[1]))
-            if full or arrival.get(action, now + 1) > now:
-                continue
-            self.done[k] += 1
-            if op == "F":
-                self.held[chunk] += 1
-            else:
-                self.deferred.append(action._replace(op="W"))
-            return action
-        if not self.deferred:
-            return None
-        weight = self.deferred.popleft()
-        self.held[self.stages.index(weight.stage)] -= 1
-        return weight
+            self.held[unit + 1], self.pending[unit + 1] = state
+            unit += 1
+        return True
 
 
-def _list_schedule(
-    name: str, num_ranks: int, num_microbatches: int, block: Block, memory: Memory, costs: Costs
-) -> Program:
-    """Return the Program in which every rank, when free, takes the first ready pass in the order of the blocks."""
-    placement = zigzag_placement(num_ranks)
-    stage_costs = costs.of(placement)
-    ticks = dict(zip(OPS, (stage_costs.plain() * TICKS).round().astype(int).tolist()))
-    latency = round(stage_costs.comm * TICKS)
-    ranks = [
-        _Rank((rank, 2 * num_ranks - 1 - rank), times, num_microbatches)
-        for rank, times in enumerate(_block_times(num_ranks, block))
-    ]
-    arrival = {Action("F", 0, i): 0 for i in range(num_microbatches)}
-    events = [(0, rank) for rank in range(num_ranks)]
-    while events:
-        now, rank = heapq.heappop(events)
-        one = ranks[rank]
-        caps = memory.total, memory.first_chunk[rank]
-        action = one.choose(block.ahead, caps, arrival, now) if one.free <= now else None
-        if action is None:
+def _in_order(times: Times) -> list[tuple[int, int, int, int]]:
+    """Return (unit, rank, pass, micro-batch) of all passes by time."""
+    return sorted(
+        (unit, rank, kind, i)
+        for rank, line in enumerate(times)
+        for kind, units in enumerate(line)
+        for i, unit in enumerate(units)
+    )
+
+
+def _behind(times: Times, rank: int, kind: int, i: int) -> list[int]:
+    """Return the times of what a pass follows: its own rank's earlier passes, and the neighbour's that sends to it."""
+    mine = times[rank]
+    found = [mine[kind][i - 1]] if i else []
+    if kind == WEIGHT:
+        return [*found, sorted(mine[I1] + mine[I0])[i]]
+    if kind != F0:
+        found.append(mine[kind - 1][i])
+    sender = rank - 1 if kind in (F0, I1) else rank + 1
+    if 0 <= sender < len(times):
+        found.append(times[sender][kind][i])
+    return found
+
+
+def _squeezed(times: Times) -> Times:
+    """Return the times in which passes of warm-up and cool-down have moved to idle units, as the memory admits.
+
+    Where `times` has no weight gradients, these run in idle units, and only the cool-down moves.
+    """
+    times = [[list(units) for units in line] for line in times]
+    ranks = [_Rank(line) for line in times]
+    cap = max(max(rank.held) for rank in ranks)
+    last = len(times[0][F0]) - 1
+    warm_up, cool_down = True, False
+    for unit, rank, kind, i in _in_order(times):
+        warm_up = warm_up and (rank, kind) != (0, I0)
+        if (warm_up and ranks[rank].weights_move) or cool_down:
+            earliest = 1 + max(_behind(times, rank, kind, i), default=-1)
+            idle = (u for u in range(earliest, unit) if ranks[rank].grid[u] == IDLE)
+            times[rank][kind][i] = next((u for u in idle if ranks[rank].move(unit, u, cap)), unit)
+        elif (kind, i) == (F0, last):
+            cool_down = not warm_up
+    return times
+
+
+def _without_idling(times: Times) -> Times:
+    """Return the earliest times that keep every rank's order, where every pass takes one unit."""
+    found: Times = [[[0] * len(units) for units in line] for line in times]
+    free = [0] * len(times)
+    for _, rank, kind, i in _in_order(times):
+        behind = [] if kind == WEIGHT else _behind(found, rank, kind, i)
+        start = found[rank][kind][i] = max(free[rank], *(1 + unit for unit in behind)) if behind else free[rank]
+        free[rank] = start + 1
+    return found
+
+
+def _slots(rank: int, num_ranks: int, line: list[list[int]]) -> list[Slot]:
+    """Return what a rank runs: passes as timed, weight gradients in idle units, those of chunk 1 first."""
+    stages = rank, 2 * num_ranks - 1 - rank
+    slots: list[Slot] = []
+    done, weights, pending = [0] * WEIGHT, [0, 0], [0, 0]
+    grid = _grid(line)
+    for kind in [*grid, *[IDLE] * len(grid)]:
+        if kind == IDLE:
+            chunk = 1 if pending[1] else 0
+            if pending[chunk]:
+                slots.append((Action("W", stages[chunk], weights[chunk]),))
+                weights[chunk] += 1
+                pending[chunk] -= 1
             continue
-        one.slots.append((action,))
-        one.free = now + ticks[action.op][action.stage]
-        heapq.heappush(events, (one.free, rank))
-        following = _next_pass(action, placement.num_stages)
-        if following:
-            receiver = placement.route[0][following.stage]
-            arrival[following] = one.free + (latency if receiver != rank else 0)
-            heapq.heappush(events, (arrival[following], receiver))
-    return make_program(name, placement, [0] * num_microbatches, [one.slots for one in ranks])
-
-
-def _next_pass(action: Action, num_stages: int) -> Action | None:
-    """Return the pass that the output of `action` goes to."""
-    if action.op == "F" and action.stage == num_stages - 1:
-        return action._replace(op="I")
-    if action.op == "W" or (action.op == "I" and action.stage == 0):
-        return None
-    return action._replace(stage=action.stage + (1 if action.op == "F" else -1))
+        op, chunk = PASSES[kind]
+        slots.append((Action(op, stages[chunk], done[kind]),))
+        done[kind] += 1
+        pending[chunk] += op == "I"
+    return slots

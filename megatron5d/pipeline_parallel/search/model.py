@@ -2,10 +2,8 @@
 
 from typing import Protocol
 
-import numpy as np
-
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
-from megatron5d.pipeline_parallel.program import OPS, Placement
+from megatron5d.pipeline_parallel.program import Placement
 
 
 class CostModel(Protocol):
@@ -24,11 +22,3 @@ def costs_on(model: CostModel | StageCosts, placement: Placement) -> StageCosts 
 def is_even(model: CostModel | StageCosts) -> bool:
     """Whether all stages are alike, so that fewer ranks make a pipeline like it."""
     return isinstance(model, Costs) and model.stage_scale is None
-
-
-def mean_costs(costs: StageCosts, num_ranks: int) -> Costs:
-    """Return even costs with the same totals, for schedules that order themselves by such."""
-    compute, a2a = (table.sum(axis=1) / num_ranks for table in (costs.compute, costs.a2a))
-    f, i, w = (OPS.index(op) for op in "FIW")
-    values = np.array([compute[f], compute[i], compute[w], costs.comm, a2a[f], a2a[i]]).tolist()
-    return Costs(*values)

@@ -7,7 +7,7 @@ import numpy as np
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
-from megatron5d.pipeline_parallel.search.model import CostModel, costs_on, mean_costs
+from megatron5d.pipeline_parallel.search.model import CostModel, costs_on
 from megatron5d.pipeline_parallel.search.placements import called
 from megatron5d.pipeline_parallel.simulate import simulate
 
@@ -55,8 +55,6 @@ def _built(name, pp, num_microbatches, chunks, costs, memory) -> Iterator[tuple[
         stage_costs = costs_on(costs, program.placement)
         if stage_costs is None:
             return
-        if find_schedule(name).uses_costs:
-            program = build_program(name, pp, num_microbatches, chunks, mean_costs(stage_costs, pp))
     except ValueError:
         return
     result = simulate(program, stage_costs)
