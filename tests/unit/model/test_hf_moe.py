@@ -201,6 +201,10 @@ RELEASED = {
         "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
     },
 }  # fmt: skip
+RELEASED["mixtral_8x22b"] = RELEASED["mixtral_8x7b"] | {
+    "hidden_size": 6144, "intermediate_size": 16384, "max_position_embeddings": 65536, "num_attention_heads": 48,
+    "num_hidden_layers": 56,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(RELEASED))
