@@ -163,6 +163,13 @@ def to_hf(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None
 
 def _check_complete(weights: SavedWeights, entries: Sequence[Entry], folder: Path) -> None:
     wanted, saved = {entry.name for entry in entries}, set(weights.tensors)
+    biases = sorted(name for name in saved - wanted if name.endswith(".router.bias"))
+    if biases:
+        raise ValueError(
+            f"{folder}: experts were chosen with {len(biases)} biases ({biases[0]} ...) that moe.balance=bias moved, "
+            f"and the family of this model has none; train with another moe.balance, or DeepSeek-V3's router "
+            f"(model.router_score=sigmoid model.router_bias=true)"
+        )
     if wanted != saved:
         raise ValueError(
             f"{folder} does not hold the model that its configuration describes: "

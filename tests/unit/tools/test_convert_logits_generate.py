@@ -145,6 +145,16 @@ def test_convert_refuses(imported, tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
+def test_biases_that_a_family_has_no_place_for_are_not_dropped(tmp_path):
+    """A mixture without biases of its own, balanced by them: its folder would choose other experts."""
+
+    class Saved:
+        tensors = {"layers.0.router.bias": None, "layers.1.router.bias": None}
+
+    with pytest.raises(ValueError, match=r"2 biases .layers.0.*bias .* moe.balance=bias .*model.router_bias=true"):
+        convert._check_complete(Saved(), [], tmp_path)
+
+
 def word_tokenizer(folder):
     """A tokenizer of 61 words in the format of the tokenizers library."""
     tokenizers = pytest.importorskip("tokenizers")
