@@ -3,6 +3,7 @@
     python tools/plan.py memory --world 64 experiment=llama3_8b
     python tools/plan.py memory --world 4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 train.gbs=2048
     python tools/plan.py memory --world 64 --json model=llama3_8b train.seq_len=1048576 parallel.cp=64 train.gbs=1
+    python tools/plan.py context --world 64 --node 8 model=llama3_8b train.seq_len=131072 parallel.tp=2 parallel.cp=16
     python tools/plan.py memory --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 parallel.tp=4 train.gbs=64
 
 What follows the options are overrides as pretrain.py takes them; files of the run (its data) need not be there.
@@ -15,7 +16,9 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 
+from megatron5d.config.context_cost import choices
 from megatron5d.config.fault import ConfigError
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
@@ -51,6 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     memory.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     memory.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
     memory.set_defaults(run=_memory)
+    context = commands.add_parser("context", help="bytes that each parallel.cp_method sends, the best first")
+    context.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    context.add_argument("--node", type=int, default=8, metavar="N", help="ranks that share fast links (default 8)")
+    context.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    context.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    context.set_defaults(run=_context)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -106,6 +115,25 @@ def _memory(options: argparse.Namespace) -> int:
             else f"It would fit with {told(found[0])}: {gigabytes(found[1])}."
         )
     return 1 if lack else 0
+
+
+def _context(options: argparse.Namespace) -> int:
+    if options.node < 1:
+        raise ValueError(f"--node {options.node}: a node has at least 1 rank")
+    config = _lawful(options.overrides, options.world)
+    if config.parallel.cp == 1:
+        raise ValueError("parallel.cp = 1 cuts no sequence: nothing is sent; set parallel.cp")
+    found = choices(config, options.node)
+    if options.json:
+        print(json.dumps({"world": options.world, "node": options.node, "choices": [asdict(each) for each in found]}))
+        return 0
+    print(f"MB that a rank sends in one layer for one sequence of {config.train.seq_len:,} tokens, there and back:")
+    print(f"{'parallel.cp_method':<20}{'cp_inner':>9}{'in a node':>12}{'between nodes':>15}")
+    for each in found:
+        name = "ring, allgather" if each.method == "ring" else each.method
+        print(f"{name:<20}{each.cp_inner:>9}{each.inside / 1e6:>12,.1f}{each.between / 1e6:>15,.1f}")
+    print(f"Least between nodes of {options.node} first, then least inside them (docs/long_context.md).")
+    return 0
 
 
 def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[int, RankMemory]:

@@ -84,22 +84,29 @@ def splits_heads(c: Config, inner: int) -> bool:
     return a % inner == 0 and (g % inner == 0 or inner % g == 0)
 
 
-def recommended(c: Config, ranks_per_node: int = 8) -> tuple[str, int]:
-    """The method, and cp_inner, that send least over the slower of the links between nodes and inside one.
+@dataclass(frozen=True)
+class Choice:
+    """A way to spread attention over cp, and bytes that a rank sends for one layer and sequence, there and back."""
 
-    Between nodes only the ring's blocks travel, under the previous block's attention; inside a node heads are
-    exchanged where they split and that is fewer bytes than a ring's.
+    method: str  # parallel.cp_method; allgather sends what ring does
+    cp_inner: int  # parallel.cp_inner; 1 but for two_level
+    inside: int  # over links inside a node
+    between: int  # over links between nodes
+
+
+def choices(c: Config, ranks_per_node: int = 8) -> list[Choice]:
+    """Every way whose exchange of heads stays inside a node and comes out even, the best first.
+
+    Best is what sends least between nodes, then inside one: between nodes only the ring's blocks travel, under the
+    previous block's attention.
 
     Args:
-        c: the model and its tp, cp and precision.
+        c: the model and its tp, cp, sequence and precision.
         ranks_per_node: ranks that share the fast links; tp takes the first of them.
-
-    Returns:
-        parallel.cp_method and parallel.cp_inner.
     """
     cp, room = c.parallel.cp, max(1, ranks_per_node // c.parallel.tp)
-    plain = replace(c.parallel, cp_compress_kv=False)
-    options: dict[tuple[int, int], tuple[str, int]] = {}
+    compressed = c.parallel.cp_compress_kv and c.model.attention == "mla"
+    plain, found = replace(c.parallel, cp_compress_kv=compressed), []
     for inner in (n for n in range(1, cp + 1) if cp % n == 0 and n <= room and splits_heads(c, n)):
         method = "ring" if inner == 1 else "ulysses" if inner == cp else "two_level"
         cp_inner = inner if method == "two_level" else 1
@@ -107,8 +114,14 @@ def recommended(c: Config, ranks_per_node: int = 8) -> tuple[str, int]:
         inside, between = sent.num_bytes(c.precision.dtype)
         if cp <= room:  # no link is slow: all bytes are alike
             inside, between = inside + between, 0
-        options.setdefault((between, inside), (method, cp_inner))
-    return options[min(options)]
+        found.append(Choice(method, cp_inner, inside, between))
+    return sorted(found, key=lambda choice: (choice.between, choice.inside))
+
+
+def recommended(c: Config, ranks_per_node: int = 8) -> tuple[str, int]:
+    """parallel.cp_method and parallel.cp_inner of the best of `choices` where keys and values travel as they are."""
+    best = choices(replace(c, parallel=replace(c.parallel, cp_compress_kv=False)), ranks_per_node)[0]
+    return best.method, best.cp_inner
 
 
 def advice(c: Config, ranks_per_node: int = 8) -> str:

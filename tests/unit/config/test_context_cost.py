@@ -12,7 +12,7 @@ from parity_configs import config_of
 from ranks import run_ranks
 
 from megatron5d.comm.ledger import Ledger
-from megatron5d.config.context_cost import advice, recommended, traffic
+from megatron5d.config.context_cost import advice, choices, recommended, traffic
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import ParallelConfig
 from megatron5d.model.context import SequenceSharding
@@ -113,6 +113,18 @@ def test_the_recommended_method_sends_least_between_nodes():
                 inner = {"ring": 1, "ulysses": cp, "two_level": inner}[method]
                 if cp * tp > 8:
                     assert between[inner] == min(between.values()), (model, tp, cp)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_choices_are_the_traffic_of_each_method(compressed):
+    config = sized("deepseek_v3", 4, 8)
+    config = replace(config, parallel=replace(config.parallel, cp_compress_kv=compressed))
+    found = choices(config, 8)
+    assert [(each.method, each.cp_inner) for each in found] == [("two_level", 2), ("ring", 1)]
+    for each in found:
+        layout = replace(config.parallel, cp_method=each.method, cp_inner=each.cp_inner)
+        sent = traffic(replace(config, parallel=layout)).num_bytes(config.precision.dtype)
+        assert (each.inside, each.between) == sent
 
 
 def test_advice_is_a_command_line():

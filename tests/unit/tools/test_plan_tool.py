@@ -17,6 +17,16 @@ def test_memory_of_every_pipeline_rank_as_json(capsys):
         assert sum(rank["bytes"].values()) == rank["needed"] > rank["allocated"] > rank["resident"]
 
 
+def test_methods_of_context_parallelism_in_their_order(capsys):
+    run = ["context", "--world", "16", "model=llama3_8b", "train.seq_len=131072", "train.gbs=16", "parallel.cp=16"]
+    assert main([*run, "--node", "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["choices"]
+    assert [each["cp_inner"] for each in told] == [8, 4, 2, 1] and told[-1]["method"] == "ring"
+    assert main([*run, "--node", "16"]) == 0
+    assert "ulysses" in capsys.readouterr().out.splitlines()[2]
+    assert main([*run, "parallel.cp=1"]) == 2 and "parallel.cp = 1 cuts no sequence" in capsys.readouterr().err
+
+
 def test_a_device_that_is_too_small(capsys):
     assert main([*RUN, "--device-gb", "80"]) == 0 and "It fits 80 GB" in capsys.readouterr().out
     assert main([*RUN, "--device-gb", "0.001"]) == 1 and "WARNING: pipeline rank" in capsys.readouterr().out
