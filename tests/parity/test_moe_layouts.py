@@ -4,8 +4,11 @@ import dataclasses
 import os
 
 import pytest
-from layouts import assert_parity
+import torch
+from layouts import assert_parity, make_rows, micro_batch
+from ranks import run_ranks
 
+from megatron5d.comm.exchange import Exchange
 from megatron5d.config.schema import (
     Config,
     ModelConfig,
@@ -17,6 +20,11 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
+from megatron5d.model.gpt import Gpt
+from megatron5d.model.moe import SharedExpert
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import sizes_of
 
 MODELS = {
     "mixtral": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 24},
@@ -175,6 +183,48 @@ def test_sequences_cut_over_cp(case):
     moe = {"capacity_factor": 1.0, "drop_by": "position"} if "capacity" in case else {}
     config = config_of("deepseek", mbs=2, moe=moe, **parallel)
     assert_parity(config, world=world, steps=2, ignored=0.8)
+
+
+def order_of_the_way(rank, world, config):
+    """What one MoE layer starts, computes and waits for, in order: forward, then backward."""
+    mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
+    model = Gpt(config, mesh)
+    model.initialize(1)
+    batch = micro_batch(config, make_rows(config, 1)[:1])
+    events = []
+    with pytest.MonkeyPatch.context() as patch:
+        both_ways = [(Exchange, name) for name in ("_start", "_wait", "_start_back", "_wait_back")]
+        for owner, name in [*both_ways, (SharedExpert, "enter"), (SharedExpert, "leave")]:
+            function = getattr(owner, name)
+
+            def recorded(self, *args, function=function, name=name):
+                events.append(f"{name} {self.axis.name}" if isinstance(self, Exchange) else name)
+                return function(self, *args)
+
+            patch.setattr(owner, name, recorded)
+        stage = Stage(model.phases[:-1])
+        y = stage.forward(0, None, batch)
+        forward = [event for event in events if "back" not in event]
+        stage.backward(0, torch.ones_like(y))
+    return forward, events[len(forward) :]
+
+
+def test_the_shared_expert_runs_under_both_halves_of_a_way_over_nodes():
+    """Rows and weights leave for the node; each half of the way is under way while a half of the shared expert runs."""
+    there = [
+        "_start ep_outer",
+        "_start ep_outer",
+        "enter",
+        "_wait ep_outer",
+        "_start ep_inner",
+        "leave",
+        "_wait ep_inner",
+    ]
+    config = config_of("deepseek", "none", ep=4, ep_inner=2)
+    for forward, backward in run_ranks(order_of_the_way, 4, config):
+        assert forward[: len(there)] == there
+        inner = backward.index("_start_back ep_inner", backward.index("_start_back ep_inner") + 1)
+        assert backward[inner:][:3] == ["_start_back ep_inner", "_wait_back ep_inner", "_start_back ep_outer"]
 
 
 FULL = pytest.mark.skipif(os.environ.get("MEGATRON5D_FULL") != "1", reason="minutes; set MEGATRON5D_FULL=1")
