@@ -12,8 +12,8 @@ except ImportError:
         def __getattr__(self, name):
             return self
 
-        def __call__(self, value=None):
-            return value
+        def __call__(self, value=None, **options):
+            return self if options else value
 
     tl = jit = cdiv = next_power_of_2 = _Absent()
 

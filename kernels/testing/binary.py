@@ -20,6 +20,8 @@ INSTRUCTIONS = {
     "bulk store": r"\bUTMASTG",
     "async copy": r"\bLDGSTS",
     "mfma": r"\bv_mfma",
+    "system acquire": r"\bLDG\S*STRONG\.SYS",
+    "system release": r"\bMEMBAR\S*\.SYS",
 }
 
 

@@ -13,7 +13,9 @@ from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
 from kernels.fp8_turn import turn
+from kernels.gather_matmul import gather_matmul
 from kernels.grouped_matmul import grouped_matmul
+from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 
 ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -121,6 +123,16 @@ def _grouped_fp8_weight_grad() -> None:
     grouped_weight_grad_fp8(kept, turned, offsets, meta(64, 1408, 2048))
 
 
+def _overlap(size: int, turned: bool) -> None:
+    x, flags = meta(size, 1024, 4096), meta(size, dtype=torch.int32)
+    weight = meta(4096, 1792) if turned else meta(1792, 4096)
+    addresses, boxes = meta(size, dtype=torch.int64), [meta(1024, 1792) for _ in range(size)]
+    gather_matmul(x, weight, flags, 1, 1, turned)
+    out = Outboxes(boxes, list(flags.split(1)), addresses, addresses, flags)
+    matmul_scatter(x, weight, out, 1, 1, turned)
+    sum_arrived(meta(size, 1024, 1792), flags, 1)
+
+
 def _fp8_fused() -> None:
     swiglu_quantized(meta(4096, 2 * 2048), powers_of_two=True)
     for width in (2048, 7168, 16384):
@@ -137,6 +149,8 @@ def _moe() -> None:
 
 
 HOPPER_ATTENTION = {"sm_80": ("mma",), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
+FLAGS = ("system acquire", "system release")  # what orders the data of other ranks before their flags
+OVERLAP = {"sm_80": ("mma", *FLAGS), "sm_90": ("wgmma", "bulk load", *FLAGS), "sm_100": ("tcgen05", *FLAGS)}
 DOCUMENTS = {"documents": meta(2, 4096, dtype=torch.int64)}
 ATTENTION = {
     "64": (64, 64, {}),
@@ -172,6 +186,8 @@ CASES: dict[str, Case] = {
     "grouped-fp8-weight-grad": Case(
         _grouped_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
     ),
+    "overlap": Case(lambda: _overlap(8, False), OVERLAP),
+    "overlap-turned": Case(lambda: _overlap(4, True), OVERLAP),
     "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8),
     "moe": Case(_moe),
     "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16)),

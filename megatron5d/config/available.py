@@ -5,6 +5,4 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # knob -> the values that work; a knob that is not here works with all its legal values
-AVAILABLE: dict[str, Sequence[object]] = {
-    "parallel.tp_overlap": ("none", "chunked"),
-}
+AVAILABLE: dict[str, Sequence[object]] = {}

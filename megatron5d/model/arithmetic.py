@@ -1,4 +1,4 @@
-"""What a model's matrices carry: in how many bits, and in how many pieces, they are multiplied."""
+"""What a model's matrices carry: in how many bits they are multiplied, and how their collectives overlap."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from megatron5d.precision.fp8 import (
     TensorwiseGemms,
 )
 from megatron5d.precision.gemms import ExpertGemms, Gemms
+from megatron5d.tensor_parallel.fused import Fused
+from megatron5d.tensor_parallel.overlap import Chunked
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard import spec_of
 
@@ -47,8 +49,16 @@ def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh)
             parameter.gemms = experts if spec_of(parameter).expert else linear  # type: ignore[attr-defined]
 
 
-def choose_overlap(parameters: Iterable[nn.Parameter], config: Config) -> None:
-    """Under parallel.tp_overlap=chunked, tells the weights that their collectives go in chunks under their products."""
-    if config.parallel.tp_overlap == "chunked":
-        for parameter in parameters:
-            parameter.chunked = True  # type: ignore[attr-defined]
+def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> None:
+    """Hangs on the weights how their products and collectives are laid over each other (`parallel.tp_overlap`).
+
+    Raises:
+        ValueError: on every rank, where `fused` cannot be had.
+    """
+    mode, tp = config.parallel.tp_overlap, mesh["tp"]
+    if mode == "none" or tp.size == 1:
+        return
+    parameters = list(parameters)
+    overlap = Chunked() if mode == "chunked" else Fused(tp, parameters[0].device)
+    for parameter in parameters:
+        parameter.overlap = overlap  # type: ignore[attr-defined]

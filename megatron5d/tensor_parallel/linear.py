@@ -9,7 +9,7 @@ Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W     
 W is handed to `defer`, which runs it at once, under the collective of dx, or keeps it for a schedule that splits
 the backward. Under sp only the sharded x is kept between forward and backward; it is gathered again under dx's GEMM.
 How the products are made, and in what form x and dy are kept and gathered, the weight says (precision/gemms.py); also
-whether a product and its collective go in chunks (overlap.py).
+how a product and its collective are laid over each other (overlap.py).
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
@@ -29,7 +29,7 @@ from megatron5d.comm.collectives import (
 )
 from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer, run_now
-from megatron5d.tensor_parallel.overlap import gather_product, is_chunked, product_scatter
+from megatron5d.tensor_parallel.overlap import WHOLE, Product, overlap_of
 from megatron5d.topology.axis import Axis, single
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, whole
 
@@ -44,7 +44,7 @@ class _ColumnLinear(torch.autograd.Function):
         if not sp:
             return gemms.forward(operand, weight)
         # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
-        return gather_product(operand, lambda x: gemms.forward(x, weight), tp, is_chunked(weight))[0]
+        return overlap_of(weight).gather_product(operand, Product(weight), tp, keep=False)[0]
 
     @staticmethod
     def backward(ctx, dy):
@@ -52,9 +52,9 @@ class _ColumnLinear(torch.autograd.Function):
         gemms = gemms_of(weight)
         gathering = [start_all_gather(part, tp) if ctx.sp else Pending(part) for part in ctx.saved_tensors]
         dy = gemms.operand(dy, gradient=True)
-        if ctx.sp and is_chunked(weight):
+        if ctx.sp and overlap_of(weight) is not WHOLE:
             # [s/cp, b, out/tp] -> [s/cp/tp, b, in]  reduce_scatter tp
-            reducing = Pending(product_scatter(dy, lambda dy: gemms.input_grad(dy, weight), tp, chunked=True))
+            reducing = Pending(overlap_of(weight).product_scatter(dy, Product(weight, backward=True), tp))
         else:
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
             # [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp
@@ -90,7 +90,7 @@ class _RowLinear(torch.autograd.Function):
         operand = gemms.operand(x)
         ctx.save_for_backward(*operand)
         if layer.sp:  # [s/cp, b, in/tp] -> [s/cp/tp, b, out]  reduce_scatter tp
-            return product_scatter(operand, lambda x: gemms.forward(x, weight), layer.tp, is_chunked(weight))
+            return overlap_of(weight).product_scatter(operand, Product(weight), layer.tp)
         return all_reduce(gemms.forward(operand, weight), layer.tp)  # [s/cp, b, in/tp] -> [s/cp, b, out]  all_reduce tp
 
     @staticmethod
@@ -99,7 +99,8 @@ class _RowLinear(torch.autograd.Function):
         gemms = gemms_of(weight)
         dy = gemms.operand(dy, gradient=True)
         if ctx.layer.sp:  # [s/cp/tp, b, out] -> [s/cp, b, in/tp]  all_gather tp
-            dx, dy = gather_product(dy, lambda dy: gemms.input_grad(dy, weight), ctx.layer.tp, is_chunked(weight))
+            product = Product(weight, backward=True)
+            dx, dy = overlap_of(weight).gather_product(dy, product, ctx.layer.tp, keep=True)
         else:
             dx = gemms.input_grad(dy, weight)
         ctx.defer(lambda: gemms.weight_grad(weight, dy, x))

@@ -1,85 +1,131 @@
-"""A linear layer's product and its collective in chunks, so that one chunk travels while another is multiplied.
+"""A linear layer's product and its collective, one after the other or in chunks that travel under other products.
 
-                     whole (`none`)                     in chunks of one rank's tokens (`chunked`)
-    gather_product   all_gather x, then one product     products of own x, the previous rank's, ... as they come round
-    product_scatter  one product, then reduce_scatter   products for the ranks ahead; sums travel on, own chunk last
+                     whole (`none`)                     in chunks of one rank's tokens (`chunked`, `fused`)
+    gather_product   all_gather x, then one product     products of own x, the previous rank's, ... as they come
+    product_scatter  one product, then reduce_scatter   products for the ranks ahead, own chunk last; their sums
 
-With tp ranks there are tp products of 1/tp of the rows. Either way (tp-1)/tp of the whole travels. In chunks it goes to
-the next rank, again and again, and sums over ranks are added up in the order of the ring.
+With tp ranks there are tp products of 1/tp of the rows. Either way (tp-1)/tp of the whole travels. `chunked` passes it
+to the next rank, again and again, and adds up in the order of the ring; `fused` (fused.py) writes it into the memory of
+the rank that wants it.
 Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition" (ASPLOS 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron5d.comm.collectives import all_gather, reduce_scatter
 from megatron5d.comm.ring import start_shift
-from megatron5d.precision.gemms import Operand
+from megatron5d.precision.gemms import PLAIN, Operand, gemms_of
 from megatron5d.topology.axis import Axis
 
-Product = Callable[[Operand], Tensor]
 
-
-def is_chunked(weight: Tensor) -> bool:
-    """Whether the collectives around this weight's products go in chunks (`parallel.tp_overlap`)."""
-    return getattr(weight, "chunked", False)
-
-
-def gather_product(operand: Operand, product: Product, tp: Axis, chunked: bool) -> tuple[Tensor, Operand]:
-    """product(all_gather(operand)), and what was gathered.
+@dataclass(frozen=True)
+class Product:
+    """What a linear layer makes of some tokens: its outputs, or the gradient of its inputs.
 
     Args:
-        operand: tensors `[s/tp, ...]`, this rank's tokens.
-        product: of some tokens; `[n, ...]` -> `[n, b, out]`.
-        tp: in whose order the tokens are joined.
-        chunked: in chunks.
-
-    Returns:
-        `[s, b, out]`, and the operand of all tokens.
-
-    Comm: all_gather tp of the operand; in chunks tp-1 shifts of it.
+        weight: `[out, in]`.
+        backward: of gradients of outputs: `[..., out]` -> `[..., in]`, instead of `[..., in]` -> `[..., out]`.
     """
-    if not chunked:
+
+    weight: Tensor
+    backward: bool = False
+
+    def __call__(self, operand: Operand) -> Tensor:
+        gemms = gemms_of(self.weight)
+        return gemms.input_grad(operand, self.weight) if self.backward else gemms.forward(operand, self.weight)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one product with the weight as it is, which a kernel may make on its own."""
+        return gemms_of(self.weight) is PLAIN
+
+
+class Overlap(Protocol):
+    """How a product and its collective are laid over each other."""
+
+    def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
+        """product(all_gather(operand)), and what was gathered.
+
+        Args:
+            operand: tensors `[s/tp, ...]`, this rank's tokens.
+            product: `[n, b, ...]` -> `[n, b, out]`.
+            tp: in whose order the tokens are joined.
+            keep: what was gathered is wanted too.
+
+        Returns:
+            `[s, b, out]`, and with keep the operand of all tokens.
+
+        Comm: (tp-1)·numel elements of the operand.
+        """
+        ...
+
+    def product_scatter(self, operand: Operand, product: Product, tp: Axis) -> Tensor:
+        """reduce_scatter(product(operand)).
+
+        Args:
+            operand: tensors `[s, ...]`, all tokens.
+            product: a term of the sum over tp; `[n, b, ...]` -> `[n, b, out]`.
+            tp: ranks that hold a term each.
+
+        Returns:
+            `[s/tp, b, out]`, this rank's tokens summed.
+
+        Comm: (tp-1)/tp·numel elements of the product.
+        """
+        ...
+
+
+class Whole:
+    """`parallel.tp_overlap=none`: the collective before or after the product."""
+
+    def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
+        """Comm: all_gather tp of the operand."""
         whole = tuple(all_gather(part, tp) for part in operand)
-        return product(whole), whole
-    outputs: list[Tensor] = [operand[0]] * tp.size
-    chunks: list[Operand] = [operand] * tp.size
-    chunk = tuple(part.contiguous() for part in operand)
-    for step in range(tp.size):
-        last = step + 1 == tp.size
-        shifts = [] if last else [start_shift(part, tp, tag) for tag, part in enumerate(chunk)]
-        owner = (tp.rank - step) % tp.size
-        outputs[owner], chunks[owner] = product(chunk), chunk
-        chunk = tuple(shift.wait() for shift in shifts)
-    return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*chunks))
+        return product(whole), whole if keep else ()
 
-
-def product_scatter(operand: Operand, product: Product, tp: Axis, chunked: bool) -> Tensor:
-    """reduce_scatter(product(operand)).
-
-    Args:
-        operand: tensors `[s, ...]`, all tokens.
-        product: of some tokens, a term of the sum over tp; `[n, ...]` -> `[n, b, out]`.
-        tp: ranks that hold a term each.
-        chunked: in chunks.
-
-    Returns:
-        `[s/tp, b, out]`, this rank's tokens summed.
-
-    Comm: reduce_scatter tp of the product; in chunks tp-1 shifts of 1/tp of it.
-    """
-    if not chunked:
+    def product_scatter(self, operand: Operand, product: Product, tp: Axis) -> Tensor:
+        """Comm: reduce_scatter tp of the product."""
         return reduce_scatter(product(operand), tp)
-    rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
-    travelling = None
-    for step in range(tp.size):
-        owner = (tp.rank - step - 1) % tp.size
-        term = product(tuple(part.narrow(0, owner * rows, rows) for part in operand)).contiguous()
-        if travelling is not None:
-            term += travelling.wait()
-        travelling = start_shift(term, tp) if step + 1 < tp.size else None
-    return term
+
+
+class Chunked:
+    """`parallel.tp_overlap=chunked`: chunks go around the ring of ranks."""
+
+    def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
+        """Comm: tp-1 shifts of the operand."""
+        outputs: list[Tensor] = [operand[0]] * tp.size
+        chunks: list[Operand] = [operand] * tp.size
+        chunk = tuple(part.contiguous() for part in operand)
+        for step in range(tp.size):
+            last = step + 1 == tp.size
+            shifts = [] if last else [start_shift(part, tp, tag) for tag, part in enumerate(chunk)]
+            owner = (tp.rank - step) % tp.size
+            outputs[owner], chunks[owner] = product(chunk), chunk
+            chunk = tuple(shift.wait() for shift in shifts)
+        return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*chunks)) if keep else ()
+
+    def product_scatter(self, operand: Operand, product: Product, tp: Axis) -> Tensor:
+        """Comm: tp-1 shifts of 1/tp of the product."""
+        rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
+        travelling = None
+        for step in range(tp.size):
+            owner = (tp.rank - step - 1) % tp.size
+            term = product(tuple(part.narrow(0, owner * rows, rows) for part in operand)).contiguous()
+            if travelling is not None:
+                term += travelling.wait()
+            travelling = start_shift(term, tp) if step + 1 < tp.size else None
+        return term
+
+
+WHOLE = Whole()
+
+
+def overlap_of(weight: Tensor) -> Overlap:
+    """How the products of this weight and their collectives are laid over each other."""
+    return getattr(weight, "overlap", WHOLE)

@@ -15,13 +15,15 @@ def test_tensor_parallel(model, tp, sp):
     assert_parity(config_of(model, tp=tp, sp=sp, mbs=2), world=tp)
 
 
+@pytest.mark.parametrize("overlap", ["chunked", "fused"])
 @pytest.mark.parametrize(("model", "tp"), [("odd_vocab_tied", 2), ("mla", 2), ("gpt2_style", 4)])
-def test_tensor_parallel_in_chunks(model, tp):
-    assert_parity(config_of(model, tp=tp, sp=True, tp_overlap="chunked", mbs=2), world=tp)
+def test_tensor_parallel_in_chunks(model, tp, overlap):
+    assert_parity(config_of(model, tp=tp, sp=True, tp_overlap=overlap, mbs=2), world=tp)
 
 
-def test_chunks_with_a_split_backward():
-    config = config_of("llama_gqa", tp=2, sp=True, tp_overlap="chunked", pp=2, cp=2, zero=1)
+@pytest.mark.parametrize("overlap", ["chunked", "fused"])
+def test_chunks_with_a_split_backward(overlap):
+    config = config_of("llama_gqa", tp=2, sp=True, tp_overlap=overlap, pp=2, cp=2, zero=1)
     assert_parity(dataclasses.replace(config, pipeline=PipelineConfig("zb_h1")), world=8)
 
 

@@ -1,13 +1,15 @@
-"""Products and collectives in chunks: the same numbers, as many elements sent, one chunk at a time."""
+"""Products and collectives laid over each other: the same numbers, as many elements sent, one chunk at a time."""
 
 import pytest
 import torch
 from ranks import run_ranks
+from torch import nn
 
 from megatron5d.comm.ledger import Ledger
 from megatron5d.precision.fp8 import BlockwiseGemms, TensorwiseGemms
 from megatron5d.precision.gemms import PLAIN
-from megatron5d.tensor_parallel.overlap import gather_product, product_scatter
+from megatron5d.tensor_parallel.fused import Fused
+from megatron5d.tensor_parallel.overlap import Chunked, Product, Whole
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -15,38 +17,36 @@ S, H, F = 12, 128, 256
 GEMMS = {
     "plain": PLAIN,
     "blockwise": BlockwiseGemms(True),
-    "tensorwise": TensorwiseGemms(True, lambda amax: amax, lambda amax: amax),
+    "tensorwise": TensorwiseGemms(True, lambda amax: amax * 0 + 16, lambda amax: amax),  # the same on all ranks
 }
 
 
-def both_ways(rank: int, world: int, recipe: str):
-    """Per mode: gathered product, gathered operand, scattered product, rows of the largest product, bytes sent."""
+def every_way(rank: int, world: int, recipe: str):
+    """Per mode and direction: gathered product, gathered operand, scattered product, bytes sent."""
     ledger = Ledger()
     tp = build_mesh(resolve(world, tp=world), rank, recorder=ledger)["tp"]
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(F, H, dtype=torch.float64, generator=generator)
-    x = torch.randn(S, 2, H, dtype=torch.float64, generator=generator)
+    weight = nn.Parameter(torch.randn(F, H, dtype=torch.float64, generator=generator))
     gemms, found = GEMMS[recipe], []
-    for chunked in (False, True):
-        rows: list[int] = []
-
-        def product(operand, rows=rows):
-            rows.append(operand[0].shape[0])
-            return gemms.forward(operand, weight)
-
+    weight.gemms = gemms
+    fused = Fused(tp, torch.device("cpu"))
+    for overlap in (Whole(), Chunked(), fused, fused):
         ledger.clear()
-        y, whole = gather_product(gemms.operand(x.chunk(world)[rank]), product, tp, chunked)
-        part = product_scatter(gemms.operand(x * (rank + 1)), product, tp, chunked)
-        found.append((y, [each.double() for each in whole], part, max(rows), ledger.bytes_by_axis()["tp"]))
-    return found
+        for backward, width in ((False, H), (True, F)):
+            x = torch.randn(S, 2, width, dtype=torch.float64, generator=generator.manual_seed(width))
+            product = Product(weight, backward)
+            mine, terms = gemms.operand(x.chunk(world)[rank], backward), gemms.operand(x * (rank + 1), backward)
+            y, whole = overlap.gather_product(mine, product, tp, keep=True)
+            alone, nothing = overlap.gather_product(mine, product, tp, keep=False)
+            assert nothing == () and torch.equal(alone, y)
+            found.append([y, *(each.double() for each in whole), overlap.product_scatter(terms, product, tp)])
+        found[-1].append(torch.tensor(ledger.bytes_by_axis()["tp"]))
+    return [[each.detach() for each in one] for one in found]
 
 
 @pytest.mark.parametrize("recipe", GEMMS)
-def test_chunks_give_what_the_whole_gives(recipe):
-    for plain, chunked in run_ranks(both_ways, 3, recipe):
-        torch.testing.assert_close(chunked[0], plain[0], rtol=1e-12, atol=1e-12)
-        for ours, theirs in zip(chunked[1], plain[1], strict=True):
-            assert torch.equal(ours, theirs)
-        torch.testing.assert_close(chunked[2], plain[2], rtol=1e-12, atol=1e-12)
-        assert (plain[3], chunked[3]) == (S, S // 3)
-        assert chunked[4] == plain[4]
+def test_every_mode_gives_what_the_whole_gives(recipe):
+    for whole, whole_back, *others in run_ranks(every_way, 3, recipe):
+        for i, other in enumerate(others):
+            for ours, theirs in zip(other, whole_back if i % 2 else whole, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,108 @@
+"""A product whose rows come from several ranks and are multiplied as they arrive.
+
+    y[source] = x[source] Wᵀ     for the own chunk, then rank - 1, rank - 2, ...: the order in which ranks send
+Each tile waits for the flag of its chunk only, and tiles start in the order of arrival: while the tiles of one chunk
+multiply, the copy engines bring the next. One launch keeps every processor busy across chunks, where a product per
+chunk ends in tiles that do not fill the last wave.
+Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs" (arXiv:2406.06858), sec. 3.3.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.flash_attention_tiles import DTYPES
+from kernels.fp8_matmul import swizzled
+from kernels.grouped_matmul import readable
+from kernels.language import HAS_TRITON, cdiv, jit, tl
+from kernels.signals import wait_flags, wait_for
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def gather_matmul_reference(
+    x: Tensor, weight: Tensor, arrived: Tensor, epoch: int, rank: int, turned: bool = False
+) -> Tensor:
+    """One product of plain torch per chunk, in the order of arrival."""
+    size, rows, _ = x.shape
+    matrix = weight.t() if not turned else weight
+    y = torch.empty(size, rows, matrix.shape[1], dtype=x.dtype, device=x.device)
+    for step in range(size):
+        source = (rank - step) % size
+        wait_flags(arrived[source : source + 1], epoch)
+        torch.mm(x[source], matrix, out=y[source])
+    return y
+
+
+@jit(do_not_specialize=["epoch", "rank"])
+def _gather_matmul_kernel(
+    x_ptr,
+    w_desc,
+    y_ptr,
+    arrived_ptr,
+    epoch,
+    rank,
+    size,
+    rows,
+    n,
+    k,
+    x_stride,
+    TURNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    chunk_tiles = tiles_m * tiles_n
+    source = (rank + size - tl.program_id(0) // chunk_tiles) % size
+    tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    wait_for(arrived_ptr + source, epoch)
+    # Ordinary loads, not the copy engine: it reads by a proxy of its own, which the flag's acquire does not order.
+    x_row = x_ptr + source.to(tl.int64) * x_stride + row.to(tl.int64)[:, None] * k
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(k, BLOCK_K)):
+        column = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        x = tl.load(x_row + column[None, :], (row < rows)[:, None] & (column < k)[None, :], other=0.0)
+        if TURNED:
+            total = tl.dot(x, w_desc.load([step * BLOCK_K, tile_n * BLOCK_N]), total)
+        else:
+            total = tl.dot(x, w_desc.load([tile_n * BLOCK_N, step * BLOCK_K]).T, total)
+    out = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = (source.to(tl.int64) * rows + row)[:, None] * n + out[None, :]
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), (row < rows)[:, None] & (out < n)[None, :])
+
+
+def fast(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels take this product: narrow floats, whose rows the copy engine can read."""
+    return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in DTYPES and readable(weight)
+
+
+def gather_matmul(x: Tensor, weight: Tensor, arrived: Tensor, epoch: int, rank: int, turned: bool = False) -> Tensor:
+    """`x[source] Wᵀ` for every source, each as soon as its rows are there.
+
+    Args:
+        x: `[size, rows, k]`, chunks contiguous, written by the other ranks while this runs.
+        weight: `[n, k]`; turned: `[k, n]`.
+        arrived: `[size]` int32: the rows of a source are there once its flag has reached the epoch.
+        epoch: of this use.
+        rank: whose chunk comes first.
+        turned: the product is `x[source] W`.
+
+    Returns:
+        `[size, rows, n]` in the dtype of x.
+    """
+    if not fast(x, weight) or x.stride()[1:] != (x.shape[2], 1):
+        return gather_matmul_reference(x, weight, arrived, epoch, rank, turned)
+    size, rows, k = x.shape
+    n = weight.shape[1 if turned else 0]
+    y = torch.empty(size, rows, n, dtype=x.dtype, device=x.device)
+    config = tuning.select("gather_matmul", x.device)
+    tile = [config["BLOCK_K"], config["BLOCK_N"]] if turned else [config["BLOCK_N"], config["BLOCK_K"]]
+    w_desc = TensorDescriptor.from_tensor(weight, tile)
+    grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
+    sizes = (epoch, rank, size, rows, n, k, x.stride(0))
+    _gather_matmul_kernel[grid](x, w_desc, y, arrived, *sizes, TURNED=turned, **config)
+    return y

@@ -1,0 +1,163 @@
+"""A product whose rows belong to several ranks and are sent to them tile by tile, and the sum of what arrives.
+
+    box of rank at owner = x[owner] Wᵀ     for rank + 1, rank + 2, ..., the own chunk last
+    y = sum over sources of their boxes    in the order of the sources, in float32, rounded once
+Tiles are stored where their owner reads them, in its memory. The last tile of a chunk to finish tells the owner, who
+adds up the terms while later chunks are multiplied elsewhere.
+Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs" (arXiv:2406.06858), sec. 3.2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.dispatch import statistics_dtype
+from kernels.fp8_matmul import swizzled
+from kernels.gather_matmul import fast
+from kernels.grouped_matmul import readable
+from kernels.language import HAS_TRITON, cdiv, jit, tl
+from kernels.signals import raise_flag, raise_flags, wait_flags, wait_for
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class Outboxes:
+    """Where one rank writes in the memory of each rank of an axis, in the order of the axis.
+
+    Args:
+        boxes: `[rows, n]` each, contiguous.
+        flags: one int32 each, told when the box is full.
+        box_addresses, flag_addresses: `[size]` int64 on the device, of the same.
+        finished: `[size]` int32 on this rank, zero between uses: tiles that are done.
+    """
+
+    boxes: Sequence[Tensor]
+    flags: Sequence[Tensor]
+    box_addresses: Tensor
+    flag_addresses: Tensor
+    finished: Tensor
+
+
+def matmul_scatter_reference(x: Tensor, weight: Tensor, out: Outboxes, epoch: int, rank: int, turned: bool) -> None:
+    """One product of plain torch per owner."""
+    size = x.shape[0]
+    for step in range(size):
+        owner = (rank + 1 + step) % size
+        out.boxes[owner].copy_(x[owner] @ (weight if turned else weight.t()))
+        raise_flags([out.flags[owner]], out.flag_addresses[owner : owner + 1], epoch)
+
+
+@jit(do_not_specialize=["epoch", "rank"])
+def _matmul_scatter_kernel(
+    x_desc,
+    w_desc,
+    box_addresses_ptr,
+    flag_addresses_ptr,
+    finished_ptr,
+    epoch,
+    rank,
+    size,
+    rows,
+    n,
+    k,
+    TURNED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    chunk_tiles = tiles_m * tiles_n
+    owner = (rank + 1 + tl.program_id(0) // chunk_tiles) % size
+    tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(k, BLOCK_K)):
+        x = x_desc.load([owner * rows + tile_m * BLOCK_M, step * BLOCK_K])
+        if TURNED:
+            total = tl.dot(x, w_desc.load([step * BLOCK_K, tile_n * BLOCK_N]), total)
+        else:
+            total = tl.dot(x, w_desc.load([tile_n * BLOCK_N, step * BLOCK_K]).T, total)
+    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    box_ptr = tl.multiple_of(tl.load(box_addresses_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
+    at = row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(box_ptr + at, total.to(DTYPE), (row < rows)[:, None] & (column < n)[None, :])
+    # The last program of the chunk has seen every other's count, and with it their tiles; its release covers them all.
+    tl.debug_barrier()
+    if tl.atomic_add(finished_ptr + owner, 1, sem="acq_rel", scope="sys") == chunk_tiles - 1:
+        tl.store(finished_ptr + owner, 0)
+        raise_flag(tl.load(flag_addresses_ptr + owner).to(tl.pointer_type(tl.int32)), epoch)
+
+
+@jit(do_not_specialize=["epoch"])
+def _sum_kernel(terms_ptr, y_ptr, arrived_ptr, epoch, size, count, stride, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    for source in range(size):
+        wait_for(arrived_ptr + source, epoch)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for source in range(size):
+        term = terms_ptr + tl.cast(source, tl.int64) * stride
+        total += tl.load(term + at, at < count, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), at < count)
+
+
+def matmul_scatter(x: Tensor, weight: Tensor, out: Outboxes, epoch: int, rank: int, turned: bool = False) -> None:
+    """Write `x[owner] Wᵀ` into the owner's memory and raise its flag there, for every owner.
+
+    Args:
+        x: `[size, rows, k]`.
+        weight: `[n, k]`; turned: `[k, n]`.
+        out: boxes of `[rows, n]` in the dtype of x.
+        epoch: what the flags are raised to.
+        rank: of the writer, whose own chunk comes last.
+        turned: the product is `x[owner] W`.
+    """
+    size, rows, k = x.shape
+    flat = x.reshape(size * rows, k)
+    if not (fast(x, weight) and readable(flat)):
+        matmul_scatter_reference(x, weight, out, epoch, rank, turned)
+        return
+    n = weight.shape[1 if turned else 0]
+    config = tuning.select("matmul_scatter", x.device)
+    tile = [config["BLOCK_K"], config["BLOCK_N"]] if turned else [config["BLOCK_N"], config["BLOCK_K"]]
+    x_desc = TensorDescriptor.from_tensor(flat, [config["BLOCK_M"], config["BLOCK_K"]])
+    w_desc = TensorDescriptor.from_tensor(weight, tile)
+    grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
+    tables = (out.box_addresses, out.flag_addresses, out.finished)
+    sizes = (epoch, rank, size, rows, n, k)
+    flags = {"TURNED": turned, "DTYPE": _TRITON_DTYPES[x.dtype]}
+    _matmul_scatter_kernel[grid](x_desc, w_desc, *tables, *sizes, **flags, **config)
+
+
+def sum_arrived_reference(terms: Tensor, arrived: Tensor, epoch: int) -> Tensor:
+    """The sum in plain torch."""
+    wait_flags(arrived, epoch)
+    return terms.to(statistics_dtype(terms.dtype)).sum(0).to(terms.dtype)
+
+
+def sum_arrived(terms: Tensor, arrived: Tensor, epoch: int) -> Tensor:
+    """The sum of the boxes of all sources, once they are full.
+
+    Args:
+        terms: `[size, ...]`, each contiguous, written by the other ranks.
+        arrived: `[size]` int32 flags.
+        epoch: of this use.
+
+    Returns:
+        `[...]` in the dtype of terms, added in float32 (float64 for float64) in the order of the sources.
+    """
+    if not (dispatch.runs_triton(terms) and terms[0].is_contiguous()):
+        return sum_arrived_reference(terms, arrived, epoch)
+    y = torch.empty(terms.shape[1:], dtype=terms.dtype, device=terms.device)
+    config = tuning.select("sum_arrived", terms.device)
+    sizes = (epoch, terms.shape[0], y.numel(), terms.stride(0))
+    _sum_kernel[(cdiv(y.numel(), config["BLOCK"]),)](terms, y, arrived, *sizes, **config)
+    return y

@@ -1,0 +1,183 @@
+"""Products that follow and tell flags, with a second process at the other end of the shared memory."""
+
+import importlib.util
+import mmap
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import gather_matmul as gather
+from kernels import matmul_scatter as scatter
+from kernels.signals import addresses_of, raise_flags, wait_flags
+from kernels.testing.interpreter_checks import allow_memory
+
+SIZE, RANK = 2, 1
+SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]  # rows, n, k, turned
+
+
+def shared(*shape, dtype=torch.bfloat16):
+    """Memory that survives a fork as the same memory."""
+    count = torch.Size(shape).numel()
+    return torch.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype=dtype, count=count).view(shape)
+
+
+class beside:
+    """Runs a function in a forked process while the block runs; it must end well."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def __enter__(self):
+        self.child = os.fork()
+        if self.child == 0:
+            try:
+                self.work()
+                os._exit(0)
+            finally:
+                os._exit(1)
+
+    def __exit__(self, *_):
+        assert os.waitpid(self.child, 0)[1] == 0
+
+
+def with_fault(tmp_path, module, right, wrong):
+    source = Path(module.__file__).read_text()
+    assert right in source, f"{module.__name__} no longer contains {right!r}: plant the fault anew"
+    path = tmp_path / "planted.py"
+    path.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location("planted", path)
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    return planted
+
+
+def late(boxes, flags, chunk, epoch, flag_first=False):
+    """The other rank: it comes when the product has done its own chunk and waits."""
+    time.sleep(0.1)
+    if flag_first:
+        raise_flags([flags[:1]], flags, epoch)
+        time.sleep(0.3)
+    boxes[0].copy_(chunk)
+    raise_flags([flags[:1]], flags, epoch)
+
+
+def gathered(module, rows, n, k, turned, uses=2, **how):
+    """Largest relative error of `gather_matmul` over uses of the same boxes and flags."""
+    boxes, flags, worst = shared(SIZE, rows, k), shared(SIZE, dtype=torch.int32), 0.0
+    for epoch in range(1, uses + 1):
+        x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if turned else (n, k)).bfloat16()
+        boxes[0].fill_(float("nan"))
+        boxes[RANK].copy_(x[RANK])
+        flags[RANK] = epoch
+        with beside(lambda x=x, epoch=epoch: late(boxes, flags, x[0], epoch, **how)):
+            y = module.gather_matmul(boxes, weight, flags, epoch, RANK, turned)
+        want = x.double() @ (weight if turned else weight.t()).double()
+        worst = max(worst, torch.nan_to_num((y.double() - want).norm() / want.norm(), 9.0).item())
+    return worst
+
+
+@pytest.mark.parametrize("rows, n, k, turned", SHAPES)
+def test_gathered(rows, n, k, turned):
+    assert gathered(gather, rows, n, k, turned) < 5e-3
+
+
+def test_gathered_through_boxes_with_gaps_and_without_a_kernel():
+    """Boxes may lie apart; float64 takes the plain path, which waits for the same flags."""
+    flags, wide = shared(SIZE, dtype=torch.int32), shared(SIZE, 7, 24)
+    x, weight = torch.randn(SIZE, 5, 16).bfloat16(), torch.randn(8, 16).bfloat16()
+    boxes = wide.flatten(1)[:, :80].unflatten(1, (5, 16))
+    boxes.copy_(x)
+    flags.fill_(3)
+    want = x.double() @ weight.double().t()
+    assert (gather.gather_matmul(boxes, weight, flags, 3, 0).double() - want).norm() < 5e-3 * want.norm()
+    assert torch.allclose(gather.gather_matmul(x.double(), weight.double(), flags, 3, 0), want)
+
+
+def owner(box, flag, seen, epoch):
+    """The other rank: it copies its box at the moment that the flag comes."""
+    wait_flags(flag, epoch, timeout_s=60)
+    seen.copy_(box)
+
+
+def scattered(module, rows, n, k, turned, uses=2):
+    """Largest relative error of what the owner finds, and of the own sum."""
+    boxes = [shared(rows, n) for _ in range(SIZE)]
+    flags, seen = shared(SIZE, dtype=torch.int32), shared(rows, n)
+    finished, worst = torch.zeros(SIZE, dtype=torch.int32), 0.0
+    views = list(flags.split(1))
+    out = module.Outboxes(boxes, views, addresses_of(boxes), addresses_of(views), finished)
+    for epoch in range(1, uses + 1):
+        x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if turned else (n, k)).bfloat16()
+        for box in boxes:
+            box.fill_(float("nan"))
+        with beside(lambda epoch=epoch: owner(boxes[0], flags[:1], seen, epoch)), allow_memory(*boxes, flags):
+            module.matmul_scatter(x, weight, out, epoch, RANK, turned)
+        want = x.double() @ (weight if turned else weight.t()).double()
+        mine = module.sum_arrived(torch.stack((boxes[RANK], seen)), flags, epoch).double()
+        for got, wanted in ((seen.double(), want[0]), (mine, want.sum(0))):
+            worst = max(worst, torch.nan_to_num((got - wanted).norm() / wanted.norm(), 9.0).item())
+        assert not finished.any() and flags.tolist() == [epoch, epoch]
+    return worst
+
+
+@pytest.mark.parametrize("rows, n, k, turned", SHAPES)
+def test_scattered(rows, n, k, turned):
+    assert scattered(scatter, rows, n, k, turned) < 5e-3
+
+
+def test_the_sum_waits():
+    terms, flags = shared(3, 300), shared(3, dtype=torch.int32)
+    terms.fill_(float("nan"))
+    x = torch.randn(3, 300).bfloat16()
+    terms[1:].copy_(x[1:])
+    flags[1:] = 5
+    with beside(lambda: late(terms, flags, x[0], 5)):
+        got = scatter.sum_arrived(terms, flags, 5)
+    assert (got.double() - x.double().sum(0)).norm() < 5e-3 * x.double().sum(0).norm()
+    with pytest.raises(TimeoutError, match=r"flags \[0, 1, 2\] have not reached 6 in 0.01 s: \[5, 5, 5\]"):
+        wait_flags(flags, 6, timeout_s=0.01)
+
+
+FAULTS = {
+    "no wait": (gather, gathered, "wait_for(arrived_ptr + source, epoch)", "pass"),
+    "a flag of an earlier use counts": (gather, gathered, "(arrived_ptr + source, epoch)", "(arrived_ptr + source, 1)"),
+    "another's flag": (gather, gathered, "wait_for(arrived_ptr + source, ", "wait_for(arrived_ptr + rank, "),
+    "told before the last tile": (scatter, scattered, "== chunk_tiles - 1", "== 0"),
+    "told before the store": (
+        scatter,
+        scattered,
+        "    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)\n",
+        "    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)\n"
+        "    raise_flag(tl.load(flag_addresses_ptr + owner).to(tl.pointer_type(tl.int32)), epoch)\n",
+    ),
+    "another's box": (scatter, scattered, "tl.load(box_addresses_ptr + owner)", "tl.load(box_addresses_ptr + rank)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault, tmp_path):
+    module, run, right, wrong = FAULTS[fault]
+    try:
+        error = run(
+            with_fault(tmp_path, module, right, wrong), *((7, 8, 16) if run is gathered else (70, 72, 40)), False
+        )
+    except AssertionError:
+        return
+    assert error > 3e-2
+
+
+def test_a_sender_that_tells_too_early_is_noticed():
+    assert gathered(gather, 7, 8, 16, False, flag_first=True) > 3e-2
+
+
+def test_the_kernels_really_run(monkeypatch):
+    for module, name in ((gather, "_gather_matmul_kernel"), (scatter, "_matmul_scatter_kernel")):
+        monkeypatch.setattr(module, name, None)
+    x, weight, flags = torch.zeros(1, 8, 8).bfloat16(), torch.zeros(8, 8).bfloat16(), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(TypeError):
+        gather.gather_matmul(x, weight, flags, 1, 0)
+    with pytest.raises(TypeError):
+        scatter.matmul_scatter(x, weight, scatter.Outboxes([x[0]], [flags], flags, flags, flags), 1, 0)

@@ -1,0 +1,105 @@
+"""Boxes in each other's memory: ranks that are slow at different times, boxes used again, and faults that show."""
+
+import time
+
+import pytest
+import torch
+from ranks import RankFailure, run_ranks
+
+from megatron5d.comm import mailbox, segments
+from megatron5d.comm.mailbox import Exchange, Mailbox
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
+
+CPU = torch.device("cpu")
+
+
+def content(source: int, epoch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.arange(5 * width, dtype=torch.float64).view(5, width)
+    return values + 1000 * epoch + 100 * source, (values.float() * 0 + epoch * 10 + source)[:, :1]
+
+
+def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: float) -> int:
+    """Exchanges with a rank that pauses before it sends in odd exchanges and before it reads in even ones."""
+    tp = build_mesh(resolve(world, tp=world), rank)["tp"]
+    box = Mailbox(tp, CPU)
+    for epoch in range(1, num_exchanges + 1):
+        width = 3 if epoch < 5 else 7  # boxes that grow in the middle
+        mine = content(rank, epoch, width)
+        exchange = box.exchange([(part.shape, part.dtype) for part in mine])
+        if rank == slow and epoch % 2:
+            time.sleep(pause_s)
+        exchange.push(mine)
+        for step in range(world):
+            source = (rank - step) % world
+            if rank == slow and not epoch % 2:
+                time.sleep(pause_s)
+            for got, want in zip(exchange.wait(source), content(source, epoch, width), strict=True):
+                assert torch.equal(got, want), f"exchange {epoch}: rank {rank} read {got[0, 0]} from rank {source}"
+    return box.epoch
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_ranks_read_what_was_sent_in_this_exchange(slow):
+    assert run_ranks(converse, 3, 9, slow, 0.02) == [5] * 3  # exchanges since the boxes grew
+
+
+def told_before_sent(self, tensors, holder):
+    flag = self.signals()[holder]
+    mailbox.raise_flags([flag], flag, self.epoch)
+    time.sleep(0.05)
+    self._write(tensors, holder)
+
+
+def waits_for_any_exchange(flags, epoch, timeout_s=60.0, true=mailbox.wait_flags):
+    true(flags, min(epoch, 1), timeout_s)
+
+
+def has_one_set_of_boxes(self, box, layout, true=Exchange.__init__):
+    true(self, box, layout)
+    self._slot, self.arrived = 0, box.flags(box.axis.rank, 0)
+
+
+FAULTS = {
+    "told before sent": (Exchange, "_send", told_before_sent),
+    "a flag of an earlier exchange counts": (mailbox, "wait_flags", waits_for_any_exchange),
+    "one set of boxes": (Exchange, "__init__", has_one_set_of_boxes),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault, monkeypatch):
+    monkeypatch.setattr(*FAULTS[fault])
+    with pytest.raises(RankFailure, match=r"exchange \d: rank \d read"):
+        run_ranks(converse, 2, 4, 1, 0.2)
+
+
+def test_a_rank_that_never_sends_is_named():
+    def quiet(rank, world):
+        tp = build_mesh(resolve(world, tp=world), rank)["tp"]
+        exchange = Mailbox(tp, CPU).exchange([(torch.Size([2]), torch.float32)])
+        if rank == 0:
+            exchange.push([torch.zeros(2)])
+            with pytest.raises(TimeoutError, match=r"flags \[0\] have not reached 1 in 0.1 s"):
+                mailbox.wait_flags(exchange.arrived[1:], 1, timeout_s=0.1)
+
+    run_ranks(quiet, 2)
+
+
+def test_ranks_on_several_hosts_are_refused_everywhere(monkeypatch):
+    def elsewhere(rank, world):
+        monkeypatch.setattr(segments.socket, "gethostname", lambda: f"node{rank}")
+        tp = build_mesh(resolve(world, tp=world), rank)["tp"]
+        with pytest.raises(ValueError, match=r"2 ranks of tp.*node0, node1.*parallel.tp_overlap=chunked"):
+            Mailbox(tp, CPU)
+
+    run_ranks(elsewhere, 2)
+
+
+def test_memory_is_counted_without_memory():
+    box = Mailbox(Axis("tp", (0, 1), 0), torch.device("meta"))
+    exchange = box.exchange([(torch.Size([100, 4]), torch.bfloat16)])
+    exchange.push([torch.empty(100, 4, dtype=torch.bfloat16, device="meta")])
+    assert exchange.wait(1)[0].shape == (100, 4)
+    assert box.box_bytes == 1024 and exchange.inbox(0).untyped_storage().nbytes() == 256 + 2 * 2 * 1024
