@@ -99,7 +99,10 @@ def _on_gpus(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
     _refuse(axis, reasons)
     torch.cuda.synchronize(device)
     dist.barrier(group=axis.group)
-    return [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(axis.size)]
+    others = {
+        rank: handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(axis.size) if rank != axis.rank
+    }
+    return [others.get(rank, mine) for rank in range(axis.size)]  # `mine` owns the mapping of all
 
 
 def _sees(device: int, peer: int) -> bool:
