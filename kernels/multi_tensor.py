@@ -62,6 +62,7 @@ class TensorTable:
         self.device = first[0].device if first else torch.device("cpu")
         self._chunks: dict[int, Tensor] = {}
         addresses = [[t.data_ptr() for t in tensors] for tensors in self.columns.values()]
+        self.aligned = all(address % 16 == 0 for column in addresses for address in column)
         self.addresses = torch.tensor(addresses, dtype=torch.int64).to(self.device)
         self.sizes = torch.tensor(self.counts, dtype=torch.int64).to(self.device)
 
@@ -77,20 +78,69 @@ class TensorTable:
 
 
 @jit
-def _block(addresses_ptr, chunks_ptr, sizes_ptr, BLOCK: tl.constexpr):
-    """This program's tensor, its elements, and which of them exist."""
+def _block(chunks_ptr, sizes_ptr, BLOCK: tl.constexpr):
+    """This program's tensor, the elements of its block, which of them exist, and whether all do."""
     chunk = tl.program_id(0).to(tl.int64)
     which = tl.load(chunks_ptr + chunk * 2)
-    index = tl.load(chunks_ptr + chunk * 2 + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return which, index, index < tl.load(sizes_ptr + which)
+    first = tl.load(chunks_ptr + chunk * 2 + 1).to(tl.int64) * BLOCK
+    size = tl.load(sizes_ptr + which)
+    index = first + tl.arange(0, BLOCK)
+    return which, index, index < size, first + BLOCK <= size
 
 
 @jit
-def _squares_kernel(addresses_ptr, chunks_ptr, sizes_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    which, index, live = _block(addresses_ptr, chunks_ptr, sizes_ptr, BLOCK)
-    pointer = tl.load(addresses_ptr + which).to(tl.pointer_type(DTYPE))
-    g = tl.load(pointer + index, live, other=0.0).to(tl.float32)
+def _tensor(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer read from memory: nothing tells the compiler that 16 bytes may be loaded at once, unless we do."""
+    pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@jit
+def _read(pointer, live, FULL: tl.constexpr):
+    """A block as float32; a mask, whose edge may lie anywhere, would break up the wide loads of a full one."""
+    if FULL:
+        x = tl.load(pointer)
+    else:
+        x = tl.load(pointer, live, other=0.0)
+    return x.to(tl.float32)
+
+
+@jit
+def _write(pointer, x, live, FULL: tl.constexpr):
+    if FULL:
+        tl.store(pointer, x.to(pointer.dtype.element_ty))
+    else:
+        tl.store(pointer, x.to(pointer.dtype.element_ty), live)
+
+
+@jit
+def _squares_kernel(
+    addresses_ptr, chunks_ptr, sizes_ptr, out_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    which, index, live, full = _block(chunks_ptr, sizes_ptr, BLOCK)
+    pointer = _tensor(addresses_ptr + which, DTYPE, ALIGNED) + index
+    if full:
+        g = _read(pointer, live, True)
+    else:
+        g = _read(pointer, live, False)
     tl.store(out_ptr + tl.program_id(0), tl.sum(g * g, 0))
+
+
+@jit
+def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY: tl.constexpr, FULL: tl.constexpr):
+    """AdamW of one block; rates: gradient factor, decay of the weights, step, betas, root of 1 - b2^t, eps."""
+    factor, kept, step, beta1, beta2, root_correction2, eps = rates
+    g = _read(g_ptr, live, FULL) * factor
+    m = beta1 * _read(m_ptr, live, FULL) + (1.0 - beta1) * g
+    v = beta2 * _read(v_ptr, live, FULL) + (1.0 - beta2) * g * g
+    p = _read(p_ptr, live, FULL) * kept - step * m / (tl.sqrt(v) / root_correction2 + eps)
+    _write(m_ptr, m, live, FULL)
+    _write(v_ptr, v, live, FULL)
+    _write(p_ptr, p, live, FULL)
+    if HAS_COPY:
+        _write(copy_ptr, p, live, FULL)
 
 
 @jit
@@ -110,24 +160,21 @@ def _adamw_kernel(
     GRAD: tl.constexpr,
     COPY: tl.constexpr,
     HAS_COPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    which, index, live = _block(addresses_ptr, chunks_ptr, sizes_ptr, BLOCK)
-    p_ptr = tl.load(addresses_ptr + which).to(tl.pointer_type(tl.float32)) + index
-    g_ptr = tl.load(addresses_ptr + num_tensors + which).to(tl.pointer_type(GRAD)) + index
-    m_ptr = tl.load(addresses_ptr + 2 * num_tensors + which).to(tl.pointer_type(tl.float32)) + index
-    v_ptr = tl.load(addresses_ptr + 3 * num_tensors + which).to(tl.pointer_type(tl.float32)) + index
-    g = tl.load(g_ptr, live, other=0.0).to(tl.float32) * tl.load(factor_ptr)
-    m = beta1 * tl.load(m_ptr, live, other=0.0) + (1.0 - beta1) * g
-    v = beta2 * tl.load(v_ptr, live, other=0.0) + (1.0 - beta2) * g * g
-    p = tl.load(p_ptr, live, other=0.0) * (1.0 - lr * tl.load(weight_decay_ptr + which))
-    p -= lr / correction1 * m / (tl.sqrt(v) / root_correction2 + eps)
-    tl.store(m_ptr, m, live)
-    tl.store(v_ptr, v, live)
-    tl.store(p_ptr, p, live)
-    if HAS_COPY:
-        copy_ptr = tl.load(addresses_ptr + 4 * num_tensors + which).to(tl.pointer_type(COPY)) + index
-        tl.store(copy_ptr, p.to(COPY), live)
+    which, index, live, full = _block(chunks_ptr, sizes_ptr, BLOCK)
+    p_ptr = _tensor(addresses_ptr + which, tl.float32, ALIGNED) + index
+    g_ptr = _tensor(addresses_ptr + num_tensors + which, GRAD, ALIGNED) + index
+    m_ptr = _tensor(addresses_ptr + 2 * num_tensors + which, tl.float32, ALIGNED) + index
+    v_ptr = _tensor(addresses_ptr + 3 * num_tensors + which, tl.float32, ALIGNED) + index
+    copy_ptr = _tensor(addresses_ptr + (4 if HAS_COPY else 0) * num_tensors + which, COPY, ALIGNED) + index
+    kept = 1.0 - lr * tl.load(weight_decay_ptr + which)
+    rates = (tl.load(factor_ptr), kept, lr / correction1, beta1, beta2, root_correction2, eps)
+    if full:
+        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY, True)
+    else:
+        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY, False)
 
 
 def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
@@ -150,7 +197,8 @@ def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
     parts = torch.empty(len(chunks), dtype=torch.float32, device=table.device)
     addresses = table.addresses[list(table.columns).index(column)]
     dtype = _TRITON_DTYPES[table.dtype(column)]
-    _squares_kernel[(len(chunks),)](addresses, chunks, table.sizes, parts, DTYPE=dtype, **config)
+    flags = {"DTYPE": dtype, "ALIGNED": table.aligned}
+    _squares_kernel[(len(chunks),)](addresses, chunks, table.sizes, parts, **flags, **config)
     return parts.double().sum()
 
 
@@ -198,7 +246,7 @@ def adamw_step(table: TensorTable, settings: AdamWSettings, factor: Tensor, weig
     chunks = table.chunks(config["BLOCK"])
     has_copy = "copy" in table.columns
     copy = _TRITON_DTYPES[table.dtype("copy")] if has_copy else tl.float32
-    dtypes = {"GRAD": _TRITON_DTYPES[table.dtype("grad")], "COPY": copy, "HAS_COPY": has_copy}
+    dtypes = {"GRAD": _TRITON_DTYPES[table.dtype("grad")], "COPY": copy, "HAS_COPY": has_copy, "ALIGNED": table.aligned}
     rates = (settings.lr, settings.beta1, settings.beta2, settings.eps, correction1, correction2**0.5)
     inputs = (table.addresses, chunks, table.sizes, factor, weight_decay, len(table.counts))
     _adamw_kernel[(len(chunks),)](*inputs, *rates, **dtypes, **config)
