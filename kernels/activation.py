@@ -86,26 +86,31 @@ def _gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, count, TANH: tl.constexpr, BLOC
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up):
+    def forward(ctx, gate_up, overwrite):
         rows = rows_of(gate_up)
         width = rows.shape[1] // 2
         y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
         config = tuning.select("swiglu", rows.device)
         grid = (rows.shape[0], cdiv(width, config["BLOCK"]))
         _swiglu_kernel[grid](rows, y, width, rows.stride(0), **config)
-        ctx.save_for_backward(rows)
+        ctx.overwrite = overwrite and gate_up.is_contiguous()
+        ctx.save_for_backward(gate_up if ctx.overwrite else rows)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        (rows,) = ctx.saved_tensors
-        shape, dy = dy.shape, rows_of(dy)
+        (kept,) = ctx.saved_tensors
+        rows, shape, dy = rows_of(kept), dy.shape, rows_of(dy)
         width = rows.shape[1] // 2
-        d_gate_up = torch.empty(*shape[:-1], 2 * width, dtype=rows.dtype, device=rows.device)
+        if ctx.overwrite:  # each program reads its numbers before it writes them
+            torch.autograd.graph.increment_version(kept)  # a second backward of the same graph is refused, not wrong
+            d_gate_up = kept.detach()
+        else:
+            d_gate_up = torch.empty(*shape[:-1], 2 * width, dtype=rows.dtype, device=rows.device)
         config = tuning.select("swiglu", rows.device)
         grid = (rows.shape[0], cdiv(width, config["BLOCK"]))
         _swiglu_backward_kernel[grid](dy, rows, d_gate_up, width, dy.stride(0), rows.stride(0), **config)
-        return d_gate_up
+        return d_gate_up, None
 
 
 class _GELU(torch.autograd.Function):
@@ -129,21 +134,25 @@ class _GELU(torch.autograd.Function):
         return dx, None
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, overwrite: bool = False) -> Tensor:
     """`silu(gate) * up` where gate is the first half of the last dim and up the second.
 
     Args:
         gate_up: `[..., 2f]`, any floating dtype.
+        overwrite: the backward may write the gradient over gate_up, which nobody else needs then: 2f elements a row
+            less at the peak. The plain path and gate_up that is no block of memory do not use it.
 
     Returns:
         `[..., f]` in the same dtype, computed in float32 (float64 for float64).
 
     Raises:
-        ValueError: the last dim is odd.
+        ValueError: the last dim is odd, or a leaf would be overwritten.
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"swiglu splits the last dim in two halves (gate, up); {gate_up.shape[-1]} is odd")
-    return _SwiGLU.apply(gate_up) if dispatch.runs_triton(gate_up) else swiglu_reference(gate_up)
+    if overwrite and gate_up.is_leaf and gate_up.requires_grad:
+        raise ValueError(f"overwrite=True would write the gradient of the leaf {tuple(gate_up.shape)} over its value")
+    return _SwiGLU.apply(gate_up, overwrite) if dispatch.runs_triton(gate_up) else swiglu_reference(gate_up)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -181,3 +181,88 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     if not (dispatch.runs_triton(q) and dispatch.runs_triton(k)):
         return apply_rope_reference(q, k, cos, sin, interleaved)
     return _Rope.apply(q, k, cos, sin, interleaved)
+
+
+@jit
+def _rope_in_place_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    batch,
+    heads,
+    half,
+    stride_s,
+    stride_b,
+    stride_a,
+    table_stride_s,
+    table_stride_b,
+    BACKWARD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    s, b = token // batch, token % batch
+    j = tl.arange(0, HALF)[None, :]
+    table = s * table_stride_s + b * table_stride_b + j
+    cos = tl.load(cos_ptr + table, j < half, other=0.0)
+    sin = tl.load(sin_ptr + table, j < half, other=0.0)
+    if BACKWARD:
+        sin = -sin
+    x = x_ptr + s * stride_s + b * stride_b
+    # Both numbers of a pair are loaded before either is stored, and no other thread touches them.
+    _turn_heads(x, x, cos, sin, heads, stride_a, stride_a, half, INTERLEAVED, HEADS, HALF, 0)
+
+
+def _turn_in_place(x: Tensor, heads: int, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> None:
+    if not dispatch.runs_triton(x) or x.stride(-1) != 1:
+        part = x[:, :, :heads]
+        part.copy_(_rotate(part, cos, -sin if backward else sin, interleaved))
+        return
+    cos, sin = cos.contiguous(), sin.contiguous()
+    half = cos.shape[-1]
+    sizes = (x.shape[1], heads, half, *x.stride()[:3], cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1))
+    flags = {"BACKWARD": backward, "INTERLEAVED": interleaved, "HALF": next_power_of_2(half)}
+    _rope_in_place_kernel[(x.shape[0] * x.shape[1],)](x, cos, sin, *sizes, **flags, **tuning.select("rope", x.device))
+
+
+class _RopeInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, heads, cos, sin, interleaved):
+        _turn_in_place(x, heads, cos, sin, False, interleaved)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin)
+        ctx.heads, ctx.interleaved = heads, interleaved
+        return x
+
+    @staticmethod
+    def backward(ctx, dx):
+        cos, sin = ctx.saved_tensors
+        dx = dx.clone()  # a gradient may belong to others too: autograd hands out the same tensor to several
+        _turn_in_place(dx, ctx.heads, cos, sin, True, ctx.interleaved)
+        return dx, None, None, None, None
+
+
+def apply_rope_in_place(x: Tensor, num_heads: int, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn the first heads of x where they lie: q and k of a projection that holds q, k, v side by side.
+
+    Autograd refuses it, as every operation in place, where someone needs the old x for a backward, where x is a leaf,
+    and where x is one of several views made by one split: turn first, split afterwards.
+
+    Args:
+        x: `[s, b, heads, d]`, a tensor or a view whose elements do not share memory.
+        num_heads: how many are turned, the others stay (those of v).
+        cos, sin, interleaved: as in `apply_rope`.
+
+    Returns:
+        x.
+
+    Raises:
+        ValueError: the rotary dim exceeds the head dim, the tables or heads do not fit, or elements share memory.
+    """
+    _check(x, x, cos, sin)
+    if not 0 <= num_heads <= x.shape[2]:
+        raise ValueError(f"{num_heads} heads to turn, and x {tuple(x.shape)} has {x.shape[2]}")
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        raise ValueError(f"x {tuple(x.shape)} with strides {x.stride()} shares memory between elements: clone it first")
+    return _RopeInPlace.apply(x, num_heads, cos, sin, interleaved)

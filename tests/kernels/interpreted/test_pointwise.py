@@ -29,7 +29,7 @@ def compare(run, reference, *inputs):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 14), (2, 254), (2, 258)])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 14), (2, 254), (2, 258), (1, 8194)])
 def test_swiglu(shape, dtype):
     compare(kernels.swiglu, kernels.swiglu_reference, torch.randn(shape).to(dtype))
 
@@ -73,3 +73,61 @@ def test_rope_of_views_into_one_qkv():
     want = kernels.apply_rope_reference(q, k, angle.cos(), angle.sin())
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 14), (2, 258)])
+def test_swiglu_backward_over_its_input(shape):
+    leaf = torch.randn(shape).bfloat16().requires_grad_()
+    dy = torch.randn(*shape[:-1], shape[-1] // 2).bfloat16()
+    (want,) = torch.autograd.grad(kernels.swiglu(leaf), leaf, dy)
+    held = leaf.clone()
+    got = torch.autograd.grad(kernels.swiglu(held, overwrite=True), held, dy, retain_graph=True)[0]
+    assert torch.equal(got, want) and got.data_ptr() == held.data_ptr()
+    y = kernels.swiglu(held, overwrite=True)
+    y.backward(dy, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+    with pytest.raises(ValueError, match="the leaf"):
+        kernels.swiglu(leaf, overwrite=True)
+
+
+def test_swiglu_of_a_slice_is_never_overwritten():
+    whole = torch.randn(6, 50).requires_grad_()
+    part = (whole * 1)[:, 3:37]
+    before = part.detach().clone()
+    kernels.swiglu(part, overwrite=True).sum().backward()
+    assert torch.equal(part, before)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("heads, turned, d, half, tables", [(6, 4, 16, 8, 1), (7, 7, 10, 3, 2), (3, 1, 2, 1, 2)])
+def test_rope_in_place(interleaved, heads, turned, d, half, tables):
+    x, angle = torch.randn(5, 2, heads, d).bfloat16().requires_grad_(), torch.randn(5, tables, half)
+    tables = angle.cos(), angle.sin()
+    want = torch.cat((kernels.apply_rope(x[:, :, :turned], x[:, :, :1], *tables, interleaved)[0], x[:, :, turned:]), 2)
+    dy = torch.randn_like(want)
+    (d_want,) = torch.autograd.grad(want, x, dy)
+    held = x * 1
+    got = kernels.apply_rope_in_place(held, turned, *tables, interleaved)
+    assert got.data_ptr() == held.data_ptr() and torch.equal(got, want)
+    kept = dy.clone()
+    assert torch.equal(torch.autograd.grad(got, x, dy)[0], d_want) and torch.equal(dy, kept)
+
+
+def test_rope_in_place_where_it_is_not_allowed():
+    angle = torch.randn(5, 1, 4)
+    x = torch.randn(5, 2, 3, 8, requires_grad=True)
+    turn = lambda y: kernels.apply_rope_in_place(y, 3, angle.cos(), angle.sin())  # noqa: E731
+    with pytest.raises(RuntimeError, match="leaf"):
+        turn(x)
+    held = x * 1
+    squares = held * held  # needs held
+    turn(held)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+    with pytest.raises(RuntimeError, match="view"):
+        turn((x * 1).split(1, dim=0)[0].expand(5, 2, 3, 8).contiguous()[:5].split(3, dim=2)[0])
+    with pytest.raises(ValueError, match="shares memory"):
+        turn(torch.randn(5, 1, 3, 8).expand(5, 2, 3, 8))
+    with pytest.raises(ValueError, match="4 heads to turn"):
+        kernels.apply_rope_in_place(x * 1, 4, angle.cos(), angle.sin())
