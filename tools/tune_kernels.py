@@ -41,6 +41,31 @@ SPACE: dict[
         "ours, float8",
         {**GEMM, "BLOCK_N": (64, 128), "BLOCK_K": (128,)},
     ),
+    "grouped_weight_grad": (
+        "grouped GEMM weight gradient, 64 experts",
+        "ours",
+        {"BLOCK_N": (64, 128, 256), "BLOCK_K": (64, 128), "BLOCK_R": (32, 64), "BAND": (4, 8), **WARPS_STAGES},
+    ),
+    "grouped_weight_grad_fp8": (
+        "grouped GEMM weight gradient, 64 experts",
+        "ours, float8",
+        {"BLOCK_N": (64, 128), "BLOCK_K": (64, 128), "BAND": (4, 8, 16), **WARPS_STAGES},
+    ),
+    "fp8_quantize": ("float8 rows 16384x4096", "ours, both ways", {"num_warps": (4, 8, 16)}),
+    "fp8_turn": ("float8 turned 16384x4096", "ours", {"num_warps": (4, 8, 16)}),
+    "fp8_swiglu": ("SwiGLU to float8 8192x14336", "ours", {"ROWS": (4, 8, 16, 32), "num_warps": (2, 4, 8)}),
+    "fp8_rms_norm": (
+        "RMSNorm to float8 16384x4096",
+        "ours",
+        {"ELEMENTS": (4096, 8192), "num_warps": (4, 8, 16)},
+    ),
+    "gather_matmul": ("gathered product, 8 ranks, 8192x1792x8192", "ours", GEMM),
+    "matmul_scatter": ("scattered product, 8 ranks, 8192x8192x1792", "ours", GEMM),
+    "sum_arrived": (
+        "scattered product, 8 ranks, 8192x8192x1792",
+        "ours, the sum",
+        {"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
+    ),
     "norm_forward": ("RMSNorm forward 16384x4096", "ours", {"ELEMENTS": (4096, 8192), "num_warps": (4, 8, 16)}),
     "norm_backward": (
         "RMSNorm backward 16384x4096",

@@ -10,11 +10,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
-from kernels.fp8_grouped import grouped_matmul_fp8
+from kernels.fp8_fused import rms_norm_quantized, swiglu_quantized
+from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
-from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows, quantize_tensor
-from kernels.grouped_matmul import grouped_matmul
+from kernels.fp8_quantize import (
+    Quantized,
+    quantize_blocks,
+    quantize_reference,
+    quantize_rows,
+    quantize_rows_both_ways,
+    quantize_tensor,
+)
+from kernels.fp8_turn import turn, turn_reference
+from kernels.gather_matmul import gather_matmul
+from kernels.grouped_matmul import grouped_matmul, grouped_weight_grad
+from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
+from kernels.signals import addresses_of
 
 Calls = dict[str, Callable[[], object]]
 
@@ -127,7 +139,7 @@ def _fp8(m: int = 4096, n: int = 7168, k: int = 16384) -> Calls:
 
 def _grouped(experts: int = 64, rows: int = 65536, n: int = 1408, k: int = 2048) -> Calls:
     x, weight = _random(rows, k), _random(experts, n, k)
-    offsets = torch.linspace(0, rows, experts + 1, device="cuda").long()
+    offsets = _offsets(experts, rows)
     ends = offsets[1:].int()
     rows8 = quantize_rows(x)
     parts = [quantize_blocks(w)[0] for w in weight]
@@ -137,6 +149,91 @@ def _grouped(experts: int = 64, rows: int = 65536, n: int = 1408, k: int = 2048)
         "ours": lambda: grouped_matmul(x, weight, offsets),
         "ours, float8": lambda: grouped_matmul_fp8(rows8, weight8, offsets),
         "torch grouped_mm": lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends),
+    }
+
+
+def _offsets(experts: int, rows: int) -> Tensor:
+    return torch.linspace(0, rows, experts + 1, device="cuda").long()
+
+
+def _grouped_weight_grad(experts: int = 64, rows: int = 65536, n: int = 1408, k: int = 2048) -> Calls:
+    x, dy, offsets = _random(rows, k), _random(rows, n), _offsets(experts, rows)
+    ends, main = offsets[1:].int(), torch.zeros(experts, n, k, device="cuda")
+    turned = [turn(quantize_rows(each), offsets) for each in (dy, x)]
+    return {
+        "ours": lambda: grouped_weight_grad(dy, x, offsets, main),
+        "ours, float8": lambda: grouped_weight_grad_fp8(*turned, offsets, main),
+        "torch grouped_mm": lambda: F.grouped_mm(dy.t(), x, offs=ends),
+    }
+
+
+def _quantisers(rows: int = 16384, width: int = 4096) -> Calls:
+    x = _random(rows, width)
+    compiled = torch.compile(lambda x: quantize_reference(x, 1))
+    return {
+        "ours": lambda: quantize_rows(x),
+        "ours, both ways": lambda: quantize_rows_both_ways(x),
+        "ours, blocks both ways": lambda: quantize_blocks(x),
+        "torch.compile": lambda: compiled(x),
+    }
+
+
+def _turn(rows: int = 16384, width: int = 4096) -> Calls:
+    x = quantize_rows(_random(rows, width))
+    return {
+        "ours": lambda: turn(x, powers_of_two=True),
+        "torch": lambda: turn_reference(x, powers_of_two=True),
+        "torch, values only": lambda: x.values.t().contiguous(),
+    }
+
+
+def _swiglu_quantized(rows: int = 8192, width: int = 14336) -> Calls:
+    gate_up = _random(rows, 2 * width)
+    compiled = torch.compile(lambda x: quantize_reference(kernels.swiglu_reference(x), 1))
+    return {
+        "ours": lambda: swiglu_quantized(gate_up),
+        "ours, two kernels": lambda: quantize_rows(kernels.swiglu(gate_up)),
+        "torch.compile": lambda: compiled(gate_up),
+    }
+
+
+def _rms_norm_quantized(rows: int = 16384, width: int = 4096) -> Calls:
+    x, weight = _random(rows, width), _random(width)
+    compiled = torch.compile(lambda x, w: quantize_reference(kernels.rms_norm_reference(x, w, 1e-5), 1))
+    return {
+        "ours": lambda: rms_norm_quantized(x, weight, 1e-5),
+        "ours, two kernels": lambda: quantize_rows(kernels.rms_norm(x, weight, 1e-5)),
+        "torch.compile": lambda: compiled(x, weight),
+    }
+
+
+def _arrived(size: int) -> tuple[Tensor, Tensor]:
+    """Flags of `size` ranks that have long been raised, and zeros: what the products cost when nothing is awaited."""
+    return tuple(torch.full((size,), value, dtype=torch.int32, device="cuda") for value in (1, 0))
+
+
+def _gather_matmul(size: int = 8, rows: int = 1024, n: int = 1792, k: int = 8192) -> Calls:
+    x, weight, (flags, _) = _random(size, rows, k), _random(n, k), _arrived(size)
+
+    def by_chunk() -> Tensor:
+        return torch.cat([chunk @ weight.t() for chunk in x])
+
+    return {
+        "ours": lambda: gather_matmul(x, weight, flags, 1, 3),
+        "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
+        "cuBLAS, a product a chunk": by_chunk,
+    }
+
+
+def _matmul_scatter(size: int = 8, rows: int = 1024, n: int = 8192, k: int = 1792) -> Calls:
+    x, weight, (flags, finished) = _random(size, rows, k), _random(n, k), _arrived(size)
+    terms = _random(size, rows, n)
+    boxes, views = list(terms.unbind()), list(flags.split(1))
+    out = Outboxes(boxes, views, addresses_of(boxes), addresses_of(views), finished)
+    return {
+        "ours": lambda: matmul_scatter(x, weight, out, 1, 3) or terms,
+        "ours, the sum": lambda: sum_arrived(terms, flags, 1),
+        "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
     }
 
 
@@ -160,6 +257,13 @@ BENCHMARKS = {
     "attention backward, causal, d 128, 8 k": Benchmark(2.5 * ATTENTION_FLOP, "TFLOP/s", lambda: _attention(True)),
     "float8 blockwise GEMM 4096x7168x16384": Benchmark(2 * 4096 * 7168 * 16384, "TFLOP/s", _fp8),
     "grouped GEMM, 64 experts": Benchmark(2 * 65536 * 1408 * 2048, "TFLOP/s", _grouped),
+    "grouped GEMM weight gradient, 64 experts": Benchmark(2 * 65536 * 1408 * 2048, "TFLOP/s", _grouped_weight_grad),
+    "float8 rows 16384x4096": Benchmark(16384 * 4096 * 3, "GB/s", _quantisers),
+    "float8 turned 16384x4096": Benchmark(16384 * 4096 * 2, "GB/s", _turn),
+    "SwiGLU to float8 8192x14336": Benchmark(8192 * 14336 * 5, "GB/s", _swiglu_quantized),
+    "RMSNorm to float8 16384x4096": Benchmark(16384 * 4096 * 3, "GB/s", _rms_norm_quantized),
+    "gathered product, 8 ranks, 8192x1792x8192": Benchmark(2 * 8192 * 1792 * 8192, "TFLOP/s", _gather_matmul),
+    "scattered product, 8 ranks, 8192x8192x1792": Benchmark(2 * 8192 * 1792 * 8192, "TFLOP/s", _matmul_scatter),
     "RMSNorm forward 16384x4096": Benchmark(16384 * 4096 * 4, "GB/s", lambda: _rms_norm(False)),
     "RMSNorm backward 16384x4096": Benchmark(16384 * 4096 * 6, "GB/s", lambda: _rms_norm(True)),
     "SwiGLU forward 8192x14336": Benchmark(8192 * 14336 * 6, "GB/s", lambda: _swiglu(False)),
