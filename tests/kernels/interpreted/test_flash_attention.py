@@ -74,6 +74,10 @@ def test_odd_lengths(s, t, causal):
     check(*inputs(s=s, t=t, b=1), causal=causal)
 
 
+def test_more_keys_than_a_few_blocks():
+    check(*inputs(s=1, t=4097, b=1, a=1, d=16), backward=False, causal=False)
+
+
 @pytest.mark.parametrize("d, dv", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (16, 48)])
 def test_head_dims(d, dv):
     check(*inputs(s=70, b=1, d=d, dv=dv))

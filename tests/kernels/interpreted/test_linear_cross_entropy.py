@@ -27,7 +27,7 @@ def test_sum_losses_and_gradients(tokens, slice_bytes, dtype, tolerance, monkeyp
         assert one.dtype == dtype and (one.double() - expected).norm() < tolerance * expected.norm()
 
 
-@pytest.mark.parametrize("n, out, inside", [(1, 8, 8), (7, 24, 136), (129, 72, 40), (64, 64, 64)])
+@pytest.mark.parametrize("n, out, inside", [(1, 8, 8), (7, 24, 136), (129, 72, 40), (64, 64, 64), (4097, 8, 16)])
 def test_weight_grad_kernel(n, out, inside):
     main, dy, x = torch.randn(out, inside), torch.randn(n, out).bfloat16(), torch.randn(n, inside).bfloat16()
     want = main.double() + dy.double().t() @ x.double()

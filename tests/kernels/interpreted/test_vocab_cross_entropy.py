@@ -11,7 +11,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "rows, width, valid, shards", [(1, 7, 7, 1), (5, 129, 127, 1), (7, 300, 290, 3), (3, 512, 130, 2)]
+    "rows, width, valid, shards",
+    [(1, 7, 7, 1), (5, 129, 127, 1), (7, 300, 290, 3), (3, 512, 130, 2), (2, 4097, 4097, 1)],
 )
 def test_loss_and_gradient(rows, width, valid, shards, dtype):
     z_coef = 0.05
