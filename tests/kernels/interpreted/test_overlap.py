@@ -54,26 +54,34 @@ def with_fault(tmp_path, module, right, wrong):
     return planted
 
 
-def late(boxes, flags, chunk, epoch, flag_first=False):
+def until(done, patience_s):
+    """Waits for the product to end without us, as a faulty one may, or for as long as it should wait for us."""
+    deadline = time.monotonic() + patience_s
+    while not done.any() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def late(boxes, flags, chunk, epoch, done, patience_s=0.1, flag_first=False):
     """The other rank: it comes when the product has done its own chunk and waits."""
-    time.sleep(0.1)
     if flag_first:
         raise_flags([flags[:1]], flags, epoch)
-        time.sleep(0.3)
+    until(done, patience_s)
     boxes[0].copy_(chunk)
     raise_flags([flags[:1]], flags, epoch)
 
 
 def gathered(module, rows, n, k, turned, uses=2, **how):
     """Largest relative error of `gather_matmul` over uses of the same boxes and flags."""
-    boxes, flags, worst = shared(SIZE, rows, k), shared(SIZE, dtype=torch.int32), 0.0
+    boxes, flags, done, worst = shared(SIZE, rows, k), *(shared(SIZE, dtype=torch.int32) for _ in range(2)), 0.0
     for epoch in range(1, uses + 1):
         x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if turned else (n, k)).bfloat16()
         boxes[0].fill_(float("nan"))
         boxes[RANK].copy_(x[RANK])
         flags[RANK] = epoch
-        with beside(lambda x=x, epoch=epoch: late(boxes, flags, x[0], epoch, **how)):
+        done.zero_()
+        with beside(lambda x=x, epoch=epoch: late(boxes, flags, x[0], epoch, done, **how)):
             y = module.gather_matmul(boxes, weight, flags, epoch, RANK, turned)
+            done.fill_(1)
         want = x.double() @ (weight if turned else weight.t()).double()
         worst = max(worst, torch.nan_to_num((y.double() - want).norm() / want.norm(), 9.0).item())
     return worst
@@ -125,7 +133,7 @@ def scattered(module, rows, n, k, turned, uses=2):
 
 @pytest.mark.parametrize("rows, n, k, turned", SHAPES)
 def test_scattered(rows, n, k, turned):
-    assert scattered(scatter, rows, n, k, turned) < 5e-3
+    assert scattered(scatter, rows, n, k, turned) < 1e-2  # terms and their sum are rounded each
 
 
 def test_the_sum_waits():
@@ -134,7 +142,7 @@ def test_the_sum_waits():
     x = torch.randn(3, 300).bfloat16()
     terms[1:].copy_(x[1:])
     flags[1:] = 5
-    with beside(lambda: late(terms, flags, x[0], 5)):
+    with beside(lambda: late(terms, flags, x[0], 5, shared(1))):
         got = scatter.sum_arrived(terms, flags, 5)
     assert (got.double() - x.double().sum(0)).norm() < 5e-3 * x.double().sum(0).norm()
     with pytest.raises(TimeoutError, match=r"flags \[0, 1, 2\] have not reached 6 in 0.01 s: \[5, 5, 5\]"):
@@ -170,7 +178,7 @@ def test_a_fault_is_noticed(fault, tmp_path):
 
 
 def test_a_sender_that_tells_too_early_is_noticed():
-    assert gathered(gather, 7, 8, 16, False, flag_first=True) > 3e-2
+    assert gathered(gather, 7, 8, 16, False, patience_s=10.0, flag_first=True) > 3e-2
 
 
 def test_the_kernels_really_run(monkeypatch):
