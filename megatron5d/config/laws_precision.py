@@ -16,6 +16,7 @@ NEED_FP8: dict[str, object] = {
     "precision.fp8_skip_first": 0,
     "precision.fp8_skip_last": 0,
     "precision.fp8_exclude": [],
+    "precision.fp8_gather": True,
 }
 MODEL = ("model.num_layers", "model.attention", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads",
          "model.num_kv_heads", "model.head_dim", "model.q_lora_rank", "model.num_experts", "model.first_k_dense",
@@ -45,7 +46,7 @@ def _in_vain(c: Config) -> list[str]:
 
 
 def _written(value: object) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value).lower()
 
 
 PRECISION_LAWS = (
@@ -53,8 +54,8 @@ PRECISION_LAWS = (
         "fp8-knobs-need-fp8",
         CHOICE,
         lambda c, w: _in_vain(c) != [],
-        lambda c, w: f"{_in_vain(c)[0]} = {_written(value_of(c, _in_vain(c)[0]))} keeps matrices out of 8 bits, and "
-        "precision.fp8 = none multiplies none so",
+        lambda c, w: f"{_in_vain(c)[0]} = {_written(value_of(c, _in_vain(c)[0]))} says which matrices are in 8 bits, "
+        "and when, and precision.fp8 = none multiplies none so",
         lambda c, w: " ".join(f"{key}={_written(NEED_FP8[key])}" for key in _in_vain(c)),
     ),
     Law(

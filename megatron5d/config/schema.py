@@ -175,6 +175,7 @@ class PrecisionConfig:
     fp8_skip_first: int = 0  # layers at the bottom whose matrices are multiplied in `dtype`
     fp8_skip_last: int = 0  # the same at the top
     fp8_exclude: list[str] = field(default_factory=list)  # globs of matrices that are, too: "*.attention.out"
+    fp8_gather: bool = True  # ZeRO-3 gathers these matrices in 8 bits, which changes no number; false: in `dtype`
     master_weights: bool = True  # fp32 copies that the optimiser moves; false: it moves bf16, rounding at random
     grad_dtype: str = "fp32"  # main gradients and their reduction: fp32 | bf16 (fp64 with dtype=fp64)
 

@@ -14,8 +14,9 @@ What is resident, in elements per bucket, N = `numel` (its parameters, each padd
     2      N, the slice a view of them             N/n, and N while the unit's gradient is made and reduced
     3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is made and reduced
 
-A buffer that comes and goes keeps its tensor, its views and its storage object: the storage is emptied and filled in
-place, so that whatever autograd or a kept weight gradient has saved of a parameter sees the gathered values again.
+A buffer that comes and goes is emptied and filled in place (residence.py): a parameter stays the view that it is.
+Matrices that are multiplied in 8 bits may come and go as 8-bit values instead (eight_bits.py): N bytes, and N/n more
+that stay.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron5d.data_parallel.eight_bits import EightBitWeights
+from megatron5d.data_parallel.residence import give_back, take
+from megatron5d.precision.fp8_weights import forget_quantized
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import Piece, ShardSpec, spec_of
 
@@ -63,16 +67,6 @@ class Segment:
         return met
 
 
-def _take(flat: Tensor) -> None:
-    """Gives a flat buffer its memory; the values are undefined."""
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-
-
-def _give_back(flat: Tensor) -> None:
-    """Leaves a flat buffer, and every view of it, without memory."""
-    flat.untyped_storage().resize_(0)
-
-
 class Bucket:
     """Flat buffers of one unit.
 
@@ -82,11 +76,13 @@ class Bucket:
         replicate: ranks that hold the same slice.
         grad_dtype: of the main gradients.
         zero: stage, which says what stays resident.
+        eight_bits: weights that come and go do so in the 8 bits in which they are multiplied, all of them.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, grad_dtype: torch.dtype, zero: int = 0
-    ) -> None:
+        self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, grad_dtype: torch.dtype, zero: int = 0,
+        eight_bits: bool = False,
+    ) -> None:  # fmt: skip
         self.parameters = list(parameters)
         self.shard, self.replicate = shard, replicate
         self.shards_grads = zero >= 2 and shard.size > 1
@@ -105,9 +101,13 @@ class Bucket:
         self.holds_weights = self.holds_grads = True
         self._reducing: Pending | None = None
         self._adopt()
+        self.eight_bits: EightBitWeights | None = None
         if self.shards_weights:
             self.weight_slice = self.weight_slice.clone()
-            self.drop_weights()
+            give_back(self.weights)
+            self.holds_weights = False
+            if eight_bits:
+                self.eight_bits = EightBitWeights(self.parameters, self.offsets, self.weight_slice, shard)
         if self.shards_grads:
             self.grad_slice = self.grad_slice.clone()
             self._drop_grads()
@@ -128,9 +128,11 @@ class Bucket:
         return slice(start, start + self.slice_numel)
 
     @property
-    def resident_weights(self) -> Tensor:
+    def resident_weights(self) -> list[Tensor]:
         """What of the weights stays between uses."""
-        return self.weight_slice if self.shards_weights else self.weights
+        if self.eight_bits is not None:
+            return [self.weight_slice, self.eight_bits.slice, *self.eight_bits.scales]
+        return [self.weight_slice if self.shards_weights else self.weights]
 
     @property
     def resident_grads(self) -> Tensor:
@@ -168,12 +170,12 @@ class Bucket:
         if self._reducing is not None:
             self.finish_reduce()
         if not self.holds_grads:
-            _take(self.grads)
+            take(self.grads)
             self.grads.zero_()
             self.holds_grads = True
 
     def _drop_grads(self) -> None:
-        _give_back(self.grads)
+        give_back(self.grads)
         self.holds_grads = False
 
     def start_reduce(self) -> None:
@@ -203,30 +205,42 @@ class Bucket:
         """
         return start_all_reduce(self.grad_slice, self.replicate)
 
-    def start_gather(self) -> Pending:
+    def holds(self, wide: bool) -> bool:
+        """The weights are there: to be read by the phases, or (wide) by anybody, in the model's dtype."""
+        return self.holds_weights if self.eight_bits is None or wide else self.eight_bits.is_held
+
+    def start_gather(self, wide: bool = False) -> Pending:
         """Makes the weights resident and collects everybody's slices of them; whole after `wait`.
 
-        Comm: all_gather over `shard`, (n-1)/n·N elements in the form that `as_sent` gives them.
+        Args:
+            wide: in the model's dtype also what the phases read in 8 bits.
+
+        Comm: all_gather over `shard`, (n-1)/n·N elements.
         """
+        if self.eight_bits is not None and not wide:
+            return self.eight_bits.start_gather()
         if not self.holds_weights:
-            _take(self.weights)
+            take(self.weights)
             self.holds_weights = True
-        return start_all_gather(self.as_sent(), self.shard, out=self.weights)
+        # where the slice is a view of the buffer that is written, it travels as a copy
+        sent = self.weight_slice if self.shards_weights else self.weight_slice.clone()
+        return start_all_gather(sent, self.shard, out=self.weights)
 
-    def as_sent(self) -> Tensor:
-        """This rank's slice in the form in which it travels: the one place to make it narrower than the model's dtype.
-
-        Where the slice is a view of the buffer that is written, it travels as a copy.
-        """
-        return self.weight_slice if self.shards_weights else self.weight_slice.clone()
+    @property
+    def gathered(self) -> Tensor:
+        """The buffer in which the phases find the weights."""
+        return self.weights if self.eight_bits is None else self.eight_bits.whole
 
     def buffer_bytes(self) -> int:
         """Bytes of what comes and goes, where it is there: gathered weights, a gradient being made or reduced."""
-        weights = self.weights.nbytes if self.shards_weights and self.holds_weights else 0
+        weights = self.gathered.nbytes if self.shards_weights and self.holds(wide=False) else 0
         return weights + (self.grads.nbytes if self.shards_grads and self.holds_grads else 0)
 
     def drop_weights(self) -> None:
-        """Gives the whole weights back; the owned slice stays."""
+        """Gives the whole weights back, and 8-bit copies of them; the owned slice stays."""
         assert self.shards_weights
-        _give_back(self.weights)
+        forget_quantized(self.parameters)
+        give_back(self.weights)
         self.holds_weights = False
+        if self.eight_bits is not None:
+            self.eight_bits.drop()

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from megatron5d.comm.collectives import Pending, start_all_reduce
 from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.data_parallel.zero import GatheredWeights
+from megatron5d.precision.fp8 import is_quantized
 from megatron5d.topology.axis import Axis, single
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard import spec_of
@@ -61,10 +62,10 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
     return mesh[shard], mesh[replicate + pair]
 
 
-def _kind(parameter: nn.Parameter) -> tuple[str, bool]:
-    """Parameters of one kind are reduced over the same ranks."""
+def _kind(parameter: nn.Parameter, eight_bits: bool) -> tuple[str, bool, bool]:
+    """Parameters of one kind are reduced over the same ranks, and gathered alike (`eight_bits`: or not)."""
     spec = spec_of(parameter)
-    return spec.shared, spec.expert
+    return spec.shared, spec.expert, eight_bits and is_quantized(parameter)
 
 
 class GradSync:
@@ -78,11 +79,12 @@ class GradSync:
         grad_dtype: of main gradients and their reduction.
         reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every micro-batch.
         gather_per_step: ZeRO-3 keeps gathered weights until their last backward of a step.
+        gather_eight_bits: ZeRO-3 gathers in 8 bits what is multiplied so, in a bucket of its own.
     """
 
     def __init__(
         self, units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype, *,
-        reduce_per_step: bool = False, gather_per_step: bool = False,
+        reduce_per_step: bool = False, gather_per_step: bool = False, gather_eight_bits: bool = False,
     ) -> None:  # fmt: skip
         self.zero, self.buckets = zero, list[Bucket]()
         self._mesh = mesh
@@ -92,10 +94,12 @@ class GradSync:
         home: dict[nn.Parameter, int] = {}
         for unit in units:
             own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in home}
-            for kind in sorted({_kind(parameter) for parameter in own}):
-                parameters = [parameter for parameter in own if _kind(parameter) == kind]
+            kinds = {parameter: _kind(parameter, gather_eight_bits and zero == 3) for parameter in own}
+            for kind in sorted(set(kinds.values())):
+                parameters = [parameter for parameter in own if kinds[parameter] == kind]
                 home |= dict.fromkeys(parameters, len(self.buckets))
-                self.buckets.append(Bucket(parameters, *data_axes(mesh, zero, *kind), grad_dtype, zero))
+                axes = data_axes(mesh, zero, *kind[:2])
+                self.buckets.append(Bucket(parameters, *axes, grad_dtype, zero, eight_bits=kind[2]))
             met: set[int] = set()
             for phase in unit:
                 self._uses[phase] = sorted({home[parameter] for parameter in phase.parameters()})

@@ -19,6 +19,8 @@ so 3Ψ without accumulation, and 2Ψ at any m where both are per step. T is what
 action ends and the next begins stays between them (the head between a micro-batch's forward and backward; without a
 pipeline T = m·Ψ(last unit) + (m-1)·Ψ(first unit)). A parameter that two units use (a tied embedding whose ends are on
 one rank) counts once for each of them per micro-batch; recompute gathers nothing more.
+The matrices of a unit that are multiplied in 8 bits travel so (precision.fp8_gather): a byte an element, not two; once
+a step the slices are quantised, for which a number in 16384 elements is reduced.
 Below ZeRO-3 the weights stay whole and are gathered once, after the optimiser (Ψ): the wait is here too.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), sections 5 and 7.
 """
@@ -36,7 +38,8 @@ from torch import nn
 from megatron5d.comm.collectives import Pending
 from megatron5d.comm.exposure import Exposure
 from megatron5d.data_parallel.buckets import Bucket
-from megatron5d.precision.fp8 import forget_quantized
+from megatron5d.data_parallel.eight_bits import quantize_anew
+from megatron5d.precision.fp8_weights import forget_quantized
 
 
 @dataclass(frozen=True)
@@ -136,17 +139,24 @@ class GatheredWeights:
                 self._reserved.add((index, forward))
                 self._hold(index)
 
-    def _hold(self, index: int) -> None:
+    def _hold(self, index: int, wide: bool = False) -> None:
         self._users[index] += 1
-        if not self._buckets[index].holds_weights:
-            self._pending[index] = self._buckets[index].start_gather()
+        if not self._buckets[index].holds(wide):
+            if not wide:
+                self._quantize_anew()
+            self._pending[index] = self._buckets[index].start_gather(wide)
+
+    def _quantize_anew(self) -> None:
+        """Before the first gather after a change: all units' slices at once, for one reduction of their maxima."""
+        stale = [bucket.eight_bits for bucket in self._buckets if bucket.eight_bits and bucket.eight_bits.is_stale]
+        if stale:
+            quantize_anew(stale)
 
     def _release(self, index: int) -> None:
         self._users[index] -= 1
         bucket = self._buckets[index]
         kept = self._per_step and self._left[index] > 0
         if bucket.shards_weights and self._users[index] == 0 and not kept:
-            forget_quantized(bucket.parameters)
             bucket.drop_weights()
 
     def _wait(self, index: int) -> None:
@@ -155,7 +165,7 @@ class GatheredWeights:
 
     def check_released(self) -> None:
         """At the end of a step nothing may be left whole: the optimiser would make it stale."""
-        held = [i for i, bucket in enumerate(self._buckets) if bucket.shards_weights and bucket.holds_weights]
+        held = [i for i, bucket in enumerate(self._buckets) if bucket.shards_weights and bucket.holds(wide=False)]
         assert not held and not self._reserved, f"buckets {held} are still gathered, {self._reserved} were never used"
 
     def fetched_bytes(self, phase: nn.Module) -> int:
@@ -164,7 +174,7 @@ class GatheredWeights:
         indices = {index for other in unit for index in self._uses[other]}
         buckets = [self._buckets[index] for index in indices if not self._per_step]
         return sum(
-            bucket.weights.numel() * bucket.weights.element_size() for bucket in buckets if bucket.shards_weights
+            bucket.gathered.numel() * bucket.gathered.element_size() for bucket in buckets if bucket.shards_weights
         )
 
     def start_gather(self) -> None:
@@ -176,6 +186,8 @@ class GatheredWeights:
         """
         for index, bucket in enumerate(self._buckets):
             forget_quantized(bucket.parameters)
+            if bucket.eight_bits is not None:
+                bucket.eight_bits.is_stale = True
             if bucket.shard.size > 1 and not bucket.shards_weights:
                 self._pending[index] = bucket.start_gather()
 
@@ -186,12 +198,12 @@ class GatheredWeights:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Everything is resident inside the context, to be read outside the phases.
+        """Everything is resident inside the context in the model's dtype, to be read outside the phases.
 
         Comm: under ZeRO-3 all_gather over the shard axis of numel/size elements per bucket.
         """
         for index in range(len(self._buckets)):
-            self._hold(index)
+            self._hold(index, wide=True)
         self.finish_gather()
         try:
             yield

@@ -11,7 +11,7 @@ gradient). On the CPU the same scales and blocks are multiplied in float32, or i
 
 An operand is (values, scales), both with the tokens leading: sequence shards are quantised first and gathered in 8
 bits, which gives the same numbers as the other order. Weights are quantised when they are first used after a change,
-both ways, and kept until `forget_quantized`.
+both ways, and kept until `forget_quantized`; under ZeRO-3 they arrive so, gathered in slices (fp8_weights.py).
 
 Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp; those of
 experts are taken expert by expert over the rows that have come to this rank, so they depend on how many came (ep).
@@ -22,8 +22,7 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevici
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,6 +43,7 @@ from kernels.fp8_quantize import (
     scales_of,
 )
 from kernels.fp8_turn import turn
+from megatron5d.precision.fp8_weights import Pair, quantized_weight
 from megatron5d.precision.gemms import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.precision.gradient import grad_buffer
 
@@ -51,43 +51,18 @@ Reduce = Callable[[Tensor], Tensor]
 """The maximum, over some ranks, of a float32 tensor."""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A quantised weight `[out, in]` and its transpose `[in, out]`, perhaps stacked by expert."""
-
-    straight: Quantized
-    turned: Quantized
-
-
-def quantized_weight(weight: Tensor, make: Callable[[], Pair]) -> Pair:
-    """A weight's 8-bit copies, made by the first use after a change and kept on the parameter.
-
-    A change that goes through the parameter is noticed by its version; whoever writes its memory in another way
-    (optimiser, gathering) says so by `forget_quantized`.
-    """
-    key = (weight.data_ptr(), weight._version)
-    held = getattr(weight, "quantized", None)
-    if held is None or held[0] != key:
-        held = (key, make())
-        weight.quantized = held  # type: ignore[attr-defined]
-    return held[1]
-
-
-def forget_quantized(parameters: Iterable[Tensor]) -> None:
-    """Drops the 8-bit copies of parameters whose values have changed, or whose memory is wanted."""
-    for parameter in parameters:
-        if hasattr(parameter, "quantized"):
-            del parameter.quantized
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight's products are made in 8 bits."""
+    return isinstance(getattr(weight, "gemms", None), (BlockwiseGemms, TensorwiseGemms, BlockwiseExpertGemms))
 
 
 def copies_bytes(weight: Tensor) -> int:
     """What a weight's 8-bit copies take, values and scales; 0 where it has none."""
-    gemms = getattr(weight, "gemms", None)
-    if not isinstance(gemms, (BlockwiseGemms, TensorwiseGemms, BlockwiseExpertGemms)):
+    if not is_quantized(weight):
         return 0
     *stack, out_features, in_features = weight.shape
     blocks = math.prod(stack) * -(-out_features // GROUP) * -(-in_features // GROUP)
-    scales = 1 if isinstance(gemms, TensorwiseGemms) else 2 * blocks
+    scales = 1 if isinstance(weight.gemms, TensorwiseGemms) else 2 * blocks  # type: ignore[attr-defined]
     return 2 * weight.numel() + 4 * scales
 
 
@@ -125,6 +100,18 @@ class BlockwiseGemms(Gemms):
         a, b = (turn(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two) for each in (dy, x))
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
+    def weight_maxima(self, blocks: Tensor) -> Tensor:
+        """Of a weight's 128×128 blocks, `[1, down, across]` -> those that scales are made of, which broadcast over them."""
+        return blocks
+
+    def over_ranks(self, maxima: Tensor) -> Tensor:
+        """Maxima, over the ranks that hold other parts of the weights that they belong to."""
+        return maxima
+
+    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
+        """`[out, in]` in e4m3 and the scale of each block `[1, down, across]`, as the products read them."""
+        return Quantized(values, scales[0], GROUP)
+
     def _product(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
         y = fp8_matmul(Quantized(*_flat(x), 1), weight, out_dtype=dtype)
         return y.view(*x[0].shape[:-1], -1)
@@ -161,6 +148,18 @@ class TensorwiseGemms(Gemms):
         a, b = (Quantized(values.t().contiguous(), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
+    def weight_maxima(self, blocks: Tensor) -> Tensor:
+        """As of BlockwiseGemms."""
+        return blocks.amax().view(1, 1, 1)
+
+    def over_ranks(self, maxima: Tensor) -> Tensor:
+        """As of BlockwiseGemms."""
+        return self.of_weight(maxima)
+
+    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
+        """As of BlockwiseGemms."""
+        return Quantized(values, scales[0, :1, :1], 0)
+
     def _product(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
         values, scales = _flat(x)
         return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(*x[0].shape[:-1], -1)
@@ -195,6 +194,18 @@ class BlockwiseExpertGemms(ExpertGemms):
         a, b = (self._turned(self._grouped(each), offsets) for each in (dy, x))
         grouped_weight_grad_fp8(a, b, offsets, by_expert(grad_buffer(parameter), experts))
 
+    def weight_maxima(self, blocks: Tensor) -> Tensor:
+        """As of BlockwiseGemms, `[E, down, across]`."""
+        return blocks
+
+    def over_ranks(self, maxima: Tensor) -> Tensor:
+        """As of BlockwiseGemms."""
+        return maxima
+
+    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
+        """As of BlockwiseGemms, `[E, out, in]`."""
+        return Quantized(values, scales, GROUP)
+
     def _grouped(self, x: Operand) -> Quantized:
         values, scales = x
         return Quantized(values, scales, 1)
@@ -203,8 +214,10 @@ class BlockwiseExpertGemms(ExpertGemms):
         return turn(x, offsets, powers_of_two=self.powers_of_two)
 
     def _weight(self, parameter: Tensor, experts: int) -> Pair:
-        stack = by_expert(parameter.detach(), experts)
-        return quantized_weight(parameter, lambda: Pair(*quantize_blocks(stack, powers_of_two=self.powers_of_two)))
+        def make() -> Pair:
+            return Pair(*quantize_blocks(by_expert(parameter.detach(), experts), powers_of_two=self.powers_of_two))
+
+        return quantized_weight(parameter, make)
 
 
 class TensorwiseExpertGemms(BlockwiseExpertGemms):
@@ -230,6 +243,12 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         dtype = E5M2 if gradient else E4M3
         scales = scales_of(amax, dtype, self.powers_of_two)
         return cast_scaled(wide, amax, scales, dtype), scales
+
+    def weight_maxima(self, blocks: Tensor) -> Tensor:
+        return blocks.amax((1, 2), keepdim=True)
+
+    def over_ranks(self, maxima: Tensor) -> Tensor:
+        return self.over_parts(maxima)
 
     def _grouped(self, x: Operand) -> Quantized:
         values, scales = x

@@ -115,6 +115,7 @@ def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
     return GradSync(
         model.units, mesh, p.zero, grad_dtype(config),
         reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
+        gather_eight_bits=config.precision.fp8_gather,
     )  # fmt: skip
 
 

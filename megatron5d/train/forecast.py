@@ -110,7 +110,7 @@ class Forecaster:
             optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
             away = _on_host(optimizer, watch)
             resident, setup = watch.live_bytes - away, watch.peak_bytes - away
-            weights = _bytes([bucket.resident_weights for bucket in sync.buckets], watch)
+            weights = _bytes([tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch)
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
             state = _bytes([tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch)
             end_of_step = _end_of_step(model, sync, optimizer, watch)

@@ -27,7 +27,10 @@ CPU = Target(None)
 MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}
 
 
-def large(model="llama_gqa", *, schedule=None, recompute="none", dtype="fp32", grads="fp32", seq_len=128, **options):
+def large(
+    model="llama_gqa", *, schedule=None, recompute="none", dtype="fp32", grads="fp32", fp8="none", seq_len=128,
+    **options,
+):  # fmt: skip
     """Tensors that dwarf the scalars beside them; `fields` are of the model."""
     fields = options.pop("fields", {})
     again = recompute if isinstance(recompute, RecomputeConfig) else RecomputeConfig(recompute)
@@ -36,7 +39,7 @@ def large(model="llama_gqa", *, schedule=None, recompute="none", dtype="fp32", g
         config,
         model=dataclasses.replace(config.model, vocab_size=160, num_layers=4, **fields),
         train=dataclasses.replace(config.train, seq_len=seq_len),
-        precision=dataclasses.replace(config.precision, dtype=dtype, grad_dtype=grads),
+        precision=dataclasses.replace(config.precision, dtype=dtype, grad_dtype=grads, fp8=fp8),
         pipeline=PipelineConfig(schedule) if schedule else PipelineConfig(),
     )
 
@@ -65,7 +68,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     storages = [
         {id(storage): storage.nbytes() for tensor in tensors if (storage := tensor.untyped_storage()) is not None}
         for tensors in (
-            [bucket.resident_weights for bucket in sync.buckets],
+            [tensor for bucket in sync.buckets for tensor in bucket.resident_weights],
             [bucket.resident_grads for bucket in sync.buckets],
             [tensor for _, tensor, _ in optimizer.tensors()],
         )
@@ -94,6 +97,13 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
 
 
 def _activations(config, model, batch) -> Counter[str]:
+    """The first pass makes the weights' 8-bit copies, which are none of them: the second is counted."""
+    for _ in range(1 if config.precision.fp8 == "none" else 2):
+        kept = _pass(config, model, batch)
+    return kept
+
+
+def _pass(config, model, batch) -> Counter[str]:
     form, kept = boundary_form(config, "cpu"), Counter[str]()
     for index in model.parts:
         stage = Stage(model.phases_of(index))
@@ -137,6 +147,7 @@ LAYOUTS = {
     "zero3-zb_v": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_v"}),
     "zero3-zb_h1": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_h1"}),
     "zero3-1f1b": (4, {"zero": 3, "pp": 2, "gbs": 8, "dtype": "bf16", "recompute": "full"}),
+    "zero3-fp8": (2, {"zero": 3, "gbs": 4, "dtype": "bf16", "fp8": "tensorwise"}),
     "zero3-moe": (2, {"ep": 2, "zero": 3, "gbs": 4, "fields": MOE}),
     "mla-sp": (2, {"model": "mla", "tp": 2, "sp": True}),
     "ring": (2, {"cp": 2}),

@@ -10,6 +10,7 @@ from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.model.gpt import Gpt
 from megatron5d.precision import fp8
+from megatron5d.precision.fp8_weights import forget_quantized
 from megatron5d.precision.gemms import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import single
@@ -134,7 +135,7 @@ def test_weights_are_quantised_once_until_they_change():
     pairs.append(gemms._weight(weight))
     weight.data.mul_(2)  # through its memory: must be said
     assert gemms._weight(weight) is pairs[2]
-    fp8.forget_quantized([weight])
+    forget_quantized([weight])
     pairs.append(gemms._weight(weight))
     assert made == [True]
     for factor, pair in zip((2, 4), pairs[2:]):
