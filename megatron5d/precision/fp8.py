@@ -101,7 +101,7 @@ class BlockwiseGemms(Gemms):
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """Of a weight's 128×128 blocks, `[1, down, across]` -> those that scales are made of, which broadcast over them."""
+        """From the largest of each 128×128 block `[1, down, across]` to those of scales, which broadcast over them."""
         return blocks
 
     def over_ranks(self, maxima: Tensor) -> Tensor:

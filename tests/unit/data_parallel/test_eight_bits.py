@@ -1,7 +1,5 @@
 """ZeRO-3 that gathers in 8 bits: slice by slice the numbers of the whole, at half the bytes, and the same training."""
 
-import dataclasses
-
 import pytest
 import torch
 from layouts import make_rows, micro_batch

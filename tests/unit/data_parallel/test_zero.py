@@ -124,8 +124,11 @@ def test_resident_bytes_are_what_the_stage_promises():
 
 
 def test_stages_train_the_same_bits_where_they_reduce_alike():
-    """One micro-batch: all but ZeRO-0, whose norm adds up other pieces. More: those that reduce equally often."""
+    """One micro-batch: all, as long as ZeRO-0, whose norm adds up other pieces, does not clip by it (two ranks have but
+    one order to add up in). More micro-batches: those that reduce equally often."""
+    free = {"optim": {"clip": 0.0}}
     alike = [
+        [(1, 1, free), (0, 1, free), (3, 1, free)],
         [(1, 1, {}), (2, 1, {}), (3, 1, {}), (3, 1, {"recompute": "full"})],
         [(1, 3, {}), (2, 3, {"reduce": "per_step"}), (3, 3, {"reduce": "per_step"}), (3, 3, PER_STEP)],
         [(2, 3, {}), (3, 3, {}), (3, 3, {"regather": "per_step"})],
@@ -145,7 +148,8 @@ def test_stages_train_the_same_bits_where_they_reduce_alike():
         for cases in alike:
             (losses, weights), *others = [next(runs) for _ in cases]
             for case, (their_losses, theirs) in zip(cases[1:], others):
-                assert their_losses == losses, case
+                norms = 1 if case[0] == 0 else 2
+                assert [each[:norms] for each in their_losses] == [each[:norms] for each in losses], case
                 assert all((a == b).all() for a, b in zip(theirs, weights)), case
 
 
