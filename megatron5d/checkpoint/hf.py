@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron5d.topology.shard import Piece, ShardSpec, spec_of
+from megatron5d.checkpoint.layout import ShardedTensor, sharded_parameter
+from megatron5d.topology.shard import ShardSpec, spec_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -132,14 +133,29 @@ def _files(folder: Path) -> list[str]:
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
 
-@torch.no_grad()
 def load_parameters(
     parameters: Iterable[torch.Tensor], entries: Sequence[Entry], folder: str | Path, ignored: Sequence[str] = ()
 ) -> None:
-    """Fills the local parameters from a folder, casting to their dtype; padding rows become zero.
+    """`load_shards` into local parameters that lie here as they are; padding rows become zero.
 
     Args:
         parameters: local tensors with a ShardSpec, any part of the model.
+        entries, folder, ignored: as of `load_shards`.
+    """
+    load_shards([(spec_of(each), sharded_parameter(each)) for each in parameters], entries, folder, ignored)
+
+
+@torch.no_grad()
+def load_shards(
+    held: Sequence[tuple[ShardSpec, ShardedTensor]],
+    entries: Sequence[Entry],
+    folder: str | Path,
+    ignored: Sequence[str] = (),
+) -> None:
+    """Fills what this rank holds of a model from a folder, casting to its dtype.
+
+    Args:
+        held: parameters, or slices of them.
         entries: the whole model's table, so that all ranks find the same faults.
         folder: the safetensors folder.
         ignored: regular expressions of stored names that carry no weights (masks, rotary tables).
@@ -147,19 +163,20 @@ def load_parameters(
     Raises:
         ValueError: missing, unexpected, misshapen or quantised tensors, all of them in one message.
     """
-    parameters = list(parameters)
     table = defaultdict(list)
     for entry in entries:
         table[entry.name].append(entry)
     with SafetensorsFolder(folder) as stored:
         check_names(stored, entries, ignored)
-        _check_parameters([spec_of(parameter) for parameter in parameters], table)
-        for parameter in parameters:
-            _fill(parameter, table[spec_of(parameter).name], stored)
+        _check_parameters([spec for spec, _ in held], table)
+        for spec, tensor in held:
+            for offset, view in tensor.parts.items():
+                written = sum(_fill(view, offset, entry, stored) for entry in table[spec.name])
+                assert written == view.numel(), f"{spec.name} at {offset}: {written} of {view.numel()} elements written"
 
 
 def check_names(stored: SafetensorsFolder, entries: Sequence[Entry], ignored: Sequence[str]) -> None:
-    """Holds the table against the folder; raises and takes what `load_parameters` does."""
+    """Holds the table against the folder; raises and takes what `load_shards` does."""
     wanted = {entry.hf_name: entry for entry in entries}
     missing = [name for name in wanted if name not in stored.tensors]
     unexpected = [
@@ -203,23 +220,13 @@ def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> 
         raise ValueError(f"the model is not one that this Hugging Face family can hold:{_listing('parts', troubles)}")
 
 
-def _fill(parameter: torch.Tensor, entries: list[Entry], stored: SafetensorsFolder) -> None:
-    pieces = spec_of(parameter).pieces
-    covered = sum(piece.numel for piece in pieces)
-    if covered < parameter.numel():
-        parameter.zero_()
-    written = sum(_fill_piece(parameter, piece, entry, stored) for piece in pieces for entry in entries)
-    assert written == covered, f"{spec_of(parameter).name}: {written} of {covered} elements written"
-
-
-def _fill_piece(parameter: torch.Tensor, piece: Piece, entry: Entry, stored: SafetensorsFolder) -> int:
-    """Reads what a local piece and a stored tensor have in common; returns its number of elements."""
-    assert piece.shape[1:] == tuple(parameter.shape[1:]), (piece, parameter.shape)
-    begin = [max(pair) for pair in zip(piece.offset, entry.our_offset)]
-    end = [min(a + m, b + n) for a, m, b, n in zip(piece.offset, piece.shape, entry.our_offset, entry.our_shape)]
+def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: SafetensorsFolder) -> int:
+    """Reads what a local rectangle and a stored tensor have in common; returns its number of elements."""
+    begin = [max(pair) for pair in zip(at, entry.our_offset)]
+    end = [min(a + m, b + n) for a, m, b, n in zip(at, view.shape, entry.our_offset, entry.our_shape)]
     if any(first >= last for first, last in zip(begin, end)):
         return 0
-    place = [slice(a - b, c - b) for a, c, b in zip(begin, end, (piece.offset[0] - piece.row, *piece.offset[1:]))]
+    place = tuple(slice(a - b, c - b) for a, c, b in zip(begin, end, at))
     offset = tuple(a - b for a, b in zip(begin, entry.our_offset))
     shape = tuple(c - a for a, c in zip(begin, end))
     if entry.expert is not None:
@@ -228,5 +235,5 @@ def _fill_piece(parameter: torch.Tensor, piece: Piece, entry: Entry, stored: Saf
         values = stored.read(entry.hf_name, offset[::-1], shape[::-1]).t()
     else:
         values = stored.read(entry.hf_name, offset, shape)
-    parameter[tuple(place)].copy_(values if entry.expert is None else values.unsqueeze(0))
+    view[place].copy_(values if entry.expert is None else values.unsqueeze(0))
     return values.numel()

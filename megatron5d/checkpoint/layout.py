@@ -7,7 +7,7 @@ tensors, so any layout loads what any other saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron5d.topology.shard import Piece, ShardSpec, rectangles
+from megatron5d.topology.shard import Piece, ShardSpec, rectangles, spec_of
 
 Rectangle = tuple[tuple[int, ...], Tensor]  # first index in the global tensor, local view
 
@@ -111,7 +111,20 @@ def sharded_slice(segment: HeldSlice, flat: Tensor, *, writing: bool) -> Sharded
     return ShardedTensor(segment.spec.shape, parts, flat.dtype)
 
 
-def named(kind: str, tensors: Iterator[tuple[ShardSpec, ShardedTensor]]) -> dict[str, ShardedTensor]:
+def sharded_parameter(parameter: Tensor) -> ShardedTensor:
+    """The global tensor of a local parameter that lies here as it is; rows that no piece covers become zero.
+
+    Args:
+        parameter: with a ShardSpec; a router's bias is one too.
+    """
+    spec, values = spec_of(parameter), parameter.detach()
+    if sum(piece.numel for piece in spec.pieces) < values.numel():
+        values.zero_()
+    parts = [(piece.offset, values[piece.row : piece.row + piece.shape[0]]) for piece in spec.pieces]
+    return ShardedTensor(spec.shape, parts, values.dtype)
+
+
+def named(kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]) -> dict[str, ShardedTensor]:
     """`{kind}.{global name}` -> tensor; the segments of a parameter that lies in several slices are joined."""
     found: dict[str, ShardedTensor] = {}
     for spec, tensor in tensors:

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_parameter
 from megatron5d.checkpoint.load import load_tensors
 from megatron5d.topology.shard import spec_of
 
@@ -31,13 +31,7 @@ def load_weights(parameters: Iterable[Tensor], folder: Path) -> None:
 
     Comm: DCP's planning over the world.
     """
-    tensors = {}
-    for parameter in parameters:
-        spec, values = spec_of(parameter), parameter.detach()
-        values.zero_()
-        parts = [(piece.offset, values[piece.row : piece.row + piece.shape[0]]) for piece in spec.pieces]
-        tensors[PREFIX + spec.name] = ShardedTensor(spec.shape, parts, values.dtype)
-    load_tensors(folder, tensors)
+    load_tensors(folder, named("model", ((spec_of(each), sharded_parameter(each)) for each in parameters)))
 
 
 class _Reader(dcp.FileSystemReader):

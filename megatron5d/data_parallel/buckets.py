@@ -32,7 +32,7 @@ from megatron5d.data_parallel.eight_bits import EightBitWeights
 from megatron5d.data_parallel.residence import give_back, take
 from megatron5d.precision.fp8_weights import forget_quantized
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard import Piece, ShardSpec, spec_of
+from megatron5d.topology.shard import Piece, ShardSpec, has_memory, spec_of
 
 _ALIGNMENT = 16  # elements: each parameter starts on a boundary that vector loads like
 
@@ -71,7 +71,8 @@ class Bucket:
     """Flat buffers of one unit.
 
     Args:
-        parameters: of the unit; their data moves into the buffer and they get `.main_grad`.
+        parameters: of the unit; they become views of the buffers, with `.main_grad`. Their values move in, or, built
+            `without_memory`, are still to come: into `weight_slice`, which begins as zeros, padding included.
         shard: ranks among which the slices are dealt out.
         replicate: ranks that hold the same slice.
         grad_dtype: of the main gradients.
@@ -85,8 +86,6 @@ class Bucket:
     ) -> None:  # fmt: skip
         self.parameters = list(parameters)
         self.shard, self.replicate = shard, replicate
-        self.shards_grads = zero >= 2 and shard.size > 1
-        self.shards_weights = zero == 3 and shard.size > 1
         self.offsets: list[int] = []
         end = 0
         for parameter in self.parameters:
@@ -95,31 +94,48 @@ class Bucket:
         first = self.parameters[0]
         self.slice_numel = -(-end // (shard.size * _ALIGNMENT)) * _ALIGNMENT
         self.numel = self.slice_numel * shard.size
-        self.weights = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(self.numel, dtype=grad_dtype, device=first.device)
-        self.weight_slice, self.grad_slice = self.weights[self.owned], self.grads[self.owned]
-        self.holds_weights = self.holds_grads = True
-        self._reducing: Pending | None = None
+        self.shards_weights, self.shards_grads = zero == 3 and shard.size > 1, zero >= 2 and shard.size > 1
+        self.weights, self.weight_slice = self._buffer(first.dtype, self.shards_weights)
         self._adopt()
-        self.eight_bits: EightBitWeights | None = None
-        if self.shards_weights:
-            self.weight_slice = self.weight_slice.clone()
+        if self.shards_weights:  # one of the two whole buffers is there at a time, and only while views are made
             give_back(self.weights)
-            self.holds_weights = False
-            if eight_bits:
-                self.eight_bits = EightBitWeights(self.parameters, self.offsets, self.weight_slice, shard)
-        if self.shards_grads:
-            self.grad_slice = self.grad_slice.clone()
-            self._drop_grads()
-
-    def _adopt(self) -> None:
+        self.grads, self.grad_slice = self._buffer(grad_dtype, self.shards_grads)
         for parameter, offset in zip(self.parameters, self.offsets):
-            span = slice(offset, offset + parameter.numel())
-            self.weights[span].copy_(parameter.data.reshape(-1))
-            parameter.data = self.weights[span].view(parameter.shape)
-            parameter.main_grad = self.grads[span].view(parameter.shape)  # type: ignore[attr-defined]
+            parameter.main_grad = self._view(self.grads, parameter, offset)  # type: ignore[attr-defined]
             if self.shards_grads:
                 parameter.hold_main_grad = self.hold_grads  # type: ignore[attr-defined]
+        if self.shards_grads:
+            give_back(self.grads)
+        self.holds_weights, self.holds_grads = not self.shards_weights, not self.shards_grads
+        self._reducing: Pending | None = None
+        self.eight_bits: EightBitWeights | None = None
+        if self.shards_weights and eight_bits:
+            self.eight_bits = EightBitWeights(self.parameters, self.offsets, self.weight_slice, shard)
+
+    def _buffer(self, dtype: torch.dtype, comes_and_goes: bool) -> tuple[Tensor, Tensor]:
+        """A whole buffer and the slice of it that stays; both zero, unless the whole one will be filled each time."""
+        device = self.parameters[0].device
+        if comes_and_goes:
+            whole = torch.empty(self.numel, dtype=dtype, device=device)
+            return whole, torch.zeros(self.slice_numel, dtype=dtype, device=device)
+        whole = torch.zeros(self.numel, dtype=dtype, device=device)
+        return whole, whole[self.owned]
+
+    def _view(self, flat: Tensor, parameter: nn.Parameter, offset: int) -> Tensor:
+        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+    def _adopt(self) -> None:
+        """Makes the parameters views of the weights; the values of those that have any move in."""
+        segments = {id(parameter): segment for parameter, segment in self._parts()}
+        for parameter, offset in zip(self.parameters, self.offsets):
+            values, parameter.data = parameter.data, self._view(self.weights, parameter, offset)
+            if not has_memory(values):
+                continue
+            if not self.shards_weights:
+                parameter.data.copy_(values)
+            elif id(parameter) in segments:
+                segment = segments[id(parameter)]
+                self.weight_slice[slice(*segment.owned)] = values.reshape(-1)[slice(*segment.local)]
 
     @property
     def owned(self) -> slice:
@@ -141,14 +157,17 @@ class Bucket:
 
     def segments(self) -> list[Segment]:
         """What of each parameter lies in the owned slice, in order."""
+        return [segment for _, segment in self._parts()]
+
+    def _parts(self) -> list[tuple[nn.Parameter, Segment]]:
         begin, end = self.owned.start, self.owned.stop
-        segments = []
+        parts = []
         for parameter, offset in zip(self.parameters, self.offsets):
             start, stop = max(offset, begin), min(offset + parameter.numel(), end)
             if start < stop:
                 local, owned = (start - offset, stop - offset), (start - begin, stop - begin)
-                segments.append(Segment(spec_of(parameter), tuple(parameter.shape), local, owned))
-        return segments
+                parts.append((parameter, Segment(spec_of(parameter), tuple(parameter.shape), local, owned)))
+        return parts
 
     def copies(self) -> list[tuple[str, Tensor]]:
         """(axis, view of `grad_slice`) of gradients that are still to be added up over copies (norms under sp)."""

@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.hf import Entry, SafetensorsFolder, check_names, load_parameters
+from megatron5d.checkpoint.hf import Entry, SafetensorsFolder, check_names, load_shards
+from megatron5d.checkpoint.layout import ShardedTensor, sharded_parameter
 from megatron5d.checkpoint.weights import PREFIX, LazyTensor, lazy_tensor
 from megatron5d.config.pattern import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.hf_config import model_config_from_hf, read_hf_config, read_model_config
 from megatron5d.model.hf_names import BASE_PREFIX, HEAD, IGNORED, hf_copies, hf_entries
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard import ShardSpec, spec_of
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a global tensor
 
 
 def load_hf_weights(parameters: Iterable[torch.Tensor], config: ModelConfig, folder: str | Path) -> list[str]:
-    """Fills the local parameters from a folder of any supported family.
+    """`load_hf_shards` into local parameters that lie here as they are.
+
+    Args:
+        parameters: local tensors with a ShardSpec, the routers' biases among them.
+        config, folder: as of `load_hf_shards`.
+    """
+    return load_hf_shards([(spec_of(each), sharded_parameter(each)) for each in parameters], config, folder)
+
+
+def load_hf_shards(
+    held: Sequence[tuple[ShardSpec, ShardedTensor]], config: ModelConfig, folder: str | Path
+) -> list[str]:
+    """Fills what this rank holds of a model from a folder of any supported family.
 
     Folders saved from the bare model (GPT-2 on the hub: `wte.weight`) and tied models that also store their head,
     equal to the embedding, are read as well.
 
     Args:
-        parameters: local tensors with a ShardSpec, the routers' biases among them; a bias that the architecture does
-            not have (model.router_bias = false), one that balancing alone uses, becomes zero.
+        held: parameters, or slices of them, and the routers' biases; a bias that the architecture does not have
+            (model.router_bias = false), one that balancing alone uses, becomes zero.
         config: the architecture that they were built from.
         folder: config.json and safetensors files.
 
@@ -40,19 +53,22 @@ def load_hf_weights(parameters: Iterable[torch.Tensor], config: ModelConfig, fol
     Raises:
         ValueError: what is missing, unexpected or misshapen, or a stored head that differs from the embedding.
     """
-    parameters = list(parameters)
     if not config.router_bias:
-        for bias in (p for p in parameters if spec_of(p).name.endswith(".router.bias")):
-            bias.zero_()
-        parameters = [p for p in parameters if not spec_of(p).name.endswith(".router.bias")]
-    held: dict[str, list[Rectangle]] = {}
-    for spec in map(spec_of, parameters):
-        held[spec.name] = [(piece.offset, piece.shape) for piece in spec.pieces]
+        for view in (view for spec, tensor in held if _is_bias(spec) for view in tensor.parts.values()):
+            view.zero_()
+        held = [(spec, tensor) for spec, tensor in held if not _is_bias(spec)]
+    here: defaultdict[str, list[Rectangle]] = defaultdict(list)
+    for spec, tensor in held:
+        here[spec.name] += [(offset, tuple(view.shape)) for offset, view in tensor.parts.items()]
     with SafetensorsFolder(folder) as stored:
-        entries, ignored = _table(config, stored, held)
+        entries, ignored = _table(config, stored, here)
         told = unread(config, stored)
-    load_parameters(parameters, entries, folder, ignored)
+    load_shards(held, entries, folder, ignored)
     return told + config_differences(config, folder)
+
+
+def _is_bias(spec: ShardSpec) -> bool:
+    return spec.name.endswith(".router.bias")
 
 
 def hf_weights(config: ModelConfig, stored: SafetensorsFolder, dtype: torch.dtype) -> dict[str, LazyTensor]:
@@ -91,7 +107,7 @@ def _lazy(entries: list[Entry], stored: SafetensorsFolder, dtype: torch.dtype) -
 
 
 def _table(
-    config: ModelConfig, stored: SafetensorsFolder, held: dict[str, list[Rectangle]]
+    config: ModelConfig, stored: SafetensorsFolder, held: Mapping[str, list[Rectangle]]
 ) -> tuple[list[Entry], list[str]]:
     """Entries and ignored names as this folder spells them; `held` is what this rank has of each parameter."""
     family = read_hf_config(stored.folder)["model_type"]

@@ -8,11 +8,11 @@ splittable pseudorandom number generators") gives 64 random bits per element, Bo
 from __future__ import annotations
 
 import hashlib
-from math import pi
+from math import pi, prod
 
 import torch
 
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard import ShardSpec, spec_of
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 22  # elements hashed at a time, so that int64 scratch stays at some 100 MB
@@ -67,33 +67,47 @@ def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
     """Fills a local parameter from its spec; padding rows become zero.
 
     Args:
-        parameter: carries a ShardSpec; its `init` is a standard deviation, "ones" or "zeros".
+        parameter: carries a ShardSpec.
         seed: of the run.
     """
-    spec = spec_of(parameter)
-    if parameter.device.type == "meta":
-        return
     parameter.zero_()
-    for piece in spec.pieces:
+    for piece in spec_of(parameter).pieces:
         rows = parameter[piece.row : piece.row + piece.shape[0]] if piece.shape else parameter
-        if spec.init == "ones":
-            rows.fill_(1.0)
-        elif spec.init != "zeros":
-            _fill_normal(rows, piece.offset, spec.shape, stream_key(seed, spec.name), float(spec.init))
+        initialize_rectangle(rows, piece.offset, spec_of(parameter), seed)
 
 
-def _fill_normal(local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], key: int, std: float) -> None:
-    """local[i...] = std · normal(flat global index of offset + i), some rows at a time."""
-    row_elements = max(1, local[0].numel())
-    step = max(1, _CHUNK // row_elements)
-    within = torch.zeros(1, dtype=torch.int64, device=local.device)
-    for dim in range(1, len(shape)):
-        line = torch.arange(offset[dim], offset[dim] + local.shape[dim], device=local.device)
-        within = within.unsqueeze(-1) * shape[dim] + line
-    row_stride = 1
-    for extent in shape[1:]:
-        row_stride *= extent
-    for first in range(0, local.shape[0], step):
-        rows = torch.arange(first, min(first + step, local.shape[0]), device=local.device) + offset[0]
-        index = rows.view(-1, *(1,) * (len(shape) - 1)) * row_stride + within.view(1, *local.shape[1:])
-        local[first : first + step].copy_(normal(key, index) * std)
+@torch.no_grad()
+def initialize_rectangle(local: torch.Tensor, offset: tuple[int, ...], spec: ShardSpec, seed: int) -> None:
+    """Fills what a rank holds of a global tensor, or a slice of that.
+
+    Args:
+        local: a rectangle of the tensor.
+        offset: its first index there.
+        spec: of the tensor; `init` is a standard deviation, "ones" or "zeros".
+        seed: of the run.
+    """
+    if spec.init == "ones":
+        local.fill_(1.0)
+    elif spec.init == "zeros":
+        local.zero_()
+    elif not local.is_meta:
+        _fill_normal(local, offset, spec.shape, stream_key(seed, spec.name), float(spec.init))
+
+
+def _fill_normal(
+    local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], key: int, std: float, first: int = 0
+) -> None:
+    """local[i...] = std · normal(first + flat index of offset + i within `shape`), some rows at a time."""
+    row_stride = prod(shape[1:])
+    if local.dim() > 2:  # matrix by matrix: a row of a stack is as large as an expert
+        for i, matrix in enumerate(local):
+            _fill_normal(matrix, offset[1:], shape[1:], key, std, first + (offset[0] + i) * row_stride)
+        return
+    step = max(1, _CHUNK // max(1, local[0].numel()))
+    within = torch.arange(first, first + 1, device=local.device)
+    if local.dim() == 2:
+        within = torch.arange(first + offset[1], first + offset[1] + local.shape[1], device=local.device)
+    for start in range(0, local.shape[0], step):
+        rows = torch.arange(start, min(start + step, local.shape[0]), device=local.device) + offset[0]
+        index = rows[:, None] * row_stride + within
+        local[start : start + step].copy_((normal(key, index) * std).view(-1, *local.shape[1:]))

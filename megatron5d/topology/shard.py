@@ -13,6 +13,9 @@ Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hug
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -82,11 +85,35 @@ def whole(shape: tuple[int, ...], copies: tuple[str, ...] = (), summed: tuple[st
     return (Piece((0,) * len(shape), shape, 0, copies, summed, owner),)
 
 
+_BARE = ContextVar("parameters without memory", default=False)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Within, new parameters have a shape and no memory: the flat buffer that adopts them gives them theirs.
+
+    So no rank ever holds a model, or a matrix, beyond what of it stays (data_parallel/buckets.py).
+    """
+    token = _BARE.set(True)
+    try:
+        yield
+    finally:
+        _BARE.reset(token)
+
+
+def has_memory(parameter: torch.Tensor) -> bool:
+    """Every element of a parameter has a place of its own."""
+    return parameter.is_contiguous()
+
+
 def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device) -> torch.nn.Parameter:
     """A local parameter that carries its spec as `.spec`; its pieces are not initialised, its padding is zero."""
-    padded = sum(piece.numel for piece in spec.pieces) < prod(local_shape)
-    allocate = torch.zeros if padded else torch.empty
-    parameter = torch.nn.Parameter(allocate(local_shape, dtype=dtype, device=device))
+    if _BARE.get():  # one element stands for all: torch lets no parameter change from the meta device to another
+        values = torch.zeros((), dtype=dtype, device=device).expand(local_shape)
+    else:
+        padded = sum(piece.numel for piece in spec.pieces) < prod(local_shape)
+        values = (torch.zeros if padded else torch.empty)(local_shape, dtype=dtype, device=device)
+    parameter = torch.nn.Parameter(values)
     parameter.spec = spec  # type: ignore[attr-defined]
     return parameter
 

@@ -13,15 +13,17 @@ from megatron5d.context_parallel.layout import layout_of
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.ends import loss_terms
 from megatron5d.model.gpt import DTYPES, Gpt
-from megatron5d.model.hf import load_hf_weights
+from megatron5d.model.hf import load_hf_shards
 from megatron5d.optim.adamw import AdamW
 from megatron5d.pipeline_parallel.pipeline import Pipeline
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.grid import Sizes, resolve
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
+from megatron5d.topology.rng import initialize_rectangle
+from megatron5d.topology.shard import without_memory
 from megatron5d.train.schedule import PipelinePlan, agreed_plan, boundary_form
-from megatron5d.train.state import Progress, load_other_run, resume
+from megatron5d.train.state import Progress, load_other_run, resume, weight_shards
 from megatron5d.train.step import Trainer
 
 
@@ -88,29 +90,43 @@ def build_run(config: Config, process: Process) -> Run:
         pairs=plan.shared != "none",
         recorder=ledger,
     )
-    model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
-    checkpoint = find_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
-    notes = [plan.note] if plan.note else []
-    if checkpoint is None:
-        notes += _first_weights(config, model)
+    with without_memory():
+        model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
-    progress = Progress() if checkpoint is None else resume(checkpoint, sync, optimizer, model.weights())
+    checkpoint = find_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
+    notes, progress = [plan.note] if plan.note else [], Progress()
+    if checkpoint is None:
+        notes += first_weights(config, sync, optimizer, model)
+    else:
+        progress = resume(checkpoint, sync, optimizer, model.weights())
     return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes)
 
 
-def _first_weights(config: Config, model: Gpt) -> list[str]:
-    """The weights of a first step; returns where they were trained as another function than this model computes."""
-    init = config.init
+def first_weights(config: Config, sync: GradSync, optimizer: AdamW, model: Gpt) -> list[str]:
+    """The weights of a first step: each rank fills the slices that it owns, and nothing else is ever in memory.
+
+    Returns:
+        Where they were trained as another function than this model computes, for the log.
+
+    Comm: below ZeRO-3 an all_gather of the slices; DCP's planning, for a checkpoint.
+    """
+    init, held, notes = config.init, weight_shards(sync, model.weights(), writing=False), list[str]()
     if init.from_checkpoint is not None:
-        return load_other_run(init.from_checkpoint, model.weights(), config)
-    if init.from_hf is not None:
-        return load_hf_weights(model.weights(), config.model, init.from_hf)
-    model.initialize(config.train.seed)
-    return []
+        notes = load_other_run(init.from_checkpoint, held, config)
+    elif init.from_hf is not None:
+        notes = load_hf_shards(held, config.model, init.from_hf)
+    else:
+        for spec, tensor in held:
+            for offset, view in tensor.parts.items():
+                initialize_rectangle(view, offset, spec, config.train.seed)
+    optimizer.weights_to_masters()
+    sync.start_gather()
+    sync.finish_gather()
+    return notes
 
 
 def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
-    """Data parallelism around a model; under ZeRO-3 its parameters have no memory afterwards."""
+    """Data parallelism around a model, whose parameters become views of its buckets."""
     p = config.parallel
     return GradSync(
         model.units, mesh, p.zero, grad_dtype(config),
@@ -120,7 +136,7 @@ def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
 
 
 def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, AdamW, Trainer]:
-    """Data parallelism, optimiser and pipeline around a model whose weights are there (or will be loaded).
+    """Data parallelism, optimiser and pipeline around a model whose weights are there, or will come into the buckets.
 
     Comm: the pipeline's channels are opened.
     """

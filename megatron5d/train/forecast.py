@@ -33,6 +33,7 @@ from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.fp8 import copies_bytes
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
+from megatron5d.topology.shard import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.schedule import PipelinePlan, boundary_form, micro_batch_counts, plan_pipeline
 from megatron5d.train.search import known_programs
@@ -105,7 +106,8 @@ class Forecaster:
     def _on(self, mesh: Mesh) -> RankMemory:
         config, plan, rank = self.config, self.plan, mesh["pp"].rank
         with MemoryWatch(self.target.block) as watch:
-            model = Gpt(config, mesh, "meta", plan.parts(rank), plan.shared)
+            with without_memory():
+                model = Gpt(config, mesh, "meta", plan.parts(rank), plan.shared)
             sync = build_sync(config, mesh, model)
             optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
             away = _on_host(optimizer, watch)

@@ -13,7 +13,6 @@ import megatron5d
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
 from megatron5d.checkpoint.load import find_checkpoint, load_tensors
-from megatron5d.checkpoint.weights import load_weights
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.data_parallel.buckets import Bucket
@@ -63,6 +62,11 @@ def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSp
             yield spec, ShardedTensor(spec.shape, [(spec.pieces[0].offset, tensor)], tensor.dtype)
 
 
+def weight_shards(sync: GradSync, weights: Iterable[Tensor], *, writing: bool) -> list[tuple[ShardSpec, ShardedTensor]]:
+    """What this rank owns of the model, in global coordinates; arguments as of `run_tensors`."""
+    return [*_weights(sync.buckets, writing), *_buffers(weights, writing)]
+
+
 def run_tensors(
     sync: GradSync, optimizer: AdamW, weights: Iterable[Tensor], *, writing: bool
 ) -> dict[str, ShardedTensor]:
@@ -74,7 +78,7 @@ def run_tensors(
         weights: of the model; its parameters are those of the buckets.
         writing: only what this rank is the one to write; else all it holds.
     """
-    tensors = named("model", _weights(sync.buckets, writing)) | named("model", _buffers(weights, writing))
+    tensors = named("model", weight_shards(sync, weights, writing=writing))
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         tensors |= named(f"optim.{kind}", _optimizer(optimizer, kind, writing))
     return tensors
@@ -105,12 +109,12 @@ def resume(folder: Path, sync: GradSync, optimizer: AdamW, weights: Iterable[Ten
     return progress
 
 
-def load_other_run(folder: str, weights: Iterable[Tensor], config: Config) -> list[str]:
-    """Fills the weights from a checkpoint of another run, whose optimiser, step and data order stay behind.
+def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]], config: Config) -> list[str]:
+    """Fills weights from a checkpoint of another run, whose optimiser, step and data order stay behind.
 
     Args:
         folder: one checkpoint, or a directory of them, whose newest whole one is meant.
-        weights: of the model (`Gpt.weights`).
+        held: what this rank owns of the model (`weight_shards`).
         config: of this run.
 
     Returns:
@@ -122,7 +126,7 @@ def load_other_run(folder: str, weights: Iterable[Tensor], config: Config) -> li
     """
     found = find_checkpoint(None, folder, "init.from_checkpoint")
     assert found is not None
-    load_weights(weights, found)
+    load_tensors(found, named("model", held))
     saved, here = read_run(found)["config"]["model"], to_dict(config)["model"]
     passive = {"name", "from_hf", "init_std", "init_scale_output", "max_positions"}
     return [

@@ -26,7 +26,7 @@ CONFIGS = {
         n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),
 }
-LAYOUTS = {"one": (1, []), "tp, sp": (2, ["parallel.tp=2", "parallel.sp=true"]), "dp, zero": (2, ["parallel.zero=1"])}
+LAYOUTS = {"one": (1, []), "tp, sp": (2, ["parallel.tp=2", "parallel.sp=true"]), "dp, zero": (2, ["parallel.zero=3"])}
 
 
 def write_tokens(prefix):
