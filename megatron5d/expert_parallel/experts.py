@@ -16,7 +16,7 @@ from kernels import activate
 from megatron5d.config.schema import ModelConfig
 from megatron5d.precision.gemms import expert_gemms_of
 from megatron5d.precision.gradient import Defer
-from megatron5d.precision.kept import KEEP_ALL, Parts
+from megatron5d.precision.kept import KEEP_ALL, Parts, derive
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
 
@@ -25,7 +25,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, parameter, offsets, experts: int, defer: Defer):
         gemms = expert_gemms_of(parameter)
-        operand = gemms.operand(x, offsets)
+        operand = derive(x, lambda x: gemms.operand(x, offsets))
         ctx.save_for_backward(offsets, *operand)
         ctx.parameter, ctx.experts, ctx.defer = parameter, experts, defer
         return gemms.forward(operand, parameter, experts, offsets)

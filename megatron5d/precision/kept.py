@@ -100,16 +100,50 @@ def _outputs_again(ctx) -> tuple[Tensor, ...]:
 
 
 class _Mark:
-    """Stands for a tensor that lies in the storage of a part's output."""
+    """Stands for a tensor that lies in the storage of a part's output, or of what was derived from one."""
 
-    __slots__ = ("ctx", "index", "geometry")
+    __slots__ = ("source", "index", "geometry")
 
     def __init__(self, made_by: tuple[Any, int], tensor: Tensor) -> None:
-        self.ctx, self.index = made_by
+        self.source, self.index = made_by
         self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def value(self) -> Tensor:
-        return _outputs_again(self.ctx)[self.index].detach().as_strided(*self.geometry)
+        outputs = self.source.outputs_again() if isinstance(self.source, _Derived) else _outputs_again(self.source)
+        return outputs[self.index].detach().as_strided(*self.geometry)
+
+
+class _Derived:
+    """What a function makes of a part's output, made again together with that."""
+
+    def __init__(self, source: _Mark, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        self.source, self.fn = source, fn
+        self.outputs: tuple[Tensor, ...] | None = None
+
+    def outputs_again(self) -> tuple[Tensor, ...]:
+        if self.outputs is None:
+            with torch.no_grad():
+                self.outputs = self.fn(self.source.value())
+        return self.outputs
+
+
+def derive(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """`fn(x)`, of which as little is kept as of x: where x is an output of a recomputed part, both are made again.
+
+    Args:
+        x: for example the input of a GEMM.
+        fn: without a gradient; its results (8-bit values and scales) are what the GEMM keeps. What it communicates is
+            communicated again.
+    """
+    made_by = getattr(x.untyped_storage(), "made_by", None)
+    results = fn(x)
+    if made_by is not None:
+        derived = _Derived(_Mark(made_by, x), fn)
+        for i, result in enumerate(results):
+            storage = result.untyped_storage()
+            if not hasattr(storage, "made_by"):  # x itself, or a view of it, has
+                storage.made_by = (derived, i)  # type: ignore[attr-defined]
+    return results
 
 
 def _unpack(kept: Tensor | _Mark | HostCopy) -> Tensor:

@@ -63,7 +63,11 @@ def whole(rectangles):
 def alone(config):
     """One process; remembered."""
     alone = dataclasses.replace(
-        config, parallel=ParallelConfig(), pipeline=PipelineConfig(), recompute=RecomputeConfig()
+        config,
+        parallel=ParallelConfig(),
+        pipeline=PipelineConfig(),
+        recompute=RecomputeConfig(),
+        precision=dataclasses.replace(config.precision, fp8_gather=True),
     )
     key = repr(alone)
     if key not in _TRUTH:
@@ -116,9 +120,15 @@ def test_full_recompute_and_scales_of_any_size():
     check(config_of("blockwise", recompute="full", precision={"fp8_pow2_scales": False}, tp=2, sp=True), 2)
 
 
-def test_weights_that_come_and_go():
-    """8-bit copies leave with the weights they were made of, and are made anew of what is gathered."""
-    check(config_of("blockwise", zero=3), 2)
+def test_parts_computed_again_make_their_8_bit_operands_again():
+    """Tensorwise with their maxima over tp."""
+    check(config_of("tensorwise", recompute="selective", tp=2, sp=True), 2)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_weights_that_come_and_go(gather):
+    """In 8 bits, or gathered in fp64 and quantised on arrival: the copies leave with the weights."""
+    check(config_of("blockwise", precision={"fp8_gather": gather}, zero=3), 2)
 
 
 def test_experts_over_data_parallelism():

@@ -11,11 +11,13 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 
 from megatron5d.config.schema import RecomputeConfig
+from megatron5d.expert_parallel import experts
 from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.host import HostCopy
 from megatron5d.precision.kept import Parts
+from megatron5d.tensor_parallel import linear
 from megatron5d.topology.axis import single
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
@@ -106,6 +108,38 @@ def test_what_a_part_made_is_not_kept():
     everything = dense - kept_bytes(configured(False, PARTS[:-1]))
     elements = 2 * t * h + t * (a + 2 * g) * d + t * a * d + t * a + t * 3 * 48
     assert everything >= LAYERS * elements * 8
+
+
+def eight_bits(moe: bool, recipe: str, parts=()):
+    """Sizes that 8-bit products admit, in fp64 around them."""
+    config = configured(moe, parts)
+    sizes = {"moe_ffn_hidden_size": 32, "shared_ffn_hidden_size": 16} if moe else {}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **sizes),
+        precision=dataclasses.replace(config.precision, fp8=recipe),
+    )
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+@pytest.mark.parametrize("moe", [False, True])
+def test_operands_in_8_bits_go_with_the_part_they_were_made_of(moe, recipe, monkeypatch):
+    """A byte an element and a scale a row, for each GEMM behind a part; the gradients are those of keeping them."""
+    t = S * B
+    behind = {
+        ("attention",): t * (4 * 8 + 4),
+        ("activation",): 2 * t * (32 + 4) + t * (16 + 4) if moe else t * (48 + 4),
+        ("norm",): 2 * t * (32 + 4),  # of attention, and of the up-projection (of the shared expert: routed rows stay)
+    }
+    for parts, num_bytes in behind.items():
+        config = eight_bits(moe, recipe, parts)
+        held, grads = held_on(config, [])
+        with monkeypatch.context() as patch:
+            for room in (linear, experts):
+                patch.setattr(room, "derive", lambda x, fn: fn(x))
+            more, theirs = held_on(config, [])
+        assert more - held == LAYERS * num_bytes, parts
+        assert all(map(torch.equal, grads, theirs)), parts
 
 
 def test_attention_falls_by_exactly_its_output_and_statistics():
