@@ -16,6 +16,7 @@ from megatron5d.checkpoint.weights import PREFIX, LazyTensor, lazy_tensor
 from megatron5d.config.pattern import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.hf_config import model_config_from_hf, read_hf_config, read_model_config
+from megatron5d.model.hf_moe import FUSED
 from megatron5d.model.hf_names import BASE_PREFIX, HEAD, IGNORED, hf_copies, hf_entries
 from megatron5d.topology.shard import ShardSpec, spec_of
 
@@ -111,7 +112,8 @@ def _table(
 ) -> tuple[list[Entry], list[str]]:
     """Entries and ignored names as this folder spells them; `held` is what this rank has of each parameter."""
     family = read_hf_config(stored.folder)["model_type"]
-    entries, ignored, prefix = hf_entries(config, family), list(IGNORED[family]), BASE_PREFIX[family]
+    fused = any(name.endswith(f".{FUSED}") for name in stored.tensors)
+    entries, ignored, prefix = hf_entries(config, family, fused), list(IGNORED[family]), BASE_PREFIX[family]
     ignored += [_layer_names(i) for i in prediction_layers(config, stored)]
     for copy in (copy for copy in hf_copies(config) if copy.hf_name in stored.tensors):
         ignored.append(f"^{re.escape(copy.hf_name)}$")

@@ -1,7 +1,8 @@
 """The experts and routers of Hugging Face's sparse families: their settings as ours and back, and their tensors.
 
-Read are the names on disk, one tensor per matrix and expert, which transformers keeps writing although version 5
-fuses them in memory; ours are one stack of all experts per layer.
+On disk there is one tensor per matrix and expert, which transformers keeps writing although version 5 fuses them in
+memory; folders of fused ones (`save_pretrained(..., save_original_format=False)`, or a bare state dict) are read as
+well. Ours, too, are one stack of all experts per layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _NAMES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     **dict.fromkeys(("qwen3_moe", *LATENT), ("mlp", "gate_proj", "up_proj", "down_proj")),
 }
+FUSED = "experts.gate_up_proj"  # what tells folders of fused experts apart
 _PLAIN: dict[str, Any] = {
     "moe_ffn_hidden_size": None, "shared_ffn_hidden_size": 0, "first_k_dense": 0, "moe_interval": 1,
     "moe_layers": None, "router_score": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0,
@@ -161,22 +163,28 @@ def _deepseek_settings(config: ModelConfig, family: str, inner: int) -> dict[str
     return settings | {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if limited else "greedy"}
 
 
-def moe_entries(config: ModelConfig, family: str, i: int) -> list[Entry]:
+def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -> list[Entry]:
     """The router, the experts and the shared expert of a layer.
 
     Args:
         config: the architecture.
         family: one of SPARSE.
         i: the layer, one that is a mixture of experts.
+        fused: all experts of a layer lie in two tensors.
     """
-    h, f = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
+    h, f, experts = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size, config.num_experts
     ours, (module, gate, up, down) = f"layers.{i}", _NAMES[family]
-    theirs, shape = f"model.layers.{i}.{module}", (config.num_experts, h)
+    theirs, shape = f"model.layers.{i}.{'mlp' if fused else module}", (experts, h)
     entries = [Entry(f"{ours}.router.weight", (0, shape[0]), f"{theirs}.gate.weight", shape)]
     if config.router_bias:
         bias = f"{theirs}.gate.e_score_correction_bias"
         entries.append(Entry(f"{ours}.router.bias", (0, shape[0]), bias, shape[:1], wide=True))
-    for e in range(config.num_experts):
+    if fused:
+        entries += [
+            Entry(f"{ours}.experts.up.weight", (0, experts), f"{theirs}.{FUSED}", (experts, 2 * f, h)),
+            Entry(f"{ours}.experts.down.weight", (0, experts), f"{theirs}.experts.down_proj", (experts, h, f)),
+        ]
+    for e in range(0 if fused else experts):
         expert = f"{theirs}.experts.{e}"
         entries += [
             Entry(f"{ours}.experts.up.weight", (0, f), f"{expert}.{gate}.weight", (f, h), expert=e),

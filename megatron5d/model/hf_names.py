@@ -21,12 +21,13 @@ BASE_PREFIX = {**dict.fromkeys(("llama", "qwen3", *SPARSE), "model."), "gpt2": "
 HEAD = "lm_head.weight"
 
 
-def hf_entries(config: ModelConfig, family: str) -> list[Entry]:
+def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[Entry]:
     """The whole model's table, in the order in which transformers writes the tensors.
 
     Args:
         config: the architecture.
         family: the model_type of config.json.
+        fused: all experts of a layer lie in two tensors, as transformers has them in memory.
 
     Returns:
         One entry per stored tensor; together they tile every parameter of the model exactly.
@@ -43,7 +44,7 @@ def hf_entries(config: ModelConfig, family: str) -> list[Entry]:
     else:
         entries = [
             Entry("embedding.weight", (0, v), "model.embed_tokens.weight", (v, h)),
-            *(entry for i in layers for entry in _decoder_layer(config, family, i)),
+            *(entry for i in layers for entry in _decoder_layer(config, family, i, fused)),
             *(entry for i in layers[config.num_layers :] for entry in _prediction(config, i)),
             *_vectors("final_norm", "model.norm", h, bias=False),
         ]
@@ -91,7 +92,7 @@ def _stack(name: str, columns: int, bias: bool, parts: list[tuple[str, int]]) ->
     return entries
 
 
-def _decoder_layer(config: ModelConfig, family: str, i: int) -> list[Entry]:
+def _decoder_layer(config: ModelConfig, family: str, i: int, fused: bool) -> list[Entry]:
     h = config.hidden_size
     ours, theirs = f"layers.{i}", f"model.layers.{i}"
     latent, sparse = config.attention == "mla", is_moe(config, i)
@@ -100,7 +101,7 @@ def _decoder_layer(config: ModelConfig, family: str, i: int) -> list[Entry]:
         *_vectors(f"{ours}.attention.norm", f"{theirs}.input_layernorm", h, bias=False),
         *(mla_entries(config, i) if latent else _attention(config, *attention)),
         *_vectors(f"{ours}.mlp.norm", f"{theirs}.post_attention_layernorm", h, bias=False),
-        *(moe_entries(config, family, i) if sparse else _mlp(config, *mlp)),
+        *(moe_entries(config, family, i, fused) if sparse else _mlp(config, *mlp)),
     ]
 
 

@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 import torch
 from hf_folders import random_model
+from runs import whole_tensors
 from safetensors.torch import load_file
 
+from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.expert_parallel.experts import Experts
+from megatron5d.model.hf import load_hf_weights
+from megatron5d.model.hf_config import read_model_config
+from megatron5d.topology.axis import Axis
 from tools import convert, logits
 
 transformers = pytest.importorskip("transformers")
@@ -20,6 +26,7 @@ LATENT = TINY | {
     "v_head_dim": 10, "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
 }  # fmt: skip
+FP32 = {"dtype": torch.float32, "device": "cpu"}
 FAMILIES = {
     "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=4, sliding_window=7),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN3, mlp_only_layers=[1], attention_bias=True),
@@ -48,6 +55,27 @@ def test_logits_of_folder_and_checkpoint(imported, tmp_path):
         words = [*source, "--tokens", tmp_path / "ids.npy", "--out", tmp_path / "out.npy"]
         assert logits.main([str(word) for word in words]) == 0
         np.testing.assert_allclose(np.load(tmp_path / "out.npy"), wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_fused_experts_are_read_as_well(imported, tmp_path):
+    """As transformers 5 has them in memory: the same rectangles on every rank of ep and etp, the same whole model."""
+    model, hf, checkpoints = imported
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    names = load_file(tmp_path / "fused" / "model.safetensors").keys()
+    assert any(name.endswith(".experts.gate_up_proj") for name in names) and not any(".experts.0." in n for n in names)
+    assert convert.main(["from-hf", "--hf", str(tmp_path / "fused"), "--out", str(tmp_path / "ckpt")]) == 0
+    again, wanted = (whole_tensors(find_checkpoint(None, str(each))) for each in (tmp_path / "ckpt", checkpoints))
+    assert again.keys() == wanted.keys() and all(torch.equal(again[name], wanted[name]) for name in wanted)
+    config = read_model_config(hf)
+    for ep in range(2):
+        for etp in range(2):
+            parts = [
+                Experts(config, "layers.2.experts", Axis("ep", (0, 1), ep), Axis("etp", (0, 1), etp), **FP32)
+                for _ in range(2)
+            ]
+            for experts, folder in zip(parts, (hf, tmp_path / "fused")):
+                load_hf_weights(experts.parameters(), config, folder)
+            assert all(torch.equal(a, b) for a, b in zip(*(experts.parameters() for experts in parts)))
 
 
 def test_there_and_back_again(imported, tmp_path):
