@@ -98,6 +98,25 @@ def test_views_into_one_qkv():
     check(*(x.transpose(0, 1) for x in inputs(s=2, b=50)))
 
 
+def test_keys_in_two_parts_as_on_a_ring():
+    """Each part alone, merged by their log-sum-exp; then the gradients of each part from the merged out."""
+    q, k, v = inputs(s=50, b=1)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    want, _ = kernels.attention_reference(*wide, AttentionRule(0.2))
+    parts = [{"k_positions": torch.arange(50)[cut], "scale": 0.2} for cut in (slice(0, 30), slice(30, 50))]
+    halves = [(k[:30], v[:30]), (k[30:], v[30:])]
+    partial = [kernels.attention(q, *half, **part) for half, part in zip(halves, parts)]
+    lse = torch.logaddexp(partial[0][1], partial[1][1])
+    shares = [(one - lse).exp().permute(2, 0, 1)[..., None] for _, one in partial]
+    out = sum(share * one.float() for share, (one, _) in zip(shares, partial)).bfloat16()
+    assert relative(out, want.detach()) < TOLERANCE
+    dout = torch.randn(want.shape).bfloat16()
+    grads = [kernels.attention_backward(dout, q, *half, out, lse, **part) for half, part in zip(halves, parts)]
+    got = (grads[0][0].float() + grads[1][0].float(), *(torch.cat([g[i] for g in grads]) for i in (1, 2)))
+    for one, expected in zip(got, torch.autograd.grad(want, wide, dout.double())):
+        assert relative(one, expected) < 2 * TOLERANCE
+
+
 def test_queries_that_see_nothing():
     q, k, v = inputs(s=40, b=1)
     out, lse = kernels.attention(q, k, v, scale=1.0, q_positions=torch.arange(40) - 20)
