@@ -64,17 +64,21 @@ def _attend(
     for first in tl.range(start, stop, BLOCK_N):
         first = tl.multiple_of(first, BLOCK_N)
         k = tile(k_source, k_layout, first, batch, k_head, BLOCK_N, D, REACH)
-        scores = capped(tl.dot(q, k.T), scale, softcap, HAS_SOFTCAP)
+        scores = tl.dot(q, k.T)
+        if HAS_SOFTCAP:
+            scores = capped(scores, scale, softcap, True)
         if MASKED:
             key = first + tl.arange(0, BLOCK_N)
             k_at = positions(k_at_ptr, key, num_keys, HAS_K_POSITIONS)[None, :]
             k_document = documents(k_document_ptr, batch, key, num_keys, -2, HAS_DOCUMENTS)[None, :]
             seen = visible(q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS)
             scores = tl.where(seen & (key < num_keys)[None, :], scores, float("-inf"))
-        grown = tl.maximum(peak, tl.max(scores, 1))
+        # The scale is positive: it may wait for the maximum, and then costs nothing beside the subtraction.
+        factor = 1.0 if HAS_SOFTCAP else scale
+        grown = tl.maximum(peak, tl.max(scores, 1) * factor)
         # A query that has seen nothing yet has peak -inf; taking it as 0 keeps 2^(-inf - -inf) out.
         base = tl.where(grown == float("-inf"), 0.0, grown) if MASKED else grown
-        p = tl.exp2(scores - base[:, None])
+        p = tl.exp2(scores * factor - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(p, 1)
         out = out * shrink[:, None]
