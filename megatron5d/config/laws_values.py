@@ -25,7 +25,7 @@ AT_LEAST = {
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
         recompute.num_layers recompute.group_layers log.every model.top_k model.moe_ffn_hidden_size model.moe_interval
         model.num_groups model.top_groups moe.log_every parallel.ep_inner moe.planned_imbalance""",
-    0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations
+    0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations pipeline.flops_per_byte
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
         optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip moe.aux_coef moe.z_coef moe.bias_rate

@@ -125,6 +125,7 @@ class PipelineConfig:
     memory: float = 1.0  # auto: activations that a rank may hold, in multiples of what 1F1B holds (pp micro-batches)
     copies: int = 1  # auto: 2 admits schedules that run both ways, with two copies of every parameter
     costs: str | None = None  # auto: times such as "F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5"; None = by FLOPs
+    flops_per_byte: float = 8000.0  # auto, costs by FLOPs: what a device computes while it sends a byte
     evaluations: int = 10000  # auto: schedules that the search tries
     search_s: float = 60.0  # auto: seconds after which the search ends, however few it has tried
 

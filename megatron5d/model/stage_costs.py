@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron5d.config.pattern import blocks
+from megatron5d.config.pattern import blocks, is_moe
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import core_flops, head_flops, layer_flops
 from megatron5d.model.partition import layout_of, parts_of
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Placement
 
-MESSAGE = 0.05  # latency between stages, in forwards through one rank's layers
+WIDTHS = {"bf16": 2, "fp32": 4, "fp64": 8}  # bytes of an activation on its way
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,12 @@ class ModelCosts:
     """Costs of the stages of any placement, in forwards through one rank's share of the layers.
 
     A matrix product costs as much in I and in W as in F; attention between queries, keys and values costs twice in I
-    and nothing in W; full recompute adds the layers' F to their I. All-to-alls are not modelled: where experts lie on
-    several ranks, `pipeline.costs` states them.
+    and nothing in W; full recompute adds the layers' F to their I. What a device sends takes as long as
+    `pipeline.flops_per_byte` FLOPs a byte: of a mixture whose experts lie on several ranks, a token's copies on their
+    way to the experts and back, in F and again in I; between stages, hidden states.
 
     Args:
-        config: the architecture, train.seq_len, recompute, and how layers are dealt to stages.
+        config: the architecture, train.seq_len, recompute, parallel, precision, and how layers are dealt to stages.
     """
 
     config: Config
@@ -46,21 +47,33 @@ class ModelCosts:
         unit = layers.sum() / placement.num_ranks
         cores = np.array([core * len(mine) for mine in held])
         head = np.array([head_flops(model) / 3 if part.head else 0.0 for part in parts])
-        again = np.array([self._recomputed(stage, mine) for stage, mine in enumerate(held)])
+        twice = [self._recomputed(stage, mine) for stage, mine in enumerate(held)]
+        again = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in twice])
         f = layers + head
         compute = {"F": f, "I": f + cores + again, "W": f - cores, "B": 2 * f + again}
+        sent, sent_again = (np.array([sum(self._sent(i) for i in mine) for mine in lists]) for lists in (held, twice))
+        a2a = {"F": sent, "I": sent + sent_again, "W": 0 * sent, "B": sent + sent_again}
         share = np.array([len(mine) for mine in held]) * (placement.num_ranks / model.num_layers)
         return StageCosts(
             compute=np.array([compute[op] for op in OPS]) / unit,
-            a2a=np.zeros((len(OPS), len(parts))),
-            comm=MESSAGE,
+            a2a=np.array([a2a[op] for op in OPS]) / unit,
+            comm=self._hidden_state() * (1 if config.parallel.sp else config.parallel.tp) / unit,
             activation=share,
             stash=share,
         )
 
-    def _recomputed(self, stage: int, held: Sequence[int]) -> float:
-        """FLOPs of the forwards that the backward of a stage, which holds these blocks, runs again."""
-        model, recompute = self.config.model, self.config.recompute
+    def _hidden_state(self) -> float:
+        """FLOPs in whose time one token's hidden state is sent, if the ranks of tp share it as they share the FLOPs."""
+        config = self.config
+        return config.model.hidden_size * WIDTHS[config.precision.dtype] * config.pipeline.flops_per_byte
+
+    def _sent(self, block: int) -> float:
+        """The same of a token's copies to the experts of a block and back; those of this rank's own stay."""
+        model, ep = self.config.model, self.config.parallel.ep
+        return 2 * model.top_k * (1 - 1 / ep) * self._hidden_state() if is_moe(model, block) else 0.0
+
+    def _recomputed(self, stage: int, held: Sequence[int]) -> Sequence[int]:
+        """Blocks whose forward the backward of a stage, which holds these, runs again."""
+        recompute = self.config.recompute
         count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
-        again = held[:count] if recompute.mode == "full" else ()
-        return sum(layer_flops(model, i, self.config.train.seq_len) for i in again) / 3
+        return held[:count] if recompute.mode == "full" else ()

@@ -1,12 +1,21 @@
 """Layers to stages: the optimum by brute force, the user's list, and who shares what."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron5d.config.schema import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
+from megatron5d.config.schema import (
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
 from megatron5d.model.flops import flops_per_token, head_flops
 from megatron5d.model.partition import Part, balanced, layout_of, parts_of, shared_by_mirror
 from megatron5d.model.stage_costs import ModelCosts
@@ -119,3 +128,23 @@ def test_modelled_costs_add_up_to_the_models_flops():
         assert b == pytest.approx(i + w)
         assert costs.activation.sum() == pytest.approx(placement.num_ranks)
         assert (w > 0).all() and (i >= w).all() and i.sum() > w.sum()
+
+
+def test_modelled_costs_count_what_is_sent():
+    """Two experts a token, half of them on the other rank, there and back, 2·2·½·h elements a block that has experts.
+
+    F once, I once more where the block is run again; nothing where all experts are at home.
+    """
+    config = config_of(8, flops_per_byte=1000.0)
+    model = replace(config.model, num_experts=4, top_k=2, first_k_dense=2)
+    config = replace(config, model=model, precision=PrecisionConfig(dtype="bf16"))
+    at_home = ModelCosts(config).of(loop_placement(4))
+    assert not at_home.a2a.any() and at_home.comm > 0
+    config = replace(config, parallel=ParallelConfig(pp=4, ep=2), recompute=RecomputeConfig("full", num_layers=1))
+    costs = ModelCosts(config).of(loop_placement(4))
+    state = model.hidden_size * 2 * 1000.0
+    unit = (flops_per_token(model, 64) - head_flops(model)) / 3 / 4
+    assert costs.comm * unit == pytest.approx(state)
+    forward, backward, weights, full = costs.a2a * unit / state
+    assert forward == pytest.approx([0, 4, 4, 4]) and backward == pytest.approx([0, 6, 6, 6])
+    assert not weights.any() and full == pytest.approx(backward)
