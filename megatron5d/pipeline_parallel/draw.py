@@ -15,6 +15,7 @@ COLOURS = {
 }
 """Each op's colour; the second one is for the later half of the stages, or for the second direction."""
 ANSI = {"F": 44, "I": 42, "W": 43, "B": 46}
+PNG_COLUMNS = 200  # digits that fit beside each other
 NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "full backward"}
 
 
@@ -79,8 +80,9 @@ def draw_svg(program: Program, result: Simulation, width: int = 1600, row: int =
 def draw_png(program: Program, result: Simulation, path: Path) -> None:
     """Write the Program as a PNG picture to `path`."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(16, 0.8 + 0.3 * program.num_ranks), layout="constrained")
+    figure = Figure(figsize=(16, 1.1 + 0.3 * program.num_ranks), layout="constrained")
     axes = figure.subplots()
     edges = program.table.rank_start.tolist()
     for rank, line in enumerate(program.ranks):
@@ -88,13 +90,21 @@ def draw_png(program: Program, result: Simulation, path: Path) -> None:
         for slot, index in zip(line, range(edges[rank], edges[rank + 1])):
             start, end = float(result.start[index]), float(result.end[index])
             for k, action in enumerate(slot):
-                box = (COLOURS[action.op][_shade(program, action)], rank - 0.45 + 0.9 * k / len(slot), 0.9 / len(slot))
-                bars.setdefault(box, []).append((start, end - start))
+                low, height = rank - 0.45 + 0.9 * k / len(slot), 0.9 / len(slot)
+                colour = COLOURS[action.op][_shade(program, action)]
+                bars.setdefault((colour, low, height), []).append((start, end - start))
+                label = str(action.microbatch)
+                if PNG_COLUMNS * (end - start) >= result.makespan * len(label):
+                    middle = ((start + end) / 2, low + height / 2)
+                    axes.text(*middle, label, size=7 if len(slot) == 1 else 6, ha="center", va="center")
         for (colour, low, height), spans in bars.items():
             axes.broken_barh(spans, (low, height), facecolors=colour, edgecolors="white", linewidth=0.3)
     axes.set(title=_caption(program, result), xlabel="time", ylabel="rank", xlim=(0, result.makespan))
     axes.set_yticks(range(program.num_ranks))
     axes.invert_yaxis()
+    present = {action.op for line in program.ranks for slot in line for action in slot}
+    ops = [Patch(color=COLOURS[op][0], label=f"{op} {name}") for op, name in NAMES.items() if op in present]
+    figure.legend(handles=ops, ncols=len(ops), loc="outside lower right", frameon=False)
     figure.savefig(path, dpi=120)
 
 
