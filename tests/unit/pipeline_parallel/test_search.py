@@ -7,13 +7,15 @@ import pytest
 
 from megatron5d.model.partition import balanced
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
-from megatron5d.pipeline_parallel.program import OPS, Placement
+from megatron5d.pipeline_parallel.program import OPS, Placement, zigzag_placement
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search import search
 from megatron5d.pipeline_parallel.search.clock import Clock
 from megatron5d.pipeline_parallel.search.lanes import PAIRS
+from megatron5d.pipeline_parallel.search.problem import Problem
 from megatron5d.pipeline_parallel.search.refine import refine
 from megatron5d.pipeline_parallel.search.search import search_program
+from megatron5d.pipeline_parallel.search.shipped import starting_points
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.pipeline_parallel.verify import verify
 
@@ -51,6 +53,17 @@ def test_figures_at_sixteen_ranks(text, placement, copies, cap, evaluations, fig
     assert result.overhead <= figure + 1e-6
     assert result.program.copies <= copies
     check(result, costs, cap)
+
+
+@pytest.mark.parametrize("pp, counts", [(8, (24, 32)), (16, (48, 64, 96, 128))])
+def test_what_is_known_serves_many_numbers_of_microbatches(pp, counts):
+    """Without any search: three quarters of the overhead of the best named schedules with the dense costs, on the V."""
+    costs, placement = parse_costs(DENSE), zigzag_placement(pp)
+    for m in counts:
+        problem = Problem("zigzag:2", placement, m, costs.of(placement), np.full(pp, 1.25 * pp))
+        reached = min(problem.makespan(numbers) for numbers in starting_points(problem.num_lanes)) - 3 * m
+        named = [build_program("zb_v", pp, m), build_program("interleaved_zb", pp, m, 4)]
+        assert reached <= 0.75 * min(simulate(program, costs).overhead for program in named), (pp, m)
 
 
 @dataclass(frozen=True)
