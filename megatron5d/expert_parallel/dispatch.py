@@ -15,6 +15,7 @@ its experts. Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,9 @@ class Dispatcher:
         self.codec = codec
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
-        self.planned_load = 1.0  # on the meta device, which cannot count: rows that come here, of an even share
+        # on the meta device, which cannot count: rows that come here and the most that may, of an even share; and how
+        # many of the choices are sent at all
+        self.planned_load, self.planned_limit, self.planned_sent = 1.0, math.inf, 1.0
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
         """Starts the tokens' way to their experts.
@@ -155,12 +158,17 @@ class Dispatcher:
     def _planned_counts(self, num_choices: int) -> Tensor:
         """int64 `[ep, etp, ep, E/ep]` where every rank has as many choices and this one is sent `planned_load` shares.
 
-        A rank is sent all choices at most; what the others are sent falls as its own rises.
+        A rank is sent all choices, or what its experts' capacity admits, at most; what the others are sent falls as its
+        own rises.
         """
         ep, etp, local = self.ep, self.etp, self.num_local
-        mine = min(num_choices, round(num_choices / ep.size * self.planned_load))
-        rows = [mine if rank == ep.rank else (num_choices - mine) // max(1, ep.size - 1) for rank in range(ep.size)]
-        rows[(ep.rank + 1) % ep.size] += num_choices - sum(rows)
+        choices = num_choices * self.planned_sent
+        sent = round(choices * min(1.0, self.planned_limit))
+        most = min(sent, math.ceil(choices / ep.size * min(self.planned_limit, ep.size)))
+        mine = min(most, round(choices / ep.size * self.planned_load))
+        rows = [mine if rank == ep.rank else min(most, (sent - mine) // max(1, ep.size - 1)) for rank in range(ep.size)]
+        after = (ep.rank + 1) % ep.size
+        rows[after] += min(sent - sum(rows), most - rows[after])
         split = torch.tensor([[n // local + (e < n % local) for e in range(local)] for n in rows])
         return split.expand(ep.size, etp.size, ep.size, local)
 

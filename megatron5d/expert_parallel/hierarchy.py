@@ -107,8 +107,12 @@ class NodeDispatcher:
         return trip.there.start(rows[:count]), trip.weights.start(paid), trip
 
     def _planned_counts(self, num_tokens: int, k: int) -> Tensor:
-        """int64 `[nodes, nodes]` of tokens that have no values (meta): each needs as many nodes as it can."""
+        """int64 `[nodes, nodes]` of tokens that have no values (meta): each needs as many nodes as it can.
+
+        A row then has k choices of which those of other nodes are not sent on.
+        """
         nodes = self.ep_outer.size
+        self.inner.planned_sent = 1 / min(k, nodes)
         return torch.full((nodes, nodes), num_tokens * min(k, nodes) // nodes)
 
     def go_on(self, ticket: Tensor, trip: NodeTrip) -> tuple[Tensor, NodeTrip]:

@@ -60,7 +60,8 @@ def find_peak(
         standing: of data parallelism's buffers, left whole between passes.
     """
     walk = _Walk(program, rank, traces, message_bytes)
-    walk.stages = walk.units = standing
+    if not walk.begins_empty:
+        walk.stages = walk.units = standing
     line = list(steps(program, rank))
     following = _following([step.slot for step in line])
     for step, after in zip(line, following):
@@ -96,6 +97,11 @@ class _Walk:
         self._here: dict[Passage, int] = {}  # bytes of values that go to another stage of this rank
         self._forward: dict[Passage, tuple[Step, ...]] = {}  # steps of F whose activations are there
         self._stashed: dict[Passage, int] = {}
+        # a step's first backward is known where it is whole and of the rank's only stage; else buffers count throughout
+        own = [stage for _, stage in program.placement.stages_of(rank)]
+        ops = {action.op for slot in program.ranks[rank] for action in slot}
+        self.begins_empty = len(own) == 1 and "B" in traces[own[0]].first and "I" not in ops
+        self._begun: set[str] = set()  # operations that have run, where it begins empty
         self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
 
     def run(self, action: Action) -> Iterator[bool]:
@@ -103,9 +109,10 @@ class _Walk:
         op, stage, microbatch = action
         here, trace = (stage, microbatch), self.traces[stage]
         self._take(action)
-        forward, count = trace.passes["F"], len(trace.passes[op])
+        passes = self._passes(trace, op)
+        forward, count = trace.passes["F"], len(passes)
         self._fetch(-self._fetched.pop(action, 0))
-        for done, step in enumerate(trace.passes[op]):
+        for done, step in enumerate(passes):
             if done == count - 1 - trace.last_unit.get(op, 0):
                 self._look_ahead(action, begun=True)
             if op == "F":
@@ -131,6 +138,13 @@ class _Walk:
             self._shared.remove(here)
             self.stages += self.message_bytes
         self._hand_on(action, trace)
+
+    def _passes(self, trace: StageTrace, op: str) -> tuple[Step, ...]:
+        """Of one action: the step's first forward and backward find no buffers of an earlier one."""
+        if not self.begins_empty or op in self._begun:
+            return trace.passes[op]
+        self._begun.add(op)
+        return trace.first[op]
 
     def _look_ahead(self, action: Action, begun: bool) -> None:
         """Fetches what the next actions read first, as the last unit of this one begins.

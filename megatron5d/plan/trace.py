@@ -53,6 +53,7 @@ class StageTrace:
         passes: op (F, B, I, W) -> its steps.
         output_kept: the stage itself keeps its output until its backward, in whatever its last phase has saved.
         standing: bytes that data parallelism leaves between two passes: a unit whose sum is under way, and that sum.
+        first: the passes of a step's first micro-batch, which finds nothing whole; empty where all are alike.
         ahead: op -> bytes of what it reads first, which are fetched while the last unit of the action before runs.
         last_unit: op -> how many of its steps, before the very last, belong to its last unit.
     """
@@ -60,6 +61,7 @@ class StageTrace:
     passes: dict[str, tuple[Step, ...]]
     output_kept: bool
     standing: int = 0
+    first: Mapping[str, tuple[Step, ...]] = field(default_factory=dict)
     ahead: Mapping[str, int] = field(default_factory=dict)
     last_unit: Mapping[str, int] = field(default_factory=dict)
 
@@ -112,15 +114,15 @@ class Tracer:
         phases = [phase for index in chosen for phase in units[index]]
         times = {phase: count for index, count in zip(chosen, repeats) for phase in units[index]}
         passes: dict[str, tuple[Step, ...]] = {}
+        first_ones: dict[str, tuple[Step, ...]] = {}
         standing = 0
         with MemoryWatch(self.block) as watch:
             for split in (False, True) if self.split else (False,):
                 stage = Stage(phases, self.hooks)
-                if (
-                    self.hooks is not None
-                ):  # a step's first micro-batch finds nothing whole: it is not the one to record
+                if self.hooks is not None:  # a step's first micro-batch finds nothing whole: it is not the usual one
                     first_time = self._cycle(watch, stage, times, first=first, last=last, split=split)
                     standing += sum(step.delta for steps in first_time.values() for step in steps)
+                    first_ones = first_ones or first_time
                 passes |= self._cycle(watch, stage, times, first=first, last=last, split=split)
         ahead, last_unit = {}, {}
         if self.hooks is not None:
@@ -130,7 +132,7 @@ class Tracer:
                 op: 1 + (op != "F" and getattr(end[0], "recompute", None) is not None) for op, (_, end) in ends.items()
             }
             last_unit = {op: again[op] * len(end) for op, (_, end) in ends.items()}
-        return StageTrace(passes, passes["F"][-1].delta == 0, standing, ahead, last_unit)
+        return StageTrace(passes, passes["F"][-1].delta == 0, standing, first_ones, ahead, last_unit)
 
     def _cycle(
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], *, first: bool, last: bool, split: bool

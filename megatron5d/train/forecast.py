@@ -7,6 +7,8 @@ flight (plan/peak.py). No rank is started: any layout of any world can be asked 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -116,7 +118,7 @@ class Forecaster:
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
             state = _bytes([tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch)
             end_of_step = _end_of_step(model, sync, optimizer, watch)
-        _set_load(model, self.target.imbalance)
+        _set_load(model, self.target.imbalance, config.moe.capacity_factor)
         batch = self._batch(mesh, model)
         sync.start_step(dict.fromkeys(model.phases, _ENDLESS))
         self._traces |= {stage: self._trace(model, sync, stage, batch) for stage in model.parts}
@@ -172,9 +174,12 @@ class Forecaster:
             split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
             num_sums, hooks = len(loss_terms(self.config)), sync if self.config.parallel.zero >= 2 else None
             tracer = Tracer(form.shape, form.dtype, batch, num_sums, hooks=hooks, split=split, block=self.target.block)
-            if self.config.precision.fp8 != "none":  # the first pass makes the weights' 8-bit copies, which stay
-                tracer.trace(units, signatures, first=part.embedding, last=part.head)
-            self._known[key] = tracer.trace(units, signatures, first=part.embedding, last=part.head)
+            trace = tracer.trace(units, signatures, first=part.embedding, last=part.head)
+            if self.config.precision.fp8 != "none":  # that pass made the weights' 8-bit copies, which stay
+                trace = tracer.trace(units, signatures, first=part.embedding, last=part.head)
+                standing = 0 if hooks is None else sync.buffer_bytes()
+                trace = dataclasses.replace(trace, standing=standing, first={})
+            self._known[key] = trace
         return self._known[key]
 
 
@@ -218,11 +223,12 @@ def _keeping(phase: nn.Module) -> tuple:
     return names, said.get("host_bytes"), getattr(phase, "input_host_bytes", None)
 
 
-def _set_load(model: Gpt, imbalance: float) -> None:
+def _set_load(model: Gpt, imbalance: float, capacity_factor: float | None) -> None:
     for module in model.modules():
         dispatcher = getattr(module, "dispatcher", None)
         if dispatcher is not None:
-            getattr(dispatcher, "inner", dispatcher).planned_load = imbalance
+            inner = getattr(dispatcher, "inner", dispatcher)
+            inner.planned_load, inner.planned_limit = imbalance, capacity_factor or math.inf
 
 
 def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:

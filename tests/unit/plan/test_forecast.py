@@ -26,19 +26,22 @@ CPU = Target(None)
 # every token chooses every expert: the only routing whose counts are known beforehand
 MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}
 
+PARTS = ["norm", "qkv", "attention", "activation"]
+
 
 def large(
     model="llama_gqa", *, schedule=None, recompute="none", dtype="fp32", grads="fp32", fp8="none", seq_len=128,
     **options,
 ):  # fmt: skip
     """Tensors that dwarf the scalars beside them; `fields` are of the model."""
-    fields = options.pop("fields", {})
+    fields, moe = options.pop("fields", {}), options.pop("moe", {})
     again = recompute if isinstance(recompute, RecomputeConfig) else RecomputeConfig(recompute)
     config = config_of(model, recompute=again, **{"gbs": 2, **options})
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, vocab_size=160, num_layers=4, **fields),
         train=dataclasses.replace(config.train, seq_len=seq_len),
+        moe=dataclasses.replace(config.moe, **moe),
         precision=dataclasses.replace(config.precision, dtype=dtype, grad_dtype=grads, fp8=fp8),
         pipeline=PipelineConfig(schedule) if schedule else PipelineConfig(),
     )
@@ -50,7 +53,7 @@ class Counted:
 
     pp_rank: int
     elsewhere: int  # sum of its places on the other axes
-    kinds: tuple[int, int, int]  # weights, gradients, optimiser
+    kinds: tuple[int, int, int]  # weights and their 8-bit copies, gradients, optimiser
     resident: int
     peak: int  # of a step, above what stays
     activations: Counter[str]  # kept by one micro-batch between forward and backward, by class of phase
@@ -70,9 +73,11 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         for tensors in (
             [tensor for bucket in sync.buckets for tensor in bucket.resident_weights],
             [bucket.resident_grads for bucket in sync.buckets],
-            [tensor for _, tensor, _ in optimizer.tensors()],
+            [tensor for _, tensor, state in optimizer.tensors() if not state.on_host],
         )
     ]
+    on_host = [state for state in optimizer.slices if state.on_host]
+    away = sum(t.nbytes for state in on_host for t in (state.master, state.grads, state.exp_avg, state.exp_avg_sq))
     t, sharding = config.train, SequenceSharding(config, mesh)
     numbers = micro_batch_samples(0, t.gbs, t.mbs, mesh["dp"].rank, mesh["dp"].size)
     rows = make_rows(config, 1)
@@ -86,14 +91,24 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     sync.finish_gather()
     with sync.whole_weights():
         kept = _activations(config, model, batches[0])
+    weights, *others = (sum(each.values()) for each in storages)
+    # made by every step's first use of a weight, and there until the weights change; with zero 3 until they are freed
+    copies = _copies(model) if config.parallel.zero < 3 else 0
     return Counted(
         mesh["pp"].rank,
         sum(mesh[name].rank for name in ("dp", "cp", "tp")),
-        tuple(sum(each.values()) for each in storages),
-        resident,
-        min(peaks),
+        (weights + copies, *others),
+        resident + copies - away,
+        min(peaks) - copies,
         kept,
     )
+
+
+def _copies(model) -> int:
+    pairs = [each.quantized[1] for each in model.parameters() if hasattr(each, "quantized")]
+    both = [quantized for pair in pairs for quantized in (pair.straight, pair.turned)]
+    parts = [part.untyped_storage() for each in both for part in (each.values, each.scales)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in parts}.values())
 
 
 def _activations(config, model, batch) -> Counter[str]:
@@ -154,6 +169,14 @@ LAYOUTS = {
     "ulysses": (2, {"cp": 2, "cp_method": "ulysses", "recompute": "full"}),
     "moe": (2, {"ep": 2, "fields": MOE}),
     "moe-tp-zero1": (4, {"ep": 4, "tp": 2, "etp": 1, "sp": True, "zero": 1, "fields": MOE, "recompute": "full"}),
+    "capacity": (2, {"ep": 2, "fields": MOE, "moe": {"capacity_factor": 0.5}}),
+    "ep-nodes": (4, {"ep": 4, "ep_inner": 2, "gbs": 4, "fields": MOE}),
+    "zero2-parts": (2, {"zero": 2, "gbs": 4, "reduce": "per_step", "recompute": RecomputeConfig("selective", PARTS)}),
+    "moe-parts": (2, {"ep": 2, "fields": MOE, "recompute": RecomputeConfig("selective", ["experts", "mlp"])}),
+    "offload": (1, {"optim": {"offload": True}, "dtype": "bf16"}),
+    "tensorwise-zero2": (2, {"fp8": "tensorwise", "dtype": "bf16", "zero": 2, "gbs": 4, "seq_len": 64}),
+    "blockwise-moe": (1, {"fp8": "blockwise", "dtype": "bf16", "gbs": 1, "seq_len": 64, "fields": MOE}),
+    "sixteen": (16, {"pp": 4, "tp": 2, "sp": True, "zero": 2, "gbs": 8, "dtype": "bf16"}),
     "mtp": (1, {"fields": {"num_mtp_layers": 2}, "recompute": "full"}),
     "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
     "interleaved": (2, {"pp": 2, "vpp": 2, "gbs": 4, "schedule": "interleaved"}),
