@@ -150,14 +150,11 @@ def assert_predicted(config, world: int) -> dict[int, RankMemory]:
 
 LAYOUTS = {
     "one": (1, {}),
-    "bf16": (1, {"dtype": "bf16"}),
     "bf16-grads": (1, {"dtype": "bf16", "grads": "bf16"}),
     "gpt2": (1, {"model": "gpt2_style", "seq_len": 24}),
-    "tp": (2, {"tp": 2}),
     "tp-sp-zero1": (4, {"tp": 2, "sp": True, "zero": 1, "gbs": 4, "dtype": "bf16"}),
     "selective": (1, {"recompute": RecomputeConfig("selective", num_layers=3), "dtype": "bf16"}),
     "selective-tp": (2, {"tp": 2, "sp": True, "recompute": RecomputeConfig("selective", ["qkv", "attention", "mlp"])}),
-    "zero2": (2, {"zero": 2, "gbs": 4}),
     "zero3-step": (2, {"zero": 3, "gbs": 4, "reduce": "per_step", "regather": "per_step"}),
     "zero3-zb_v": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_v"}),
     "zero3-zb_h1": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_h1"}),
@@ -175,7 +172,6 @@ LAYOUTS = {
     "moe-parts": (2, {"ep": 2, "fields": MOE, "recompute": RecomputeConfig("selective", ["experts", "mlp"])}),
     "offload": (1, {"optim": {"offload": True}, "dtype": "bf16"}),
     "tensorwise-zero2": (2, {"fp8": "tensorwise", "dtype": "bf16", "zero": 2, "gbs": 4, "seq_len": 64}),
-    "blockwise-moe": (1, {"fp8": "blockwise", "dtype": "bf16", "gbs": 1, "seq_len": 64, "fields": MOE}),
     "sixteen": (16, {"pp": 4, "tp": 2, "sp": True, "zero": 2, "gbs": 8, "dtype": "bf16"}),
     "mtp": (1, {"fields": {"num_mtp_layers": 2}, "recompute": "full"}),
     "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
