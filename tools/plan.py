@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     memory.add_argument("--imbalance", type=float, metavar="X", help="default: moe.planned_imbalance")
     memory.add_argument(
         "--as", dest="convention", default="megatron5d", metavar="CODE",
-        help="as another code base keeps things: nanotron; or megatron[,fused_loss][,dropout], as Megatron-LM is told",
+        help="as another code base keeps things: nanotron; or megatron, with any of fused_loss, dropout and "
+        "unfused_attention after it, commas between",
     )  # fmt: skip
     memory.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     memory.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
@@ -140,7 +141,9 @@ def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[
     """Memory of every pipeline rank, as one code base or another keeps it."""
     name, *said = convention.split(",")
     if name not in ("megatron5d", *CONVENTIONS) or (said and (name != "megatron" or set(said) - set(MEGATRON_OPTIONS))):
-        raise ValueError(f"--as {convention} is not known: nanotron, or megatron[,fused_loss][,dropout]")
+        raise ValueError(
+            f"--as {convention} is not known: nanotron, or megatron[,fused_loss][,dropout][,unfused_attention]"
+        )
     sizes = sizes_of(config, world)
     if name == "nanotron":
         count = micro_batch_counts(config, world)[-1]

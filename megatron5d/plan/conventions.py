@@ -21,7 +21,7 @@ from megatron5d.plan.peak import Peak
 from megatron5d.topology.grid import Sizes
 
 CONVENTIONS = ("megatron", "nanotron")
-MEGATRON_OPTIONS = ("fused_loss", "dropout")
+MEGATRON_OPTIONS = ("fused_loss", "dropout", "unfused_attention")
 
 # Fitted on every second run of the ultra-scale playbook's sweep (tests/unit/plan/published_playbook.csv), and rounded.
 # A tensor that a collective has read or written is given back only when the GPU has passed that collective, and the
@@ -49,22 +49,28 @@ def megatron_terms(
         num_stages: pp·vpp.
         last: the rank has the head.
         options: of MEGATRON_OPTIONS. fused_loss: `--cross-entropy-loss-fusion`, whose backward overwrites the logits
-            as ours does. dropout: hidden dropout is on (Megatron's default is 0.1).
+            as ours does. dropout: it is on (Megatron's default is 0.1). unfused_attention: scores are kept, as without
+            flash attention, in 16 bits; with dropout its mask and its result besides.
 
     Returns:
         kind -> bytes.
 
     Source: core/tensor_parallel/cross_entropy.py (a softmax in fp32 is saved beside the logits);
-    core/fusions/fused_bias_dropout.py (a mask of one byte for each of two sums of a layer).
+    core/fusions/fused_bias_dropout.py (a mask of one byte for each of two sums of a layer); Korthikanti et al. 2022
+    (arXiv:2205.05198), equation 2 (5·a·s²·b bytes of scores).
     """
     t, parallel, model = config.train, config.parallel, config.model
     tokens = t.mbs * t.seq_len // parallel.cp
+    layers = memory.peak.in_flight * model.num_layers // num_stages  # of one micro-batch each
     terms = {}
     if last and "fused_loss" not in options:
         terms["softmax in fp32"] = 4 * tokens * model.vocab_size // parallel.tp
     if "dropout" in options:
         mask = tokens * model.hidden_size // (parallel.tp if parallel.sp else 1)
-        terms["dropout masks"] = 2 * mask * memory.peak.in_flight * model.num_layers // num_stages
+        terms["dropout masks"] = 2 * mask * layers
+    if "unfused_attention" in options:
+        scores = tokens * t.seq_len * model.num_heads // parallel.tp
+        terms["attention scores"] = (5 if "dropout" in options else 2) * scores * layers
     return {f"as megatron/{kind}": count for kind, count in terms.items()}
 
 

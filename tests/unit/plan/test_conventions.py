@@ -104,5 +104,7 @@ def test_megatrons_terms():
     assert terms == {softmax: 4 * 192 * 50, masks: 2 * 192 * 16 * 5 * 2}, "tp alone leaves the residual stream whole"
     assert megatron_terms(config, memory, 4, last=True, options=("fused_loss",)) == {}
     assert with_terms(memory, terms).allocated == memory.allocated + sum(terms.values())
+    scores = megatron_terms(config, memory, 4, last=False, options=("unfused_attention",))
+    assert list(scores.values()) == [2 * 192 * 64 * 2 * 10], "two heads of 4 here, ten layers in flight"
     sharded = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, sp=True))
     assert megatron_terms(sharded, memory, 4, last=False, options=("dropout",))[masks] == 192 * 16 * 5 * 2
