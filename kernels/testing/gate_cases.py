@@ -18,8 +18,8 @@ from kernels.grouped_matmul import grouped_matmul
 from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 
-ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
-HAVE_FP8 = ("sm_90", "sm_100")
+ALL = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+HAVE_FP8 = ("sm_90", "sm_100", "sm_120")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def gate(*arguments: str, timeout_s: float = 900) -> subprocess.CompletedProcess
 
 def test_every_kernel_is_within_its_budget(tmp_path):
     out = tmp_path / "reports.json"
-    extra = ["--all", "--targets", "sm_80,sm_90,sm_100,gfx942"] if EVERYTHING else []
+    extra = ["--all", "--targets", "sm_80,sm_90,sm_100,sm_120,gfx942"] if EVERYTHING else []
     run = gate("--json", str(out), *extra, timeout_s=3600 if EVERYTHING else 900)
     assert run.returncode == 0, "\n".join(line for line in run.stdout.splitlines() if line[:4] != "ok  ") + run.stderr
     reports = json.loads(out.read_text())
