@@ -80,7 +80,9 @@ def _backward(edges: Any, grad: Any) -> None:
     """Backward of a phase's output; entries that no gradient has reached, or that ask for none, are left out."""
     both = zip(_entries(edges), _entries(grad), strict=True)
     pairs = [(edge, g) for edge, g in both if isinstance(edge, GradientEdge) and isinstance(g, Tensor)]
-    torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
+    roots, grads = tuple(edge for edge, _ in pairs), tuple(g for _, g in pairs)
+    # what torch.autograd.backward ends in: its own checks of edges, which the engine repeats, take as long as the pass
+    _ENGINE.run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Slot:
@@ -115,6 +117,7 @@ def _enter(x: Any, slots: Any, anchor: Tensor) -> Any:
     return _Enter.apply(anchor, x, slots) if isinstance(slots, _Slot) else x
 
 
+_ENGINE = torch.autograd.Variable._execution_engine
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record the entrance; gets no gradient
 
 

@@ -1,6 +1,5 @@
-"""What an action costs in Python: less than under torch's runtime, on the same stages, machine and processes.
-
-Torch has loops of their own for two schedules of one stage a rank; these may be a little faster than any runtime.
+"""What an action costs in Python: less than under torch's runtime, on the same stages, machine and processes, and less
+than in the loops of their own that torch has for two schedules of one stage a rank.
 
 `pytest -s` prints the table. Compute is next to nothing here, so a step's time is the runtime's own: looking actions
 up, posting receives, sending, and autograd's bookkeeping.
@@ -16,7 +15,6 @@ from torch_pipelining import SCHEDULES, OurPipeline, TorchPipeline, unchecked_ax
 from megatron5d.pipeline_parallel.registry import build_program
 
 PP, M, ROUNDS = 2, 16, 12
-WRITTEN_FOR_ONE = {"ScheduleGPipe", "Schedule1F1B"}  # loops, not the runtime that runs programs as ours does
 ATTEMPTS = 5  # the best of all counts: a busy machine can only add time, and seldom to one runtime five times
 
 
@@ -56,5 +54,5 @@ def test_an_action_costs_less_than_under_torch(name):
             f"{SCHEDULES[name][0]:15} rank {rank}: ours {per_action['ours']:5.0f} µs an action, torch "
             f"{per_action['torch']:5.0f} µs ({best['ours'] / best['torch']:.2f})"
         )
-        # measured 1.09 to 1.15 of the hand-written 1F1B, 0.5 to 0.7 of the runtime
-        assert best["ours"] < best["torch"] * (1.4 if name in WRITTEN_FOR_ONE else 1.0)
+        # measured 0.55 to 0.9 of the hand-written GPipe and 1F1B, 0.3 to 0.9 of the runtime
+        assert best["ours"] < best["torch"]
