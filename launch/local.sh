@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on this machine:  bash launch/local.sh N [--torchrun] [overrides...]
 #
-#   bash launch/local.sh 8 experiment=quickstart          8 ranks, on GPUs where there are as many, else on CPUs
+#   bash launch/local.sh 16 experiment=quickstart         16 ranks, on GPUs where there are as many, else on CPUs
 #   bash launch/local.sh 4 --torchrun parallel.tp=2       the same through torchrun (whose exit code is 0 or 1)
 #
 # Ends with the exit code of the rank that failed first: 0 finished, 2 configuration refused, 75 stopped on a signal

@@ -2,7 +2,7 @@
 # From nothing to a trained model:  bash launch/quickstart.sh [overrides...]
 #
 # Installs into .venv, trains a tokenizer on the sources of Python's standard library, writes them as token files, trains
-# a small mixture of experts over 8 processes on this machine, tp, cp, pp and ep at once
+# a small mixture of experts over 16 processes on this machine, tp, cp, pp, dp and ep at once
 # (conf/experiment/quickstart.yaml), and shows what came out. A few minutes on two cores. Tokenizer and data are kept in
 # runs/quickstart/data; each call trains anew, in runs/quickstart/run-<n>.
 set -euo pipefail
@@ -28,8 +28,8 @@ fi
 number=1
 while ! mkdir -p runs/quickstart || ! mkdir runs/quickstart/run-$number 2>/dev/null; do number=$((number + 1)); done
 run=runs/quickstart/run-$number
-echo "== training on 8 processes, in $run"
-bash launch/local.sh 8 experiment=quickstart log.dir=$run "$@"
+echo "== training on 16 processes, in $run"
+bash launch/local.sh 16 experiment=quickstart log.dir=$run "$@"
 
 echo "== the result"
 "$python" tools/visualize.py loss $run --out $run/loss.png
@@ -40,6 +40,6 @@ cat <<DONE
    config.yaml       the whole configuration
    metrics.jsonl     one JSON object a step
    loss.png          the loss curve
-   checkpoints/      resume: bash launch/local.sh 8 experiment=quickstart log.dir=$run train.steps=600
+   checkpoints/      resume: bash launch/local.sh 16 experiment=quickstart log.dir=$run train.steps=300
    wandb/            an offline W&B run: wandb sync $run/wandb/offline-run-*
 DONE

@@ -11,7 +11,7 @@ _HEAD = """\
 pretrain.py [flags] [group=option ...] [key=value ...]
 
 A group chooses a file of conf/, a key one value in it; later words win. Examples:
-    python pretrain.py experiment=quickstart
+    bash launch/local.sh 16 experiment=quickstart train.steps=400
     python pretrain.py model=llama3_8b parallel.tp=8 parallel.sp=true data.train='[0.7 /d/web, 0.3 /d/code]'
 Exit codes: 0 finished, 2 configuration refused, 75 stopped on a signal with a checkpoint saved.
 """

@@ -174,7 +174,7 @@ def test_torchrun(tmp_path):
 def test_without_a_number_of_ranks_it_explains_itself():
     done = subprocess.run(["bash", "launch/local.sh", "a=1"], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
-    assert "launch/local.sh 8 experiment=quickstart" in done.stderr
+    assert "launch/local.sh 16 experiment=quickstart" in done.stderr
 
 
 def test_more_ranks_than_gpus_run_on_cpus(tmp_path):

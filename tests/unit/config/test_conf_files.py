@@ -41,7 +41,7 @@ PUBLISHED = {
 MODELS = sorted(file.stem for file in (CONF / "model").glob("*.yaml") if file.stem != "default")
 # ranks their headers promise
 EXPERIMENTS = {
-    "quickstart": 8,
+    "quickstart": 16,
     "gpt2_124m": 8,
     "llama3_8b": 64,
     "llama3_70b": 256,
@@ -174,11 +174,12 @@ def test_experiment_is_legal_on_the_ranks_it_promises(name, tmp_path, monkeypatc
     assert loaded.model.name in (name, load_config([f"experiment={name}"]).model.name)
 
 
-def test_quickstart_is_a_mixture_of_experts_over_many_dimensions_at_once():
+def test_quickstart_is_a_mixture_of_experts_over_all_dimensions_at_once():
     config = load_config(["experiment=quickstart"])
     parallel = config.parallel
-    assert (parallel.tp, parallel.sp, parallel.cp, parallel.pp, parallel.ep, parallel.zero) == (2, True, 2, 2, 2, 1)
-    assert EXPERIMENTS["quickstart"] == parallel.tp * parallel.cp * parallel.pp
+    assert (parallel.tp, parallel.sp, parallel.cp, parallel.pp, parallel.ep, parallel.zero) == (2, True, 2, 2, 4, 1)
+    dp = EXPERIMENTS["quickstart"] // (parallel.tp * parallel.cp * parallel.pp)
+    assert dp == 2 and config.train.gbs == config.train.mbs * dp, "one micro-batch a step"
     model, text = config.model, (CONF / "experiment" / "quickstart.yaml").read_text()
     assert (model.attention, model.num_experts, model.first_k_dense) == ("mla", 8, 1)
     assert f"{parameter_count(model):,} parameters" in text
