@@ -200,6 +200,15 @@ TRAIN_LAWS = (
         needs=("optim-implementation",),
     ),
     Law(
+        "one-pass-where-the-state-is",
+        ("optim.implementation", "optim.offload"),
+        lambda c, w: c.optim.implementation == "kernel" and c.optim.offload,
+        lambda c, w: (
+            "optim.implementation = kernel updates where the weights are, and optim.offload = true on the host"
+        ),
+        lambda c, w: "optim.implementation=auto, or optim.offload=false",
+    ),
+    Law(
         "wandb-installed",
         ("log.wandb.mode",),
         lambda c, w: c.log.wandb.mode != "disabled" and find_spec("wandb") is None,

@@ -53,7 +53,7 @@ WORDS: dict[str, Sequence[str]] = {
     "parallel.reduce": ("per_microbatch", "per_step"),
     "optim.name": ("adamw",),
     "optim.schedule": ("cosine", "linear", "wsd", "constant"),
-    "optim.implementation": ("auto", "torch", "apex"),
+    "optim.implementation": ("auto", "torch", "apex", "kernel"),
     "precision.dtype": ("fp64", "fp32", "bf16"),
     "precision.fp8": ("none", "tensorwise", "blockwise"),
     "precision.grad_dtype": ("fp32", "bf16"),

@@ -162,7 +162,7 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     clip: float = 1.0  # global gradient norm; 0 = no clipping
-    implementation: str = "auto"  # auto | torch | apex
+    implementation: str = "auto"  # auto | torch | apex | kernel: clipping, update and cast in one pass
     offload: bool = False  # master weights and moments in the host's memory, updated there
 
 

@@ -1,5 +1,7 @@
 """AdamW on the owned slices of the buckets: flat fp32 master weights and moments, one call for all of them.
 
+With optim.implementation=kernel clipping, update and the rounding of masters to weights are one pass over memory
+(kernels/multi_tensor.py), each number read and written once; the others take three.
 Without master weights (precision.master_weights) bf16 weights are updated themselves: widened, moved, and rounded back
 at random (rounding.py), a bucket at a time.
 
@@ -97,6 +99,21 @@ class AdamW:
                 self._grads.append((view, state.grads[span]))
                 states[view] = {"exp_avg": state.exp_avg[span], "exp_avg_sq": state.exp_avg_sq[span]}
         self._optimizer = self._build(groups, states, config)
+        self._pass = self._one_pass() if config.implementation == "kernel" else None
+
+    def _one_pass(self) -> tuple[TensorTable, Tensor]:
+        """Everything that an update reads and writes, segment by segment, and the decay of each."""
+        spans = [(state, segment, slice(*segment.owned)) for state in self.slices for segment in state.segments]
+        columns = {
+            name: [getattr(state, name)[span] for state, _, span in spans]
+            for name in ("master", "grads", "exp_avg", "exp_avg_sq")
+        }
+        columns["grad"] = columns.pop("grads")
+        order = {name: columns[name] for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+        if all(state.has_master for state in self.slices):
+            order["copy"] = [state.bucket.weight_slice[span] for state, _, span in spans]
+        decay = [self.config.weight_decay * decays(each.spec, self.config.decay_exclude) for _, each, _ in spans]
+        return TensorTable(**order), torch.tensor(decay, device=self.slices[0].reduced.device)
 
     def _slice(self, bucket: Bucket) -> SliceState:
         owned, reduced = bucket.weight_slice, bucket.grad_slice
@@ -138,8 +155,16 @@ class AdamW:
 
         Args:
             lr: rate of this step.
-            scale: factor of the gradients (clipping), applied in place.
+            scale: factor of the gradients (clipping), applied in place; optim.implementation=kernel leaves them.
         """
+        if self._pass is not None:
+            table, decay = self._pass
+            self.step_count += 1
+            beta1, beta2 = self.config.betas
+            settings = AdamWSettings(lr, beta1, beta2, self.config.eps, self.step_count)
+            factor = torch.full((), 1.0 if scale is None else scale, dtype=self.slices[0].master.dtype)
+            adamw_step(table, settings, factor.to(decay.device), decay)
+            return
         if scale is not None:
             for state in self.slices:
                 state.bucket.grad_slice.mul_(scale)

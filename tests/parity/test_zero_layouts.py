@@ -13,7 +13,7 @@ PER_STEP = {"zero": 3, "regather": "per_step", "reduce": "per_step"}
 MIXED = {"zero": 3, "regather": "per_step"}
 
 DENSE = {
-    "tied, zero 2": (2, {"zero": 2}),
+    "tied, zero 2, one pass": (2, {"zero": 2, "optim": {"implementation": "kernel"}}),
     "tied, zero 2 per step": (2, {"zero": 2, "reduce": "per_step"}),
     "tied, zero 3": (2, {"zero": 3}),
     "tied, zero 3 per step": (2, PER_STEP),

@@ -11,7 +11,7 @@ from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.clip import clip_coefficient, global_square_sum
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.axis import Axis, single
-from megatron5d.topology.shard import ShardSpec, new_parameter, whole
+from megatron5d.topology.shard import ShardSpec, new_parameter, spec_of, whole
 
 BASE = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
 
@@ -54,9 +54,11 @@ def parameters():
     return made
 
 
-@pytest.mark.parametrize(("slices", "offload"), [(1, False), (3, False), (1, True), (3, True)])
-def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices, offload):
-    config = OptimConfig(lr=0.1, weight_decay=0.3, decay_exclude=["d"], offload=offload)
+@pytest.mark.parametrize(
+    ("slices", "offload", "how"), [(1, False, "auto"), (3, False, "kernel"), (1, True, "auto"), (3, True, "auto")]
+)
+def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices, offload, how):
+    config = OptimConfig(lr=0.1, weight_decay=0.3, decay_exclude=["d"], offload=offload, implementation=how)
     truth = [p.detach().clone().requires_grad_() for p in parameters()]
     groups = [{"params": [truth[0], truth[2]]}, {"params": [truth[1], truth[3]], "weight_decay": 0.0}]
     oracle = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
@@ -82,6 +84,25 @@ def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices
     joined = torch.cat([bucket.weight_slice for bucket in buckets])
     for p, offset in zip(truth, buckets[0].offsets):
         torch.testing.assert_close(joined[offset : offset + p.numel()].view(p.shape), p.detach())
+
+
+def test_one_pass_clips_updates_and_rounds():
+    """As scaling in place, torch's update and a cast, one after the other."""
+    weights = []
+    for how in ("torch", "kernel"):
+        narrow = []
+        for wide in parameters():
+            narrow.append(torch.nn.Parameter(wide.detach().bfloat16()))
+            narrow[-1].spec = spec_of(wide)
+        bucket = Bucket(narrow, single("dp_shard_cp"), single("dp_replicate"), torch.float32)
+        optimizer = AdamW([bucket], OptimConfig(weight_decay=0.3, implementation=how))
+        for step in range(3):
+            bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step)))
+            optimizer.step(lr=0.1, scale=0.25)
+        (state,) = optimizer.slices
+        assert state.master.dtype == torch.float32 and torch.equal(state.master.bfloat16(), bucket.weight_slice)
+        weights.append(torch.cat([state.master[slice(*segment.owned)] for segment in state.segments]))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
 
 
 def test_the_norm_counts_owned_elements_once():
