@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import asdict
 
-from megatron5d.config.context_cost import choices
+from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
 from megatron5d.config.fault import ConfigError
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
@@ -129,10 +129,13 @@ def _context(options: argparse.Namespace) -> int:
         print(json.dumps({"world": options.world, "node": options.node, "choices": [asdict(each) for each in found]}))
         return 0
     print(f"MB that a rank sends in one layer for one sequence of {config.train.seq_len:,} tokens, there and back:")
-    print(f"{'parallel.cp_method':<20}{'cp_inner':>9}{'in a node':>12}{'between nodes':>15}")
+    print(f"{'parallel.cp_method':<20}{'cp_inner':>9}{'in a node':>12}{'between nodes':>15}{'hidden from tokens':>20}")
     for each in found:
         name = "ring, allgather" if each.method == "ring" else each.method
-        print(f"{name:<20}{each.cp_inner:>9}{each.inside / 1e6:>12,.1f}{each.between / 1e6:>15,.1f}")
+        length = f"{each.hidden_from:,}" if each.hidden_from else "-"
+        sent = f"{each.inside / 1e6:>12,.1f}{each.between / 1e6:>15,.1f}"
+        print(f"{name:<20}{each.cp_inner:>9}{sent}{length:>20}")
+    print(f"Hidden: a hop is over before the attention that it runs under, at {FLOPS_PER_BYTE:,.0f} FLOP a byte.")
     print(f"Least between nodes of {options.node} first, then least inside them (docs/long_context.md).")
     return 0
 

@@ -21,11 +21,13 @@ than outer-1 hops where a window or documents let nobody see further.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from megatron5d.config.schema import Config, ModelConfig
 
 GRAD_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # of gradients that travel: summed in fp32
 VALUE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+FLOPS_PER_BYTE = 8000.0  # attention of a rank against its link between nodes: 400 TFLOP/s, 400 Gbit/s
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,20 @@ def splits_heads(c: Config, inner: int) -> bool:
     return a % inner == 0 and (g % inner == 0 or inner % g == 0)
 
 
+def hidden_from(c: Config, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
+    """Length of a sequence from which on a ring's hops cost no time; 0 where nothing goes around.
+
+    A hop's bytes grow with s. The causal attention that it runs under takes (s/outer)²·(a/inner)·(d+dv) FLOP: half of
+    all pairs, two FLOP for each feature of a key and of a value.
+    """
+    (outer, inner), (a, _) = split_of(c), local_heads(c)
+    if outer == 1:
+        return 0
+    hop_bytes = traffic(c).outer / (outer - 1) * VALUE_BYTES[c.precision.dtype]
+    flops = (c.train.seq_len / outer) ** 2 * a / inner * head_features(c.model)
+    return ceil(c.train.seq_len * hop_bytes * flops_per_byte / flops)
+
+
 @dataclass(frozen=True)
 class Choice:
     """A way to spread attention over cp, and bytes that a rank sends for one layer and sequence, there and back."""
@@ -92,6 +108,7 @@ class Choice:
     cp_inner: int  # parallel.cp_inner; 1 but for two_level
     inside: int  # over links inside a node
     between: int  # over links between nodes
+    hidden_from: int  # train.seq_len from which on a hop takes no longer than the attention it runs under; 0 = no hops
 
 
 def choices(c: Config, ranks_per_node: int = 8) -> list[Choice]:
@@ -110,11 +127,11 @@ def choices(c: Config, ranks_per_node: int = 8) -> list[Choice]:
     for inner in (n for n in range(1, cp + 1) if cp % n == 0 and n <= room and splits_heads(c, n)):
         method = "ring" if inner == 1 else "ulysses" if inner == cp else "two_level"
         cp_inner = inner if method == "two_level" else 1
-        sent = traffic(replace(c, parallel=replace(plain, cp_method=method, cp_inner=cp_inner)))
-        inside, between = sent.num_bytes(c.precision.dtype)
+        spread = replace(c, parallel=replace(plain, cp_method=method, cp_inner=cp_inner))
+        inside, between = traffic(spread).num_bytes(c.precision.dtype)
         if cp <= room:  # no link is slow: all bytes are alike
             inside, between = inside + between, 0
-        found.append(Choice(method, cp_inner, inside, between))
+        found.append(Choice(method, cp_inner, inside, between, hidden_from(spread)))
     return sorted(found, key=lambda choice: (choice.between, choice.inside))
 
 

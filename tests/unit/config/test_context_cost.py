@@ -12,9 +12,9 @@ from parity_configs import config_of
 from ranks import run_ranks
 
 from megatron5d.comm.ledger import Ledger
-from megatron5d.config.context_cost import advice, choices, recommended, traffic
+from megatron5d.config.context_cost import advice, choices, hidden_from, recommended, traffic
 from megatron5d.config.load import load_config
-from megatron5d.config.schema import ParallelConfig
+from megatron5d.config.schema import ParallelConfig, PrecisionConfig
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
@@ -148,3 +148,19 @@ def test_the_document_tells_what_the_closed_form_says():
             )
             sent = traffic(replace(config, parallel=layout)).num_bytes("bf16")
             assert [value / 1e9 for value in sent] == pytest.approx([float(inside), float(around)], abs=5.1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "cp", "inner", "expected"),
+    [
+        ("llama3_8b", "ring", 8, 1, 8 * 2 * 8 / 32 * 8000),  # outer · bytes · g/a · FLOP a byte
+        ("llama3_8b", "two_level", 64, 8, 8 * 2 * 8 / 32 * 8000),
+        ("llama3_8b", "two_level", 32, 16, 2 * 2 * 16 / 32 * 8000),  # keys repeated for 16 ranks
+        ("llama2_7b", "ring", 2, 1, 2 * 2 * 1 * 8000),  # as many key as query heads
+        ("llama3_8b", "ulysses", 8, 1, 0),
+    ],
+)
+def test_from_which_length_on_hops_are_hidden(model, method, cp, inner, expected):
+    config = sized(model, 1, cp, 1 << 17)
+    layout = replace(config.parallel, cp_method=method, cp_inner=inner)
+    assert hidden_from(replace(config, parallel=layout, precision=PrecisionConfig("bf16"))) == expected
