@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch._dynamo  # noqa: F401 (every optimiser imports it: once here, or for a second in each rank)
 import torch.distributed as dist
+from collective_notes import first_mismatch, note_collectives
 
 _STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to the training loop
 _PR_SET_PDEATHSIG = 1
@@ -61,38 +62,39 @@ class _Rank:
         return self.error is not None and any(text in self.error for text in _ECHOES)
 
 
-def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, checked: bool = True
-) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Calls `fn(rank, world, *args)` on `world` forked ranks and returns their values in rank order.
+
+    Shapes, types and order of all collectives are compared between the ranks (collective_notes.py).
+    TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment adds torch's own checks, as it does for a user.
 
     Args:
         fn: any callable, closures included; its value must be picklable.
         world: number of ranks; 1 runs without a process group, like the real thing.
         args: reach the ranks by fork, nothing is pickled.
         timeout: seconds until ranks that have not reported are named, shown with their stacks, and killed.
-        checked: shapes, types and order of all collectives are compared between the ranks before each of them; gloo
-            alone returns garbage for mismatched shapes. It takes three times as long: off for long runs of code
-            whose collectives are checked elsewhere.
 
     Raises:
-        RankFailure: a rank raised, died or stayed silent; the first line is the root cause.
+        RankFailure: a rank raised, died or stayed silent, or its collectives were not those of the others; the first
+            line is the root cause.
     """
     assert torch.get_num_threads() == 1, "set torch.set_num_threads(1) before forking: a rank would hang in OpenMP"
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         ranks: list[_Rank] = []
         try:
             for rank in range(world):
-                ranks.append(_fork(partial(fn, rank, world, *args), rank, world, Path(folder), timeout, checked))
+                ranks.append(_fork(partial(fn, rank, world, *args), rank, world, Path(folder), timeout))
             _collect(ranks, timeout)
-            if any(not r.done or r.error for r in ranks):
-                raise RankFailure(_story(ranks, timeout))
+            failed = any(not r.done or r.error for r in ranks)
+            mismatch = first_mismatch([_notes(Path(folder), rank) for rank in range(world)], ended=not failed)
+            if failed or mismatch:
+                raise RankFailure("\n".join([mismatch] * bool(mismatch) + [_story(ranks, timeout)] * failed))
             return [r.value for r in ranks]
         finally:
             _kill(ranks)
 
 
-def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float, checked: bool) -> _Rank:
+def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) -> _Rank:
     receiver, sender = Pipe(duplex=False)
     stack = folder / f"stack{rank}"
     sys.stdout.flush()  # or the rank would print the parent's buffer again
@@ -105,7 +107,7 @@ def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float, ch
             _die_with(parent)
             faulthandler.register(_STACK_SIGNAL, file=open(stack, "w"))  # noqa: SIM115 (open for the rank's life)
             _set_variables(rank, world)
-            _report(sender, *_outcome(call, partial(_init_gloo, rank, world, folder / "store", timeout, checked)))
+            _report(sender, *_outcome(call, partial(_init_gloo, rank, world, folder, timeout)))
             while True:  # a slower peer must still find this rank; the parent ends it
                 signal.pause()
         finally:
@@ -127,16 +129,21 @@ def _set_variables(rank: int, world: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MEGATRON5D_MEETING": "met"}
 
 
-def _init_gloo(rank: int, world: int, store: Path, timeout: float, checked: bool) -> None:
+def _notes(folder: Path, rank: int) -> Path:
+    return folder / f"collectives{rank}"
+
+
+def _init_gloo(rank: int, world: int, folder: Path, timeout: float) -> None:
     if world == 1:
         return
+    note_collectives(_notes(folder, rank))
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # connections on first use: groups become several times cheaper
-    dist.set_debug_level(dist.DebugLevel.DETAIL if checked else dist.DebugLevel.OFF)
+    dist.set_debug_level_from_env()
     dist.init_process_group(
         "gloo",
         rank=rank,
         world_size=world,
-        store=dist.FileStore(str(store), world),
+        store=dist.FileStore(str(folder / "store"), world),
         timeout=datetime.timedelta(seconds=max(timeout, 1.0) + 60),  # the parent's own timeout comes first
     )
 

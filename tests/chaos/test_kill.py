@@ -79,7 +79,7 @@ def attempt(arguments, victim=None, killer=None):
         return main(arguments)
 
     try:
-        return run_ranks(one, WORLD, timeout=300, checked=False) == [0] * WORLD
+        return run_ranks(one, WORLD, timeout=300) == [0] * WORLD
     except RankFailure as failure:
         assert re.match(rf"rank {victim}: died without a report: killed by SIGKILL", str(failure)), failure
         return False

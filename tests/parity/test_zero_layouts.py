@@ -51,11 +51,11 @@ def test_pipelines(schedule):
     pipeline.check(schedule, 2, 4, tied=True, **{"dp": 2, **SCHEDULES[schedule]})
 
 
+@pytest.mark.parametrize("checks", ["OFF", "DETAIL"])
 @pytest.mark.parametrize(("schedule", "parallel"), [("dualpipe", PER_STEP), ("zb_h1", MIXED), ("zb_v", {"zero": 2})])
-def test_unchecked_collectives_start_early(schedule, parallel, monkeypatch):
-    """Without torch's checks, which make every collective blocking, gathers and reductions really run beside others."""
-    monkeypatch.setattr(pipeline.dist, "set_debug_level", lambda level: None)
-    monkeypatch.setattr(pipeline.dist, "get_debug_level", lambda: pipeline.dist.DebugLevel.OFF)
+def test_with_and_without_torchs_checks(schedule, parallel, checks, monkeypatch):
+    """torch's checks make every collective blocking; without them gathers and reductions really run beside others."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", checks)
     pipeline.check(schedule, 2, 4, dp=2, tied=True, **parallel)
 
 

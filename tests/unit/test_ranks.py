@@ -63,12 +63,62 @@ def test_a_silent_rank_is_named_with_its_stack():
         run_ranks(lambda rank, world: sleeps_for_ever(rank), 3, timeout=4)
 
 
-def test_mismatched_shapes_are_an_error():
-    def fn(rank, world):
-        dist.all_reduce(torch.ones(2 + rank))
+def shapes(rank):
+    dist.all_reduce(torch.ones(2 + rank))
 
-    with pytest.raises(RankFailure, match="mismatch"):
-        run_ranks(fn, 2)
+
+def types(rank):
+    dist.all_reduce(torch.ones(4, dtype=torch.int64 if rank else torch.float64))
+
+
+def operations(rank):
+    dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+
+
+def roots(rank):
+    dist.broadcast(torch.ones(2), src=rank)
+
+
+def order(rank):
+    out, x = torch.empty(4), torch.ones(2)
+    calls = [lambda: dist.broadcast(x, src=0), lambda: dist.all_gather(list(out.chunk(2)), x)]
+    for call in calls if rank else calls[::-1]:
+        call()
+
+
+def splits(rank):
+    expected = [1, 1] if rank == 0 else [2, 1]
+    dist.all_to_all_single(torch.empty(sum(expected), 3), torch.ones(2, 3), expected, [1, 1])
+
+
+def one_call_more(rank):
+    if rank == 0:
+        dist.broadcast(torch.ones(2), src=0, async_op=True)
+
+
+@pytest.mark.parametrize("differ", [shapes, types, operations, roots, order, splits, one_call_more])
+def test_collectives_that_differ_between_ranks_are_an_error(differ):
+    with pytest.raises(RankFailure, match=r"\Acollectives mismatch, call 0 of group .* of ranks \[0, 1\]: rank 0: "):
+        run_ranks(lambda rank, world: differ(rank), 2, timeout=1)
+
+
+def test_collectives_of_subgroups_are_compared_within_them():
+    def fn(rank, world):
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        for _ in range(1 + rank // 2):
+            dist.all_reduce(torch.ones(2 + rank // 2), group=groups[rank // 2])
+        uneven = [[1, 0], [2, 3]]
+        out = torch.empty(sum(row[rank % 2] for row in uneven))
+        sent = uneven[rank % 2]
+        dist.all_to_all_single(out, torch.ones(sum(sent)), [row[rank % 2] for row in uneven], sent, groups[rank // 2])
+
+    run_ranks(fn, 4)
+
+
+def test_torchs_own_checks_can_be_had(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    with pytest.raises(RankFailure, match="Detected mismatch between collectives on ranks"):
+        run_ranks(lambda rank, world: shapes(rank), 2)
 
 
 def test_an_unpicklable_value_is_an_error():

@@ -48,8 +48,8 @@ def finished(sync, units, order, rank):
 @pytest.mark.parametrize("checked", [False, True])
 def test_mirrored_ranks_reduce_in_one_order(zero, checked):
     def on_rank(rank, world):
-        if not checked:
-            dist.set_debug_level(dist.DebugLevel.OFF)
+        if checked:
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
         mesh = build_mesh(resolve(world, pp=2), rank, pairs=True)
         units = [Unit("a", "pair"), Unit("own", ""), Unit("b", "pair")]
         sync = GradSync([[unit] for unit in units], mesh, zero, torch.float64)

@@ -1,0 +1,113 @@
+"""What each rank called on each process group, noted at the call and compared afterwards.
+
+gloo returns garbage for shapes that do not match, and waits for ever for a rank that calls something else. torch's own
+checks (TORCH_DISTRIBUTED_DEBUG=DETAIL) exchange a description before every collective, which costs more than the
+collective itself, and makes all of them blocking. A note costs microseconds and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+# Everything that all ranks of a group must call alike. Messages between two ranks are not among them.
+_ALIKE = (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "_allgather_base",
+    "all_gather_single", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter",
+    "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter", "barrier",
+    "monitored_barrier",
+)  # fmt: skip
+_UNEVEN = ("alltoall_base", "all_to_all_single")  # sizes are told by their splits
+_ROOTED = {"gather": 1, "scatter": 0}  # the argument that every rank gives, not the root alone
+
+
+def note_collectives(path: Path) -> None:
+    """From now on writes a line for each collective that this process calls, before it is called."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for name in _ALIKE:
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, _noted(name, getattr(dist.ProcessGroup, name), file))
+
+
+def _noted(name: str, method: Callable[..., Any], file: int) -> Callable[..., Any]:
+    @wraps(method)
+    def call(group, *args, **kwargs):
+        line = [group.group_name, dist.get_process_group_ranks(group), *_described(name, group.size(), args, kwargs)]
+        os.write(file, (json.dumps(line) + "\n").encode())
+        return method(group, *args, **kwargs)
+
+    return call
+
+
+def _described(name: str, size: int, args: tuple, kwargs: dict) -> tuple[str, list[list[int]]]:
+    """What must be the same on all ranks; and how many rows go to each of them, and come from each."""
+    rows: list[list[int]] = []
+    if name in _UNEVEN:
+        out, x, from_each, to_each = args[:4]
+        rows = [list(split) or [t.shape[0] // size] * size for split, t in ((to_each, x), (from_each, out))]
+        shapes = [f"{_dtype(x)}[:, {', '.join(map(str, x.shape[1:]))}]"]
+    else:
+        shapes = [f"{_dtype(t)}{list(t.shape)}" for t in _tensors(args[_ROOTED[name]] if name in _ROOTED else args)]
+    options = [*args, *kwargs.values()]
+    root = [f"root {o.rootRank}" for o in options if hasattr(o, "rootRank")]
+    op = [o.reduceOp.op.name for o in options if hasattr(o, "reduceOp")]
+    return " ".join([name, *shapes, *op, *root]), rows
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def first_mismatch(paths: list[Path], *, ended: bool) -> str | None:
+    """Compares the notes of all ranks, group by group in the order of the calls.
+
+    Args:
+        paths: one file a rank, in rank order; ranks without a process group have none.
+        ended: every rank came to its end; then all must have called equally often.
+
+    Returns:
+        The first call of some group that its ranks did not make alike, with what each of them called; or None.
+    """
+    calls: dict[tuple[str, tuple[int, ...]], dict[int, list]] = {}
+    for rank, path in enumerate(paths):
+        for line in path.read_text().splitlines() if path.exists() else ():
+            name, members, text, rows = json.loads(line)
+            key = name, tuple(members)
+            calls.setdefault(key, {member: [] for member in members})[rank].append((text, rows))
+    for (name, members), lists in calls.items():
+        for number, row in enumerate(zip_longest(*(lists[member] for member in members))):
+            if not _agree(row, ended):
+                told = "; ".join(
+                    f"rank {rank}: {' '.join(str(part) for part in call if part) if call else 'nothing'}"
+                    for rank, call in zip(members, row)
+                )
+                return f"collectives mismatch, call {number} of group {name} of ranks {list(members)}: {told}"
+    return None
+
+
+def _agree(row: tuple[tuple[str, list[list[int]]] | None, ...], ended: bool) -> bool:
+    """All ranks named the same call, and what one sends another expects; a call not yet made disagrees at the end."""
+    made = {rank: call for rank, call in enumerate(row) if call is not None}
+    if ended and len(made) < len(row):
+        return False
+    if len({text for text, _ in made.values()}) > 1:
+        return False
+    splits = {rank: rows for rank, (_, rows) in made.items() if rows}
+    return all(splits[i][0][j] == splits[j][1][i] for i in splits for j in splits)
