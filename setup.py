@@ -24,6 +24,6 @@ setup(
         "gpu": ["triton>=3.6"],
         "data": ["tokenizers", "tiktoken", "zstandard", "pyarrow"],
         "search": ["numba"],
-        "dev": ["pytest", "pytest-timeout", "transformers", "triton", "ruff", "mypy", "hypothesis"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "transformers", "triton", "ruff", "mypy", "hypothesis"],
     },
 )

@@ -1,14 +1,50 @@
-"""One thread, one seed of examples, for the whole suite. Paths and the time limit of a test are in `.pytest.ini`."""
+"""One thread, one seed of examples, for the whole suite; tests marked `alone` have the machine to themselves.
 
+Paths, markers and the time limit of a test are in `.pytest.ini`.
+"""
+
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a forked rank must not inherit a thread pool
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".cache" / "hypothesis"))
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
 settings.register_profile("suite", derandomize=True, deadline=None)  # the same examples on every machine
 settings.load_profile("suite")
+
+RUNNING, NEXT = Path(__file__), Path(__file__).parents[1] / ".pytest.ini"  # files that every worker has to lock
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    with open(path) as file:
+        fcntl.flock(file, how)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: what the test has forked has the file open too
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout's timer: waiting is no fault of the test's
+def pytest_runtest_protocol(item, nextitem):
+    """No other worker of pytest-xdist runs a test beside one that is marked `alone`."""
+    with ExitStack() as stack:
+        if hasattr(item.config, "workerinput"):  # else there is one process; or it is a test's own, inside the lock
+            alone = item.get_closest_marker("alone") is not None
+            with _locked(NEXT, fcntl.LOCK_EX):  # whoever waits to be alone is not overtaken
+                stack.enter_context(_locked(RUNNING, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Those that must be alone come first: others wait for them once, and workers share what is left evenly."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is None)

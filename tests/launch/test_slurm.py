@@ -1,5 +1,6 @@
 """launch/slurm.sbatch on a real SLURM: four nodes of two ranks give the loss of one process, and stop when told."""
 
+import fcntl
 import json
 import sys
 import tempfile
@@ -27,8 +28,12 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster():
-    with tempfile.TemporaryDirectory(prefix="slurm") as folder, slurm_cluster(Path(folder), 4) as cluster:
-        yield cluster
+    with open(__file__) as one, tempfile.TemporaryDirectory(prefix="slurm") as folder:
+        fcntl.flock(
+            one, fcntl.LOCK_EX
+        )  # two clusters would number their jobs alike, and jobs meet at a port so numbered
+        with slurm_cluster(Path(folder), 4) as cluster:
+            yield cluster
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from megatron5d.config.schema import DataConfig, PipelineConfig, RecomputeConfig
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
 def test_tensor_parallel(model, tp, sp):
-    assert_parity(config_of(model, tp=tp, sp=sp, mbs=2), world=tp)
+    assert_parity(config_of(model, tp=tp, sp=sp, gbs=4, mbs=2), world=tp)
 
 
 @pytest.mark.parametrize("overlap", ["chunked", "fused"])

@@ -14,6 +14,8 @@ from torch_pipelining import SCHEDULES, OurPipeline, TorchPipeline, unchecked_ax
 
 from megatron5d.pipeline_parallel.registry import build_program
 
+pytestmark = pytest.mark.alone
+
 PP, M, ROUNDS = 2, 16, 12
 ATTEMPTS = 5  # the best of all counts: a busy machine can only add time, and seldom to one runtime five times
 

@@ -18,6 +18,8 @@ from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.topology.axis import Axis
 
+pytestmark = pytest.mark.alone
+
 UNITS_S = (0.04, 0.04, 0.04, 0.1, 0.1, 0.25)  # of a forward through one rank's layers, attempt by attempt
 LAST_UNIT_S, BUDGET_S = 0.4, 240.0  # of the attempts after these, while so much time is not used up
 PLAIN = Costs(F=1.0, I=1.2, W=0.8)
