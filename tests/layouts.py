@@ -144,14 +144,19 @@ def _train_on_rank(rank: int, world: int, config: Config, rows: torch.Tensor, st
     perturb(model.weights())
     sync, _, trainer = build_trainer(config, mesh, model, plan)
     t, dp, sharding = config.train, mesh["dp"], SequenceSharding(config, mesh)
-    figures, grads = [], None
+    figures, grads = [], []
+    finish_reduce = sync.finish_reduce
+
+    def finish_reduce_and_note() -> None:
+        """Keeps the first step's gradients as they are before anything is done with them."""
+        finish_reduce()
+        if not figures:
+            grads.extend(_rectangles(sync, "grads"))
+
+    sync.finish_reduce = finish_reduce_and_note
     for step in range(steps):
         numbers = micro_batch_samples(step * t.gbs, t.gbs, t.mbs, dp.rank, dp.size)
         batches = [sharding(micro_batch(config, rows, torch.tensor(each))) for each in numbers]
-        if step == 0:
-            trainer.accumulate(batches)
-            sync.finish_reduce()
-            grads = _rectangles(sync, "grads")
         result = trainer.step(batches, learning_rate(config.optim, step + 1, t.steps), watched=True)
         routers = {name: value for name, value in result.sums.items() if name not in ("loss", "z_loss")}
         figures.append((result.sums["loss"], result.sums["z_loss"], result.grad_norm, routers, result.layers))

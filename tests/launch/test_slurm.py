@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch on a real SLURM: four nodes of two ranks give the loss of one process, and stop when told."""
+"""launch/slurm.sbatch on a real SLURM: eight ranks on four nodes give the loss of one process; runs stop when told."""
 
 import fcntl
 import json
@@ -14,7 +14,8 @@ from slurm_cluster import slurm_cluster, until, why_not
 from pretrain import main
 
 ROOT = Path(__file__).resolve().parents[2]
-NODES = ("--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=10")
+EIGHT = ("--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=10")
+FOUR = ("--nodes=2", *EIGHT[1:])
 EXPERIMENT = [
     *("model=tiny", "model.vocab_size=97", "precision.dtype=fp64", "train.gbs=8", "train.seq_len=16"),
     *("optim.lr=1e-2", "log.progress=false"),
@@ -41,10 +42,10 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus", vocab_size=97)
 
 
-def submit(cluster, folder, arguments):
+def submit(cluster, folder, arguments, size=FOUR):
     cluster.environment["PYTHON"] = sys.executable
     out = f"--output={folder}/job.out"
-    return cluster.submit(*NODES, out, "launch/slurm.sbatch", *EXPERIMENT, *arguments, cwd=ROOT)
+    return cluster.submit(*size, out, "launch/slurm.sbatch", *EXPERIMENT, *arguments, cwd=ROOT)
 
 
 def finished(cluster, number, folder, exit_code, timeout=400):
@@ -55,7 +56,7 @@ def finished(cluster, number, folder, exit_code, timeout=400):
 def test_eight_ranks_on_four_nodes_give_the_loss_of_one_process(cluster, corpus, tmp_path):
     run = [f"data.train=[{corpus}]", "train.steps=4"]
     layout = ["parallel.tp=2", "parallel.sp=true", "parallel.zero=1", f"log.jsonl={tmp_path}/eight.jsonl"]
-    finished(cluster, submit(cluster, tmp_path, [*run, *layout]), tmp_path, 0)
+    finished(cluster, submit(cluster, tmp_path, [*run, *layout], EIGHT), tmp_path, 0)
     assert run_ranks(lambda rank, world: main([*EXPERIMENT, *run, f"log.jsonl={tmp_path}/one.jsonl"]), 1) == [0]
 
     eight, one = curve(tmp_path / "eight.jsonl"), curve(tmp_path / "one.jsonl")
