@@ -201,12 +201,14 @@ class GradSync:
         """Waits for sums over shard axes, and starts those over replicas of what is complete.
 
         Called when the next unit's gradient is ready: the sum has had that long, and its buffer is needed no longer.
-        Where nothing is given back and nobody waits for the sum, it is left alone until the end of the step.
+        Where nothing is given back and nobody waits for the sum, it is left alone until the end of the step. So is one
+        that the mirrored rank takes part in: it may have to come here first for what it still owes.
         """
         left = []
         for index in self._reducing:
             bucket = self.buckets[index]
-            if not (everything or bucket.shards_grads or bucket.replicate.size > 1):
+            mirrored = index in self._shared and self.zero == 1
+            if not (everything or bucket.shards_grads or (bucket.replicate.size > 1 and not mirrored)):
                 left.append(index)
                 continue
             bucket.finish_reduce()
