@@ -26,6 +26,12 @@ CPU = Target(None)
 # every token chooses every expert: the only routing whose counts are known beforehand
 MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}
 
+# several whole blocks of 128 each way: on the CPU operands are filled up to blocks, and a lone row of scales is its own
+# transpose
+BLOCKS = {"hidden_size": 256, "ffn_hidden_size": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+MOE_BLOCKS = {**BLOCKS, **MOE, "moe_ffn_hidden_size": 256, "shared_ffn_hidden_size": 256}
+BLOCKWISE = {"dtype": "bf16", "fp8": "blockwise"}
+
 PARTS = ["norm", "qkv", "attention", "activation"]
 
 
@@ -172,6 +178,8 @@ LAYOUTS = {
     "moe-parts": (2, {"ep": 2, "fields": MOE, "recompute": RecomputeConfig("selective", ["experts", "mlp"])}),
     "offload": (1, {"optim": {"offload": True}, "dtype": "bf16"}),
     "tensorwise-zero2": (2, {"fp8": "tensorwise", "dtype": "bf16", "zero": 2, "gbs": 4, "seq_len": 64}),
+    "blockwise-zero1": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 1, "gbs": 4}),
+    "blockwise-moe": (2, {**BLOCKWISE, "fields": MOE_BLOCKS, "ep": 2}),
     "sixteen": (16, {"pp": 4, "tp": 2, "sp": True, "zero": 2, "gbs": 8, "dtype": "bf16"}),
     "mtp": (1, {"fields": {"num_mtp_layers": 2}, "recompute": "full"}),
     "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
