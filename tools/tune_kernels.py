@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 from kernels import tuning  # noqa: E402
+from kernels.fp8_quantize import Quantized  # noqa: E402
 from kernels.testing.benchmarks import BENCHMARKS  # noqa: E402
 from kernels.testing.measure import median_ms  # noqa: E402
 
@@ -89,27 +91,42 @@ def candidates(operation: str) -> list[dict]:
     return [dict(zip(values, combination)) for combination in itertools.product(*values.values())]
 
 
-def _result(call) -> list[torch.Tensor]:
-    out = call()
-    tensors = [out] if isinstance(out, torch.Tensor) else list(out or ())
-    return [t.detach().float().clone() for t in tensors if isinstance(t, torch.Tensor)]
+def results(out: object) -> list[torch.Tensor]:
+    """Copies of all tensors that a call has returned, in fp32.
+
+    Raises:
+        TypeError: it has returned nothing that could be compared.
+    """
+    if isinstance(out, torch.Tensor):
+        return [out.detach().float().clone()]
+    if isinstance(out, Quantized):
+        return results((out.values, out.scales))
+    if isinstance(out, (tuple, list)) and out:
+        return [tensor for each in out for tensor in results(each)]
+    raise TypeError(f"a benchmark's call has to return tensors, not {out!r}")
 
 
-def _agrees(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
-    return all((g - w).norm() <= 1e-2 * w.norm() + 1e-6 for g, w in zip(got, want))
+def agrees(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    """The same up to rounding."""
+    return all(bool((g - w).norm() <= 1e-2 * w.norm() + 1e-6) for g, w in zip(got, want, strict=True))
 
 
 class Search:
     """Times candidates of one operation by answering its `tuning.select`; the other operations keep their tables."""
 
     def __init__(self, operation: str):
-        benchmark, provider, _ = SPACE[operation]
         self.operation, self.original = operation, tuning.select
         self.present: dict = {}
         with mock.patch.object(tuning, "select", self._observe):
-            self.call = BENCHMARKS[benchmark].make()[provider]
-            self.want = _result(self.call)
-        self.present_ms = median_ms([self.call])
+            call = self._fresh()
+            self.want = results(call())
+        self.present_ms = median_ms([call])
+
+    def _fresh(self) -> Callable[[], object]:
+        """The benchmark's call on inputs that are the same each time, also where it changes them."""
+        benchmark, provider, _ = SPACE[self.operation]
+        torch.manual_seed(0)
+        return BENCHMARKS[benchmark].make()[provider]
 
     def _observe(self, operation: str, device: torch.device, **key: int) -> dict:
         config = self.original(operation, device, **key)
@@ -125,9 +142,8 @@ class Search:
 
         with mock.patch.object(tuning, "select", select):
             try:
-                if not _agrees(_result(self.call), self.want):
-                    return None
-                return median_ms([self.call], 30)
+                call = self._fresh()
+                return median_ms([call], 30) if agrees(results(call()), self.want) else None
             except Exception:  # too much shared memory, or a tile that the compiler refuses: not a candidate
                 return None
 

@@ -38,7 +38,8 @@ class Benchmark:
     Args:
         work: floating-point operations, or bytes that must move, of one call.
         unit: "TFLOP/s" or "GB/s".
-        make: provider name -> call, on fresh random inputs; "ours" is always there.
+        make: provider name -> call, on fresh random inputs; "ours" is always there. A call of ours returns all it
+            makes, also in place, so that results can be compared.
     """
 
     work: float
@@ -48,6 +49,14 @@ class Benchmark:
 
 def _random(*shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_(grad)
+
+
+def _writing(call: Callable[[], None], *written: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def run() -> tuple[Tensor, ...]:
+        call()
+        return written
+
+    return run
 
 
 def _both_ways(calls: dict[str, tuple[Callable[[], Tensor], tuple[Tensor, ...]]], backward: bool) -> Calls:
@@ -161,8 +170,8 @@ def _grouped_weight_grad(experts: int = 64, rows: int = 65536, n: int = 1408, k:
     ends, main = offsets[1:].int(), torch.zeros(experts, n, k, device="cuda")
     turned_dy, turned_x = (turn(quantize_rows(each), offsets) for each in (dy, x))
     return {
-        "ours": lambda: grouped_weight_grad(dy, x, offsets, main),
-        "ours, float8": lambda: grouped_weight_grad_fp8(turned_dy, turned_x, offsets, main),
+        "ours": _writing(lambda: grouped_weight_grad(dy, x, offsets, main), main),
+        "ours, float8": _writing(lambda: grouped_weight_grad_fp8(turned_dy, turned_x, offsets, main), main),
         "torch grouped_mm": lambda: F.grouped_mm(dy.t(), x, offs=ends),
     }
 
@@ -254,7 +263,8 @@ def _adamw(tensors: int = 32, count: int = 2**24) -> Calls:
     for p, grad in zip(parameters, columns["grad"]):
         p.grad = grad
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    return {"ours": lambda: adamw_step(table, settings, factor, decay), "torch fused": optimizer.step}
+    ours = _writing(lambda: adamw_step(table, settings, factor, decay), *columns["master"])
+    return {"ours": ours, "torch fused": optimizer.step}
 
 
 ATTENTION_FLOP = 4 * 2 * 16 * 8192**2 * 128 / 2  # causal: half the square
