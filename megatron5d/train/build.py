@@ -94,7 +94,7 @@ def build_run(config: Config, process: Process) -> Run:
         model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     checkpoint = find_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
-    notes, progress = [plan.note] if plan.note else [], Progress()
+    notes, progress = idle_balancing(config) + ([plan.note] if plan.note else []), Progress()
     if checkpoint is None:
         notes += first_weights(config, sync, optimizer, model)
     else:
@@ -123,6 +123,15 @@ def first_weights(config: Config, sync: GradSync, optimizer: AdamW, model: Gpt) 
     sync.start_gather()
     sync.finish_gather()
     return notes
+
+
+def idle_balancing(config: Config) -> list[str]:
+    """Balancing of experts that is asked for, but with no strength."""
+    if config.model.num_experts == 0:
+        return []
+    knobs = {kind: "bias_rate" if kind == "bias" else "aux_coef" for kind in config.moe.balance if kind != "none"}
+    idle = {kind: knob for kind, knob in knobs.items() if getattr(config.moe, knob) == 0}
+    return [f"moe.balance={kind} does nothing while moe.{knob} = 0" for kind, knob in idle.items()]
 
 
 def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
