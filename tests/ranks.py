@@ -118,6 +118,7 @@ def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) ->
 
 def _outcome(call: partial, init_gloo: partial) -> tuple[bool, Any]:
     try:
+        torch.set_num_threads(1)  # renews torch's pool after the fork; gloo's threads would race to, and one would fail
         init_gloo()
         return True, call()
     except BaseException:
