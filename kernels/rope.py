@@ -50,7 +50,7 @@ def _turn_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Turn all heads of one token; `y` is contiguous."""
+    """Turn all heads of one token; those of `y` begin `head_dim` elements apart."""
     j = tl.arange(0, HALF)[None, :]
     if INTERLEAVED:
         first, second = 2 * j, 2 * j + 1
@@ -69,6 +69,17 @@ def _turn_heads(
             column = 2 * half + tl.arange(0, REST)[None, :]
             passes = (head < num_heads) & (column < head_dim)
             tl.store(y + column, tl.load(x + column, passes, other=0.0), passes)
+
+
+@jit
+def _angles(cos_ptr, sin_ptr, half, BACKWARD: tl.constexpr, HALF: tl.constexpr):
+    """`[1, HALF]` cosines and sines of one token, turning back for the gradient."""
+    j = tl.arange(0, HALF)[None, :]
+    cos = tl.load(cos_ptr + j, j < half, other=0.0)
+    sin = tl.load(sin_ptr + j, j < half, other=0.0)
+    if BACKWARD:
+        sin = -sin
+    return cos, sin
 
 
 @jit
@@ -102,12 +113,8 @@ def _rope_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
-    j = tl.arange(0, HALF)[None, :]
-    table = s * table_stride_s + b * table_stride_b + j
-    cos = tl.load(cos_ptr + table, j < half, other=0.0)
-    sin = tl.load(sin_ptr + table, j < half, other=0.0)
-    if BACKWARD:
-        sin = -sin
+    row = s * table_stride_s + b * table_stride_b
+    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, BACKWARD, HALF)
     q = q_ptr + s * q_stride_s + b * q_stride_b
     k = k_ptr + s * k_stride_s + b * k_stride_b
     q_out = q_out_ptr + token * q_heads * q_dim
@@ -203,12 +210,8 @@ def _rope_in_place_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
-    j = tl.arange(0, HALF)[None, :]
-    table = s * table_stride_s + b * table_stride_b + j
-    cos = tl.load(cos_ptr + table, j < half, other=0.0)
-    sin = tl.load(sin_ptr + table, j < half, other=0.0)
-    if BACKWARD:
-        sin = -sin
+    row = s * table_stride_s + b * table_stride_b
+    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, BACKWARD, HALF)
     x = x_ptr + s * stride_s + b * stride_b
     # Both numbers of a pair are loaded before either is stored, and no other thread touches them.
     _turn_heads(x, x, cos, sin, heads, stride_a, stride_a, half, INTERLEAVED, HEADS, HALF, 0)
