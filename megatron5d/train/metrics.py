@@ -14,8 +14,18 @@ from tqdm import tqdm
 
 from megatron5d.config.schema import LogConfig
 
-# Dense bf16 peak of one device, TFLOP/s, by a part of its name; vendors' data sheets, without sparsity.
-_PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "GB200": 2500.0}
+# Dense bf16 peak of one device, TFLOP/s, by a part of its name, of which the first that is found counts; vendors' data
+# sheets, without sparsity.
+_PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+}
 
 
 def peak_tflops(log: LogConfig, device: torch.device) -> float | None:

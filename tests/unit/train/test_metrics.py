@@ -5,9 +5,11 @@ import struct
 import time
 
 import pytest
+import torch
 
 from megatron5d.config.schema import LogConfig, ModelConfig, WandbConfig
 from megatron5d.model.flops import flops_per_token, parameter_count
+from megatron5d.train import metrics
 from megatron5d.train.metrics import JsonLines, Wandb
 
 
@@ -72,6 +74,19 @@ def test_wandb_offline_holds_every_figure_and_the_run_keeps_its_id(tmp_path):
         rows = [{i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in found]
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.5), (2, 0.75)]
     assert all("mfu" not in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA GB200", 2500), ("NVIDIA B200", 2250), ("NVIDIA GH200 480GB", 989), ("NVIDIA H100 80GB HBM3", 989),
+     ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)],
+)  # fmt: skip
+def test_the_peak_of_a_device_is_that_of_its_longest_name(name, peak, monkeypatch):
+    """B200 is in GB200's name, and H100 in those of the slower H100s."""
+    monkeypatch.setattr(metrics.torch.cuda, "get_device_name", lambda device: name)
+    assert metrics.peak_tflops(LogConfig(), torch.device("cuda")) == peak
+    assert metrics.peak_tflops(LogConfig(peak_tflops=7.0), torch.device("cuda")) == 7
+    assert metrics.peak_tflops(LogConfig(), torch.device("cpu")) is None
 
 
 def test_flops_by_hand():
