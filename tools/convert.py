@@ -29,7 +29,7 @@ from tqdm import tqdm
 from megatron5d.checkpoint.folder import read_run, saved_steps
 from megatron5d.checkpoint.hf import Entry, SafetensorsFolder
 from megatron5d.checkpoint.hf_save import save_folder, stored_tensors
-from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.weights import SavedWeights
 from megatron5d.config.convert import from_dict, to_dict
@@ -114,9 +114,7 @@ def _check_empty(out: Path) -> None:
 
 def _save(out: Path, tensors: dict[str, Any], config: Config) -> Path:
     Saver(out, keep=0).save(0, tensors, run_record(Progress(), to_dict(config)))
-    found_at = find_checkpoint(None, str(out))
-    assert found_at is not None
-    return found_at
+    return whole_checkpoint(out, "--out")
 
 
 def upcycle(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
@@ -126,8 +124,7 @@ def upcycle(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
         ValueError: no whole checkpoint, one that cannot become such a mixture, or `out` holds checkpoints.
     """
     _check_empty(args.out)
-    folder = find_checkpoint(None, str(args.checkpoint))
-    assert folder is not None
+    folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     config = from_dict(read_run(folder)["config"])
     sparse = upcycled(config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense)
     tensors = upcycled_weights(SavedWeights(folder), config.model, sparse, args.noise, args.seed)
@@ -141,8 +138,7 @@ def to_hf(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None
     Raises:
         ValueError: no whole checkpoint, an architecture that no family computes, or `out` holds weights.
     """
-    folder = find_checkpoint(None, str(checkpoint))
-    assert folder is not None
+    folder = whole_checkpoint(checkpoint, "--checkpoint")
     config = from_dict(read_run(folder)["config"])
     dtype = dtype or config.precision.dtype
     described = hf_config_from_model(config.model, dtype, eos_token_id=config.data.eod)

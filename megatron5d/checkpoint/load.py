@@ -13,13 +13,12 @@ from megatron5d.checkpoint.folder import fault_of, newest
 from megatron5d.checkpoint.layout import ShardedTensor
 
 
-def find_checkpoint(directory: str | None, resume: str, knob: str = "checkpoint.resume") -> Path | None:
+def find_checkpoint(directory: str | None, resume: str) -> Path | None:
     """The folder a run starts from.
 
     Args:
         directory: checkpoint.dir.
-        resume: auto (newest whole one, if any), none, or a folder: one checkpoint, or a directory of them.
-        knob: what the folder was given as, for the message.
+        resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as of `whole_checkpoint`.
 
     Raises:
         ValueError: a folder was named and holds no whole checkpoint.
@@ -28,14 +27,26 @@ def find_checkpoint(directory: str | None, resume: str, knob: str = "checkpoint.
         return None
     if resume == "auto":
         return newest(Path(directory)) if directory else None
-    folder = Path(resume)
-    found = newest(folder)
+    return whole_checkpoint(resume, "checkpoint.resume")
+
+
+def whole_checkpoint(folder: str | Path, knob: str) -> Path:
+    """The checkpoint that a folder is, or the newest whole one that it holds.
+
+    Args:
+        folder: one checkpoint, or a directory of them.
+        knob: what it was given as, for the message.
+
+    Raises:
+        ValueError: it holds no whole checkpoint.
+    """
+    found = newest(Path(folder))
     if found is not None:
         return found
-    fault = fault_of(folder)
+    fault = fault_of(Path(folder))
     if fault:
-        raise ValueError(f"{knob} = {resume}: {fault}; name the folder of a whole checkpoint, or of some")
-    return folder
+        raise ValueError(f"{knob} = {folder}: {fault}; name the folder of a whole checkpoint, or of some")
+    return Path(folder)
 
 
 def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:

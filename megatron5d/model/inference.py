@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import read_run
-from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.checkpoint.weights import load_weights
 from megatron5d.config.convert import from_dict
 from megatron5d.config.fault import ConfigError
@@ -72,9 +72,8 @@ class Source:
     @property
     def folder(self) -> Path:
         """The one checkpoint that `checkpoint` means."""
-        found = find_checkpoint(None, str(self.checkpoint))
-        assert found is not None
-        return found
+        assert self.checkpoint is not None
+        return whole_checkpoint(self.checkpoint, "--checkpoint")
 
     def load(self, model: Gpt, config: Config) -> list[str]:
         """Fills the model's local parameters, every rank its own share; returns lines worth telling."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import megatron5d
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
-from megatron5d.checkpoint.load import find_checkpoint, load_tensors
+from megatron5d.checkpoint.load import load_tensors, whole_checkpoint
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.data_parallel.buckets import Bucket
@@ -124,8 +124,7 @@ def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]],
     Raises:
         ValueError: no whole checkpoint there, or one that does not fit the model.
     """
-    found = find_checkpoint(None, folder, "init.from_checkpoint")
-    assert found is not None
+    found = whole_checkpoint(folder, "init.from_checkpoint")
     load_tensors(found, named("model", held))
     saved, here = read_run(found)["config"]["model"], to_dict(config)["model"]
     passive = {"name", "from_hf", "init_std", "init_scale_output", "max_positions"}

@@ -138,7 +138,7 @@ def test_convert_refuses(imported, tmp_path, capsys):
     for words, reason in [
         (["from-hf", "--hf", hf, "--out", checkpoints], "already holds the checkpoint of step 0"),
         (["from-hf", "--hf", tmp_path, "--out", tmp_path / "c"], "config.json does not exist"),
-        (["to-hf", "--checkpoint", tmp_path, "--out", tmp_path / "o"], "checkpoint"),
+        (["to-hf", "--checkpoint", tmp_path, "--out", tmp_path / "o"], "--checkpoint = "),
         (["to-hf", "--checkpoint", checkpoints, "--out", hf], "already holds model.safetensors"),
     ]:
         assert convert.main([str(word) for word in words]) == 2
