@@ -99,11 +99,10 @@ def _memory(options: argparse.Namespace) -> int:
         return 1 if lack else 0
     print(table(ranks))
     worst = max(ranks, key=lambda rank: ranks[rank].needed)
-    action = ranks[worst].peak.action
+    moment = ranks[worst].moment and f", {ranks[worst].moment}"
     print(
-        f"* pipeline rank {worst} needs most: {gigabytes(ranks[worst].needed)}"
-        + (f", in action {action}" if action is not None else "")
-        + f". Counted in {time.perf_counter() - since:.1f} s for {options.device}."
+        f"* pipeline rank {worst} needs most: {gigabytes(ranks[worst].needed)}{moment}. "
+        f"Counted in {time.perf_counter() - since:.1f} s for {options.device}."
     )
     if have is not None:
         print(f"WARNING: {lack}" if lack else f"It fits {options.device_gb:g} GB.")
@@ -136,7 +135,10 @@ def _context(options: argparse.Namespace) -> int:
         sent = f"{each.inside / 1e6:>12,.1f}{each.between / 1e6:>15,.1f}"
         print(f"{name:<20}{each.cp_inner:>9}{sent}{length:>20}")
     print(f"Hidden: a hop is over before the attention that it runs under, at {FLOPS_PER_BYTE:,.0f} FLOP a byte.")
-    print(f"Least between nodes of {options.node} first, then least inside them (docs/long_context.md).")
+    print(
+        f"Least between nodes of {options.node} first, then least inside them; heads are exchanged inside a node alone "
+        "(docs/long_context.md)."
+    )
     return 0
 
 

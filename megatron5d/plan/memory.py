@@ -60,6 +60,15 @@ class RankMemory:
         return max(self.resident + self.inputs + max(self.peak.total, self.end_of_step), self.setup)
 
     @property
+    def moment(self) -> str:
+        """When that is, in words; empty where nobody has walked through a step."""
+        if self.resident + self.inputs + max(self.peak.total, self.end_of_step) < self.setup:
+            return "while everything is put together"
+        if self.peak.total < self.end_of_step:
+            return "at the end of a step"
+        return "" if self.peak.action is None else f"in action {self.peak.action}"
+
+    @property
     def margin(self) -> int:
         """What fragmentation may take besides."""
         return round(FRAGMENTATION * self.allocated)

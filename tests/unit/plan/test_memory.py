@@ -12,6 +12,7 @@ from kernels.planning import planned
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import LogConfig
 from megatron5d.pipeline_parallel.costs import Costs
+from megatron5d.pipeline_parallel.program import Action
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.simulate import peak_memory
 from megatron5d.plan.memory import RankMemory, table
@@ -53,6 +54,9 @@ def test_kinds_add_up_to_what_is_needed():
     late = dataclasses.replace(memory, end_of_step=1000)
     assert sum(late.kinds().values()) == late.needed and late.kinds()["end of step"] == 1000
     early = dataclasses.replace(memory, setup=5000)
+    walked = dataclasses.replace(memory, peak=dataclasses.replace(peak, action=Action("F", 2, 5)))
+    moments = ["", "in action 2F5", "at the end of a step", "while everything is put together"]
+    assert [each.moment for each in (memory, walked, late, early)] == moments
     assert sum(early.kinds().values()) == early.needed and early.allocated == 5000
     assert [line.split()[0] for line in table({0: memory, 1: late}).splitlines()][:3] == ["MiB", "weights", "gradients"]
 
