@@ -61,19 +61,31 @@ def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     handle, name = tempfile.mkstemp(prefix="megatron5d-segment-", dir=folder)
     try:
-        os.posix_fallocate(handle, 0, num_bytes) if hasattr(os, "posix_fallocate") else os.truncate(handle, num_bytes)
-        os.close(handle)
+        reasons = _without_room(handle, name, num_bytes)
         places = _told(axis, (socket.gethostname(), name))
         hosts = sorted({host for host, _ in places})
         lost = [path for _, path in places if not Path(path).exists()]
-        reasons = [f"its ranks run on {len(hosts)} hosts ({', '.join(hosts)})"] if len(hosts) > 1 else []
-        reasons += [f"{', '.join(lost)} is not seen from every rank"] if lost and not reasons else []
+        if len(hosts) > 1:
+            reasons.append(f"its ranks run on {len(hosts)} hosts ({', '.join(hosts)})")
+        elif lost:
+            reasons.append(f"{', '.join(lost)} is not seen from every rank")
         _refuse(axis, reasons)
         segments = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for _, path in places]
         dist.barrier(group=axis.group)
     finally:
         os.unlink(name)
     return segments
+
+
+def _without_room(handle: int, name: str, num_bytes: int) -> list[str]:
+    """Gives a new file its memory and closes it; the reason why it has none, if so."""
+    try:
+        os.posix_fallocate(handle, 0, num_bytes) if hasattr(os, "posix_fallocate") else os.truncate(handle, num_bytes)
+    except OSError as error:
+        return [f"{os.path.dirname(name)} gives no {num_bytes} bytes a rank ({error.strerror})"]
+    finally:
+        os.close(handle)
+    return []
 
 
 def _on_gpus(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:

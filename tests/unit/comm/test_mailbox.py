@@ -1,5 +1,7 @@
 """Boxes in each other's memory: ranks that are slow at different times, boxes used again, and faults that show."""
 
+import errno
+import os
 import time
 
 import pytest
@@ -95,6 +97,22 @@ def test_ranks_on_several_hosts_are_refused_everywhere(monkeypatch):
             Mailbox(tp, CPU)
 
     run_ranks(elsewhere, 2)
+
+
+def test_shared_memory_that_is_full_on_one_rank_is_refused_everywhere(monkeypatch):
+    """The others do not wait for the rank that has no room."""
+
+    def full(handle, offset, num_bytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def on_rank(rank, world):
+        if rank == 1:
+            monkeypatch.setattr(segments.os, "posix_fallocate", full)
+        tp = build_mesh(resolve(world, tp=world), rank)["tp"]
+        with pytest.raises(ValueError, match=r"gives no 256 bytes a rank \(No space.*parallel.tp_overlap=chunked"):
+            Mailbox(tp, CPU)
+
+    run_ranks(on_rank, 2)
 
 
 def test_memory_is_counted_without_memory():
