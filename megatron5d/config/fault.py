@@ -118,7 +118,9 @@ def closest_key(written: str, legal: Iterable[str]) -> str | None:
     if same_name:
         return closest(written, same_name) or same_name[0]
     if "." in written:
-        return closest(written, keys, 0.6)
+        group = written[: written.rindex(".") + 1]
+        near = closest(name, [key.removeprefix(group) for key in keys if key.startswith(group)])
+        return group + near if near else closest(written, keys, 0.75)
     matched = closest(name, sorted({key.rpartition(".")[2] for key in keys}), 0.6)
     return next((key for key in keys if matched and key.rpartition(".")[2] == matched), None)
 
