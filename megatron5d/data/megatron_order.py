@@ -48,7 +48,9 @@ def build_sample_order(
     ids = np.arange(*sequences, dtype=np.int32)
     tokens_per_epoch = int(np.sum(lengths[sequences[0] : sequences[1]], dtype=np.int64))
     if tokens_per_epoch == 0 or (num_samples is None and tokens_per_epoch <= seq_len):
-        raise ValueError(f"{len(ids)} documents with {tokens_per_epoch} tokens; train.seq_len={seq_len} needs one more")
+        raise ValueError(
+            f"its {len(ids)} documents hold {tokens_per_epoch} tokens, a sample needs train.seq_len + 1 = {seq_len + 1}"
+        )
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
     total = (epochs * tokens_per_epoch - 1) // seq_len
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len

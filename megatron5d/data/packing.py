@@ -35,9 +35,10 @@ class PackedStream:
         self.num_tokens = dataset.document_start(documents[1]) - self.start
         self.samples_per_epoch = (self.num_tokens - 1) // seq_len
         if self.samples_per_epoch < 1:
+            way_out = f"lower train.seq_len to at most {self.num_tokens - 1}, or " if self.num_tokens > 1 else ""
             raise ValueError(
-                f"{dataset.prefix}: documents {documents[0]} to {documents[1]} hold {self.num_tokens} tokens, a sample "
-                f"needs train.seq_len + 1 = {seq_len + 1}; lower train.seq_len to at most {max(self.num_tokens - 1, 0)}"
+                f"{dataset.prefix}: its {documents[1] - documents[0]} documents from number {documents[0]} on hold "
+                f"{self.num_tokens} tokens, a sample needs train.seq_len + 1 = {seq_len + 1}; {way_out}take more"
             )
         self._key = key
         self._epoch: tuple[int, Permutation] | None = None

@@ -139,7 +139,7 @@ def test_dtypes_are_megatrons():
 @pytest.mark.parametrize(("lengths", "num_samples"), [([0, 0], 5), ([3, 4], None)])
 def test_too_few_tokens_are_refused(tmp_path, lengths, num_samples):
     prefix = write(tmp_path / "a", lengths)
-    with pytest.raises(ValueError, match=r"a: 2 documents with . tokens; train\.seq_len=7"):
+    with pytest.raises(ValueError, match=r"a: its 2 documents hold . tokens.* train\.seq_len \+ 1 = 8"):
         open_samples([prefix], seq_len=7, order="megatron", num_samples=num_samples)
 
 
