@@ -119,7 +119,7 @@ def test_resident_bytes_are_what_the_stage_promises():
         for (zero, options), (numel, resident, peak, count) in zip(STAGES, rank, strict=True):
             weights, grads = (numel // 2 if zero >= 3 else numel), (numel // 2 if zero >= 2 else numel)
             assert resident == (2 * weights, 4 * grads), (zero, options)
-            assert peak[0] <= (2 if zero == 3 and not options else count), (zero, options, peak)
+            assert peak[0] == (2 if zero == 3 and not options else count), (zero, options, peak)
             assert peak[1] <= (2 if zero >= 2 and not options else count), (zero, options, peak)
 
 
