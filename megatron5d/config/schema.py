@@ -221,7 +221,7 @@ class DataConfig:
     document_mask: bool = False  # documents of one sequence do not attend to each other; positions restart
     eod_mask_loss: bool = False  # no loss on the prediction made at an end-of-document token
     eod: int | None = None  # id of the end-of-document token; None = the tokenizer's
-    tokenizer: str | None = None  # file that tools/generate.py and the end of the run decode with
+    tokenizer: str | None = None  # file that names the token that ends a document; tools/generate.py decodes with it
     cache_dir: str | None = None  # for sample indices; None = beside the first prefix
     prefetch: int = 2  # global batches read ahead
 
