@@ -15,22 +15,20 @@ from kernels.flash_attention_tiles import DTYPES
 from kernels.fp8_matmul import swizzled
 from kernels.grouped_matmul import readable
 from kernels.language import HAS_TRITON, cdiv, jit, tl
-from kernels.signals import wait_flags, wait_for
+from kernels.signals import Arrivals, wait_flag, wait_for
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-def gather_matmul_reference(
-    x: Tensor, weight: Tensor, arrived: Tensor, epoch: int, rank: int, turned: bool = False
-) -> Tensor:
+def gather_matmul_reference(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, turned: bool = False) -> Tensor:
     """One product of plain torch per chunk, in the order of arrival."""
     size, rows, _ = x.shape
     matrix = weight.t() if not turned else weight
     y = torch.empty(size, rows, matrix.shape[1], dtype=x.dtype, device=x.device)
     for step in range(size):
         source = (rank - step) % size
-        wait_flags(arrived[source : source + 1], epoch)
+        wait_flag(arrivals, source)
         torch.mm(x[source], matrix, out=y[source])
     return y
 
@@ -40,7 +38,8 @@ def _gather_matmul_kernel(
     x_ptr,
     w_desc,
     y_ptr,
-    arrived_ptr,
+    flags_ptr,
+    patience,
     epoch,
     rank,
     size,
@@ -59,7 +58,7 @@ def _gather_matmul_kernel(
     source = (rank + size - tl.program_id(0) // chunk_tiles) % size
     tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    wait_for(arrived_ptr + source, epoch)
+    wait_for(flags_ptr, source, epoch, patience)
     # Ordinary loads, not the copy engine: it reads by a proxy of its own, which the flag's acquire does not order.
     x_row = x_ptr + source.to(tl.int64) * x_stride + row.to(tl.int64)[:, None] * k
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -80,22 +79,24 @@ def fast(x: Tensor, weight: Tensor) -> bool:
     return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in DTYPES and readable(weight)
 
 
-def gather_matmul(x: Tensor, weight: Tensor, arrived: Tensor, epoch: int, rank: int, turned: bool = False) -> Tensor:
+def gather_matmul(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, turned: bool = False) -> Tensor:
     """`x[source] Wᵀ` for every source, each as soon as its rows are there.
 
     Args:
         x: `[size, rows, k]`, chunks contiguous, written by the other ranks while this runs.
         weight: `[n, k]`; turned: `[k, n]`.
-        arrived: `[size]` int32: the rows of a source are there once its flag has reached the epoch.
-        epoch: of this use.
+        arrivals: of the rows of each source.
         rank: whose chunk comes first.
         turned: the product is `x[source] W`.
 
     Returns:
         `[size, rows, n]` in the dtype of x.
+
+    Raises:
+        TimeoutError: a chunk has not come within the patience of `arrivals`; on a GPU a later call tells.
     """
     if not fast(x, weight) or x.stride()[1:] != (x.shape[2], 1):
-        return gather_matmul_reference(x, weight, arrived, epoch, rank, turned)
+        return gather_matmul_reference(x, weight, arrivals, rank, turned)
     size, rows, k = x.shape
     n = weight.shape[1 if turned else 0]
     y = torch.empty(size, rows, n, dtype=x.dtype, device=x.device)
@@ -103,6 +104,8 @@ def gather_matmul(x: Tensor, weight: Tensor, arrived: Tensor, epoch: int, rank: 
     tile = [config["BLOCK_K"], config["BLOCK_N"]] if turned else [config["BLOCK_N"], config["BLOCK_K"]]
     w_desc = TensorDescriptor.from_tensor(weight, tile)
     grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
-    sizes = (epoch, rank, size, rows, n, k, x.stride(0))
-    _gather_matmul_kernel[grid](x, w_desc, y, arrived, *sizes, TURNED=turned, **config)
+    patience, sizes = arrivals.patience, (arrivals.epoch, rank, size, rows, n, k, x.stride(0))
+    waiting = (arrivals.flags, patience.kernel_arguments)
+    _gather_matmul_kernel[grid](x, w_desc, y, *waiting, *sizes, TURNED=turned, **config)
+    patience.check()
     return y

@@ -19,7 +19,7 @@ from kernels.fp8_matmul import swizzled
 from kernels.gather_matmul import fast
 from kernels.grouped_matmul import readable
 from kernels.language import HAS_TRITON, cdiv, jit, tl
-from kernels.signals import raise_flag, raise_flags, wait_flags, wait_for
+from kernels.signals import Arrivals, raise_flag, raise_flags, wait_flag, wait_for
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -98,10 +98,10 @@ def _matmul_scatter_kernel(
 
 
 @jit(do_not_specialize=["epoch"])
-def _sum_kernel(terms_ptr, y_ptr, arrived_ptr, epoch, size, count, stride, BLOCK: tl.constexpr):
+def _sum_kernel(terms_ptr, y_ptr, flags_ptr, patience, epoch, size, count, stride, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     for source in range(size):
-        wait_for(arrived_ptr + source, epoch)
+        wait_for(flags_ptr, source, epoch, patience)
     total = tl.zeros((BLOCK,), tl.float32)
     for source in range(size):
         term = terms_ptr + tl.cast(source, tl.int64) * stride
@@ -137,27 +137,32 @@ def matmul_scatter(x: Tensor, weight: Tensor, out: Outboxes, epoch: int, rank: i
     _matmul_scatter_kernel[grid](x_desc, w_desc, *tables, *sizes, **flags, **config)
 
 
-def sum_arrived_reference(terms: Tensor, arrived: Tensor, epoch: int) -> Tensor:
+def sum_arrived_reference(terms: Tensor, arrivals: Arrivals) -> Tensor:
     """The sum in plain torch."""
-    wait_flags(arrived, epoch)
+    for source in range(terms.shape[0]):
+        wait_flag(arrivals, source)
     return terms.to(statistics_dtype(terms.dtype)).sum(0).to(terms.dtype)
 
 
-def sum_arrived(terms: Tensor, arrived: Tensor, epoch: int) -> Tensor:
+def sum_arrived(terms: Tensor, arrivals: Arrivals) -> Tensor:
     """The sum of the boxes of all sources, once they are full.
 
     Args:
         terms: `[size, ...]`, each contiguous, written by the other ranks.
-        arrived: `[size]` int32 flags.
-        epoch: of this use.
+        arrivals: of the boxes.
 
     Returns:
         `[...]` in the dtype of terms, added in float32 (float64 for float64) in the order of the sources.
+
+    Raises:
+        TimeoutError: a box has not been filled within the patience of `arrivals`; on a GPU a later call tells.
     """
     if not (dispatch.runs_triton(terms) and terms[0].is_contiguous()):
-        return sum_arrived_reference(terms, arrived, epoch)
+        return sum_arrived_reference(terms, arrivals)
     y = torch.empty(terms.shape[1:], dtype=terms.dtype, device=terms.device)
     config = tuning.select("sum_arrived", terms.device)
-    sizes = (epoch, terms.shape[0], y.numel(), terms.stride(0))
-    _sum_kernel[(cdiv(y.numel(), config["BLOCK"]),)](terms, y, arrived, *sizes, **config)
+    patience, sizes = arrivals.patience, (arrivals.epoch, terms.shape[0], y.numel(), terms.stride(0))
+    waiting = (arrivals.flags, patience.kernel_arguments)
+    _sum_kernel[(cdiv(y.numel(), config["BLOCK"]),)](terms, y, *waiting, *sizes, **config)
+    patience.check()
     return y

@@ -5,11 +5,15 @@ An epoch grows with every use, so that a flag left from an earlier use is never 
 has to be reset. Release and acquire order the data before the flag for every GPU of the system (PTX memory model,
 scope .sys), and for every process that maps the memory on the CPU.
 On a GPU waiting and raising are work of the current stream; on the CPU they are done before the function returns.
+
+Nobody waits for ever. A kernel that has polled a flag as often as its patience allows writes down whose it was and goes
+on over whatever lies there, and so at once do all kernels behind it; the host finds the note and raises.
 """
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,13 +22,87 @@ from kernels.language import jit, tl
 
 _LOCK = threading.Lock()
 _SPINS = 50
+_POLLS_PER_S = 1_000_000  # of one program on a GPU, about: a poll goes to the second-level cache and back
+_INTERPRETED_POLLS_PER_S = 1_000
+
+
+def _plain_complaint(source: int, epoch: int) -> str:
+    return f"flag {source} has not reached {epoch}"
+
+
+class Patience:
+    """How long one rank waits for a flag, and where its kernels note that they have given up.
+
+    Args:
+        limit_s: seconds; a kernel counts polls instead, so that its limit is as long within a small factor.
+        device: of the flags.
+        complaint: what is said when a source's flag has not reached an epoch.
+
+    `polls` `[1]` int64 on the device: what every wait is granted, 0 once one has given up. `note` `[1]` int64 in the
+    host's memory, where kernels reach it: 0, or epoch·2³² + source + 1 of the first flag that was given up.
+    """
+
+    def __init__(
+        self, limit_s: float, device: torch.device, complaint: Callable[[int, int], str] = _plain_complaint
+    ) -> None:
+        self.limit_s, self.complaint = limit_s, complaint
+        rate = _INTERPRETED_POLLS_PER_S if device.type == "cpu" else _POLLS_PER_S
+        self.polls = torch.full((1,), max(1, round(limit_s * rate)), dtype=torch.int64, device=device)
+        on_host = device if device.type == "meta" else torch.device("cpu")
+        self.note = torch.zeros(1, dtype=torch.int64, device=on_host, pin_memory=device.type == "cuda")
+
+    @property
+    def kernel_arguments(self) -> tuple[Tensor, Tensor]:
+        """`patience` of `wait_for`."""
+        return self.polls, self.note
+
+    def given_up(self) -> str | None:
+        """The complaint of a kernel that has given up; None = none has so far. Waits for nothing."""
+        noted = 0 if self.note.is_meta else int(self.note)
+        return self.complaint(noted % 2**32 - 1, noted >> 32) if noted else None
+
+    def check(self) -> None:
+        """
+        Raises:
+            TimeoutError: a kernel has given up.
+        """
+        complaint = self.given_up()
+        if complaint is not None:
+            raise TimeoutError(complaint)
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What one rank waits for in one use of its flags.
+
+    Args:
+        flags: `[size]` int32, contiguous, written by the other ranks: a source's data are there once its flag has
+            reached the epoch.
+        epoch: of this use; positive.
+        patience: with which it waits.
+    """
+
+    flags: Tensor
+    epoch: int
+    patience: Patience
 
 
 @jit
-def wait_for(flag_ptr, epoch):
-    """Hold this program until the flag has reached the epoch; loads that follow see what was written before it."""
-    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") < epoch:
-        pass
+def wait_for(flags_ptr, source, epoch, patience):
+    """Hold this program until a source's flag has reached the epoch; loads that follow see what was written before it.
+
+    `patience`: its polls and its note.
+    """
+    seen = tl.atomic_add(flags_ptr + source, 0, sem="acquire", scope="sys")
+    if seen < epoch:
+        granted = tl.load(patience[0], volatile=True)
+        left = granted
+        while (seen < epoch) & (left > 0):
+            seen = tl.atomic_add(flags_ptr + source, 0, sem="acquire", scope="sys")
+            left -= 1
+        if (seen < epoch) & (granted > 0):
+            tl.store(patience[1], tl.cast(epoch, tl.int64) * 4294967296 + source + 1)
+            tl.store(patience[0], tl.cast(0, tl.int64))
     tl.debug_barrier()
 
 
@@ -35,10 +113,9 @@ def raise_flag(flag_ptr, epoch):
     tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
 
 
-@jit(do_not_specialize=["epoch"])
-def _wait_kernel(flags_ptr, epoch, count):
-    for i in range(count):
-        wait_for(flags_ptr + i, epoch)
+@jit(do_not_specialize=["epoch", "source"])
+def _wait_kernel(flags_ptr, source, epoch, patience):
+    wait_for(flags_ptr, source, epoch, patience)
 
 
 @jit(do_not_specialize=["epoch"])
@@ -57,30 +134,25 @@ def fence() -> None:
             pass
 
 
-def wait_flags(flags: Tensor, epoch: int, timeout_s: float = 600.0) -> None:
-    """Wait until every flag has reached the epoch.
-
-    Args:
-        flags: `[n]` int32, contiguous, written by other ranks.
-        epoch: positive, or nothing is waited for.
-        timeout_s: on the CPU, until the wait is given up.
+def wait_flag(arrivals: Arrivals, source: int) -> None:
+    """Wait until the flag of a source has reached the epoch.
 
     Raises:
-        TimeoutError: on the CPU, with the flags that are missing.
+        TimeoutError: on the CPU, where it has not in `patience.limit_s`; on a GPU `patience.check` raises it later.
     """
-    if flags.is_meta or epoch <= 0:
+    flag, epoch, patience = arrivals.flags[source], arrivals.epoch, arrivals.patience
+    if flag.is_meta:
         return
-    if flags.is_cuda:
-        _wait_kernel[(1,)](flags, epoch, flags.numel(), num_warps=1)
+    if flag.is_cuda:
+        _wait_kernel[(1,)](arrivals.flags, source, epoch, patience.kernel_arguments, num_warps=1)
         return
-    deadline, spins = time.monotonic() + timeout_s, 0
-    while int(flags.min()) < epoch:
+    deadline, spins = time.monotonic() + patience.limit_s, 0
+    while int(flag) < epoch:
         spins += 1
         if spins > _SPINS:  # the sender may need this core
             time.sleep(min(1e-5 * (spins - _SPINS), 1e-3))
         if time.monotonic() > deadline:
-            missing = [i for i, value in enumerate(flags.tolist()) if value < epoch]
-            raise TimeoutError(f"flags {missing} have not reached {epoch} in {timeout_s:g} s: {flags.tolist()}")
+            raise TimeoutError(patience.complaint(source, epoch))
     fence()
 
 

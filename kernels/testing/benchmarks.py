@@ -26,7 +26,7 @@ from kernels.gather_matmul import gather_matmul
 from kernels.grouped_matmul import grouped_matmul, grouped_weight_grad
 from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
-from kernels.signals import addresses_of
+from kernels.signals import Arrivals, Patience, addresses_of
 
 Calls = dict[str, Callable[[], object]]
 
@@ -216,29 +216,29 @@ def _rms_norm_quantized(rows: int = 16384, width: int = 4096) -> Calls:
     }
 
 
-def _arrived(size: int) -> tuple[Tensor, Tensor]:
-    """Flags of `size` ranks that have long been raised, and zeros: what the products cost when nothing is awaited."""
-    raised, finished = (torch.full((size,), value, dtype=torch.int32, device="cuda") for value in (1, 0))
-    return raised, finished
+def _arrived(size: int) -> Arrivals:
+    """Flags of `size` ranks that have long been raised: what the products cost when nothing is awaited."""
+    raised = torch.ones(size, dtype=torch.int32, device="cuda")
+    return Arrivals(raised, 1, Patience(900.0, raised.device))
 
 
 def _gather_matmul(size: int = 8, rows: int = 1024, n: int = 1792, k: int = 8192) -> Calls:
-    x, weight, (flags, _) = _random(size, rows, k), _random(n, k), _arrived(size)
+    x, weight, arrivals = _random(size, rows, k), _random(n, k), _arrived(size)
 
     def by_chunk() -> Tensor:
         return torch.cat([chunk @ weight.t() for chunk in x])
 
     return {
-        "ours": lambda: gather_matmul(x, weight, flags, 1, 3),
+        "ours": lambda: gather_matmul(x, weight, arrivals, 3),
         "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
         "cuBLAS, a product a chunk": by_chunk,
     }
 
 
 def _matmul_scatter(size: int = 8, rows: int = 1024, n: int = 8192, k: int = 1792) -> Calls:
-    x, weight, (flags, finished) = _random(size, rows, k), _random(n, k), _arrived(size)
-    terms = _random(size, rows, n)
-    boxes, views = list(terms.unbind()), list(flags.split(1))
+    x, weight, arrivals = _random(size, rows, k), _random(n, k), _arrived(size)
+    terms, finished = _random(size, rows, n), torch.zeros_like(arrivals.flags)
+    boxes, views = list(terms.unbind()), list(arrivals.flags.split(1))
     out = Outboxes(boxes, views, addresses_of(boxes), addresses_of(views), finished)
 
     def ours() -> Tensor:
@@ -247,7 +247,7 @@ def _matmul_scatter(size: int = 8, rows: int = 1024, n: int = 8192, k: int = 179
 
     return {
         "ours": ours,
-        "ours, the sum": lambda: sum_arrived(terms, flags, 1),
+        "ours, the sum": lambda: sum_arrived(terms, arrivals),
         "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
     }
 

@@ -17,6 +17,7 @@ from kernels.gather_matmul import gather_matmul
 from kernels.grouped_matmul import grouped_matmul
 from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+from kernels.signals import Arrivals, Patience
 
 ALL = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 HAVE_FP8 = ("sm_90", "sm_100", "sm_120")
@@ -102,6 +103,11 @@ def _fp8() -> None:
     fp8_matmul(Quantized(meta(4096, 7168, dtype=E5M2), whole.scales, 0), whole)  # a gradient
 
 
+def _fp8_quantised() -> None:
+    quantize_rows_both_ways(meta(4096, 7168))
+    quantize_blocks(meta(4096, 7168))
+
+
 def _grouped() -> None:
     x, weight = meta(8192, 2048, grad=True), meta(64, 1408, 2048, grad=True)
     forward_and_backward(grouped_matmul(x, weight, meta(65, dtype=torch.int64)))
@@ -128,10 +134,11 @@ def _overlap(size: int, turned: bool) -> None:
     x, flags = meta(size, 1024, 4096), meta(size, dtype=torch.int32)
     weight = meta(4096, 1792) if turned else meta(1792, 4096)
     addresses, boxes = meta(size, dtype=torch.int64), [meta(1024, 1792) for _ in range(size)]
-    gather_matmul(x, weight, flags, 1, 1, turned)
+    arrivals = Arrivals(flags, 1, Patience(900.0, flags.device))
+    gather_matmul(x, weight, arrivals, 1, turned)
     out = Outboxes(boxes, list(flags.split(1)), addresses, addresses, flags)
     matmul_scatter(x, weight, out, 1, 1, turned)
-    sum_arrived(meta(size, 1024, 1792), flags, 1)
+    sum_arrived(meta(size, 1024, 1792), arrivals)
 
 
 def _fp8_fused() -> None:
@@ -182,6 +189,7 @@ CASES: dict[str, Case] = {
     **_attention_cases(ATTENTION, nightly=False),
     **_attention_cases(ATTENTION_NIGHTLY, nightly=True),
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
+    "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its products take the plain path there
     "grouped": Case(_grouped, {"sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}),
     "grouped-fp8": Case(_grouped_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
     "grouped-fp8-weight-grad": Case(

@@ -12,16 +12,20 @@ r writes for exchange e + 2 when it has had everyone's boxes of e + 1, and p sen
 from __future__ import annotations
 
 import math
+import os
+import threading
+import time
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from kernels.signals import addresses_of, raise_flags, wait_flags
+from kernels.signals import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 from megatron5d.comm.segments import open_segments
 from megatron5d.topology.axis import Axis
 
+_LISTEN_S, _GRACE_S = 1.0, 10.0
 _ALIGNED_BYTES = 256  # of each tensor in a box: what the widest loads ask for, and a cache line of any device
 Layout = Sequence[tuple[torch.Size, torch.dtype]]
 
@@ -36,12 +40,17 @@ class Mailbox:
     Args:
         axis: its ranks make the same exchanges in the same order.
         device: of the boxes.
+        timeout_s: `parallel.timeout_s`. Half of it is waited for a box: collectives of torch that are stuck behind it
+            give up after the whole, and would not name the rank that has not sent.
 
     Memory: 2·size boxes.
     """
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
+    def __init__(self, axis: Axis, device: torch.device, timeout_s: float) -> None:
         self.axis, self.device = axis, device
+        self.patience = Patience(timeout_s / 2, device, partial(_complaint, axis, timeout_s))
+        if device.type == "cuda":
+            threading.Thread(target=end_if_stuck, args=(self.patience,), daemon=True).start()
         self._open(0)
 
     def _open(self, box_bytes: int) -> None:
@@ -57,7 +66,11 @@ class Mailbox:
         """The next exchange, of boxes with one tensor per entry of the layout.
 
         Comm: none, but for a larger box than ever before: then `open_segments`.
+
+        Raises:
+            TimeoutError: a kernel of an earlier one has given up waiting; names the rank that has not sent.
         """
+        self.patience.check()
         wanted = sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
         if wanted > self.box_bytes:
             self._open(wanted)
@@ -95,7 +108,7 @@ class Exchange:
         axis, self._slot = mailbox.axis, mailbox.epoch % 2
         sizes = [_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout]
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.arrived = mailbox.flags(axis.rank, self._slot)
+        self.arrivals = Arrivals(mailbox.flags(axis.rank, self._slot), self.epoch, mailbox.patience)
 
     def _others(self) -> list[int]:
         """The ranks in the order in which they are sent to: the next one reads ours first after its own."""
@@ -180,6 +193,31 @@ class Exchange:
             self.outboxes(part)[holder].copy_(tensor)
 
     def wait(self, source: int) -> tuple[Tensor, ...]:
-        """The tensors of one rank, once they are here; they may change after the next exchange has begun."""
-        wait_flags(self.arrived[source : source + 1], self.epoch)
+        """The tensors of one rank, once they are here; they may change after the next exchange has begun.
+
+        Raises:
+            TimeoutError: as of `wait_flag`.
+        """
+        wait_flag(self.arrivals, source)
         return tuple(self.inbox(part)[source] for part in range(len(self._layout)))
+
+
+def _complaint(axis: Axis, timeout_s: float, source: int, epoch: int) -> str:
+    return (
+        f"rank {axis.ranks[axis.rank]} ({axis}) has waited {timeout_s / 2:g} s for chunk {source} of exchange {epoch} "
+        f"over {axis.name}, which rank {axis.ranks[source]} ({axis.name}[{source}/{axis.size}]) has not sent: it has "
+        f"ended, hangs, or is that far behind. parallel.tp_overlap=fused waits for half of parallel.timeout_s = "
+        f"{timeout_s:g}"
+    )
+
+
+def end_if_stuck(patience: Patience) -> None:
+    """Ends this process with a complaint where a kernel has given up and the host does not raise it.
+
+    It cannot where it waits for the device itself, and the device for a collective with the rank that is gone.
+    """
+    while (complaint := patience.given_up()) is None:
+        time.sleep(_LISTEN_S)
+    time.sleep(_GRACE_S)  # raised where the host has come by, it ends the process with a trace and before this does
+    os.write(2, f"TimeoutError: {complaint}\n".encode())
+    os._exit(1)

@@ -18,7 +18,7 @@ from megatron5d.precision.fp8 import (
 )
 from megatron5d.precision.gemms import ExpertGemms, Gemms
 from megatron5d.tensor_parallel.fused import Fused
-from megatron5d.tensor_parallel.overlap import Chunked
+from megatron5d.tensor_parallel.overlap import WHOLE, Chunked, Overlap
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard import spec_of
 
@@ -49,16 +49,22 @@ def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh)
             parameter.gemms = experts if spec_of(parameter).expert else linear  # type: ignore[attr-defined]
 
 
-def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> None:
+def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> Overlap:
     """Hangs on the weights how their products and collectives are laid over each other (`parallel.tp_overlap`).
+
+    Returns:
+        The way.
 
     Raises:
         ValueError: on every rank, where `fused` cannot be had.
     """
     mode, tp = config.parallel.tp_overlap, mesh["tp"]
     if mode == "none" or tp.size == 1:
-        return
+        return WHOLE
     parameters = list(parameters)
-    overlap = Chunked() if mode == "chunked" else Fused(tp, parameters[0].device)
+    overlap: Overlap = Chunked()
+    if mode == "fused":
+        overlap = Fused(tp, parameters[0].device, config.parallel.timeout_s)
     for parameter in parameters:
         parameter.overlap = overlap  # type: ignore[attr-defined]
+    return overlap

@@ -137,7 +137,7 @@ class Gpt(nn.Module):
         self._mark_recompute(config)
         self._mark_shared(shared)
         choose_gemms(self.parameters(), config, mesh)
-        choose_overlap(self.parameters(), config, mesh)
+        self.overlap = choose_overlap(self.parameters(), config, mesh)
 
     def _add_prediction(self, config: Config, tp: Axis, block: BlockMaker, build: dict[str, Any]) -> None:
         """The blocks of multi-token prediction, one list of phases a depth, with the model's embedding and head."""

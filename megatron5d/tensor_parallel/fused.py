@@ -26,13 +26,18 @@ class Fused:
     Args:
         tp: ranks that share linear layers; together they make the same products in the same order.
         device: of the activations.
+        timeout_s: `parallel.timeout_s`.
 
     Raises:
         ValueError: on every rank, where its ranks cannot write into each other's memory.
     """
 
-    def __init__(self, tp: Axis, device: torch.device) -> None:
-        self._mailbox = Mailbox(tp, device)
+    def __init__(self, tp: Axis, device: torch.device, timeout_s: float) -> None:
+        self._mailbox = Mailbox(tp, device, timeout_s)
+
+    def check(self) -> None:
+        """Of what the device has done so far."""
+        self._mailbox.patience.check()
 
     def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """Comm: tp-1 puts of the operand."""
@@ -41,8 +46,8 @@ class Fused:
         if product.is_plain:
             s, b, width = operand[0].shape
             inbox = exchange.inbox(0).view(tp.size, s * b, width)
-            order = exchange.arrived, exchange.epoch, tp.rank
-            y = gather_matmul(inbox, product.weight.detach(), *order, turned=product.backward).view(tp.size * s, b, -1)
+            weight, arrivals = product.weight.detach(), exchange.arrivals
+            y = gather_matmul(inbox, weight, arrivals, tp.rank, turned=product.backward).view(tp.size * s, b, -1)
         else:
             outputs: list[Tensor] = [operand[0]] * tp.size
             for step in range(tp.size):
@@ -56,7 +61,7 @@ class Fused:
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
         scatter = self._scatter_tiles if product.is_plain else self._scatter_chunks
         exchange = scatter(operand, product, tp, rows)
-        return sum_arrived(exchange.inbox(0), exchange.arrived, exchange.epoch)
+        return sum_arrived(exchange.inbox(0), exchange.arrivals)
 
     def _scatter_tiles(self, operand: Operand, product: Product, tp: Axis, rows: int) -> Exchange:
         x = operand[0].unflatten(0, (tp.size, rows)).flatten(1, 2)  # [tp, s/tp·b, features]

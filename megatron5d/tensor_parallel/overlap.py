@@ -80,6 +80,14 @@ class Overlap(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Asked before what the products gave is believed, once the device has made them.
+
+        Raises:
+            TimeoutError: a rank has not sent what it should have; names it.
+        """
+        ...
+
 
 class Whole:
     """`parallel.tp_overlap=none`: the collective before or after the product."""
@@ -92,6 +100,9 @@ class Whole:
     def product_scatter(self, operand: Operand, product: Product, tp: Axis) -> Tensor:
         """Comm: reduce_scatter tp of the product."""
         return reduce_scatter(product(operand), tp)
+
+    def check(self) -> None:
+        """Collectives give up by themselves."""
 
 
 class Chunked:
@@ -121,6 +132,9 @@ class Chunked:
                 term += travelling.wait()
             travelling = start_shift(term, tp) if step + 1 < tp.size else None
         return term
+
+    def check(self) -> None:
+        """Shifts give up by themselves."""
 
 
 WHOLE = Whole()

@@ -156,5 +156,6 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     form = boundary_form(config, sync.buckets[0].weights.device)
     pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form)
     terms = loss_terms(config)
-    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim.clip, balancer=model.balancer)
+    check = model.overlap.check
+    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim.clip, model.balancer, check=check)
     return sync, optimizer, trainer

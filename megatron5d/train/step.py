@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -44,14 +44,15 @@ class Trainer:
         terms: what the last stage's sums are for.
         clip: largest gradient norm; 0 = no clipping.
         balancer: of the MoE layers here; None = a dense model.
+        check: raises where the device has made a step's numbers without something that another rank should have sent.
     """
 
     def __init__(
         self, pipeline: Pipeline, sync: GradSync, optimizer: AdamW, mesh: Mesh, terms: Sequence[Term], clip: float,
-        balancer: Balancer | None = None,
+        balancer: Balancer | None = None, *, check: Callable[[], None],
     ) -> None:  # fmt: skip
         self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
-        self.terms, self.clip, self.balancer = tuple(terms), clip, balancer
+        self.terms, self.clip, self.balancer, self.check = tuple(terms), clip, balancer, check
 
     def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False) -> StepResult:
         """
@@ -64,6 +65,7 @@ class Trainer:
         Raises:
             ValueError: the global batch has no target token.
             FloatingPointError: the loss or the gradient norm is not finite.
+            TimeoutError: under tp_overlap=fused another rank has not sent its share; nothing was updated here.
 
         Comm: beside the layers' and the pipeline's: all_reduce dp_cp of the number of targets (where the loss is
             computed, before the first backward), gradient reduction, all_reduce world of a few numbers, all_gather of
@@ -77,6 +79,7 @@ class Trainer:
         uneven = cp_balance(batches)
         report = torch.cat((square_sum.view(1), routers, share, share.new_tensor([float(stop), uneven])))
         square_total, *totals, stops, uneven = all_reduce(report, self.mesh["world"]).tolist()
+        self.check()
         losses, totals = totals[: len(routers)], totals[len(routers) :]
         num_targets = round(totals[len(self.terms)])
         if num_targets == 0:

@@ -11,7 +11,7 @@ import torch
 
 from kernels import gather_matmul as gather
 from kernels import matmul_scatter as scatter
-from kernels.signals import addresses_of, raise_flags, wait_flags
+from kernels.signals import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 from kernels.testing.interpreter_checks import allow_memory
 
 SIZE, RANK = 2, 1
@@ -22,6 +22,10 @@ def shared(*shape, dtype=torch.bfloat16):
     """Memory that survives a fork as the same memory."""
     count = torch.Size(shape).numel()
     return torch.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype=dtype, count=count).view(shape)
+
+
+def arrivals(flags, epoch, limit_s=60.0):
+    return Arrivals(flags, epoch, Patience(limit_s, flags.device))
 
 
 class beside:
@@ -80,7 +84,7 @@ def gathered(module, rows, n, k, turned, uses=2, **how):
         flags[RANK] = epoch
         done.zero_()
         with beside(lambda x=x, epoch=epoch: late(boxes, flags, x[0], epoch, done, **how)):
-            y = module.gather_matmul(boxes, weight, flags, epoch, RANK, turned)
+            y = module.gather_matmul(boxes, weight, arrivals(flags, epoch), RANK, turned)
             done.fill_(1)
         want = x.double() @ (weight if turned else weight.t()).double()
         worst = max(worst, torch.nan_to_num((y.double() - want).norm() / want.norm(), 9.0).item())
@@ -100,13 +104,13 @@ def test_gathered_through_boxes_with_gaps_and_without_a_kernel():
     boxes.copy_(x)
     flags.fill_(3)
     want = x.double() @ weight.double().t()
-    assert (gather.gather_matmul(boxes, weight, flags, 3, 0).double() - want).norm() < 5e-3 * want.norm()
-    assert torch.allclose(gather.gather_matmul(x.double(), weight.double(), flags, 3, 0), want)
+    assert (gather.gather_matmul(boxes, weight, arrivals(flags, 3), 0).double() - want).norm() < 5e-3 * want.norm()
+    assert torch.allclose(gather.gather_matmul(x.double(), weight.double(), arrivals(flags, 3), 0), want)
 
 
 def owner(box, flag, seen, epoch):
     """The other rank: it copies its box at the moment that the flag comes."""
-    wait_flags(flag, epoch, timeout_s=60)
+    wait_flag(arrivals(flag, epoch), 0)
     seen.copy_(box)
 
 
@@ -124,7 +128,7 @@ def scattered(module, rows, n, k, turned, uses=2):
         with beside(lambda epoch=epoch: owner(boxes[0], flags[:1], seen, epoch)), allow_memory(*boxes, flags):
             module.matmul_scatter(x, weight, out, epoch, RANK, turned)
         want = x.double() @ (weight if turned else weight.t()).double()
-        mine = module.sum_arrived(torch.stack((boxes[RANK], seen)), flags, epoch).double()
+        mine = module.sum_arrived(torch.stack((boxes[RANK], seen)), arrivals(flags, epoch)).double()
         for got, wanted in ((seen.double(), want[0]), (mine, want.sum(0))):
             worst = max(worst, torch.nan_to_num((got - wanted).norm() / wanted.norm(), 9.0).item())
         assert not finished.any() and flags.tolist() == [epoch, epoch]
@@ -143,16 +147,37 @@ def test_the_sum_waits():
     terms[1:].copy_(x[1:])
     flags[1:] = 5
     with beside(lambda: late(terms, flags, x[0], 5, shared(1))):
-        got = scatter.sum_arrived(terms, flags, 5)
+        got = scatter.sum_arrived(terms, arrivals(flags, 5))
     assert (got.double() - x.double().sum(0)).norm() < 5e-3 * x.double().sum(0).norm()
-    with pytest.raises(TimeoutError, match=r"flags \[0, 1, 2\] have not reached 6 in 0.01 s: \[5, 5, 5\]"):
-        wait_flags(flags, 6, timeout_s=0.01)
+    with pytest.raises(TimeoutError, match="flag 1 has not reached 6"):
+        wait_flag(arrivals(flags, 6, 0.01), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])  # float64 takes the plain path
+def test_a_rank_that_never_sends_is_given_up(dtype):
+    """Tiles that wait for it all leave, what follows does not wait again, and the first that was missed is told."""
+    flags = shared(3, dtype=torch.int32)
+    flags[1] = 7
+    x, weight, quiet = (
+        torch.zeros(3, 40, 16, dtype=dtype),
+        torch.zeros(72, 16, dtype=dtype),
+        Patience(1.0, flags.device),
+    )
+    with beside(lambda: raise_flags([flags[2:]], flags, 7)):
+        started = time.monotonic()
+        with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
+            gather.gather_matmul(x, weight, Arrivals(flags, 7, quiet), RANK)
+        assert 0.3 < time.monotonic() - started < 20
+    if dtype == torch.bfloat16:
+        assert quiet.polls.item() == 0
+        with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
+            scatter.sum_arrived(x, Arrivals(flags, 8, quiet))
 
 
 FAULTS = {
-    "no wait": (gather, gathered, "wait_for(arrived_ptr + source, epoch)", "pass"),
-    "a flag of an earlier use counts": (gather, gathered, "(arrived_ptr + source, epoch)", "(arrived_ptr + source, 1)"),
-    "another's flag": (gather, gathered, "wait_for(arrived_ptr + source, ", "wait_for(arrived_ptr + rank, "),
+    "no wait": (gather, gathered, "wait_for(flags_ptr, source, epoch, patience)", "pass"),
+    "a flag of an earlier use counts": (gather, gathered, "(flags_ptr, source, epoch,", "(flags_ptr, source, 1,"),
+    "another's flag": (gather, gathered, "wait_for(flags_ptr, source, ", "wait_for(flags_ptr, rank, "),
     "told before the last tile": (scatter, scattered, "== chunk_tiles - 1", "== 0"),
     "told before the store": (
         scatter,
@@ -168,10 +193,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(fault, tmp_path):
     module, run, right, wrong = FAULTS[fault]
+    shape, how = ((7, 8, 16), {"patience_s": 10.0}) if run is gathered else ((70, 72, 40), {})  # done long before
     try:
-        error = run(
-            with_fault(tmp_path, module, right, wrong), *((7, 8, 16) if run is gathered else (70, 72, 40)), False
-        )
+        error = run(with_fault(tmp_path, module, right, wrong), *shape, False, **how)
     except AssertionError:
         return
     assert error > 3e-2
@@ -186,6 +210,6 @@ def test_the_kernels_really_run(monkeypatch):
         monkeypatch.setattr(module, name, None)
     x, weight, flags = torch.zeros(1, 8, 8).bfloat16(), torch.zeros(8, 8).bfloat16(), torch.ones(1, dtype=torch.int32)
     with pytest.raises(TypeError):
-        gather.gather_matmul(x, weight, flags, 1, 0)
+        gather.gather_matmul(x, weight, arrivals(flags, 1), 0)
     with pytest.raises(TypeError):
         scatter.matmul_scatter(x, weight, scatter.Outboxes([x[0]], [flags], flags, flags, flags), 1, 0)

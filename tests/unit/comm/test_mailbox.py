@@ -1,13 +1,16 @@
 """Boxes in each other's memory: ranks that are slow at different times, boxes used again, and faults that show."""
 
+import dataclasses
 import errno
 import os
+import threading
 import time
 
 import pytest
 import torch
 from ranks import RankFailure, run_ranks
 
+from kernels.signals import Patience
 from megatron5d.comm import mailbox, segments
 from megatron5d.comm.mailbox import Exchange, Mailbox
 from megatron5d.topology.axis import Axis
@@ -25,7 +28,7 @@ def content(source: int, epoch: int, width: int) -> tuple[torch.Tensor, torch.Te
 def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: float) -> int:
     """Exchanges with a rank that pauses before it sends in odd exchanges and before it reads in even ones."""
     tp = build_mesh(resolve(world, tp=world), rank)["tp"]
-    box = Mailbox(tp, CPU)
+    box = Mailbox(tp, CPU, 120.0)
     for epoch in range(1, num_exchanges + 1):
         width = 3 if epoch < 5 else 7  # boxes that grow in the middle
         mine = content(rank, epoch, width)
@@ -54,18 +57,18 @@ def told_before_sent(self, tensors, holder):
     self._write(tensors, holder)
 
 
-def waits_for_any_exchange(flags, epoch, timeout_s=60.0, true=mailbox.wait_flags):
-    true(flags, min(epoch, 1), timeout_s)
+def waits_for_any_exchange(arrivals, source, true=mailbox.wait_flag):
+    true(dataclasses.replace(arrivals, epoch=1), source)
 
 
 def has_one_set_of_boxes(self, box, layout, true=Exchange.__init__):
     true(self, box, layout)
-    self._slot, self.arrived = 0, box.flags(box.axis.rank, 0)
+    self._slot, self.arrivals = 0, dataclasses.replace(self.arrivals, flags=box.flags(box.axis.rank, 0))
 
 
 FAULTS = {
     "told before sent": (Exchange, "_send", told_before_sent),
-    "a flag of an earlier exchange counts": (mailbox, "wait_flags", waits_for_any_exchange),
+    "a flag of an earlier exchange counts": (mailbox, "wait_flag", waits_for_any_exchange),
     "one set of boxes": (Exchange, "__init__", has_one_set_of_boxes),
 }
 
@@ -77,16 +80,42 @@ def test_a_fault_is_noticed(fault, monkeypatch):
         run_ranks(converse, 2, 4, 1, 0.2)
 
 
+NAMED = (
+    r"rank 0 \(tp\[0/2\]\) has waited 0.1 s for chunk 1 of exchange 1 over tp, which rank 1 \(tp\[1/2\]\) has not sent"
+    r".*tp_overlap=fused waits for half of parallel.timeout_s = 0.2"
+)
+
+
 def test_a_rank_that_never_sends_is_named():
     def quiet(rank, world):
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
-        exchange = Mailbox(tp, CPU).exchange([(torch.Size([2]), torch.float32)])
+        box = Mailbox(tp, CPU, 0.2)
+        exchange = box.exchange([(torch.Size([2]), torch.float32)])
         if rank == 0:
             exchange.push([torch.zeros(2)])
-            with pytest.raises(TimeoutError, match=r"flags \[0\] have not reached 1 in 0.1 s"):
-                mailbox.wait_flags(exchange.arrived[1:], 1, timeout_s=0.1)
+            with pytest.raises(TimeoutError, match=NAMED):
+                exchange.wait(1)
+            box.patience.note.fill_((1 << 32) + 2)  # as a kernel says the same
+            with pytest.raises(TimeoutError, match=NAMED):
+                box.exchange([(torch.Size([2]), torch.float32)])
 
     run_ranks(quiet, 2)
+
+
+def test_a_host_that_is_stuck_behind_its_device_ends(monkeypatch, capfd):
+    """The thread that listens ends the process where the main one does not come by."""
+    monkeypatch.setattr(mailbox, "_LISTEN_S", 0.02)
+    monkeypatch.setattr(mailbox, "_GRACE_S", 0.1)
+    child = os.fork()
+    if child == 0:
+        patience = Patience(1.0, CPU)
+        threading.Thread(target=mailbox.end_if_stuck, args=(patience,), daemon=True).start()
+        time.sleep(0.1)
+        patience.note.fill_((5 << 32) + 1)
+        time.sleep(60)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert "TimeoutError: flag 0 has not reached 5" in capfd.readouterr().err
 
 
 def test_ranks_on_several_hosts_are_refused_everywhere(monkeypatch):
@@ -94,7 +123,7 @@ def test_ranks_on_several_hosts_are_refused_everywhere(monkeypatch):
         monkeypatch.setattr(segments.socket, "gethostname", lambda: f"node{rank}")
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
         with pytest.raises(ValueError, match=r"2 ranks of tp.*node0, node1.*parallel.tp_overlap=chunked"):
-            Mailbox(tp, CPU)
+            Mailbox(tp, CPU, 120.0)
 
     run_ranks(elsewhere, 2)
 
@@ -110,13 +139,13 @@ def test_shared_memory_that_is_full_on_one_rank_is_refused_everywhere(monkeypatc
             monkeypatch.setattr(segments.os, "posix_fallocate", full)
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
         with pytest.raises(ValueError, match=r"gives no 256 bytes a rank \(No space.*parallel.tp_overlap=chunked"):
-            Mailbox(tp, CPU)
+            Mailbox(tp, CPU, 120.0)
 
     run_ranks(on_rank, 2)
 
 
 def test_memory_is_counted_without_memory():
-    box = Mailbox(Axis("tp", (0, 1), 0), torch.device("meta"))
+    box = Mailbox(Axis("tp", (0, 1), 0), torch.device("meta"), 120.0)
     exchange = box.exchange([(torch.Size([100, 4]), torch.bfloat16)])
     exchange.push([torch.empty(100, 4, dtype=torch.bfloat16, device="meta")])
     assert exchange.wait(1)[0].shape == (100, 4)

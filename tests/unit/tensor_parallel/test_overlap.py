@@ -29,7 +29,7 @@ def every_way(rank: int, world: int, recipe: str):
     weight = nn.Parameter(torch.randn(F, H, dtype=torch.float64, generator=generator))
     gemms, found = GEMMS[recipe], []
     weight.gemms = gemms
-    fused = Fused(tp, torch.device("cpu"))
+    fused = Fused(tp, torch.device("cpu"), 120.0)
     for overlap in (Whole(), Chunked(), fused, fused):
         ledger.clear()
         for backward, width in ((False, H), (True, F)):
