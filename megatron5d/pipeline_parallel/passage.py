@@ -230,6 +230,12 @@ class Segment:
             if isinstance(item, HostCopy):
                 item.fetch()
 
+    @property
+    def host_bytes(self) -> int:
+        """What waits in the host's memory until a backward begins to fetch it."""
+        inputs = [item for item in _entries(self.x) if isinstance(item, HostCopy)]
+        return sum(copy.num_bytes for copy in inputs + [copy for each in self.passages for copy in each.copies])
+
     def _with_graph(self, phase: nn.Module, x: Any) -> Any:
         passage = Passage(phase, self.batch)
         self.passages.append(passage)

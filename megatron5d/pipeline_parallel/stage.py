@@ -138,6 +138,10 @@ class Stage:
         assert x is not None
         return x
 
+    def host_bytes(self, microbatch: int) -> int:
+        """Of a micro-batch whose forward has begun: what it keeps in the host's memory."""
+        return sum(segment.host_bytes for segment in self._in_flight.get(microbatch, ()))
+
     @property
     def num_in_flight(self) -> int:
         """Micro-batches whose weight gradients are still owed."""

@@ -36,6 +36,8 @@ class RankMemory:
         setup: the most while everything is put together; counts where it is more than training needs.
         library: workspace that the vendor's libraries take from the allocator.
         outside: what the allocator does not see: context and communicators.
+        host_optimizer: in the host's memory, pinned: master weights, moments and gradients of `optim.offload`; what
+            activations take there is the peak's.
     """
 
     weights: int
@@ -48,6 +50,12 @@ class RankMemory:
     setup: int = 0
     library: int = 0
     outside: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def host(self) -> int:
+        """The most that waits in the host's memory; none of what the device needs."""
+        return self.host_optimizer + self.peak.host
 
     @property
     def resident(self) -> int:
@@ -104,7 +112,7 @@ class RankMemory:
 
     def record(self) -> dict[str, Any]:
         """For programs that read: every kind, and the sums, in bytes."""
-        sums = {name: getattr(self, name) for name in ("resident", "allocated", "needed")}
+        sums = {name: getattr(self, name) for name in ("resident", "allocated", "needed", "host")}
         action = self.peak.action
         worst = {"action": None if action is None else str(action), "in_flight": self.peak.in_flight}
         return {"bytes": self.kinds(), **sums, "end_of_step": self.end_of_step, "setup": self.setup, "peak": worst}
@@ -149,7 +157,7 @@ def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
     rows = [[unit, *(f"pp {rank}{' *' if rank == worst else ''}" for rank in shown)]]
     for kind in kinds:
         rows.append([kind, *(f"{columns[rank].get(kind, 0) / size:.3f}" for rank in shown)])
-    for name in ("allocated", "needed"):
+    for name in ("allocated", "needed", *(["host"] if any(each.host for each in ranks.values()) else [])):
         rows.append([f"= {name}", *(f"{getattr(ranks[rank], name) / size:.3f}" for rank in shown)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [

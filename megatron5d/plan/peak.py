@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
 from megatron5d.pipeline_parallel.receipts import receipts
@@ -33,6 +33,7 @@ class Peak:
         workspace: what the phase that runs needs for a moment, and the gradients on their way through the stage.
         action: during which; None = nothing ran.
         in_flight: micro-batches and stages whose activations are there.
+        host: the most that activations take in the host's memory, not necessarily during that action; none of `total`.
     """
 
     activations: dict[str, int] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Peak:
     workspace: int = 0
     action: Action | None = None
     in_flight: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -70,7 +72,7 @@ def find_peak(
         running = [walk.run(action) for action in step.slot]
         while running:
             running = [each for each in running if next(each, None) is not None]
-    return walk.peak
+    return replace(walk.peak, host=walk.most_host)
 
 
 def _following(slots: Sequence[Slot]) -> list[Slot]:
@@ -87,7 +89,7 @@ class _Walk:
 
     def __init__(self, program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: int) -> None:
         self.program, self.traces, self.message_bytes = program, traces, message_bytes
-        self.messages = self.stages = self.units = self.most = 0
+        self.messages = self.stages = self.units = self.most = self.host = self.most_host = 0
         self.peak = Peak()
         self.expected: list[Action] = []
         self._fetched: dict[Action, int] = {}  # bytes of weights that wait for an action to begin
@@ -116,28 +118,35 @@ class _Walk:
             if done == count - 1 - trace.last_unit.get(op, 0):
                 self._look_ahead(action, begun=True)
             if op == "F":
-                self._forward[here] = forward[:done]
+                self._keep(here, forward[:done])
             self._see(action, step.rise)
             self.stages += step.delta
             self.units += step.buffers
             if step.frees:  # the last phase, and with it the output that it has handed on
-                self._forward[here] = self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1]
+                self._keep(here, self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1])
             yield True
         self._look_ahead(action, begun=False)
         if op == "F":
-            self._forward[here] = forward
+            self._keep(here, forward)
             if here in self._shared:
                 self.stages -= self.message_bytes
         elif op == "I":
-            del self._forward[here]
+            self._keep(here, None)
             self._stashed[here] = sum(step.delta - step.buffers for op in "FI" for step in trace.passes[op])
         else:
-            self._forward.pop(here, None)
+            self._keep(here, None)
             self._stashed.pop(here, None)
         if op in "IB" and here in self._shared:
             self._shared.remove(here)
             self.stages += self.message_bytes
         self._hand_on(action, trace)
+
+    def _keep(self, here: Passage, steps: tuple[Step, ...] | None) -> None:
+        """The steps of F whose activations are there from now on; None = its backward is over."""
+        self.host += sum(step.host for step in steps or ()) - sum(step.host for step in self._forward.pop(here, ()))
+        self.most_host = max(self.most_host, self.host)
+        if steps is not None:
+            self._forward[here] = steps
 
     def _passes(self, trace: StageTrace, op: str) -> tuple[Step, ...]:
         """Of one action: the step's first forward and backward find no buffers of an earlier one."""

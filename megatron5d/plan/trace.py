@@ -9,7 +9,7 @@ for all that lie between the first and the last.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ class Step:
         delta: what is alive when it ends, less what was when it began.
         frees: it is the backward of its phase, which then has no use for its activations any more.
         buffers: what of `delta` lies in data parallelism's buffers that come and go (ZeRO-2 and 3).
+        host: of a forward, bytes that wait in the host's memory until the phase's backward; none of `delta`.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Step:
     delta: int
     frees: bool = False
     buffers: int = 0
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ class Tracer:
         x, arrival = (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, False)
         work = stage.forward_steps(0, x, self.batch)
         del x
-        return (arrival, *self._record(watch, work, [(phase, False) for phase in stage.phases], times))
+        order = [(phase, False) for phase in stage.phases]
+        return (arrival, *self._record(watch, work, order, times, lambda: stage.host_bytes(0)))
 
     def _backward(
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], last: bool, split: bool
@@ -187,6 +190,7 @@ class Tracer:
         work: Iterator[Any],
         order: Sequence[tuple[nn.Module, bool]],
         times: Mapping[nn.Module, int],
+        host_bytes: Callable[[], int] = lambda: 0,
     ) -> tuple[Step, ...]:
         """Runs a pass step by step; the last step is what happens when its output, which `work` holds, is let go.
 
@@ -195,13 +199,15 @@ class Tracer:
             work: the pass.
             order: the phase of every step, and whether the step is its backward.
             times: how often each phase counts.
+            host_bytes: what of the pass waits on the host by now.
         """
         steps = []
         for phase, frees in order:
-            before, whole = watch.forget_peak(), self._buffer_bytes()
+            before, whole, away = watch.forget_peak(), self._buffer_bytes(), host_bytes()
             next(work)
             rise, delta = watch.peak_bytes - before, watch.live_bytes - before
-            steps.append(Step(type(phase).__name__, rise, delta, frees, self._buffer_bytes() - whole))
+            buffers, host = self._buffer_bytes() - whole, host_bytes() - away
+            steps.append(Step(type(phase).__name__, rise, delta, frees, buffers, host))
         before = watch.forget_peak()
         assert next(work, None) is None
         return (*_expanded(steps, [times[phase] for phase, _ in order]), Step(BOUNDARY, 0, watch.live_bytes - before))

@@ -8,6 +8,7 @@ A tensor of n bytes moves n bytes each way, once a micro-batch.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -44,7 +45,7 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        return self.host.numel() * self.host.element_size()
+        return math.prod(self._form["size"]) * self._form["dtype"].itemsize  # `host` is empty on the meta device
 
     def fetch(self) -> None:
         """Starts the way back; a second call does nothing."""

@@ -162,11 +162,10 @@ def keeping(phase: nn.Module, parts: Parts = KEEP_ALL, host_bytes: int | None = 
     Yields:
         The copies on the host, complete when the context ends.
     """
-    copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # the tensor too: its address belongs to nobody else meanwhile
+    copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # the tensor too: its storage's id is nobody else's meanwhile
     found: list[HostCopy] = []
-    weights = (
-        {weight.untyped_storage().data_ptr() for weight in phase.parameters()} if host_bytes is not None else set()
-    )
+    # not by address: on the meta device all storages have the same
+    weights = {id(weight.untyped_storage()) for weight in phase.parameters()} if host_bytes is not None else set()
 
     def pack(tensor: Tensor) -> Tensor | _Mark | HostCopy:
         storage = tensor.untyped_storage()
@@ -174,9 +173,9 @@ def keeping(phase: nn.Module, parts: Parts = KEEP_ALL, host_bytes: int | None = 
         if mark is not None:
             return _Mark(mark, tensor)
         size = tensor.numel() * tensor.element_size()
-        if host_bytes is None or size < host_bytes or not tensor.is_floating_point() or storage.data_ptr() in weights:
+        if host_bytes is None or size < host_bytes or not tensor.is_floating_point() or id(storage) in weights:
             return tensor
-        key = storage.data_ptr(), tensor.shape, tensor.stride(), tensor.storage_offset()
+        key = id(storage), tensor.shape, tensor.stride(), tensor.storage_offset()
         if key not in copies:
             copies[key] = HostCopy(tensor), tensor
             found.append(copies[key][0])

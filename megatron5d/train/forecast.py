@@ -140,6 +140,7 @@ class Forecaster:
             setup=setup,
             library=GEMM_WORKSPACE.get(self.target.architecture or "", 0),
             outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
+            host_optimizer=away,
         )
 
     def _batch(self, mesh: Mesh, model: Gpt) -> MicroBatch:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import weakref
 from collections import Counter
 
 import pytest
@@ -17,6 +18,7 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.memory import RankMemory
 from megatron5d.plan.watch import MemoryWatch
+from megatron5d.precision.host import HostCopy
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.forecast import Forecaster, Target
@@ -33,6 +35,11 @@ MOE_BLOCKS = {**BLOCKS, **MOE, "moe_ffn_hidden_size": 256, "shared_ffn_hidden_si
 BLOCKWISE = {"dtype": "bf16", "fp8": "blockwise"}
 
 PARTS = ["norm", "qkv", "attention", "activation"]
+MOE_PHASES = ["attention", "dispatch", "experts", "combine"]
+
+
+def away(mode, phases, **options):
+    return RecomputeConfig(mode, offload=phases, offload_min_bytes=2048, **options)
 
 
 def large(
@@ -63,6 +70,37 @@ class Counted:
     resident: int
     peak: int  # of a step, above what stays
     activations: Counter[str]  # kept by one micro-batch between forward and backward, by class of phase
+    host: int  # the most in the host's memory
+
+
+class DeviceWatch(MemoryWatch):
+    """Keeps apart what waits on the host: `host_bytes`, `host_peak`. On a CPU that is memory like any other."""
+
+    def __enter__(self):
+        self.host_bytes = self.host_peak = 0
+        self._leaving, self._start = False, HostCopy.__init__
+
+        def leave(copy, tensor):
+            self._leaving = True
+            self._start(copy, tensor)
+            self._leaving = False
+            self._grow_host(copy.host.nbytes)
+            weakref.finalize(copy.host.untyped_storage(), self._grow_host, -copy.host.nbytes)
+
+        HostCopy.__init__ = leave
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        HostCopy.__init__ = self._start
+        return super().__exit__(*error)
+
+    def _grow_host(self, num_bytes):
+        self.host_bytes += num_bytes
+        self.host_peak = max(self.host_peak, self.host_bytes)
+
+    def _made(self, tensor, operation):
+        if not self._leaving:
+            super()._made(tensor, operation)
 
 
 def count_on_rank(rank: int, world: int, config) -> Counted:
@@ -89,11 +127,12 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     rows = make_rows(config, 1)
     batches = [sharding(micro_batch(config, rows[list(each)])) for each in numbers]
     trainer.step(batches, 1e-3)
-    peaks = []
+    peaks, host_peaks = [], []
     for _ in range(3):  # gloo's threads let go of what they have sent when they get round to it: the least counts
-        with MemoryWatch() as watch:
+        with DeviceWatch() as watch:
             trainer.step(batches, 1e-3)
         peaks.append(watch.peak_bytes)
+        host_peaks.append(watch.host_peak)
     sync.finish_gather()
     with sync.whole_weights():
         kept = _activations(config, model, batches[0])
@@ -107,6 +146,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         resident + copies - away,
         min(peaks) - copies,
         kept,
+        away + min(host_peaks),
     )
 
 
@@ -128,7 +168,7 @@ def _pass(config, model, batch) -> Counter[str]:
     form, kept = boundary_form(config, "cpu"), Counter[str]()
     for index in model.parts:
         stage = Stage(model.phases_of(index))
-        with MemoryWatch() as watch:
+        with DeviceWatch() as watch:
             x = None if model.parts[index].embedding else torch.zeros(form.shape, dtype=form.dtype)
             work = stage.forward_steps(0, x, batch)
             del x
@@ -149,6 +189,7 @@ def assert_predicted(config, world: int) -> dict[int, RankMemory]:
         # owned slices begin elsewhere on other ranks, and with them a count of steps for each piece of a parameter
         assert mine.resident == pytest.approx(real.resident, abs=64 if real.elsewhere else 0)
         assert max(mine.peak.total, mine.end_of_step) == pytest.approx(real.peak, rel=0.02)
+        assert mine.host == pytest.approx(real.host, rel=0.02)
         kept = forecaster.activations(real.pp_rank)
         assert kept == pytest.approx(real.activations, rel=0.02)
     return predicted
@@ -177,6 +218,13 @@ LAYOUTS = {
     "zero2-parts": (2, {"zero": 2, "gbs": 4, "reduce": "per_step", "recompute": RecomputeConfig("selective", PARTS)}),
     "moe-parts": (2, {"ep": 2, "fields": MOE, "recompute": RecomputeConfig("selective", ["experts", "mlp"])}),
     "offload": (1, {"optim": {"offload": True}, "dtype": "bf16"}),
+    "offload-phases": (2, {"pp": 2, "gbs": 4, "dtype": "bf16", "recompute": away("none", ["attention", "mlp"])}),
+    "offload-moe": (2, {"ep": 2, "fields": MOE, "optim": {"offload": True}, "recompute": away("none", MOE_PHASES)}),
+    "offload-inputs": (1, {"recompute": away("full", ["inputs", "mlp"], num_layers=3), "dtype": "bf16"}),
+    "offload-parts": (
+        2,
+        {"pp": 2, "gbs": 4, "schedule": "zb_h1", "recompute": away("selective", ["attention", "mlp"])},
+    ),
     "tensorwise-zero2": (2, {"fp8": "tensorwise", "dtype": "bf16", "zero": 2, "gbs": 4, "seq_len": 64}),
     "blockwise-zero1": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 1, "gbs": 4}),
     "blockwise-moe": (2, {**BLOCKWISE, "fields": MOE_BLOCKS, "ep": 2}),
