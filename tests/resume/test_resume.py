@@ -1,7 +1,9 @@
 """A run that stops and goes on is the run that never stopped: bit for bit on its layout, exactly placed on another."""
 
 import dataclasses
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from layouts import _rectangles
 from ranks import run_ranks
 from runs import curve, train_on_ranks, whole_tensors, write_corpus
 
+from megatron5d.checkpoint.folder import newest
 from megatron5d.config.schema import (
     CheckpointConfig,
     Config,
@@ -21,7 +24,9 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.topology.process import Process
-from megatron5d.train.build import build_run
+from megatron5d.train.build import build_run, passed_over
+from megatron5d.train.signals import REQUEUE
+from megatron5d.train.step import Trainer
 
 STEPS, STOP = 6, 3
 SAVED_ON = {"tp": 2, "sp": True, "zero": 1}  # of 4 ranks
@@ -32,12 +37,12 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=97)
 
 
-def config_of(folder, corpus, *, parallel=None, dtype="fp32", stop_after=0, **checkpoint):
+def config_of(folder, corpus, *, parallel=None, dtype="fp32", stop_after=0, offload=False, **checkpoint):
     return Config(
         model=ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8),
         parallel=ParallelConfig(**(SAVED_ON if parallel is None else parallel)),
         train=TrainConfig(steps=STEPS, gbs=8, mbs=2, seq_len=16, stop_after=stop_after),
-        optim=OptimConfig(lr=1e-2, warmup_steps=2),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, offload=offload),
         precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(train=[corpus]),
         checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0, **checkpoint),
@@ -61,9 +66,10 @@ def assert_equal(left, right):
         assert torch.equal(left[key], right[key]), f"{key} differs by {(left[key] - right[key]).abs().max()}"
 
 
-@pytest.mark.parametrize(("dtype", "zero"), [("fp32", 1), ("bf16", 3)])
-def test_the_same_layout_goes_on_bit_for_bit(tmp_path, corpus, dtype, zero):
-    kind = {"dtype": dtype, "parallel": SAVED_ON | {"zero": zero}}
+@pytest.mark.parametrize(("dtype", "zero", "offload"), [("fp32", 1, True), ("bf16", 3, False)])
+def test_the_same_layout_goes_on_bit_for_bit(tmp_path, corpus, dtype, zero, offload):
+    """With what the optimiser keeps on the host too: in fp32 its masters are saved as the weights alone."""
+    kind = {"dtype": dtype, "parallel": SAVED_ON | {"zero": zero}, "offload": offload}
     straight = run(tmp_path / "straight", corpus, **kind)
     broken = run(tmp_path / "broken", corpus, stop_after=STOP, **kind)
     run(tmp_path / "broken", corpus, **kind)
@@ -134,8 +140,24 @@ def test_a_torn_or_truncated_checkpoint_is_never_resumed(tmp_path, corpus):
     shutil.copytree(last(torn, 4), last(torn, 4).with_name("step-00000007.tmp"))  # a save that was killed
     shutil.copytree(last(torn, 4), last(torn, 8))
     (last(torn, 8) / "files.json").unlink()
+    told = passed_over(config_of(torn, corpus))
+    assert [last(torn, step).name in text for step, text in zip((8, 5), told, strict=True)] == [True, True]
     run(tmp_path / "torn", corpus)
     assert curve(torn / "log.jsonl") == curve(straight / "log.jsonl")
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, corpus, monkeypatch):
+    """It comes in the middle of the second step; the third one tells everybody, and is saved."""
+    step = Trainer.step
+
+    def struck(self, *args, **kwargs):
+        if self.mesh["world"].rank == 1 and self.optimizer.step_count == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "step", struck)
+    assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2) == [REQUEUE, REQUEUE]
+    assert newest(tmp_path / "checkpoints") == last(tmp_path, 3)
 
 
 def test_only_the_newest_are_kept(tmp_path, corpus):

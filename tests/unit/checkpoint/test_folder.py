@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron5d.checkpoint.folder import commit, fault_of, newest, read_run, saved_steps, step_folder
+from megatron5d.checkpoint.folder import commit, fault_of, faults_of_newer, newest, read_run, saved_steps, step_folder
 from megatron5d.checkpoint.load import find_checkpoint
 
 
@@ -52,6 +52,17 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path, damage, said):
     assert newest(tmp_path) == tmp_path / "step-00000001"
     with pytest.raises(ValueError, match="checkpoint.resume"):
         find_checkpoint(None, str(last))
+
+
+def test_of_a_directory_without_a_whole_one_the_newest_is_blamed(tmp_path):
+    for step in (1, 2):
+        (save(tmp_path, step) / "__0_0.distcp").write_bytes(b"x")
+    newest_first = [fault_of(step_folder(tmp_path, step)) for step in (2, 1)]
+    assert faults_of_newer(tmp_path) == newest_first and "1 bytes where 100" in newest_first[0]
+    with pytest.raises(ValueError, match="step-00000002/__0_0.distcp has 1 bytes"):
+        find_checkpoint(None, str(tmp_path))
+    save(tmp_path, 1)
+    assert faults_of_newer(tmp_path) == newest_first[:1]
 
 
 def test_where_a_run_starts(tmp_path):

@@ -41,6 +41,13 @@ def test_rows_across_the_parts_they_were_saved_in(tmp_path, whole):
     assert torch.equal(weights.read("w", (2, 1), (4, 2)), whole[2:6, 1:])
 
 
+def test_what_a_save_in_the_background_writes_is_a_copy(whole):
+    parts = {(0, 0): whole[:4], (4, 0): whole[4:]}
+    staged, before = ShardedTensor((7, 3), list(parts.items()), torch.bfloat16).staged(), whole.clone()
+    whole.zero_()
+    assert torch.equal(torch.cat(list(staged.parts.values())), before), "training goes on in its own memory"
+
+
 def test_lazy_parts_are_made_when_they_are_written(tmp_path, whole):
     made = []
 

@@ -44,18 +44,20 @@ def test_slices_and_copies_round_alike():
     wide = 1 + torch.rand(6, 8)
     name, shape = "layers.0.mlp.up.weight", (6, 8)
 
-    def rounded(rows: slice, first: int, last: int) -> torch.Tensor:
+    def rounded(rows: slice, first: int, last: int, seed: int = 3, step: int = 7) -> torch.Tensor:
         """Elements first to last of a rank that holds these rows, as an owned slice that begins elsewhere."""
         piece = Piece((rows.start, 0), (rows.stop - rows.start, 8))
         segment = Segment(ShardSpec(name, shape, (piece,)), piece.shape, (first, last), (100, 100 + last - first))
         out = torch.empty(last - first, dtype=torch.bfloat16)
-        store_rounded(wide[rows].flatten()[first:last], out, segment, seed=3, step=7)
+        store_rounded(wide[rows].flatten()[first:last], out, segment, seed, step)
         return out
 
     once = rounded(slice(0, 6), 0, 48)
     assert torch.equal(torch.cat([rounded(slice(0, 6), 0, 13), rounded(slice(0, 6), 13, 48)]), once)
     assert torch.equal(rounded(slice(2, 4), 3, 16), once.view(6, 8)[2:4].flatten()[3:16])
     assert (once.float() != wide.flatten().bfloat16().float()).any()
+    for other in ({"seed": 4}, {"step": 8}):
+        assert not torch.equal(rounded(slice(0, 6), 0, 48, **other), once), f"the same bits whatever {other} is"
 
 
 def test_small_updates_are_not_lost():
