@@ -75,6 +75,8 @@ def _lawful(overrides: list[str], world: int) -> Config:
     Raises:
         ConfigError: it could not run.
     """
+    if world < 1:
+        raise ValueError(f"--world {world}: a run has at least 1 rank")
     config = load_config(overrides, model_from_hf=model_config_from_hf)
     faults = broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world)
     if faults:

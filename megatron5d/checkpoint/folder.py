@@ -45,12 +45,26 @@ def fault_of(folder: Path) -> str | None:
     return None
 
 
+def _named_steps(directory: Path) -> list[int]:
+    """Steps of all folders that are named as checkpoints, ascending."""
+    names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
+    return sorted(int(match.group(1)) for name in names if (match := _NAME.fullmatch(name)))
+
+
 def saved_steps(directory: Path) -> list[int]:
     """Steps of all whole checkpoints in a directory, ascending."""
-    if not directory.is_dir():
-        return []
-    steps = [int(match.group(1)) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [step for step in sorted(steps) if fault_of(step_folder(directory, step)) is None]
+    return [step for step in _named_steps(directory) if fault_of(step_folder(directory, step)) is None]
+
+
+def faults_of_newer(directory: Path) -> list[str]:
+    """Why the folders that are named as checkpoints newer than the newest whole one are none, the newest first."""
+    found = []
+    for step in reversed(_named_steps(directory)):
+        fault = fault_of(step_folder(directory, step))
+        if fault is None:
+            break
+        found.append(fault)
+    return found
 
 
 def newest(directory: Path) -> Path | None:

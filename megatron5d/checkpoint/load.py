@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron5d.checkpoint.folder import fault_of, newest
+from megatron5d.checkpoint.folder import fault_of, faults_of_newer, newest
 from megatron5d.checkpoint.layout import ShardedTensor
 
 
@@ -43,7 +43,8 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
     found = newest(Path(folder))
     if found is not None:
         return found
-    fault = fault_of(Path(folder))
+    torn = faults_of_newer(Path(folder))
+    fault = torn[0] if torn else fault_of(Path(folder))
     if fault:
         raise ValueError(f"{knob} = {folder}: {fault}; name the folder of a whole checkpoint, or of some")
     return Path(folder)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from megatron5d.checkpoint.folder import faults_of_newer
 from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import Config
@@ -94,12 +96,14 @@ def build_run(config: Config, process: Process) -> Run:
         model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     checkpoint = find_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
-    notes, progress = idle_balancing(config) + ([plan.note] if plan.note else []), Progress()
+    notes, progress = [*idle_balancing(config), plan.note, *passed_over(config)], Progress()
     if checkpoint is None:
         notes += first_weights(config, sync, optimizer, model)
     else:
         progress = resume(checkpoint, sync, optimizer, model.weights())
-    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes)
+    return Run(
+        config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, [note for note in notes if note]
+    )
 
 
 def first_weights(config: Config, sync: GradSync, optimizer: AdamW, model: Gpt) -> list[str]:
@@ -123,6 +127,13 @@ def first_weights(config: Config, sync: GradSync, optimizer: AdamW, model: Gpt) 
     sync.start_gather()
     sync.finish_gather()
     return notes
+
+
+def passed_over(config: Config) -> list[str]:
+    """Why `checkpoint.resume=auto` does not go on from what looks like a newer checkpoint."""
+    c = config.checkpoint
+    faults = faults_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
+    return [f"not resumed from: {fault}" for fault in faults]
 
 
 def idle_balancing(config: Config) -> list[str]:
