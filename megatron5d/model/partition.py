@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
 
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.flops import end_flops, layer_flops
+from megatron5d.model.split import balanced, balanced_ranks
 from megatron5d.pipeline_parallel.program import Placement
 
 
@@ -28,26 +28,35 @@ def parts_of(layout: Sequence[int]) -> list[Part]:
     return [Part(range(end - count, end), s == 0, s == last) for s, (count, end) in enumerate(zip(layout, ends))]
 
 
-def layout_of(config: Config, num_stages: int) -> list[int]:
-    """Layers per stage: as `pipeline.layout` says, else dealt out evenly, or by cost, as `pipeline.split` says.
+def layout_of(config: Config, placement: Placement) -> list[int]:
+    """Layers per stage: as `pipeline.layout` says, else dealt out as `pipeline.split` and `pipeline.balance` say.
 
     Raises:
-        ValueError: the layout does not fit the stages or the model, or leaves a stage without anything to do; or
+        ValueError: the layout does not fit the stages or the model, or leaves a rank without anything to do; or
             `recompute.stage_layers` counts for other stages.
     """
-    pipeline, num_layers, counts = config.pipeline, config.model.num_layers, config.recompute.stage_layers
+    pipeline, num_stages, counts = config.pipeline, placement.num_stages, config.recompute.stage_layers
     if counts is not None and len(counts) != num_stages:
         raise ValueError(
             f"recompute.stage_layers = {counts} names {len(counts)} stages, but pipeline.schedule = "
             f"{pipeline.schedule} with parallel.pp = {config.parallel.pp} has {num_stages}; nearest legal: "
             f"recompute.stage_layers={(counts + [0] * num_stages)[:num_stages]}"
         )
-    if pipeline.layout is None:
-        if pipeline.split == "cost":
-            costs = [layer_flops(config.model, i, config.train.seq_len) for i in range(num_layers)]
-            return balanced(costs, num_stages, 0.0, end_flops(config.model, config.train.seq_len))
-        return balanced([1.0] * num_layers, num_stages, pipeline.embedding_layers, pipeline.head_layers)
-    layout, even = list(pipeline.layout), "null (as even as possible)"
+    if pipeline.layout is not None:
+        return _as_told(config, placement)
+    costs, first, last = [1.0] * config.model.num_layers, pipeline.embedding_layers, pipeline.head_layers
+    if pipeline.split == "cost":
+        costs = [layer_flops(config.model, i, config.train.seq_len) for i in range(config.model.num_layers)]
+        first, last = 0.0, end_flops(config.model, config.train.seq_len)
+    if pipeline.balance == "ranks":
+        return balanced_ranks(costs, placement, first, last)
+    return balanced(costs, num_stages, first, last)
+
+
+def _as_told(config: Config, placement: Placement) -> list[int]:
+    """`pipeline.layout`, which may leave a stage without a layer but no rank without anything."""
+    pipeline, num_layers, num_stages = config.pipeline, config.model.num_layers, placement.num_stages
+    layout, even = list(pipeline.layout or ()), "null (as even as possible)"
     if len(layout) != num_stages:
         raise ValueError(
             f"pipeline.layout = {layout} names {len(layout)} stages, but pipeline.schedule = {pipeline.schedule} with "
@@ -58,73 +67,16 @@ def layout_of(config: Config, num_stages: int) -> list[int]:
             f"pipeline.layout = {layout} sums to {sum(layout)} layers, but model.num_layers = {num_layers}; "
             f"nearest legal: pipeline.layout={even}"
         )
-    if 0 in layout[1:-1]:
+    holding = {stage for stage, count in enumerate(layout) if count} | {0, num_stages - 1}
+    busy = {line[stage] for line in placement.route for stage in holding}
+    idle = next((rank for rank in range(placement.num_ranks) if rank not in busy), None)
+    if idle is not None:
+        stages = [stage for _, stage in placement.stages_of(idle)]
         raise ValueError(
-            f"pipeline.layout = {layout} leaves stage {layout.index(0, 1)} without a layer, which only the first stage "
-            f"(embedding) and the last (head) can do; nearest legal: pipeline.layout={even}"
+            f"pipeline.layout = {layout} leaves pipeline rank {idle}, which has stages {stages}, without a layer, "
+            f"the embedding or the head; nearest legal: pipeline.layout={even}"
         )
     return layout
-
-
-def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """Layers per stage so that the dearest stage is as cheap as can be, and of such splits the most even one.
-
-    Args:
-        costs: of every layer, in any unit.
-        num_stages: to deal the layers to; each gets one at least, but for an end whose own cost is not 0.
-        first: cost that the first stage has besides (the embedding), in the same unit.
-        last: cost that the last stage has besides (the head).
-
-    Raises:
-        ValueError: fewer layers than stages.
-    """
-    total = [0.0, *accumulate(costs)]
-
-    def load(stage: int, begin: int, end: int) -> float:
-        own = first * (stage == 0) + last * (stage == num_stages - 1)
-        return total[end] - total[begin] + own if end > begin or own > 0 else inf
-
-    dearest, _ = _cheapest_split(len(costs), num_stages, load, max)
-    if dearest == inf:
-        raise ValueError(
-            f"model.num_layers = {len(costs)} is fewer than the {num_stages} stages of the pipeline (parallel.pp "
-            f"times the chunks that pipeline.schedule or parallel.vpp asks for); "
-            f"model.num_layers={num_stages}, or parallel.pp=1"
-        )
-
-    def evenness(before: float, own: float) -> float:
-        return before + own * own if own <= dearest * (1 + 1e-9) else inf
-
-    return _cheapest_split(len(costs), num_stages, load, evenness)[1]
-
-
-def _cheapest_split(
-    num_layers: int,
-    num_stages: int,
-    load: Callable[[int, int, int], float],
-    add: Callable[[float, float], float],
-) -> tuple[float, list[int]]:
-    """The cost and the layout of the cheapest cut of a row of layers into stages; earlier stages are the larger ones.
-
-    Args:
-        num_layers, num_stages: sizes.
-        load: (stage, first layer, last layer + 1) -> cost of the stage.
-        add: (cost of the stages before, load of one more) -> cost of all.
-    """
-    cost, cuts = [0.0] + [inf] * num_layers, []
-    for stage in range(num_stages):
-        options = [
-            [(add(cost[begin], load(stage, begin, end)), -begin) for begin in range(end, -1, -1)]
-            for end in range(num_layers + 1)
-        ]
-        found = [min(row) for row in options]
-        cost = [value for value, _ in found]
-        cuts.append([-begin for _, begin in found])
-    layout, end = [], num_layers
-    for cut in reversed(cuts):
-        layout.append(end - cut[end])
-        end = cut[end]
-    return cost[num_layers], layout[::-1]
 
 
 def at_both_ends(model: ModelConfig) -> str | None:

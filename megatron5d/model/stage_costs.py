@@ -40,7 +40,7 @@ class ModelCosts:
         """
         config = self.config
         model, seq_len = config.model, config.train.seq_len
-        parts = parts_of(layout_of(config, placement.num_stages))
+        parts = parts_of(layout_of(config, placement))
         core = core_flops(model, seq_len) / 3
         held = [[*part.layers, *(blocks(model)[model.num_layers :] if part.head else [])] for part in parts]
         layers = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in held])

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron5d.comm.p2p import Form, Inbox, Outbox
 from megatron5d.pipeline_parallel.program import Action, Program, make_program
 from megatron5d.pipeline_parallel.receipts import receipts
+from megatron5d.pipeline_parallel.stage import Relay
 from megatron5d.pipeline_parallel.transfers import Flow, Message, input_of, output_of, steps
 
 Loss = Callable[[Any, Tensor], Tensor | None]
@@ -226,8 +227,12 @@ class Executor:
 
 
 def _following(slots: Sequence[tuple[_Pass, ...]]) -> list[tuple[_Pass, ...]]:
-    """For each slot that needs weights, the actions of the next one that does: their first weights can be fetched."""
-    places = [place for place, passes in enumerate(slots) if any(each.op != "W" for each in passes)]
+    """For each slot that needs weights, the actions of the next one that does: their first weights can be fetched.
+
+    W needs none, and a relay has none.
+    """
+    needy = [any(each.op != "W" and not isinstance(each.stage, Relay) for each in passes) for passes in slots]
+    places = [place for place, needs in enumerate(needy) if needs]
     found: list[tuple[_Pass, ...]] = [()] * len(slots)
     for place, after in zip(places, places[1:]):
         found[place] = slots[after]

@@ -10,7 +10,7 @@ from torch import nn
 from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.pipeline_parallel.executor import Executor, Loss, forward_only
 from megatron5d.pipeline_parallel.program import Placement, Program
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.pipeline_parallel.stage import Relay, Stage
 from megatron5d.pipeline_parallel.transfers import flows
 from megatron5d.topology.axis import Axis
 
@@ -32,7 +32,7 @@ class Pipeline:
         self,
         program_of: Callable[[int], Program],
         placement: Placement,
-        stages: Mapping[tuple[int, int], Stage],
+        stages: Mapping[tuple[int, int], Stage | Relay],
         axis: Axis,
         form: Form,
     ) -> None:

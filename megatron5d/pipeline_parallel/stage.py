@@ -50,6 +50,34 @@ def segments_of(phases: Sequence[nn.Module]) -> list[tuple[list[nn.Module], bool
     return [(list(group), key is not None) for key, group in groups]
 
 
+class Relay:
+    """A stage that holds nothing, between two that do: what it is given is what it hands on."""
+
+    num_in_flight = 0
+
+    def __init__(self) -> None:
+        self.phases: list[nn.Module] = []
+
+    def expect(self, op: str) -> None:
+        pass
+
+    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Tensor | None]:
+        """The input, in one step."""
+        return iter((x,))
+
+    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Tensor]:
+        """The gradient, in one step."""
+        return iter((grad,))
+
+    def weight_steps(self, microbatch: int) -> Iterator[None]:
+        """No weights, no steps."""
+        return iter(())
+
+    def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
+        assert x is not None
+        return x
+
+
 class Stage:
     """Runs the phases of one model chunk for any number of micro-batches in flight.
 

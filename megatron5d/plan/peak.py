@@ -65,7 +65,7 @@ def find_peak(
     if not walk.begins_empty:
         walk.stages = walk.units = standing
     line = list(steps(program, rank))
-    following = _following([step.slot for step in line])
+    following = _following([step.slot for step in line], traces)
     for step, after in zip(line, following):
         walk.messages += message_bytes * len(step.receives)
         walk.expected = list(after)
@@ -75,12 +75,13 @@ def find_peak(
     return replace(walk.peak, host=walk.most_host)
 
 
-def _following(slots: Sequence[Slot]) -> list[Slot]:
-    """For each slot that reads weights, the actions of the next one that does; W reads none."""
-    places = [place for place, slot in enumerate(slots) if any(action.op != "W" for action in slot)]
+def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
+    """For each slot that reads weights, the actions of the next one that does; W reads none, and a relay has none."""
+    reading = [tuple(a for a in slot if a.op != "W" and not traces[a.stage].is_relay) for slot in slots]
+    places = [place for place, actions in enumerate(reading) if actions]
     found: list[Slot] = [()] * len(slots)
     for place, after in zip(places, places[1:]):
-        found[place] = tuple(action for action in slots[after] if action.op != "W")
+        found[place] = reading[after]
     return found
 
 
@@ -186,7 +187,7 @@ class _Walk:
         elif action.op == "F" and action.stage > 0:
             own = self._here.pop((action.stage - 1, action.microbatch))
             self.messages -= own
-            if not own:
+            if not own and not self.traces[action.stage].is_relay:  # which keeps nothing of it
                 self._shared.add((action.stage, action.microbatch))
         elif action.op != "F" and action.stage < self.program.num_stages - 1:
             self.messages -= self._here.pop((action.stage + 1, action.microbatch))

@@ -67,9 +67,20 @@ class StageTrace:
     ahead: Mapping[str, int] = field(default_factory=dict)
     last_unit: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def is_relay(self) -> bool:
+        """The stage holds no layer: it hands on what it is given."""
+        return all(step.kind == BOUNDARY for step in self.passes["F"])
+
     def kept(self, op: str = "F") -> int:
         """Bytes that stay when a pass has run: F until B or I, I until W (of I: less than F kept, usually)."""
         return sum(step.delta for step in self.passes[op])
+
+
+def relay_trace(message_bytes: int) -> StageTrace:
+    """Of a stage that holds nothing: a message is its own until it is handed on."""
+    passed = (Step(BOUNDARY, message_bytes, message_bytes), Step(BOUNDARY, 0, -message_bytes))
+    return StageTrace({"F": passed, "B": passed, "I": passed, "W": ()}, output_kept=False)
 
 
 class Buffers(PhaseHooks, Protocol):

@@ -18,7 +18,7 @@ from megatron5d.model.gpt import DTYPES, Gpt
 from megatron5d.model.hf import load_hf_shards
 from megatron5d.optim.adamw import AdamW
 from megatron5d.pipeline_parallel.pipeline import Pipeline
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.pipeline_parallel.stage import Relay, Stage
 from megatron5d.topology.grid import Sizes, resolve
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
@@ -163,7 +163,8 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     sync = build_sync(config, mesh, model)
     optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
     held = plan.placement.stages_of(mesh["pp"].rank)
-    stages = {(direction, stage): Stage(model.phases_of(stage), sync) for direction, stage in held}
+    phases = {stage: model.phases_of(stage) for _, stage in held}
+    stages = {(way, stage): Stage(phases[stage], sync) if phases[stage] else Relay() for way, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
     pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form)
     terms = loss_terms(config)

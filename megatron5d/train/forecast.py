@@ -30,7 +30,7 @@ from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, outside_bytes
 from megatron5d.plan.peak import find_peak
-from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer
+from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer, relay_trace
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.fp8 import copies_bytes
 from megatron5d.topology.grid import dense_grid
@@ -122,9 +122,7 @@ class Forecaster:
         batch = self._batch(mesh, model)
         sync.start_step(dict.fromkeys(model.phases, _ENDLESS))
         self._traces |= {stage: self._trace(model, sync, stage, batch) for stage in model.parts}
-        form = boundary_form(config, "meta")
-        message = torch.empty(form.shape, dtype=form.dtype, device="meta")
-        peak = find_peak(self._program, rank, self._traces, watch.rounded(message.nbytes), self._standing(model))
+        peak = find_peak(self._program, rank, self._traces, self._message_bytes(), self._standing(model))
         # under ZeRO-3 they come and go with the weights, and the passes count them
         staying = model.parameters() if config.parallel.zero < 3 else []
         copies = sum(watch.rounded(copies_bytes(parameter)) for parameter in staying)
@@ -159,6 +157,12 @@ class Forecaster:
         tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
         return self.num_microbatches * sum(watch.rounded(tensor.nbytes) for tensor in tensors)
 
+    def _message_bytes(self) -> int:
+        """Of what travels between stages."""
+        form = boundary_form(self.config, "meta")
+        message = torch.empty(form.shape, dtype=form.dtype, device="meta")
+        return MemoryWatch(self.target.block).rounded(message.nbytes)
+
     def _standing(self, model: Gpt) -> int:
         """One bucket waits for its sum, whichever stage it is of; what stays whole for a step does in every stage."""
         each = [self._traces[stage].standing for stage in model.parts]
@@ -168,6 +172,8 @@ class Forecaster:
     def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> StageTrace:
         """Of one stage; stages of the same layers have the same trace."""
         units, part = _units(model.units_of(stage)), model.parts[stage]
+        if not units:
+            return relay_trace(self._message_bytes())
         signatures = tuple(map(_signature, units))
         key = (signatures, part.embedding, part.head, model.embedding is not None and model.head is not None)
         if key not in self._known:

@@ -27,6 +27,7 @@ from megatron5d.train.search import known_programs, prediction, run_costs, searc
 PIPELINE_KNOBS = (
     "pipeline.schedule",
     "pipeline.layout",
+    "pipeline.balance",
     "pipeline.memory",
     "pipeline.costs",
     "pipeline.copies",
@@ -84,7 +85,7 @@ def plan_pipeline(config: Config, world: int, found: dict[int, Program] | None =
             f"pipeline.schedule = {config.pipeline.schedule} lays its stages out differently for the numbers of "
             f"micro-batches that train.gbs_ramp = {config.train.gbs_ramp} passes through; set train.gbs_ramp=null"
         )
-    layout = layout_of(config, placement.num_stages)
+    layout = layout_of(config, placement)
     return PipelinePlan(program_of, placement, tuple(layout), shared_by_mirror(placement, at_both_ends(config.model)))
 
 

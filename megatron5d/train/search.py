@@ -136,7 +136,7 @@ def _placements(config: Config) -> list[str]:
 def _why_not(config: Config, placement: Placement) -> str | None:
     """Why the model cannot be laid out so; None where it can."""
     try:
-        layout_of(config, placement.num_stages)
+        layout_of(config, placement)
         shared_by_mirror(placement, at_both_ends(config.model))
     except ValueError as error:
         return str(error)

@@ -25,7 +25,7 @@ from megatron5d.train.search import known_programs, run_costs, searched
 EXPERTS = "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.05"
 # name: (ranks, micro-batches, pipeline, parallel); evaluations are few, for what is found need not be good here
 CASES = {
-    "by FLOPs": (2, 5, {"memory": 1.25}, {"pp": 2}),
+    "by FLOPs": (2, 5, {"memory": 1.25, "balance": "ranks", "head_layers": 12}, {"pp": 2}),
     "overlapped": (4, 6, {"memory": 1.25, "costs": EXPERTS}, {"pp": 4}),
     "both directions": (4, 9, {"memory": 1.5, "copies": 2, "costs": EXPERTS}, {"pp": 4, "vpp": 1}),
     "three chunks": (8, 4, {"memory": 1.5, "costs": EXPERTS}, {"pp": 2, "vpp": 3, "tp": 2, "sp": True, "zero": 1}),

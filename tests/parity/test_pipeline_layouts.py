@@ -144,6 +144,22 @@ def test_under_torchs_own_checks(schedule, zero, monkeypatch):
     check(schedule, 2, 4, dp=2, zero=zero, tied=True)
 
 
+# stages without a layer: at the V's turn, twice in a row, in the middle of a loop, on mirrored ranks
+EMPTY = {
+    "zb_v": (2, {"layout": [2, 0, 1, 0], "tied": True, "dp": 2, "zero": 3}),
+    "v_half": (3, {"layout": [1, 2, 0, 1, 0, 1], "recompute": RecomputeConfig("full", 1), "dp": 2, "zero": 1}),
+    "interleaved": (3, {"layout": [1, 1, 0, 1, 0, 1], "vpp": 2, "tied": True}),
+    "interleaved_zb": (2, {"layout": [1, 0, 1, 1, 0, 0], "vpp": 3, "tp": 2}),
+    "dualpipe": (4, {"layout": [1, 0, 2, 0], "tied": True, "dp": 2, "zero": 2}),
+}
+
+
+@pytest.mark.parametrize("schedule", EMPTY)
+def test_stages_without_a_layer(schedule):
+    pp, options = EMPTY[schedule]
+    check(schedule, pp, 2 * pp, **options)
+
+
 def test_a_program_from_a_file(tmp_path):
     """A zigzag of four chunks, which no generator makes: all forwards, then input gradients, then weight gradients."""
     placement, m = zigzag_placement(2, 4), 3

@@ -22,12 +22,13 @@ from megatron5d.config.schema import (
 from megatron5d.train import data as train_data
 
 STEPS, STOP = 4, 2
-# name: (ranks, schedule, parallel)
+# name: (ranks, schedule, parallel, layers per stage if not even)
 LAYOUTS = {
     "one process": (1, "1f1b", {}),
     "loop, tied ends apart": (4, "1f1b", {"pp": 2, "zero": 1}),
     "loop of two chunks": (2, "interleaved", {"pp": 2}),
     "V": (4, "zb_v", {"pp": 2, "tp": 2, "sp": True}),
+    "loop with stages that hold nothing": (2, "interleaved_zb", {"pp": 2, "vpp": 3, "zero": 1}, [2, 0, 0, 3, 0, 0]),
     "both directions": (4, "dualpipe", {"pp": 2, "zero": 1}),
     "both directions, nothing sharded": (4, "dualpipe", {"pp": 2}),
     "four stages": (4, "1f1b", {"pp": 4}),
@@ -40,14 +41,14 @@ def corpus(tmp_path_factory):
 
 
 def run(folder, corpus, layout, stop_after=0):
-    world, schedule, parallel = LAYOUTS[layout]
+    world, schedule, parallel, *layers = LAYOUTS[layout]
     config = Config(
         model=ModelConfig(
             num_layers=5, vocab_size=43, num_heads=2, num_kv_heads=2, hidden_size=16, ffn_hidden_size=24, head_dim=8,
             tie_embeddings=True,
         ),
         parallel=ParallelConfig(**parallel),
-        pipeline=PipelineConfig(schedule),
+        pipeline=PipelineConfig(schedule, *layers),
         train=TrainConfig(steps=STEPS, gbs=8, seq_len=8, eval_every=2, eval_batches=2, stop_after=stop_after),
         optim=OptimConfig(lr=1e-2, warmup_steps=2),
         precision=PrecisionConfig(dtype="fp64"),

@@ -17,7 +17,8 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.model.flops import flops_per_token, head_flops
-from megatron5d.model.partition import Part, balanced, layout_of, parts_of, shared_by_mirror
+from megatron5d.model.partition import Part, layout_of, parts_of, shared_by_mirror
+from megatron5d.model.split import balanced, balanced_ranks
 from megatron5d.model.stage_costs import ModelCosts
 from megatron5d.pipeline_parallel.program import Placement, loop_placement, mirrored_placement, zigzag_placement
 
@@ -61,6 +62,55 @@ def test_left_over_layers_go_to_the_first_stages():
     assert balanced([1.0] * 5, 4) == [2, 1, 1, 1]
 
 
+PLACEMENTS = [
+    loop_placement(3), loop_placement(2, 2), loop_placement(2, 3), zigzag_placement(2), zigzag_placement(3),
+    zigzag_placement(2, 3), mirrored_placement(4),
+]  # fmt: skip
+
+
+def rank_loads(layout, costs, placement, first, last):
+    """Work of every rank, and of every stage."""
+    parts = parts_of(layout)
+    stages = [sum(costs[i] for i in p.layers) + first * p.embedding + last * p.head for p in parts]
+    ranks = [sum(stages[s] for _, s in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+    return ranks, stages
+
+
+@given(
+    st.sampled_from(PLACEMENTS),
+    st.lists(st.sampled_from([1.0, 2.0, 0.5]), min_size=4, max_size=7),
+    st.booleans(),
+    st.sampled_from([0.0, 0.5, 3.0]),
+    st.sampled_from([0.0, 1.0, 2.5, 6.0]),
+)
+def test_ranks_are_balanced_with_all_their_stages(placement, costs, alike, first, last):
+    """The best of all splits where layers cost the same; else within half of the dearest layer of it."""
+    costs = [1.0] * len(costs) if alike else costs
+    layout = balanced_ranks(costs, placement, first, last)
+    assert sum(layout) == len(costs) and min(layout) >= 0
+    num_stages = placement.num_stages
+    cuts = combinations(range(len(costs) + num_stages - 1), num_stages - 1)
+    edges = ([-1, *cut, len(costs) + num_stages - 1] for cut in cuts)
+    every = ([b - a - 1 for a, b in zip(line, line[1:])] for line in edges)
+
+    def merit(split):
+        ranks, stages = rank_loads(split, costs, placement, first, last)
+        return tuple(round(x, 6) for x in (max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages)))
+
+    best, mine = min(map(merit, every)), merit(layout)
+    assert mine == best if alike else mine[0] <= best[0] + max(costs) / 2
+
+
+def test_a_rank_with_a_heavy_end_holds_no_layer_elsewhere():
+    """Rank 3 has the head; where all is even, ranks are as even as stages."""
+    assert balanced_ranks([1.0] * 24, loop_placement(4, 2), last=9.0) == [4, 4, 4, 0, 4, 4, 4, 0]
+    assert balanced_ranks([1.0] * 19, zigzag_placement(4), first=1.0, last=4.0) == [1, 3, 3, 3, 3, 3, 3, 0]
+    assert balanced_ranks([1.0] * 12, mirrored_placement(4), last=6.0) == [3, 5, 4, 0]
+    assert balanced_ranks([1.0] * 126, loop_placement(16, 2)) == balanced([1.0] * 126, 32)
+    with pytest.raises(ValueError, match="leaves one of the 4 ranks of the pipeline without"):
+        balanced_ranks([1.0] * 3, loop_placement(4))
+
+
 def config_of(num_layers=8, **pipeline):
     return Config(
         model=ModelConfig(num_layers=num_layers, vocab_size=4096),
@@ -71,15 +121,24 @@ def config_of(num_layers=8, **pipeline):
 
 
 def test_ends_count_as_layers_where_the_user_says_so():
-    assert layout_of(config_of(10, embedding_layers=1, head_layers=1), 4) == [2, 3, 3, 2]
-    assert layout_of(config_of(10), 4) == [3, 3, 2, 2]
+    assert layout_of(config_of(10, embedding_layers=1, head_layers=1), loop_placement(4)) == [2, 3, 3, 2]
+    assert layout_of(config_of(10), loop_placement(4)) == [3, 3, 2, 2]
+
+
+def test_a_stage_may_be_empty_where_its_rank_has_others():
+    """As the user says, or to even the ranks of which one has the head."""
+    told = [2, 0, 2, 2, 0, 1, 1, 0]
+    assert layout_of(config_of(layout=told), zigzag_placement(4)) == told
+    even = config_of(12, balance="ranks", head_layers=4)
+    assert layout_of(even, loop_placement(4, 2)) == [2, 2, 2, 0, 2, 2, 2, 0]
+    assert ModelCosts(even).of(loop_placement(4, 2)).compute[:, 3].tolist() == [0, 0, 0, 0]
 
 
 def test_by_cost_the_head_weighs_what_it_computes():
     config = config_of(12, split="cost")
     head = 6 * 4096 * 64
     layer = (flops_per_token(config.model, 64) - head) / 12
-    layout = layout_of(config, 4)
+    layout = layout_of(config, loop_placement(4))
     assert sum(layout) == 12
     assert max(layout[:-1]) >= layout[-1] + int(head / layer) - 1
     assert layout[-1] < min(layout[:-1])
@@ -90,12 +149,12 @@ def test_by_cost_the_head_weighs_what_it_computes():
     [
         ([2, 2, 2], r"names 3 stages, but pipeline.schedule = 1f1b with parallel.pp = 4 has 4"),
         ([2, 2, 2, 3], r"sums to 9 layers, but model.num_layers = 8"),
-        ([4, 0, 2, 2], r"leaves stage 1 without a layer"),
+        ([4, 0, 2, 2], r"leaves pipeline rank 1, which has stages \[1\], without a layer"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(layout, message):
     with pytest.raises(ValueError, match=message):
-        layout_of(config_of(layout=layout), 4)
+        layout_of(config_of(layout=layout), loop_placement(4))
 
 
 def test_parts_cover_the_model_in_order():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron5d.model.partition import balanced
+from megatron5d.model.split import balanced
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.program import OPS, Placement, zigzag_placement
 from megatron5d.pipeline_parallel.registry import build_program

@@ -43,8 +43,8 @@ def away(mode, phases, **options):
 
 
 def large(
-    model="llama_gqa", *, schedule=None, recompute="none", dtype="fp32", grads="fp32", fp8="none", seq_len=128,
-    **options,
+    model="llama_gqa", *, schedule=None, layout=None, recompute="none", dtype="fp32", grads="fp32", fp8="none",
+    seq_len=128, **options,
 ):  # fmt: skip
     """Tensors that dwarf the scalars beside them; `fields` are of the model."""
     fields, moe = options.pop("fields", {}), options.pop("moe", {})
@@ -56,7 +56,7 @@ def large(
         train=dataclasses.replace(config.train, seq_len=seq_len),
         moe=dataclasses.replace(config.moe, **moe),
         precision=dataclasses.replace(config.precision, dtype=dtype, grad_dtype=grads, fp8=fp8),
-        pipeline=PipelineConfig(schedule) if schedule else PipelineConfig(),
+        pipeline=PipelineConfig(schedule, layout) if schedule else PipelineConfig(),
     )
 
 
@@ -233,6 +233,11 @@ LAYOUTS = {
     "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
     "interleaved": (2, {"pp": 2, "vpp": 2, "gbs": 4, "schedule": "interleaved"}),
     "zb_v": (2, {"pp": 2, "gbs": 4, "schedule": "zb_v", "model": "odd_vocab_tied"}),
+    "zb_v-relay": (2, {"pp": 2, "gbs": 8, "schedule": "zb_v", "layout": [1, 0, 2, 1]}),
+    "zero3-relays": (
+        4,
+        {"zero": 3, "pp": 2, "vpp": 3, "gbs": 8, "schedule": "interleaved", "layout": [1, 2, 0, 0, 1, 0]},
+    ),
     "dualpipe": (2, {"pp": 2, "gbs": 4, "schedule": "dualpipe", "model": "odd_vocab_tied"}),
     "dualpipe_v-tp": (4, {"pp": 2, "tp": 2, "sp": True, "gbs": 4, "schedule": "dualpipe_v"}),
 }

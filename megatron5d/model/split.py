@@ -1,0 +1,141 @@
+"""How a row of layers is cut into stages: so that no stage, or no rank with all its stages, has too much to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import inf
+
+import numpy as np
+
+from megatron5d.pipeline_parallel.program import Placement
+
+
+def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """Layers per stage so that the dearest stage is as cheap as can be, and of such splits the most even one.
+
+    Args:
+        costs: of every layer, in any unit.
+        num_stages: to deal the layers to; each gets one at least, but for an end whose own cost is not 0.
+        first: cost that the first stage has besides (the embedding), in the same unit.
+        last: cost that the last stage has besides (the head).
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    total = [0.0, *accumulate(costs)]
+
+    def load(stage: int, begin: int, end: int) -> float:
+        own = first * (stage == 0) + last * (stage == num_stages - 1)
+        return total[end] - total[begin] + own if end > begin or own > 0 else inf
+
+    dearest, _ = _cheapest_split(len(costs), num_stages, load, max)
+    if dearest == inf:
+        raise ValueError(
+            f"model.num_layers = {len(costs)} is fewer than the {num_stages} stages of the pipeline (parallel.pp "
+            f"times the chunks that pipeline.schedule or parallel.vpp asks for); "
+            f"model.num_layers={num_stages}, or parallel.pp=1"
+        )
+
+    def evenness(before: float, own: float) -> float:
+        return before + own * own if own <= dearest * (1 + 1e-9) else inf
+
+    return _cheapest_split(len(costs), num_stages, load, evenness)[1]
+
+
+def _cheapest_split(
+    num_layers: int,
+    num_stages: int,
+    load: Callable[[int, int, int], float],
+    add: Callable[[float, float], float],
+) -> tuple[float, list[int]]:
+    """The cost and the layout of the cheapest cut of a row of layers into stages; earlier stages are the larger ones.
+
+    Args:
+        num_layers, num_stages: sizes.
+        load: (stage, first layer, last layer + 1) -> cost of the stage.
+        add: (cost of the stages before, load of one more) -> cost of all.
+    """
+    cost, cuts = [0.0] + [inf] * num_layers, []
+    for stage in range(num_stages):
+        options = [
+            [(add(cost[begin], load(stage, begin, end)), -begin) for begin in range(end, -1, -1)]
+            for end in range(num_layers + 1)
+        ]
+        found = [min(row) for row in options]
+        cost = [value for value, _ in found]
+        cuts.append([-begin for _, begin in found])
+    layout, end = [], num_layers
+    for cut in reversed(cuts):
+        layout.append(end - cut[end])
+        end = cut[end]
+    return cost[num_layers], layout[::-1]
+
+
+def balanced_ranks(costs: Sequence[float], placement: Placement, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """Layers per stage so that the busiest rank, with all its stages, has as little to do as can be.
+
+    Of such splits one with even ranks, and of these one with even stages. Each layer in turn goes to the rank with the
+    least, and there to the stage with the least, which is the optimum where layers cost the same; where they do not,
+    layers then move on as long as that helps. A rank that an end keeps busy may hold no layer anywhere, so stages
+    between the ends may be empty.
+
+    Args:
+        costs: of every layer, in any unit.
+        placement: which rank holds which stage; of two copies each does half of the work.
+        first: cost that the first stage has besides (the embedding), in the same unit.
+        last: cost that the last stage has besides (the head).
+
+    Raises:
+        ValueError: some rank would have nothing to do.
+    """
+    unit, num_stages = sum(costs) / len(costs), placement.num_stages
+    total = np.array([0.0, *accumulate(cost / unit for cost in costs)])
+    ends = np.zeros(num_stages)
+    ends[0] += first / unit
+    ends[-1] += last / unit
+    share = np.zeros((placement.num_ranks, num_stages))  # of a stage's work that a rank does
+    for line in placement.route:
+        share[line, range(num_stages)] += 1 / placement.copies
+    counts = np.zeros(num_stages, int)
+    for _ in costs:
+        counts[_most_even(counts + np.eye(num_stages) + ends, share)] += 1
+    best = -1
+    while best != 0:
+        options = np.array([counts, *_moves(counts, share[(share @ (counts + ends)).argmax()] > 0)])
+        cuts = np.concatenate([np.zeros_like(options[:, :1]), options.cumsum(axis=1)], axis=1)
+        best = _most_even(np.diff(total[cuts]) + ends, share)
+        counts = options[best]
+    if not (share @ (counts + ends)).all():
+        raise ValueError(
+            f"model.num_layers = {len(costs)} leaves one of the {placement.num_ranks} ranks of the pipeline without "
+            f"anything to do; model.num_layers={placement.num_ranks}, or parallel.pp=1"
+        )
+    return counts.tolist()
+
+
+def _most_even(loads: np.ndarray, share: np.ndarray) -> int:
+    """Which of several splits, `[options, stages]`, has the least busiest rank, then even ranks, then even stages.
+
+    Args:
+        loads: work of every stage.
+        share: `[ranks, stages]` what a rank does of it.
+    """
+    ranks = loads @ share.T
+    keys = np.square(loads).sum(axis=1), np.square(ranks).sum(axis=1), ranks.max(axis=1)
+    return int(np.lexsort([key.round(9) for key in keys])[0])  # equal but for rounding: the first
+
+
+def _moves(counts: np.ndarray, busiest: np.ndarray) -> Iterator[np.ndarray]:
+    """Splits with one layer in another stage: from any to its neighbours, from those of the busiest rank to all.
+
+    What lies between the two stages shifts by a layer.
+    """
+    stages = range(len(counts))
+    for a in np.flatnonzero(counts):
+        for b in stages:
+            if b != a and (busiest[a] or abs(a - b) == 1):
+                moved = counts.copy()
+                moved[a] -= 1
+                moved[b] += 1
+                yield moved
