@@ -61,7 +61,7 @@ class Relay:
     def expect(self, op: str) -> None:
         pass
 
-    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Tensor | None]:
+    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Any]:
         """The input, in one step."""
         return iter((x,))
 
