@@ -14,7 +14,7 @@ from kernels.activation import activate, gelu, gelu_reference, swiglu, swiglu_re
 from kernels.flash_attention import attention, attention_backward, documents_from_cu_seqlens
 from kernels.flash_attention_plain import attention_reference
 from kernels.normalization import add_rms_norm, layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
-from kernels.rope import apply_rope, apply_rope_in_place, apply_rope_reference
+from kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_projection
 from kernels.vocab_cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
@@ -31,8 +31,8 @@ __all__ = [
     "activate",
     "add_rms_norm",
     "apply_rope",
-    "apply_rope_in_place",
     "apply_rope_reference",
+    "apply_rope_to_projection",
     "attention",
     "attention_backward",
     "attention_reference",

@@ -173,12 +173,13 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return _GELU.apply(x, approximate == "tanh") if dispatch.runs_triton(x) else gelu_reference(x, approximate)
 
 
-def activate(x: Tensor, kind: str) -> Tensor:
+def activate(x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
     """What stands between the two matrices of a feed-forward layer: `swiglu`, `gelu` or `gelu_tanh`.
 
     Args:
         x: `[..., 2f]` for swiglu, else `[..., f]`.
         kind: the activation.
+        overwrite: as of `swiglu`.
 
     Returns:
         `[..., f]`.
@@ -187,7 +188,7 @@ def activate(x: Tensor, kind: str) -> Tensor:
         ValueError: an unknown kind.
     """
     if kind == "swiglu":
-        return swiglu(x)
+        return swiglu(x, overwrite)
     if kind not in ("gelu", "gelu_tanh"):
         raise ValueError(f"activate knows swiglu, gelu and gelu_tanh, not {kind!r}")
     return gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")

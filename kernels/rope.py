@@ -203,7 +203,6 @@ def _rope_in_place_kernel(
     stride_a,
     table_stride_s,
     table_stride_b,
-    BACKWARD: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -211,61 +210,131 @@ def _rope_in_place_kernel(
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     row = s * table_stride_s + b * table_stride_b
-    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, BACKWARD, HALF)
+    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, False, HALF)
     x = x_ptr + s * stride_s + b * stride_b
     # Both numbers of a pair are loaded before either is stored, and no other thread touches them.
     _turn_heads(x, x, cos, sin, heads, stride_a, stride_a, half, INTERLEAVED, HEADS, HALF, 0)
 
 
-def _turn_in_place(x: Tensor, heads: int, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> None:
+@jit
+def _join_kernel(
+    gradients,
+    strides,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    batch,
+    q_heads,
+    k_heads,
+    dim,
+    half,
+    table_stride_s,
+    table_stride_b,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    s, b = token // batch, token % batch
+    row = s * table_stride_s + b * table_stride_b
+    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, True, HALF)
+    dq = gradients[0] + s * strides[0][0] + b * strides[0][1]
+    dk = gradients[1] + s * strides[1][0] + b * strides[1][1]
+    dv = gradients[2] + s * strides[2][0] + b * strides[2][1]
+    dq_out = out_ptr + token * (q_heads + 2 * k_heads) * dim
+    dk_out = dq_out + q_heads * dim
+    dv_out = dk_out + k_heads * dim
+    _turn_heads(dq, dq_out, cos, sin, q_heads, dim, strides[0][2], half, INTERLEAVED, HEADS, HALF, REST)
+    _turn_heads(dk, dk_out, cos, sin, k_heads, dim, strides[1][2], half, INTERLEAVED, HEADS, HALF, REST)
+    column = tl.arange(0, DIM)[None, :]
+    for start in range(0, k_heads, HEADS):
+        head = (start + tl.arange(0, HEADS))[:, None]
+        live = (head < k_heads) & (column < dim)
+        value = tl.load(dv + head.to(tl.int64) * strides[2][2] + column, live, other=0.0)
+        tl.store(dv_out + head.to(tl.int64) * dim + column, value, live)
+
+
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Contiguous tables, and their strides by token and by row of the batch."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, (cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1))
+
+
+def _turn_in_place(x: Tensor, heads: int, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     if not dispatch.runs_triton(x) or x.stride(-1) != 1:
         part = x[:, :, :heads]
-        part.copy_(_rotate(part, cos, -sin if backward else sin, interleaved))
+        part.copy_(_rotate(part, cos, sin, interleaved))
         return
-    cos, sin = cos.contiguous(), sin.contiguous()
-    half = cos.shape[-1]
-    sizes = (x.shape[1], heads, half, *x.stride()[:3], cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1))
-    flags = {"BACKWARD": backward, "INTERLEAVED": interleaved, "HALF": next_power_of_2(half)}
+    cos, sin, steps = _tables(cos, sin)
+    sizes = (x.shape[1], heads, cos.shape[-1], *x.stride()[:3], *steps)
+    flags = {"INTERLEAVED": interleaved, "HALF": next_power_of_2(cos.shape[-1])}
     _rope_in_place_kernel[(x.shape[0] * x.shape[1],)](x, cos, sin, *sizes, **flags, **tuning.select("rope", x.device))
 
 
-class _RopeInPlace(torch.autograd.Function):
+def _join_turned_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """dq and dk turned back, and dv, side by side."""
+    if not all(map(dispatch.runs_triton, gradients)):
+        dq, dk, dv = gradients
+        return torch.cat((_rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved), dv), 2)
+    gradients = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in gradients)
+    cos, sin, steps = _tables(cos, sin)
+    s, b, q_heads, dim = gradients[0].shape
+    k_heads, half = gradients[1].shape[2], cos.shape[-1]
+    out = gradients[0].new_empty(s, b, q_heads + 2 * k_heads, dim)
+    sizes = (b, q_heads, k_heads, dim, half, *steps)
+    flags = {"INTERLEAVED": interleaved, "HALF": next_power_of_2(half), "REST": _rest(dim, half)}
+    strides = tuple(x.stride()[:3] for x in gradients)
+    config = tuning.select("rope", out.device)
+    _join_kernel[(s * b,)](gradients, strides, cos, sin, out, *sizes, **flags, DIM=next_power_of_2(dim), **config)
+    return out
+
+
+class _RopeOfProjection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, heads, cos, sin, interleaved):
-        _turn_in_place(x, heads, cos, sin, False, interleaved)
-        ctx.mark_dirty(x)
+    def forward(ctx, qkv, heads, cos, sin, interleaved):
+        a, g = heads
+        _turn_in_place(qkv.detach(), a + g, cos, sin, interleaved)
+        torch.autograd.graph.increment_version(qkv)  # whoever has kept it for a backward is refused
         ctx.save_for_backward(cos, sin)
-        ctx.heads, ctx.interleaved = heads, interleaved
-        return x
+        ctx.interleaved = interleaved
+        return qkv.detach().split([a, g, g], dim=2)
 
     @staticmethod
-    def backward(ctx, dx):
+    def backward(ctx, *gradients):
         cos, sin = ctx.saved_tensors
-        dx = dx.clone()  # a gradient may belong to others too: autograd hands out the same tensor to several
-        _turn_in_place(dx, ctx.heads, cos, sin, True, ctx.interleaved)
-        return dx, None, None, None, None
+        return _join_turned_back(gradients, cos, sin, ctx.interleaved), None, None, None, None
 
 
-def apply_rope_in_place(x: Tensor, num_heads: int, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn the first heads of x where they lie: q and k of a projection that holds q, k, v side by side.
+def apply_rope_to_projection(
+    qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn the heads of q and k where a projection has put them, and split it; backward, turn and join in one pass.
 
-    Autograd refuses it, as every operation in place, where someone needs the old x for a backward, where x is a leaf,
-    and where x is one of several views made by one split: turn first, split afterwards.
+    `apply_rope` instead writes turned copies, and a v that is kept for the backward keeps all of qkv beside them.
+    The old qkv is gone: autograd refuses a backward that needs it.
 
     Args:
-        x: `[s, b, heads, d]`, a tensor or a view whose elements do not share memory.
-        num_heads: how many are turned, the others stay (those of v).
+        qkv: `[s, b, a + 2g, d]`: heads of q, of k, of v; a tensor or a view whose elements do not share memory.
+        heads: a and g.
         cos, sin, interleaved: as in `apply_rope`.
 
     Returns:
-        x.
+        q `[s, b, a, d]`, k and v `[s, b, g, d]`: views of qkv.
 
     Raises:
-        ValueError: the rotary dim exceeds the head dim, the tables or heads do not fit, or elements share memory.
+        ValueError: the rotary dim exceeds the head dim, the tables or heads do not fit, qkv is a leaf, or its elements
+            share memory.
     """
-    _check(x, x, cos, sin)
-    if not 0 <= num_heads <= x.shape[2]:
-        raise ValueError(f"{num_heads} heads to turn, and x {tuple(x.shape)} has {x.shape[2]}")
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
-        raise ValueError(f"x {tuple(x.shape)} with strides {x.stride()} shares memory between elements: clone it first")
-    return _RopeInPlace.apply(x, num_heads, cos, sin, interleaved)
+    _check(qkv, qkv, cos, sin)
+    a, g = heads
+    if a + 2 * g != qkv.shape[2]:
+        raise ValueError(f"{a} heads of q and {g} each of k and v are not the {qkv.shape[2]} of {tuple(qkv.shape)}")
+    if qkv.is_leaf and qkv.requires_grad:
+        raise ValueError(f"the leaf {tuple(qkv.shape)} would be overwritten by its turned heads: clone it first")
+    if any(stride == 0 and size > 1 for stride, size in zip(qkv.stride(), qkv.shape)):
+        raise ValueError(
+            f"qkv {tuple(qkv.shape)} with strides {qkv.stride()} shares memory between elements: clone it first"
+        )
+    return _RopeOfProjection.apply(qkv, (a, g), cos, sin, interleaved)

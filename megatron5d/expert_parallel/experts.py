@@ -95,7 +95,9 @@ class Experts(nn.Module):
 
     def _inner(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp]
-        return self.parts("activation", partial(activate, kind=self.activation), inner)  # [r, f/etp]
+        # its backward writes over what `up` made, which nobody else keeps
+        act = partial(activate, kind=self.activation, overwrite=self.parts.keeps("activation"))
+        return self.parts("activation", act, inner)  # [r, f/etp]
 
     def extra_repr(self) -> str:
         shape = self.up.spec.shape  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from kernels import apply_rope
+from kernels import apply_rope, apply_rope_to_projection
 from megatron5d.config.schema import ModelConfig
 from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.model.attention_core import AttentionCore
@@ -65,6 +65,8 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = Norm("rmsnorm", d, f"{name}.q_norm", partial=True, **norm)
             self.k_norm = Norm("rmsnorm", d, f"{name}.k_norm", partial=True, **norm)
+        # Norms make new q and k; over cp keys and values are copied to travel, and a view of q would keep all three.
+        self.turns_in_place = not config.qk_norm and context is None
         self.core = AttentionCore(config, name, mesh, scale=1 / math.sqrt(d), context=context, **factory)
         out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
         self.out = RowParallelLinear(
@@ -79,15 +81,15 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
         """Turned q `[s/cp, b, a/tp, d]` and k, v `[s/cp, b, g/tp, d]` from normalised hidden states."""
-        q, k, v = self._split_heads(self.qkv(x, defer))  # [s/cp, b, (a+2g)·d/tp]  all_gather tp
+        d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads
+        qkv = self.qkv(x, defer).unflatten(-1, (a + 2 * g, d))  # [s/cp, b, (a+2g)·d/tp]  all_gather tp
+        if self.turns_in_place and self.rope is not None:
+            tables = self.rope(batch.positions)
+            return apply_rope_to_projection(qkv, (a, g), *tables, interleaved=self.config.rope_interleaved)
+        q, k, v = qkv.split([a, g, g], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = apply_rope(q, k, *self.rope(batch.positions), interleaved=self.config.rope_interleaved)
             v = v.contiguous()  # a view would keep the whole projection alive for the backward
         return q, k, v
-
-    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads
-        q, k, v = qkv.split([a * d, g * d, g * d], dim=-1)
-        return q.unflatten(-1, (a, d)), k.unflatten(-1, (g, d)), v.unflatten(-1, (g, d))

@@ -117,7 +117,8 @@ class Mla(nn.Module):
         if self.compress:
             return q, torch.cat((c_kv, k_pe.squeeze(2)), -1)
         kv = _product(c_kv, self.kv_up.weight, defer).unflatten(-1, (self.num_heads, dn + dv))
-        return q, *_keys_values(kv, k_pe, dn)
+        k, v = _keys_values(kv, k_pe, dn)
+        return q, k, v.contiguous()  # a view would keep all of kv alive for the backward
 
     def _core(self, q: Tensor, *keys: Tensor, batch: MicroBatch) -> Tensor:
         if self.compress:

@@ -53,4 +53,6 @@ class Mlp(nn.Module):
 
     def _inner(self, x: Tensor, defer: Defer) -> Tensor:
         inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
-        return self.parts("activation", partial(activate, kind=self.activation), inner)  # [s/cp, b, f/tp]
+        # its backward writes over what `up` made, which nobody else keeps
+        act = partial(activate, kind=self.activation, overwrite=self.parts.keeps("activation"))
+        return self.parts("activation", act, inner)  # [s/cp, b, f/tp]

@@ -57,6 +57,10 @@ class Parts:
             return fn(*inputs)
         return _Part.apply(self, fn, *inputs)
 
+    def keeps(self, name: str) -> bool:
+        """Whether a part's inputs are tensors of the phase's own graph, which nobody needs behind its backward."""
+        return name not in self.names
+
     def again(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
         """`fn(*inputs)` with a graph, parts inside it kept."""
         self._again = True

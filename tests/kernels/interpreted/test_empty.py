@@ -34,7 +34,9 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
     "swiglu": (kernels.swiglu, [(0, 3, 10)], (0, 3, 5)),
     "gelu": (kernels.gelu, [(0, 3)], (0, 3)),
     "rope": (lambda q, k: kernels.apply_rope(q, k, *tables(0, 4)), [(0, 2, 3, 8), (0, 2, 1, 8)], (0, 2, 3, 8)),
-    "rope in place": (lambda x: kernels.apply_rope_in_place(x * 1, 2, *tables(0, 4)), [(0, 2, 3, 8)], (0, 2, 3, 8)),
+    "rope of a projection": (
+        lambda x: kernels.apply_rope_to_projection(x * 1, (1, 1), *tables(0, 4)), [(0, 2, 3, 8)], (0, 2, 1, 8),
+    ),
     "attention": (
         lambda q, k, v: kernels.attention(q, k, v, scale=1.0), [(0, 2, 4, 16), (0, 2, 2, 16), (0, 2, 2, 16)],
         (0, 2, 4, 16),

@@ -100,34 +100,34 @@ def test_swiglu_of_a_slice_is_never_overwritten():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("heads, turned, d, half, tables", [(6, 4, 16, 8, 1), (7, 7, 10, 3, 2), (3, 1, 2, 1, 2)])
-def test_rope_in_place(interleaved, heads, turned, d, half, tables):
-    x, angle = torch.randn(5, 2, heads, d).bfloat16().requires_grad_(), torch.randn(5, tables, half)
+@pytest.mark.parametrize("a, g, d, half, tables", [(4, 1, 16, 8, 1), (17, 2, 10, 3, 2), (1, 1, 2, 1, 2)])
+def test_rope_of_a_projection(interleaved, a, g, d, half, tables):
+    """Bit for bit what copies give, forward and backward, and the gradients that come in stay as they are."""
+    x, angle = torch.randn(5, 2, a + 2 * g, d).bfloat16().requires_grad_(), torch.randn(5, tables, half)
     tables = angle.cos(), angle.sin()
-    want = torch.cat((kernels.apply_rope(x[:, :, :turned], x[:, :, :1], *tables, interleaved)[0], x[:, :, turned:]), 2)
-    dy = torch.randn_like(want)
+    q, k, v = x.split([a, g, g], dim=2)
+    want = *kernels.apply_rope(q, k, *tables, interleaved), v
+    dy = [torch.randn(each.transpose(0, 2).shape).bfloat16().transpose(0, 2) for each in want]
     (d_want,) = torch.autograd.grad(want, x, dy)
-    held = x * 1
-    got = kernels.apply_rope_in_place(held, turned, *tables, interleaved)
-    assert got.data_ptr() == held.data_ptr() and torch.equal(got, want)
-    kept = dy.clone()
-    assert torch.equal(torch.autograd.grad(got, x, dy)[0], d_want) and torch.equal(dy, kept)
+    held = (x * 1).flatten(2)  # a view, as a layer's output is
+    got = kernels.apply_rope_to_projection(held.unflatten(2, (-1, d)), (a, g), *tables, interleaved)
+    assert got[0].data_ptr() == held.data_ptr() and all(map(torch.equal, got, want))
+    kept = [each.clone() for each in dy]
+    assert torch.equal(torch.autograd.grad(got, x, dy)[0], d_want) and all(map(torch.equal, dy, kept))
 
 
-def test_rope_in_place_where_it_is_not_allowed():
+def test_rope_of_a_projection_where_it_is_not_allowed():
     angle = torch.randn(5, 1, 4)
     x = torch.randn(5, 2, 3, 8, requires_grad=True)
-    turn = lambda y: kernels.apply_rope_in_place(y, 3, angle.cos(), angle.sin())  # noqa: E731
-    with pytest.raises(RuntimeError, match="leaf"):
+    turn = lambda y, heads=(1, 1): kernels.apply_rope_to_projection(y, heads, angle.cos(), angle.sin())  # noqa: E731
+    with pytest.raises(ValueError, match="leaf"):
         turn(x)
     held = x * 1
     squares = held * held  # needs held
     turn(held)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.sum().backward()
-    with pytest.raises(RuntimeError, match="view"):
-        turn((x * 1).split(1, dim=0)[0].expand(5, 2, 3, 8).contiguous()[:5].split(3, dim=2)[0])
     with pytest.raises(ValueError, match="shares memory"):
         turn(torch.randn(5, 1, 3, 8).expand(5, 2, 3, 8))
-    with pytest.raises(ValueError, match="4 heads to turn"):
-        kernels.apply_rope_in_place(x * 1, 4, angle.cos(), angle.sin())
+    with pytest.raises(ValueError, match="2 heads of q and 1 each of k and v are not the 3"):
+        turn(x * 1, (2, 1))

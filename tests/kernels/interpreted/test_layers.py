@@ -1,0 +1,50 @@
+"""Layers that work in place where nobody else needs the numbers, beside themselves with copies."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from layouts import make_rows, micro_batch
+from parity_configs import config_of
+
+from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
+from megatron5d.model.gpt import Gpt
+from megatron5d.precision.gradient import run_now
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
+
+
+def numbers(config, in_place):
+    """Output and gradients of the first block, in place or with copies, and whether its q and v share memory."""
+    model = Gpt(config, build_mesh(resolve(1), 0), "cpu")
+    model.initialize(1)
+    block, rows = model.layers["0"], make_rows(config, 1)
+    assert block[0].turns_in_place
+    block[0].turns_in_place = in_place
+    if not in_place:
+        for phase in block:
+            phase.parts.keeps = lambda name: False
+    torch.manual_seed(0)
+    batch = micro_batch(config, rows[:1])
+    x = torch.randn(config.train.seq_len, 1, config.model.hidden_size).bfloat16().requires_grad_()
+    y = x
+    for phase in block:
+        with phase.keeping(phase):
+            y = phase(y, batch, run_now)
+    y.backward(torch.randn_like(y))
+    return [y, x.grad, *(weight.grad for weight in block.parameters())]
+
+
+@pytest.mark.parametrize("parts", [[], ["qkv"], ["attention", "mlp"]])
+def test_the_same_bits_in_place(parts):
+    recompute = RecomputeConfig("selective", parts=parts) if parts else RecomputeConfig()
+    config = config_of("llama_gqa", recompute=recompute)
+    model = dataclasses.replace(config.model, head_dim=16)  # the least that the attention kernels take
+    config = dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype="bf16"))
+    for ours, copies in zip(numbers(config, True), numbers(config, False), strict=True):
+        assert torch.equal(ours, copies)
