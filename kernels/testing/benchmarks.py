@@ -24,6 +24,7 @@ from kernels.fp8_quantize import (
 from kernels.fp8_turn import turn, turn_reference
 from kernels.gather_matmul import gather_matmul
 from kernels.grouped_matmul import grouped_matmul, grouped_weight_grad
+from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 from kernels.signals import Arrivals, Patience, addresses_of
@@ -112,8 +113,12 @@ def _swiglu(backward: bool) -> Calls:
 def _rope() -> Calls:
     q, k, angle = _random(8192, 2, 32, 128), _random(8192, 2, 8, 128), _random(8192, 1, 64, dtype=torch.float32)
     compiled = torch.compile(kernels.apply_rope_reference)
-    tables = (angle.cos(), angle.sin())
-    return {"ours": lambda: kernels.apply_rope(q, k, *tables), "torch.compile": lambda: compiled(q, k, *tables)}
+    tables, qkv = (angle.cos(), angle.sin()), _random(8192, 2, 48, 128)
+    return {
+        "ours": lambda: kernels.apply_rope(q, k, *tables),
+        "ours, in a projection": lambda: kernels.apply_rope_to_projection(qkv, (32, 8), *tables),
+        "torch.compile": lambda: compiled(q, k, *tables),
+    }
 
 
 def _cross_entropy() -> Calls:
@@ -125,6 +130,19 @@ def _cross_entropy() -> Calls:
     }
     calls["torch"] = lambda: F.cross_entropy(logits, labels, reduction="none")
     return calls
+
+
+def _linear_cross_entropy(tokens: int = 8192, width: int = 4096, vocabulary: int = 128256) -> Calls:
+    x, weight = _random(tokens, width, grad=True), _random(vocabulary, width, grad=True)
+    labels, token_weights = torch.randint(0, vocabulary, (tokens,), device="cuda"), torch.ones(tokens, device="cuda")
+
+    def ours() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(linear_cross_entropy(x, weight, labels, token_weights)[0], (x, weight))
+
+    def whole_logits() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(F.cross_entropy(x @ weight.t(), labels, reduction="sum"), (x, weight))
+
+    return {"ours": ours, "torch, whole logits": whole_logits}
 
 
 def _fp8(m: int = 4096, n: int = 7168, k: int = 16384) -> Calls:
@@ -286,5 +304,8 @@ BENCHMARKS = {
     "SwiGLU backward 8192x14336": Benchmark(8192 * 14336 * 10, "GB/s", lambda: _swiglu(True)),
     "RoPE, 32 and 8 heads, 16 k tokens": Benchmark(16384 * 40 * 128 * 4, "GB/s", _rope),
     "cross-entropy forward 8192x128256": Benchmark(8192 * 128256 * 2, "GB/s", _cross_entropy),
+    "head and cross-entropy, both ways, 8192x4096x128256": Benchmark(
+        3 * 2 * 8192 * 4096 * 128256, "TFLOP/s", _linear_cross_entropy
+    ),
     "AdamW, 32 x 16 M": Benchmark(32 * 2**24 * 28, "GB/s", _adamw),
 }

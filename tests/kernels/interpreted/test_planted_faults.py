@@ -37,6 +37,16 @@ def rope(module):
     return module.apply_rope(q, k, *tables)[0], kernels.apply_rope_reference(q, k, *tables)[0]
 
 
+def rope_of_projection(module):
+    x, angle, dy = torch.randn(5, 2, 6, 8), torch.randn(5, 1, 4), torch.randn(5, 2, 6, 8)
+    found = []
+    for run in (module.apply_rope_to_projection, kernels.apply_rope_to_projection):
+        leaf = x.clone().requires_grad_()
+        parts = torch.cat(run(leaf * 1, (2, 2), angle.cos(), angle.sin()), 2)
+        found.append(torch.cat((parts, *torch.autograd.grad(parts, leaf, dy))))
+    return tuple(found)
+
+
 def statistics(module):
     logits, labels = torch.randn(3, 150) - 5, torch.tensor([0, 140, 7])
     return torch.stack(module.vocab_statistics(logits, labels, 0, 150)), torch.stack(
@@ -83,6 +93,14 @@ FAULTS = {
     "dropped eps": ("normalization", norm, "/ width + eps)", "/ width + 100 * eps + 0.1)"),
     "wrong stride": ("rope", rope, "s * q_stride_s + b * q_stride_b", "s * q_stride_b + b * q_stride_s"),
     "wrong sign": ("rope", rope, "x1 * cos - x2 * sin).to(y_ptr", "x1 * cos + x2 * sin).to(y_ptr"),
+    "too few heads": (
+        "rope",
+        rope_of_projection,
+        "_turn_in_place(qkv.detach(), a + g,",
+        "_turn_in_place(qkv.detach(), a,",
+    ),
+    "not turned back": ("rope", rope_of_projection, "half, True, HALF)", "half, False, HALF)"),
+    "v on top of k": ("rope", rope_of_projection, "dv_out = dk_out + k_heads * dim", "dv_out = dk_out"),
     "wrong padding": (
         "vocab_cross_entropy",
         statistics,
