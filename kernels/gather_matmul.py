@@ -33,6 +33,22 @@ def gather_matmul_reference(x: Tensor, weight: Tensor, arrivals: Arrivals, rank:
     return y
 
 
+@jit
+def weight_tile(w_desc, step, tile_n, TURNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`[BLOCK_K, BLOCK_N]` of Wᵀ; turned: of W."""
+    if TURNED:
+        tile = w_desc.load([step * BLOCK_K, tile_n * BLOCK_N])
+    else:
+        tile = w_desc.load([tile_n * BLOCK_N, step * BLOCK_K]).T
+    return tile
+
+
+def described_weight(weight: Tensor, config: dict, turned: bool) -> "TensorDescriptor":
+    """What `weight_tile` loads from."""
+    block = [config["BLOCK_K"], config["BLOCK_N"]] if turned else [config["BLOCK_N"], config["BLOCK_K"]]
+    return TensorDescriptor.from_tensor(weight, block)
+
+
 @jit(do_not_specialize=["epoch", "rank"])
 def _gather_matmul_kernel(
     x_ptr,
@@ -65,10 +81,7 @@ def _gather_matmul_kernel(
     for step in range(tl.cdiv(k, BLOCK_K)):
         column = step * BLOCK_K + tl.arange(0, BLOCK_K)
         x = tl.load(x_row + column[None, :], (row < rows)[:, None] & (column < k)[None, :], other=0.0)
-        if TURNED:
-            total = tl.dot(x, w_desc.load([step * BLOCK_K, tile_n * BLOCK_N]), total)
-        else:
-            total = tl.dot(x, w_desc.load([tile_n * BLOCK_N, step * BLOCK_K]).T, total)
+        total = tl.dot(x, weight_tile(w_desc, step, tile_n, TURNED, BLOCK_N, BLOCK_K), total)
     out = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     at = (source.to(tl.int64) * rows + row)[:, None] * n + out[None, :]
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), (row < rows)[:, None] & (out < n)[None, :])
@@ -101,8 +114,7 @@ def gather_matmul(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, turn
     n = weight.shape[1 if turned else 0]
     y = torch.empty(size, rows, n, dtype=x.dtype, device=x.device)
     config = tuning.select("gather_matmul", x.device)
-    tile = [config["BLOCK_K"], config["BLOCK_N"]] if turned else [config["BLOCK_N"], config["BLOCK_K"]]
-    w_desc = TensorDescriptor.from_tensor(weight, tile)
+    w_desc = described_weight(weight, config, turned)
     grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
     patience, sizes = arrivals.patience, (arrivals.epoch, rank, size, rows, n, k, x.stride(0))
     waiting = (arrivals.flags, patience.kernel_arguments)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.dispatch import statistics_dtype
 from kernels.fp8_matmul import swizzled
-from kernels.gather_matmul import fast
+from kernels.gather_matmul import described_weight, fast, weight_tile
 from kernels.grouped_matmul import readable
 from kernels.language import HAS_TRITON, cdiv, jit, tl
 from kernels.signals import Arrivals, raise_flag, raise_flags, wait_flag, wait_for
@@ -81,10 +81,7 @@ def _matmul_scatter_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(tl.cdiv(k, BLOCK_K)):
         x = x_desc.load([owner * rows + tile_m * BLOCK_M, step * BLOCK_K])
-        if TURNED:
-            total = tl.dot(x, w_desc.load([step * BLOCK_K, tile_n * BLOCK_N]), total)
-        else:
-            total = tl.dot(x, w_desc.load([tile_n * BLOCK_N, step * BLOCK_K]).T, total)
+        total = tl.dot(x, weight_tile(w_desc, step, tile_n, TURNED, BLOCK_N, BLOCK_K), total)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     box_ptr = tl.multiple_of(tl.load(box_addresses_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
@@ -127,9 +124,8 @@ def matmul_scatter(x: Tensor, weight: Tensor, out: Outboxes, epoch: int, rank: i
         return
     n = weight.shape[1 if turned else 0]
     config = tuning.select("matmul_scatter", x.device)
-    tile = [config["BLOCK_K"], config["BLOCK_N"]] if turned else [config["BLOCK_N"], config["BLOCK_K"]]
     x_desc = TensorDescriptor.from_tensor(flat, [config["BLOCK_M"], config["BLOCK_K"]])
-    w_desc = TensorDescriptor.from_tensor(weight, tile)
+    w_desc = described_weight(weight, config, turned)
     grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
     tables = (out.box_addresses, out.flag_addresses, out.finished)
     sizes = (epoch, rank, size, rows, n, k)

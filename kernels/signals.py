@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import dispatch
 from kernels.language import jit, tl
 
 _LOCK = threading.Lock()
@@ -141,10 +142,9 @@ def wait_flag(arrivals: Arrivals, source: int) -> None:
         TimeoutError: on the CPU, where it has not in `patience.limit_s`; on a GPU `patience.check` raises it later.
     """
     flag, epoch, patience = arrivals.flags[source], arrivals.epoch, arrivals.patience
-    if flag.is_meta:
-        return
-    if flag.is_cuda:
-        _wait_kernel[(1,)](arrivals.flags, source, epoch, patience.kernel_arguments, num_warps=1)
+    if flag.device.type != "cpu":
+        if dispatch.runs_triton(flag):
+            _wait_kernel[(1,)](arrivals.flags, source, epoch, patience.kernel_arguments, num_warps=1)
         return
     deadline, spins = time.monotonic() + patience.limit_s, 0
     while int(flag) < epoch:
@@ -164,10 +164,9 @@ def raise_flags(flags: Sequence[Tensor], addresses: Tensor, epoch: int) -> None:
         addresses: `[len(flags)]` int64 on the device, where they lie; used on a GPU.
         epoch: their new value.
     """
-    if addresses.is_meta:
-        return
-    if addresses.is_cuda:
-        _raise_kernel[(len(flags),)](addresses, epoch, num_warps=1)
+    if addresses.device.type != "cpu":
+        if dispatch.runs_triton(addresses):
+            _raise_kernel[(len(flags),)](addresses, epoch, num_warps=1)
         return
     fence()
     for flag in flags:

@@ -17,7 +17,7 @@ from kernels.gather_matmul import gather_matmul
 from kernels.grouped_matmul import grouped_matmul
 from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
-from kernels.signals import Arrivals, Patience
+from kernels.signals import Arrivals, Patience, raise_flags, wait_flag
 
 ALL = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 HAVE_FP8 = ("sm_90", "sm_100", "sm_120")
@@ -139,6 +139,8 @@ def _overlap(size: int, turned: bool) -> None:
     out = Outboxes(boxes, list(flags.split(1)), addresses, addresses, flags)
     matmul_scatter(x, weight, out, 1, 1, turned)
     sum_arrived(meta(size, 1024, 1792), arrivals)
+    wait_flag(arrivals, 1)
+    raise_flags(out.flags, addresses, 1)
 
 
 def _fp8_fused() -> None:

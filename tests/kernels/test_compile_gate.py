@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,11 @@ def test_every_kernel_is_within_its_budget(tmp_path):
     assert run.returncode == 0, "\n".join(line for line in run.stdout.splitlines() if line[:4] != "ok  ") + run.stderr
     reports = json.loads(out.read_text())
     assert all(report["launches"] for by_target in reports.values() for report in by_target.values())
+    compiled = {
+        each["kernel"] for by_target in reports.values() for one in by_target.values() for each in one["launches"]
+    }
+    sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+    assert compiled == set(re.findall(r"^def (_\w+_kernel)\(", sources, re.MULTILINE)), "a case compiles every kernel"
 
 
 def report(**changes) -> dict:

@@ -11,6 +11,7 @@ import torch
 
 from kernels import gather_matmul as gather
 from kernels import matmul_scatter as scatter
+from kernels import signals
 from kernels.signals import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 from kernels.testing.interpreter_checks import allow_memory
 
@@ -172,6 +173,17 @@ def test_a_rank_that_never_sends_is_given_up(dtype):
         assert quiet.polls.item() == 0
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
             scatter.sum_arrived(x, Arrivals(flags, 8, quiet))
+
+
+def test_flags_are_raised_and_awaited_by_kernels_of_their_own():
+    flags = torch.zeros(3, dtype=torch.int32)
+    each, waiting = list(flags.split(1)), arrivals(flags, 4, 0.05)
+    with allow_memory(flags):
+        signals._raise_kernel[(2,)](addresses_of(each[1:]), 4)
+    assert flags.tolist() == [0, 4, 4]
+    for source in (2, 0):
+        signals._wait_kernel[(1,)](flags, source, 4, waiting.patience.kernel_arguments)
+        assert waiting.patience.given_up() == (None if source else "flag 0 has not reached 4")
 
 
 FAULTS = {
