@@ -1,5 +1,7 @@
 """Attention kernels against the whole score matrix in float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -38,8 +40,9 @@ def check(q, k, v, backward=True, **options):
     wanted = torch.autograd.grad(want, wide, dout.double())
     for one, expected in zip(torch.autograd.grad(got, leaves, dout), wanted):
         assert one.shape == expected.shape
-        # Where the gradient is exactly zero (one key, say) only rounding is left.
-        assert (one.double() - expected).norm() < 2 * TOLERANCE * expected.norm() + 1e-3
+        # Where the gradient is exactly zero (one key, say) only rounding is left: of each row, where rows are added up.
+        rounding = 1e-3 * (math.sqrt(q.shape[0] * q.shape[1]) if one.dim() == 1 else 1.0)
+        assert (one.double() - expected).norm() < 2 * TOLERANCE * expected.norm() + rounding
 
 
 DOCUMENTS = torch.tensor([0] * 20 + [1] * 40 + [2] * 37)
