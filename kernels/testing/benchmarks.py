@@ -151,16 +151,23 @@ def _fp8(m: int = 4096, n: int = 7168, k: int = 16384) -> Calls:
     whole = quantize_tensor(x), quantize_tensor(weight)
     main = torch.zeros(m, n, device="cuda")
 
-    def torch_tensorwise() -> Tensor:
-        a, b = whole
-        return torch._scaled_mm(a.values, b.values.t(), a.scales.view(()), b.scales.view(()), out_dtype=torch.bfloat16)
+    def torch_scaled(a: Quantized, b: Quantized, *scales: Tensor, out_dtype=torch.bfloat16) -> Callable[[], Tensor]:
+        return lambda: torch._scaled_mm(a.values, b.values.t(), *scales, out_dtype=out_dtype)
+
+    by_row = torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda")  # as long as with any other scales
+    a_scales, b_scales = rows.scales.t().contiguous().t(), weight_rows.scales.t().contiguous()  # as cuBLAS reads 1x128
 
     return {
         "ours": lambda: fp8_matmul(rows, blocks),
         "ours, weight gradient": lambda: fp8_matmul(rows, weight_rows, accumulate_into=main),
         "ours, tensorwise": lambda: fp8_matmul(*whole),
         "cuBLAS bfloat16": lambda: x @ weight.t(),
-        "torch._scaled_mm": torch_tensorwise,
+        "torch._scaled_mm": torch_scaled(*whole, *(each.scales.view(()) for each in whole)),
+        "torch._scaled_mm, rowwise": torch_scaled(*whole, *by_row),
+        "torch._scaled_mm, blockwise": torch_scaled(rows, blocks, a_scales, blocks.scales.t()),
+        "torch._scaled_mm, weight gradient": torch_scaled(
+            rows, weight_rows, a_scales, b_scales, out_dtype=torch.float32
+        ),
     }
 
 
