@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
-from torch_pipelining import SCHEDULES, OurPipeline, TorchPipeline, unchecked_axis
+from torch_pipelining import NAMES, SCHEDULES, OurPipeline, TorchPipeline, unchecked_axis
 
 from megatron5d.pipeline_parallel.registry import build_program
 
@@ -48,7 +48,7 @@ def best_of_attempts(name):
     return found
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_action_costs_less_than_under_torch(name):
     for rank, (best, slots) in enumerate(best_of_attempts(name)):
         per_action = {key: 1e6 * seconds / slots for key, seconds in best.items()}
