@@ -168,7 +168,7 @@ def test_a_rank_that_never_sends_is_given_up(dtype):
         started = time.monotonic()
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
             gather.gather_matmul(x, weight, Arrivals(flags, 7, quiet), RANK)
-        assert 0.3 < time.monotonic() - started < 20
+        assert 0.3 < time.monotonic() - started < 60
     if dtype == torch.bfloat16:
         assert quiet.polls.item() == 0
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):

@@ -50,3 +50,25 @@ def test_every_mode_gives_what_the_whole_gives(recipe):
         for i, other in enumerate(others):
             for ours, theirs in zip(other, whole_back if i % 2 else whole, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_fused_products_name_the_rank_that_stopped():
+    def until_one_stops(rank, world):
+        tp = build_mesh(resolve(world, tp=world), rank)["tp"]
+        fused, product, x = (
+            Fused(tp, torch.device("cpu"), 4.0),
+            Product(nn.Parameter(torch.ones(6, 6))),
+            torch.ones(4, 1, 6),
+        )
+        fused.gather_product((x,), product, tp, keep=False)
+        fused.product_scatter((x,), product, tp)
+        if rank == 0:
+            fused.check()
+            for run in (
+                lambda: fused.gather_product((x,), product, tp, keep=False),
+                lambda: fused.product_scatter((x,), product, tp),
+            ):
+                with pytest.raises(TimeoutError, match=r"rank 0 .* waited 2 s for chunk 1 .* rank 1 .* not sent"):
+                    run()
+
+    run_ranks(until_one_stops, 2)
