@@ -130,10 +130,12 @@ class Predictor:
         if self.config.model.position == "learned" and s > self.config.model.max_positions:
             raise ValueError(f"{s} tokens exceed model.max_positions = {self.config.model.max_positions}")
         multiple = self.mesh["tp"].size if self.config.parallel.sp else 1
-        tokens = F.pad(tokens.to(self.device), (0, -s % multiple))  # later tokens do not touch earlier logits
-        positions = torch.arange(tokens.shape[1], device=self.device).clamp(max=s - 1).expand(tokens.shape)
+        tokens = F.pad(tokens.to(self.device), (0, -s % multiple))
+        place = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
+        # what fills the sequence up is a document of its own, which no token sees, also where masks look ahead
+        documents = (place >= s).long() if s % multiple else None
         mask = torch.zeros(tokens.shape, device=self.device)
-        batch = MicroBatch(tokens, tokens, mask, positions, None)
+        batch = MicroBatch(tokens, tokens, mask, place.clamp(max=s - 1), documents)
         hidden = self._trunk.evaluate(None, batch)  # [s/tp, b, h]
         assert self.model.head is not None
         return self.model.head.logits(hidden).transpose(0, 1)[:, :s]

@@ -24,6 +24,7 @@ MODELS = {
     "gpt2": ModelConfig(norm="layernorm", activation="gelu_tanh", position="learned", max_positions=11, qkv_bias=True,
                         attention_out_bias=True, mlp_bias=True, tie_embeddings=True, vocab_size=61,
                         init_std=0.2),
+    "full": ModelConfig(attention_causal=False, vocab_size=61, init_std=0.2),
 }  # fmt: skip
 
 
