@@ -156,7 +156,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, corpus, monk
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "step", struck)
-    assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2) == [REQUEUE, REQUEUE]
+    assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [REQUEUE, REQUEUE]
     assert newest(tmp_path / "checkpoints") == last(tmp_path, 3)
 
 
