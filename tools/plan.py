@@ -87,7 +87,7 @@ def _lawful(overrides: list[str], world: int) -> Config:
 def _memory(options: argparse.Namespace) -> int:
     config = _lawful(options.overrides, options.world)
     imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
-    target = Target(None if options.device == "cpu" else options.device, imbalance)
+    target = _target(options.device, imbalance)
     since = time.perf_counter()
     ranks = _ranks(config, options.world, target, options.convention)
     have = None if options.device_gb is None else round(options.device_gb * 1e9)
@@ -117,6 +117,15 @@ def _memory(options: argparse.Namespace) -> int:
             else f"It would fit with {told(found[0])}: {gigabytes(found[1])}."
         )
     return 1 if lack else 0
+
+
+def _target(device: str, imbalance: float) -> Target:
+    target = Target(None if device == "cpu" else device, imbalance)
+    try:
+        with target.paths():
+            return target
+    except ValueError as error:
+        raise ValueError(f"--device {device}: {error}, and cpu") from error
 
 
 def _context(options: argparse.Namespace) -> int:

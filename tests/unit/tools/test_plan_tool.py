@@ -38,6 +38,12 @@ def test_a_run_that_cannot_be_is_refused(wrong, capsys):
     assert "the configuration is refused" in capsys.readouterr().err
 
 
+def test_a_machine_that_cannot_be_is_refused(capsys):
+    for wrong, said in ((["--device", "sm_1"], "--device sm_1: no kernel"), (["--world", "0"], "at least 1 rank")):
+        assert main([*RUN, *wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_what_would_fit_is_told(capsys):
     """The nearest: full recompute would do as well, and costs more."""
     large = ["memory", "--world", "2", "model=tiny", "model.num_layers=4", "precision.dtype=bf16"]
