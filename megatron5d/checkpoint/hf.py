@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron5d.checkpoint.layout import ShardedTensor, sharded_parameter
-from megatron5d.topology.shard import ShardSpec, spec_of
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.topology.shard import ShardSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -131,18 +131,6 @@ def _files(folder: Path) -> list[str]:
             f"save it again with transformers: model.save_pretrained(folder, safe_serialization=True)"
         )
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
-
-
-def load_parameters(
-    parameters: Iterable[torch.Tensor], entries: Sequence[Entry], folder: str | Path, ignored: Sequence[str] = ()
-) -> None:
-    """`load_shards` into local parameters that lie here as they are; padding rows become zero.
-
-    Args:
-        parameters: local tensors with a ShardSpec, any part of the model.
-        entries, folder, ignored: as of `load_shards`.
-    """
-    load_shards([(spec_of(each), sharded_parameter(each)) for each in parameters], entries, folder, ignored)
 
 
 @torch.no_grad()

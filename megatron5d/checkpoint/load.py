@@ -74,8 +74,3 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP announces that a single process loads without a group
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-
-
-def saved_keys(folder: Path) -> set[str]:
-    """Keys of everything a checkpoint holds."""
-    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)

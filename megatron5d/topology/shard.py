@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -75,9 +75,6 @@ class ShardSpec:
     init: float | str = "zeros"
     decay: bool = field(default=True)
     shared: str = ""
-
-    def prefixed(self, prefix: str) -> ShardSpec:
-        return replace(self, name=f"{prefix}.{self.name}" if prefix else self.name)
 
 
 def whole(shape: tuple[int, ...], copies: tuple[str, ...] = (), summed: tuple[str, ...] = (), owner: bool = True):

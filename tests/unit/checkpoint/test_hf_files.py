@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatron5d.checkpoint.hf import INDEX, SINGLE, Entry, SafetensorsFolder, load_parameters
+from megatron5d.checkpoint.hf import INDEX, SINGLE, Entry, SafetensorsFolder, load_shards
 from megatron5d.checkpoint.hf_save import save_folder, stored_tensors
-from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
+from megatron5d.checkpoint.layout import sharded_parameter
+from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, spec_of
 
 
 def local(name, shape, pieces, rows, dtype=torch.float32):
@@ -19,6 +20,10 @@ def local(name, shape, pieces, rows, dtype=torch.float32):
                               ShardSpec(name, shape, tuple(pieces)), dtype, "cpu")  # fmt: skip
     parameter.data.fill_(-99)
     return parameter
+
+
+def load_parameters(parameters, entries, folder, ignored=()):
+    load_shards([(spec_of(each), sharded_parameter(each)) for each in parameters], entries, folder, ignored)
 
 
 def rectangle(tensors, name, offset, shape):
