@@ -24,7 +24,8 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.model.moe import SharedExpert
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.train.build import sizes_of
+from megatron5d.train.build import build_trainer, sizes_of
+from megatron5d.train.schedule import plan_pipeline
 
 FULL = os.environ.get("MEGATRON5D_FULL") == "1"
 MODELS = {
@@ -133,6 +134,19 @@ def test_jitter_is_drawn_by_token_and_not_by_rank(schedule, parallel):
     """The forward that counts choices and one that is recomputed draw what the first did."""
     config = config_of("deepseek", gbs=4, mbs=2, moe={"jitter": 0.3}, recompute=RecomputeConfig("full"), **parallel)
     assert_parity(with_schedule(config, schedule), world=4, steps=2, ignored=0.8)
+
+
+def test_an_evaluation_draws_nothing():
+    sums = {}
+    for jitter in (0.0, 0.3):
+        config = config_of("deepseek", mbs=2, moe={"jitter": jitter})
+        mesh = build_mesh(sizes_of(config, 1))
+        model = Gpt(config, mesh)
+        model.initialize(1)
+        _, _, trainer = build_trainer(config, mesh, model, plan_pipeline(config, 1))
+        batches = [micro_batch(config, make_rows(config, 1), torch.arange(2))]
+        sums[jitter] = trainer.evaluate(batches)[0].item(), trainer.accumulate(batches)[0].item()
+    assert sums[0.3][0] == sums[0.0][0] == sums[0.0][1] != sums[0.3][1]
 
 
 def test_an_odd_number_of_tokens_over_tp_without_sp():
