@@ -10,10 +10,17 @@ Hugging Face publishes a different package under the same import name. Whoever i
         raise ImportError(f"kernels is {kernels.__file__}, not ours: uninstall it, or put ours first")
 """
 
-from kernels.activation import activate, gelu, gelu_reference, swiglu, swiglu_reference
+from kernels.activation import activate, gelu, gelu_reference, swiglu, swiglu_backward, swiglu_reference
 from kernels.flash_attention import attention, attention_backward, documents_from_cu_seqlens
 from kernels.flash_attention_plain import attention_reference
-from kernels.normalization import add_rms_norm, layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from kernels.normalization import (
+    add_rms_norm,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_reference,
+)
 from kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_projection
 from kernels.vocab_cross_entropy import (
     cross_entropy,
@@ -44,8 +51,10 @@ __all__ = [
     "layer_norm",
     "layer_norm_reference",
     "rms_norm",
+    "rms_norm_backward",
     "rms_norm_reference",
     "swiglu",
+    "swiglu_backward",
     "swiglu_reference",
     "vocab_cross_entropy_backward",
     "vocab_statistics",

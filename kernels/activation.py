@@ -99,18 +99,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (kept,) = ctx.saved_tensors
-        rows, shape, dy = rows_of(kept), dy.shape, rows_of(dy)
-        width = rows.shape[1] // 2
-        if ctx.overwrite:  # each program reads its numbers before it writes them
-            torch.autograd.graph.increment_version(kept)  # a second backward of the same graph is refused, not wrong
-            d_gate_up = kept.detach()
-        else:
-            d_gate_up = torch.empty(*shape[:-1], 2 * width, dtype=rows.dtype, device=rows.device)
-        config = tuning.select("swiglu", rows.device)
-        grid = (rows.shape[0], cdiv(width, config["BLOCK"]))
-        _swiglu_backward_kernel[grid](dy, rows, d_gate_up, width, dy.stride(0), rows.stride(0), **config)
-        return d_gate_up, None
+        return swiglu_backward(dy, *ctx.saved_tensors, ctx.overwrite), None
 
 
 class _GELU(torch.autograd.Function):
@@ -153,6 +142,31 @@ def swiglu(gate_up: Tensor, overwrite: bool = False) -> Tensor:
     if overwrite and gate_up.is_leaf and gate_up.requires_grad:
         raise ValueError(f"overwrite=True would write the gradient of the leaf {tuple(gate_up.shape)} over its value")
     return _SwiGLU.apply(gate_up, overwrite) if dispatch.runs_triton(gate_up) else swiglu_reference(gate_up)
+
+
+def swiglu_backward(dy: Tensor, gate_up: Tensor, overwrite: bool = False) -> Tensor:
+    """The gradient of what went into `swiglu`.
+
+    Args:
+        dy: `[..., f]`.
+        gate_up: `[..., 2f]`.
+        overwrite: as of `swiglu`.
+
+    Returns:
+        `[..., 2f]` in the dtype of gate_up.
+    """
+    if not dispatch.runs_triton(gate_up):
+        return dispatch.gradients_of(swiglu_reference, dy, gate_up)[0]
+    if overwrite and gate_up.is_contiguous():  # each program reads its numbers before it writes them
+        torch.autograd.graph.increment_version(gate_up)  # a second backward of the same graph is refused, not wrong
+        d_gate_up = gate_up.detach()
+    else:
+        d_gate_up = torch.empty(*dy.shape[:-1], gate_up.shape[-1], dtype=gate_up.dtype, device=gate_up.device)
+    grads, rows = rows_of(dy), rows_of(gate_up)
+    width, config = grads.shape[1], tuning.select("swiglu", rows.device)
+    grid = (rows.shape[0], cdiv(width, config["BLOCK"]))
+    _swiglu_backward_kernel[grid](grads, rows, d_gate_up, width, grads.stride(0), rows.stride(0), **config)
+    return d_gate_up
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

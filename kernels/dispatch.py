@@ -1,6 +1,7 @@
 """Which path a tensor takes, and which precision its sums are kept in."""
 
 import os
+from collections.abc import Callable
 from contextvars import ContextVar
 
 import torch
@@ -31,6 +32,14 @@ def runs_triton(x: Tensor) -> bool:
     if x.is_meta:
         return PLANNED.get() is not None
     return x.is_cuda or (INTERPRETED and x.device.type == "cpu")
+
+
+def gradients_of(reference: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of a plain operation's inputs, by running it again."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        y = reference(*leaves)
+    return torch.autograd.grad(y, leaves, dy)
 
 
 def num_processors(device: torch.device) -> int:

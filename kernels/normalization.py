@@ -233,23 +233,32 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, dtotal=None):
         x, weight, bias, mean, scale = ctx.saved_tensors
-        shape, dy = dy.shape, rows_of(dy)
-        num_rows, width = x.shape
-        tile = _tile("norm_backward", x)
-        waves = tile.pop("PROGRAMS_PER_PROCESSOR")
-        programs = min(cdiv(num_rows, tile.get("ROWS", 1)), waves * dispatch.num_processors(x.device))
-        dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-        dweight = torch.zeros(programs, width, dtype=torch.float32, device=x.device)
-        dbias = torch.zeros_like(dweight) if bias is not None else dweight
-        dtotal = dy if dtotal is None else rows_of(dtotal)
-        strides = (dy.stride(0), dtotal.stride(0), x.stride(0))
-        pointers = (dy, dtotal, x, weight, mean, scale, dx, dweight, dbias)
-        kernel = _wide_backward_kernel if "CHUNK" in tile else _backward_kernel
-        kernel[(programs,)](*pointers, num_rows, width, *strides, **ctx.flags, **tile)
-        dx = dx.view(shape)
+        dtotal = None if dtotal is None else rows_of(dtotal)
+        dx, dweight, dbias = _launch_backward(rows_of(dy), dtotal, (x, weight, mean, scale), ctx.flags)
+        dx = dx.view(dy.shape)
         dresidual = dx if ctx.flags["HAS_RESIDUAL"] else None
         bias_grad = None if bias is None else dbias.sum(0).to(bias.dtype)
         return dx, dresidual, dweight.sum(0).to(weight.dtype), bias_grad, None, None
+
+
+def _launch_backward(
+    dy: Tensor, dtotal: Tensor | None, kept: tuple[Tensor, Tensor, Tensor, Tensor], flags: dict[str, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From gradients of rows and what the forward has kept: dx, and every program's share of dw and db."""
+    x, weight, mean, scale = kept
+    num_rows, width = x.shape
+    tile = _tile("norm_backward", x)
+    waves = tile.pop("PROGRAMS_PER_PROCESSOR")
+    programs = min(cdiv(num_rows, tile.get("ROWS", 1)), waves * dispatch.num_processors(x.device))
+    dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    dweight = torch.zeros(programs, width, dtype=torch.float32, device=x.device)
+    dbias = torch.zeros_like(dweight) if flags["HAS_BIAS"] else dweight
+    dtotal = dy if dtotal is None else dtotal
+    strides = (dy.stride(0), dtotal.stride(0), x.stride(0))
+    pointers = (dy, dtotal, x, weight, mean, scale, dx, dweight, dbias)
+    kernel = _wide_backward_kernel if "CHUNK" in tile else _backward_kernel
+    kernel[(programs,)](*pointers, num_rows, width, *strides, **flags, **tile)
+    return dx, dweight, dbias
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -266,6 +275,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not _fits(x):
         return rms_norm_reference(x, weight, eps)
     return _Norm.apply(x, None, weight.contiguous(), None, eps, False)
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of what went into `rms_norm`.
+
+    Args:
+        dy, x: `[..., h]`.
+        weight: `[h]`.
+        eps: added to the mean of squares.
+        inverse: `[rows]`, 1 / root mean square of each row of x; the plain path makes it again.
+
+    Returns:
+        dx `[..., h]` and dw `[h]`, in the dtypes of x and weight.
+    """
+    if not _fits(x):
+        dx, dweight = dispatch.gradients_of(lambda x, weight: rms_norm_reference(x, weight, eps), dy, x, weight)
+        return dx, dweight
+    flags = {"CENTRED": False, "HAS_BIAS": False, "HAS_RESIDUAL": False}
+    kept = rows_of(x), weight.contiguous(), inverse, inverse
+    dx, dweight, _ = _launch_backward(rows_of(dy), None, kept, flags)
+    return dx.view(x.shape), dweight.sum(0).to(weight.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kernels import activate
 from megatron5d.config.schema import ModelConfig
 from megatron5d.precision.gemms import expert_gemms_of
 from megatron5d.precision.gradient import Defer
@@ -96,7 +95,8 @@ class Experts(nn.Module):
     def _inner(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp]
         # its backward writes over what `up` made, which nobody else keeps
-        act = partial(activate, kind=self.activation, overwrite=self.parts.keeps("activation"))
+        gemms, alone = expert_gemms_of(self.down), self.parts.keeps("activation")
+        act = partial(gemms.activate, kind=self.activation, overwrite=alone)
         return self.parts("activation", act, inner)  # [r, f/etp]
 
     def extra_repr(self) -> str:

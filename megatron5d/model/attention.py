@@ -14,6 +14,7 @@ from megatron5d.model.attention_core import AttentionCore
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer
 from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -75,7 +76,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        q, k, v = self.parts("qkv", partial(self._heads, batch=batch, defer=defer), self.norm(x))
+        normed = self.norm(x, gemms_of(self.qkv.weight))
+        q, k, v = self.parts("qkv", partial(self._heads, batch=batch, defer=defer), normed)
         core = self.parts("attention", partial(self.core, batch=batch), q, k, v)  # [s/cp, b, a·d/tp]
         return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 

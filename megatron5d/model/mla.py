@@ -27,6 +27,7 @@ from megatron5d.model.attention_core import AttentionCore
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables, softmax_temperature
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.gemms import PLAIN, Gemms, gemms_of
 from megatron5d.precision.gradient import Defer, grad_buffer
 from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import (
@@ -101,7 +102,7 @@ class Mla(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        latents = self._down(self.norm(x), defer)
+        latents = self._down(self.norm(x, self._first_gemms()), defer)
         heads = self.parts("qkv", partial(self._up, batch=batch, defer=defer), *latents)
         core = self.parts("attention", partial(self._core, batch=batch), *heads)  # [s/cp, b, a·dv/tp]
         return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
@@ -140,6 +141,12 @@ class Mla(nn.Module):
             joined = self._enter(torch.cat((q, c_kv, k_pe), -1))  # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp
             q, c_kv, k_pe = joined.split(list(self.latents), -1)
         return q, c_kv, k_pe
+
+    def _first_gemms(self) -> Gemms:
+        """Of the products that read the norm, where nothing else does: behind `_enter` it is gathered as it is."""
+        if not self.late or self.q_down is None:
+            return PLAIN
+        return gemms_of(self.kv_down, self.q_down)
 
     def _enter(self, x: Tensor) -> Tensor:
         """Into the region where each tp rank works for its own heads: gradients are added up on the way back."""

@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from kernels import activate
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer
 from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -48,11 +48,13 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        inner = self.parts("mlp", partial(self._inner, defer=defer), self.norm(x))
+        normed = self.norm(x, gemms_of(self.up.weight))
+        inner = self.parts("mlp", partial(self._inner, defer=defer), normed)
         return x + self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _inner(self, x: Tensor, defer: Defer) -> Tensor:
         inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
         # its backward writes over what `up` made, which nobody else keeps
-        act = partial(activate, kind=self.activation, overwrite=self.parts.keeps("activation"))
+        gemms, alone = gemms_of(self.down.weight), self.parts.keeps("activation")
+        act = partial(gemms.activate, kind=self.activation, overwrite=alone)
         return self.parts("activation", act, inner)  # [s/cp, b, f/tp]

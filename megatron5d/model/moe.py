@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import activate
 from megatron5d.comm.collectives import join_from, local_slice, split_to
 from megatron5d.comm.exchange import Codec
 from megatron5d.config.schema import ModelConfig, MoeConfig
@@ -34,6 +33,7 @@ from megatron5d.expert_parallel.hierarchy import NodeDispatcher, NodeTrip
 from megatron5d.expert_parallel.router import Jitter, Router
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer
 from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.precision.wire import EightBitRows
@@ -211,7 +211,8 @@ class SharedExpert(nn.Module):
     def _inner(self, x: Tensor, defer: Defer) -> Tensor:
         inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
         # its backward writes over what `up` made, which nobody else keeps
-        act = partial(activate, kind=self.activation, overwrite=self.parts.keeps("activation"))
+        gemms, alone = gemms_of(self.down.weight), self.parts.keeps("activation")
+        act = partial(gemms.activate, kind=self.activation, overwrite=alone)
         return self.parts("activation", act, inner)  # [s/cp, b, f/tp]
 
 

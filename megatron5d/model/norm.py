@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
-from kernels import layer_norm, rms_norm
+from kernels import layer_norm
+from megatron5d.precision.gemms import PLAIN, Gemms
 from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import replicated_parameter
 from megatron5d.topology.axis import Axis
@@ -37,13 +40,18 @@ class Norm(nn.Module):
         if kind == "layernorm":
             self.bias = replicated_parameter((size,), f"{name}.bias", tp, partial=partial, **factory)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.parts("norm", self._normalised, x)
+    def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
+        """
+        Args:
+            x: `[..., n]`.
+            gemms: of the products that alone read the result; anything else needs the default.
+        """
+        return self.parts("norm", partial(self._normalised, gemms=gemms), x)
 
-    def _normalised(self, x: Tensor) -> Tensor:
+    def _normalised(self, x: Tensor, gemms: Gemms) -> Tensor:
         if self.kind == "layernorm":
             return layer_norm(x, self.weight, self.bias, self.eps)
-        return rms_norm(x, self.weight, self.eps)
+        return gemms.rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.weight.shape[0]}"

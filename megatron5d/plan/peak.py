@@ -29,7 +29,8 @@ class Peak:
         activations: by class of phase: what micro-batches keep between their forward and their backward.
         stash: what deferred weight gradients keep between I and W.
         messages: of the pipeline, arrived or on their way.
-        units: what ZeRO-2 and 3 hold whole: gathered weights, gradients that are made or reduced.
+        units: what data parallelism holds for a while: under ZeRO-2 and 3 gathered weights, gradients that are made or
+            reduced; under ZeRO-1 slices reduced already.
         workspace: what the phase that runs needs for a moment, and the gradients on their way through the stage.
         action: during which; None = nothing ran.
         in_flight: micro-batches and stages whose activations are there.
@@ -51,7 +52,12 @@ class Peak:
 
 
 def find_peak(
-    program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: int, standing: int = 0
+    program: Program,
+    rank: int,
+    traces: Mapping[int, StageTrace],
+    message_bytes: int,
+    standing: int = 0,
+    reduced: Mapping[int, Sequence[int]] | None = None,
 ) -> Peak:
     """
     Args:
@@ -60,10 +66,14 @@ def find_peak(
         traces: of every stage that the rank holds.
         message_bytes: of what travels between stages.
         standing: of data parallelism's buffers, left whole between passes.
+        reduced: stage -> bytes that reducing each phase's gradients leaves until the end of the step, last phase first;
+            reduced when the stage's last micro-batch has made them. None = nothing is left.
     """
     walk = _Walk(program, rank, traces, message_bytes)
     if not walk.begins_empty:
         walk.stages = walk.units = standing
+    for stage, phases in (reduced or {}).items():
+        walk.reduced[stage] = list(phases)
     line = list(steps(program, rank))
     following = _following([step.slot for step in line], traces)
     for step, after in zip(line, following):
@@ -106,6 +116,10 @@ class _Walk:
         self.begins_empty = len(own) == 1 and "B" in traces[own[0]].first and "I" not in ops
         self._begun: set[str] = set()  # operations that have run, where it begins empty
         self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
+        self.reduced: dict[int, list[int]] = {}
+        self._owed = Counter(
+            action.stage for slot in program.ranks[rank] for action in slot if action.op in "BW"
+        )  # micro-batches whose weight gradients a stage has not made
 
     def run(self, action: Action) -> Iterator[bool]:
         """One action, phase by phase."""
@@ -114,6 +128,8 @@ class _Walk:
         self._take(action)
         passes = self._passes(trace, op)
         forward, count = trace.passes["F"], len(passes)
+        self._owed[stage] -= op in "BW"
+        sums = iter(self.reduced.get(stage, ()) if op in "BW" and not self._owed[stage] else ())
         self._fetch(-self._fetched.pop(action, 0))
         for done, step in enumerate(passes):
             if done == count - 1 - trace.last_unit.get(op, 0):
@@ -123,6 +139,8 @@ class _Walk:
             self._see(action, step.rise)
             self.stages += step.delta
             self.units += step.buffers
+            if step.frees or (op == "W" and step.kind != BOUNDARY):
+                self._fetch(next(sums, 0))
             if step.frees:  # the last phase, and with it the output that it has handed on
                 self._keep(here, self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1])
             yield True
@@ -171,6 +189,7 @@ class _Walk:
                 self._fetch(self._fetched[after])
 
     def _fetch(self, num_bytes: int) -> None:
+        """Of data parallelism's own."""
         self.stages += num_bytes
         self.units += num_bytes
 

@@ -10,8 +10,10 @@ accumulated in float32 after at most 128 terms; it leaves in the dtype of the we
 gradient). On the CPU the same scales and blocks are multiplied in float32, or in float64 for a model in float64.
 
 An operand is (values, scales), both with the tokens leading: sequence shards are quantised first and gathered in 8
-bits, which gives the same numbers as the other order. Weights are quantised when they are first used after a change,
-both ways, and kept until `forget_quantized`; under ZeRO-3 they arrive so, gathered in slices (fp8_weights.py).
+bits, which gives the same numbers as the other order. Blockwise, what SwiGLU and RMSNorm make for these products alone
+is made an operand at once (stand_in.py): the same bits in one pass over memory. Weights are quantised when they are
+first used after a change, both ways, and kept until `forget_quantized`; under ZeRO-3 they arrive so, gathered in slices
+(fp8_weights.py).
 
 Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp; those of
 experts are taken expert by expert over the rows that have come to this rank, so they depend on how many came (ep).
@@ -46,6 +48,7 @@ from kernels.fp8_turn import turn
 from megatron5d.precision.fp8_weights import Pair, quantized_weight
 from megatron5d.precision.gemms import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.precision.gradient import grad_buffer
+from megatron5d.precision.stand_in import carried_by, eight_bit_rms_norm, eight_bit_swiglu
 
 Reduce = Callable[[Tensor], Tensor]
 """The maximum, over some ranks, of a float32 tensor."""
@@ -73,7 +76,10 @@ def _flat(x: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _rows(x: Tensor, powers_of_two: bool) -> Operand:
-    """x `[..., features]` in 1×128 groups."""
+    """x `[..., features]` in 1×128 groups, as which it may have come."""
+    carried = carried_by(x)
+    if carried is not None:
+        return carried
     q = quantize_rows(x.reshape(-1, x.shape[-1]), E4M3, powers_of_two=powers_of_two)
     return q.values.view(x.shape), q.scales.view(*x.shape[:-1], -1)
 
@@ -89,6 +95,14 @@ class BlockwiseGemms(Gemms):
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
         return _rows(x, self.powers_of_two)
+
+    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+        if kind != "swiglu":
+            return super().activate(x, kind, overwrite)
+        return eight_bit_swiglu(x, self.powers_of_two, overwrite)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return eight_bit_rms_norm(x, weight, eps, self.powers_of_two)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
         return self._product(x, self._weight(weight).straight, weight.dtype)
@@ -182,6 +196,11 @@ class BlockwiseExpertGemms(ExpertGemms):
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         return _rows(x, self.powers_of_two)
 
+    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+        if kind != "swiglu":
+            return super().activate(x, kind, overwrite)
+        return eight_bit_swiglu(x, self.powers_of_two, overwrite)
+
     def forward(self, x: Operand, parameter: Tensor, experts: int, offsets: Tensor) -> Tensor:
         weight = self._weight(parameter, experts).straight
         return grouped_matmul_fp8(self._grouped(x), weight, offsets, parameter.dtype)
@@ -231,6 +250,11 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
     def __init__(self, powers_of_two: bool, over_parts: Reduce) -> None:
         super().__init__(powers_of_two)
         self.over_parts = over_parts
+
+    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+        return ExpertGemms.activate(
+            self, x, kind, overwrite
+        )  # the scale of an expert's rows is not known before all of them are
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         rows, experts, wide = x.shape[0], offsets.numel() - 1, x.float()

@@ -7,6 +7,9 @@
 What is multiplied, gathered over ranks and kept for the backward is an operand: tensors that all have the tokens as
 their leading dims, so that a layer treats them alike and need not know what they are. Here it is the tensor itself;
 fp8.py has the operands of 8 bits. A weight without a choice of its own is multiplied as it is: `gemms_of`.
+
+The operation before a product is theirs as well where nothing else reads its result (`activate`, `rms_norm`): it may
+then come in a form that only they understand.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import activate, rms_norm
 from kernels.grouped_matmul import grouped_input_grad, grouped_matmul, grouped_weight_grad
 from megatron5d.precision.gradient import add_weight_grad, grad_buffer
 
@@ -31,6 +35,14 @@ class Gemms:
             gradient: it is a gradient.
         """
         return (x,)
+
+    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+        """What stands between two matrices, for the second: `[..., 2f]` (swiglu) or `[..., f]` -> `[..., f]`."""
+        return activate(x, kind, overwrite)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm for these products: `[..., in]` -> `[..., in]`."""
+        return rms_norm(x, weight, eps)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
         """`[..., in]`, `[out, in]` -> `[..., out]`."""
@@ -51,6 +63,10 @@ class ExpertGemms:
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         """What is multiplied for x `[r, features]`."""
         return (x.contiguous() if gradient else x,)
+
+    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+        """As of Gemms."""
+        return activate(x, kind, overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, experts: int, offsets: Tensor) -> Tensor:
         """`[r, in]` -> `[r, out]`."""
@@ -74,9 +90,10 @@ PLAIN = Gemms()
 PLAIN_EXPERTS = ExpertGemms()
 
 
-def gemms_of(weight: Tensor) -> Gemms:
-    """How the products of a linear layer's weight are made."""
-    return getattr(weight, "gemms", PLAIN)
+def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
+    """How the products of a linear layer's weight are made; of several with one input, as they are unless all agree."""
+    gemms = getattr(weight, "gemms", PLAIN)
+    return gemms if all(gemms_of(other) is gemms for other in others) else PLAIN
 
 
 def expert_gemms_of(parameter: Tensor) -> ExpertGemms:

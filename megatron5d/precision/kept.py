@@ -25,13 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron5d.precision.host import HostCopy
+from megatron5d.precision.stand_in import carried_by, stand_in
 
 
 class Parts:
@@ -150,7 +151,20 @@ def derive(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tenso
     return results
 
 
-def _unpack(kept: Tensor | _Mark | HostCopy) -> Tensor:
+class _Carrier:
+    """Stands for a stand-in whose operand is kept in some other way."""
+
+    def __init__(self, tensor: Tensor, kept: tuple[Tensor | HostCopy, ...]) -> None:
+        self.form, self.kept = (tensor.shape, tensor.dtype), kept
+
+    def value(self) -> Tensor:
+        return stand_in(*self.form, tuple(map(_unpack, self.kept)))
+
+
+Kept: TypeAlias = Tensor | _Mark | _Carrier | HostCopy
+
+
+def _unpack(kept: Kept) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.value()
 
 
@@ -171,11 +185,8 @@ def keeping(phase: nn.Module, parts: Parts = KEEP_ALL, host_bytes: int | None = 
     # not by address: on the meta device all storages have the same
     weights = {id(weight.untyped_storage()) for weight in phase.parameters()} if host_bytes is not None else set()
 
-    def pack(tensor: Tensor) -> Tensor | _Mark | HostCopy:
+    def place(tensor: Tensor) -> Tensor | HostCopy:
         storage = tensor.untyped_storage()
-        mark = getattr(storage, "made_by", None)
-        if mark is not None:
-            return _Mark(mark, tensor)
         size = tensor.numel() * tensor.element_size()
         if host_bytes is None or size < host_bytes or not tensor.is_floating_point() or id(storage) in weights:
             return tensor
@@ -184,6 +195,12 @@ def keeping(phase: nn.Module, parts: Parts = KEEP_ALL, host_bytes: int | None = 
             copies[key] = HostCopy(tensor), tensor
             found.append(copies[key][0])
         return copies[key][0]
+
+    def pack(tensor: Tensor) -> Kept:
+        mark, operand = getattr(tensor.untyped_storage(), "made_by", None), carried_by(tensor)
+        if mark is not None:
+            return _Mark(mark, tensor)
+        return place(tensor) if operand is None else _Carrier(tensor, tuple(map(place, operand)))
 
     if not parts.names and host_bytes is None:
         yield found

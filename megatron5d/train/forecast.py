@@ -117,12 +117,14 @@ class Forecaster:
             weights = _bytes([tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch)
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
             state = _bytes([tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch)
-            end_of_step = _end_of_step(model, sync, optimizer, watch)
+            end_of_step, sums = _end_of_step(model, sync, optimizer, watch)
         _set_load(model, self.target.imbalance, config.moe.capacity_factor)
         batch = self._batch(mesh, model)
         sync.start_step(dict.fromkeys(model.phases, _ENDLESS))
         self._traces |= {stage: self._trace(model, sync, stage, batch) for stage in model.parts}
-        peak = find_peak(self._program, rank, self._traces, self._message_bytes(), self._standing(model))
+        sums = {} if config.parallel.zero >= 2 else sums  # there the passes count them
+        reduced = {stage: [sums.get(phase, 0) for phase in reversed(model.phases_of(stage))] for stage in model.parts}
+        peak = find_peak(self._program, rank, self._traces, self._message_bytes(), self._standing(model), reduced)
         # under ZeRO-3 they come and go with the weights, and the passes count them
         staying = model.parameters() if config.parallel.zero < 3 else []
         copies = sum(watch.rounded(copies_bytes(parameter)) for parameter in staying)
@@ -250,14 +252,20 @@ def _on_host(optimizer: AdamW, watch: MemoryWatch) -> int:
     return _bytes([t for state in away for t in (state.master, state.grads, state.exp_avg, state.exp_avg_sq)], watch)
 
 
-def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatch) -> int:
-    """The most, above what stays, while gradients are reduced, the weights updated and gathered."""
+def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatch) -> tuple[int, dict[nn.Module, int]]:
+    """The most, above what stays, while gradients are reduced, the weights updated and gathered.
+
+    Also what is left until then of the reduction that each phase's backward starts.
+    """
     for stage in model.parts:
         Stage(model.phases_of(stage), sync)  # tells data parallelism the order of its phases
     before = watch.forget_peak()
     sync.start_step(dict.fromkeys(model.phases, 1))
+    sums = {}
     for phase in reversed(model.phases):
+        live = watch.live_bytes
         sync.after_weight_grads(phase)
+        sums[phase] = watch.live_bytes - live
     sync.finish_reduce()
     global_square_sum(sync.buckets)
     rise = watch.peak_bytes - before
@@ -269,7 +277,7 @@ def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatc
     before = watch.forget_peak()
     sync.start_gather()
     sync.finish_gather()
-    return max(rise, wide, watch.peak_bytes - before)
+    return max(rise, wide, watch.peak_bytes - before), sums
 
 
 def _num_communicators(mesh: Mesh) -> int:

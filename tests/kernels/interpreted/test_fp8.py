@@ -170,6 +170,18 @@ def test_fused_is_one_after_the_other(rows, width, dtype):
         swiglu_quantized(torch.zeros(2, 5))
 
 
+@pytest.mark.parametrize("rows, width", [(3, 7), (5, 130)])
+def test_backwards_without_the_forward_are_those_with_it(rows, width):
+    gate_up, x, weight = torch.randn(2, rows, 2 * width), torch.randn(2, rows, width), torch.randn(width)
+    dy, asked = torch.randn(2, rows, width), [each.requires_grad_() for each in (gate_up, x, weight)]
+    (wanted,) = torch.autograd.grad(kernels.swiglu(gate_up), asked[:1], dy)
+    assert torch.equal(kernels.swiglu_backward(dy, gate_up.detach()), wanted)
+    wanted = torch.autograd.grad(kernels.rms_norm(x, weight, 1e-5), asked[1:], dy)
+    inverse = rms_norm_quantized(x.detach(), weight.detach(), 1e-5)[1]
+    ours = kernels.rms_norm_backward(dy, x.detach(), weight.detach(), 1e-5, inverse)
+    assert all(map(torch.equal, ours, wanted))
+
+
 def near(got, want):
     error = (got.dequantize() - want.dequantize()).norm() / want.dequantize().norm()
     assert error < 0.02, error

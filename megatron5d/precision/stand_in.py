@@ -1,0 +1,96 @@
+"""Results that exist in 8 bits alone: SwiGLU before a down-projection, RMSNorm before an up-projection.
+
+Where 8-bit products are all that reads a result, the wide form need never be written (kernels/fp8_fused.py). What takes
+its place in autograd's graph is a stand-in: of the wide result's shape and dtype, without its memory, an operand
+(gemms.py) hung on its storage. Gradients arrive as for any tensor, recomputation and views of it find the operand, and
+whoever takes it for a tensor reads NaN everywhere: a step that is refused instead of a wrong one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import rms_norm_backward, swiglu_backward
+from kernels.fp8_fused import rms_norm_quantized, swiglu_quantized
+from kernels.fp8_quantize import Quantized
+
+Carried = tuple[Tensor, ...]
+
+
+def stand_in(shape: torch.Size, dtype: torch.dtype, operand: Carried) -> Tensor:
+    """One NaN that looks like a tensor of this shape, for an operand.
+
+    Args:
+        shape, dtype: of the wide result.
+        operand: on the device where that would be.
+    """
+    nan = torch.full((1,), torch.nan, dtype=dtype, device=operand[0].device)
+    nan.untyped_storage().operand = operand  # type: ignore[attr-defined]
+    return nan.as_strided(shape, (0,) * len(shape))
+
+
+def carried_by(x: Tensor) -> Carried | None:
+    """The operand that x stands in for; None where x is a tensor like any other."""
+    return getattr(x.untyped_storage(), "operand", None)
+
+
+def _carrying(q: Quantized, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return stand_in(shape, dtype, (q.values.view(shape), q.scales.view(*shape[:-1], -1)))
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, powers_of_two: bool, overwrite: bool):
+        ctx.overwrite = overwrite
+        ctx.save_for_backward(gate_up)
+        shape = torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+        return _carrying(swiglu_quantized(gate_up, powers_of_two=powers_of_two), shape, gate_up.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (gate_up,) = ctx.saved_tensors
+        return swiglu_backward(dy, gate_up, ctx.overwrite), None, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps: float, powers_of_two: bool):
+        q, inverse = rms_norm_quantized(x, weight, eps, powers_of_two=powers_of_two)
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight, inverse)
+        return _carrying(q, x.shape, x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, inverse = ctx.saved_tensors
+        return *rms_norm_backward(dy, x, weight, ctx.eps, inverse), None, None
+
+
+def eight_bit_swiglu(gate_up: Tensor, powers_of_two: bool, overwrite: bool = False) -> Tensor:
+    """`swiglu` for blockwise products alone.
+
+    Args:
+        gate_up: `[..., 2f]`.
+        powers_of_two: scales are powers of two.
+        overwrite: as of `swiglu`.
+
+    Returns:
+        A stand-in `[..., f]`, e4m3 in 1×128 groups.
+    """
+    return _Swiglu.apply(gate_up, powers_of_two, overwrite)
+
+
+def eight_bit_rms_norm(x: Tensor, weight: Tensor, eps: float, powers_of_two: bool) -> Tensor:
+    """`rms_norm` for blockwise products alone.
+
+    Args:
+        x: `[..., h]`.
+        weight: `[h]`.
+        eps: added to the mean of squares.
+        powers_of_two: scales are powers of two.
+
+    Returns:
+        A stand-in `[..., h]`, e4m3 in 1×128 groups.
+    """
+    return _RmsNorm.apply(x, weight, eps, powers_of_two)

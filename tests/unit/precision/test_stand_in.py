@@ -1,0 +1,99 @@
+"""SwiGLU and RMSNorm made in 8 bits at once: the bits of making them wide and quantising them, in whole models too."""
+
+import dataclasses
+
+import pytest
+import torch
+from layouts import make_rows, micro_batch
+from parity_configs import config_of
+
+import kernels
+from megatron5d.config.schema import RecomputeConfig
+from megatron5d.model.gpt import Gpt
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.precision import fp8, kept
+from megatron5d.precision.gemms import PLAIN, ExpertGemms, Gemms, gemms_of
+from megatron5d.precision.stand_in import carried_by
+from megatron5d.topology.axis import single
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import sizes_of
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("powers_of_two", [True, False])
+def test_operations_alone(dtype, powers_of_two):
+    torch.manual_seed(0)
+    gemms = fp8.BlockwiseGemms(powers_of_two)
+    gate_up, x, weight = (torch.randn(size).to(dtype).requires_grad_() for size in ((5, 3, 400), (5, 3, 200), (200,)))
+    cases = [
+        (gemms.activate(gate_up, "swiglu"), kernels.swiglu(gate_up), (gate_up,)),
+        (gemms.rms_norm(x, weight, 1e-5), kernels.rms_norm(x, weight, 1e-5), (x, weight)),
+    ]
+    for eight, wide, inputs in cases:
+        assert (eight.shape, eight.dtype) == (wide.shape, wide.dtype) and eight.untyped_storage().nbytes() <= 8
+        for got, want in zip(gemms.operand(eight.detach()), gemms.operand(wide.detach()), strict=True):
+            assert got.shape == want.shape and torch.equal(got.double(), want.double())
+        dy = torch.randn(wide.shape).to(dtype)
+        ours, theirs = torch.autograd.grad(eight, inputs, dy), torch.autograd.grad(wide, inputs, dy)
+        assert all(map(torch.equal, ours, theirs))
+        assert (eight + 1).isnan().all(), "nobody mistakes it for a tensor unnoticed"
+    assert carried_by(gemms.activate(x, "gelu")) is None
+
+
+def test_products_of_one_input_agree_or_take_it_wide():
+    gemms, weights = fp8.BlockwiseGemms(True), [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
+    for weight in weights[:2]:
+        weight.gemms = gemms
+    assert gemms_of(*weights[:2]) is gemms and gemms_of(*weights) is PLAIN
+
+
+MODELS = {
+    "dense": {},
+    "mixture": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 144, "shared_ffn_hidden_size": 48},
+    "latent": {"attention": "mla", "q_lora_rank": 32, "kv_lora_rank": 32, "hidden_size": 144},
+    "latent, plain queries": {"attention": "mla", "kv_lora_rank": 32},
+}
+KEPT = {
+    "all": RecomputeConfig(),
+    "parts": RecomputeConfig("selective", ["norm", "activation"]),
+    "around": RecomputeConfig("selective", ["qkv", "mlp"]),
+    "host": RecomputeConfig("selective", ["qkv", "mlp"], offload=["attention", "mlp"], offload_min_bytes=0),
+}
+
+
+def loss_and_gradients(config):
+    model = Gpt(config, build_mesh(sizes_of(config, 1)))
+    model.initialize(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if model.balancer is not None:
+        model.balancer.start_step(1, torch.tensor(48.0), single("dp_cp"), False)
+    stage, batch = Stage(model.phases), micro_batch(config, make_rows(config, 1))
+    loss = stage.forward(0, None, batch)
+    stage.backward_input(0, torch.tensor([1.0, 0.0]))
+    stage.backward_weight(0)
+    return [loss, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_are_those_of_two_passes(model, monkeypatch):
+    """With bf16 around, whatever is recomputed or waits on the host; and stand-ins are there at all."""
+    base = config_of("llama_gqa", gbs=2, mbs=2)
+    config = dataclasses.replace(
+        base,
+        model=dataclasses.replace(base.model, num_layers=2, vocab_size=32, **MODELS[model]),
+        train=dataclasses.replace(base.train, seq_len=24),
+        precision=dataclasses.replace(base.precision, dtype="bf16", fp8="blockwise"),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8.BlockwiseGemms, "rms_norm", Gemms.rms_norm)
+        patch.setattr(fp8.BlockwiseGemms, "activate", Gemms.activate)
+        patch.setattr(fp8.BlockwiseExpertGemms, "activate", ExpertGemms.activate)
+        wide = loss_and_gradients(config)
+    assert all(each.isfinite().all() for each in wide)
+    carriers, start = [], kept._Carrier.__init__
+    monkeypatch.setattr(kept._Carrier, "__init__", lambda *args: (carriers.append(1), start(*args))[1])
+    for name, recompute in KEPT.items():
+        eight = loss_and_gradients(dataclasses.replace(config, recompute=recompute))
+        assert all(map(torch.equal, wide, eight)), name
+    assert carriers, "a part around a product keeps the 8 bits that it reads"
