@@ -152,7 +152,8 @@ def _fp8(m: int = 4096, n: int = 7168, k: int = 16384) -> Calls:
     main = torch.zeros(m, n, device="cuda")
 
     def torch_scaled(a: Quantized, b: Quantized, *scales: Tensor, out_dtype=torch.bfloat16) -> Callable[[], Tensor]:
-        return lambda: torch._scaled_mm(a.values, b.values.t(), *scales, out_dtype=out_dtype)
+        of_a, of_b = scales
+        return lambda: torch._scaled_mm(a.values, b.values.t(), of_a, of_b, out_dtype=out_dtype)
 
     by_row = torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda")  # as long as with any other scales
     a_scales, b_scales = rows.scales.t().contiguous().t(), weight_rows.scales.t().contiguous()  # as cuBLAS reads 1x128
