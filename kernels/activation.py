@@ -99,7 +99,8 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return swiglu_backward(dy, *ctx.saved_tensors, ctx.overwrite), None
+        (rows,) = ctx.saved_tensors
+        return swiglu_backward(dy, rows, ctx.overwrite), None
 
 
 class _GELU(torch.autograd.Function):
