@@ -23,8 +23,9 @@ AT_LEAST = {
         model.rope_scaling.original_max_positions model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim
         model.qk_rope_head_dim model.v_head_dim parallel.tp parallel.cp parallel.cp_inner parallel.pp parallel.vpp
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
-        recompute.num_layers recompute.group_layers log.every model.top_k model.moe_ffn_hidden_size model.moe_interval
-        model.num_groups model.top_groups moe.log_every parallel.ep_inner moe.planned_imbalance""",
+        recompute.num_layers recompute.group_layers recompute.logit_tokens log.every model.top_k
+        model.moe_ffn_hidden_size model.moe_interval model.num_groups model.top_groups moe.log_every parallel.ep_inner
+        moe.planned_imbalance""",
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations pipeline.flops_per_byte
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr

@@ -191,6 +191,7 @@ class RecomputeConfig:
     num_layers: int | None = None  # only the first so many layers of each stage; None = all
     stage_layers: list[int] | None = None  # the same stage by stage: the first stages hold the most micro-batches
     group_layers: int = 1  # full: so many neighbouring layers keep one input together
+    logit_tokens: int | None = None  # tokens whose logits the head makes at a time; None = all, and keeps them
     offload: list[str] = field(default_factory=list)  # phases whose kept tensors wait on the host; full: inputs
     offload_min_bytes: int = 1 << 20  # bytes; smaller tensors stay on the device
 

@@ -15,6 +15,7 @@ from megatron5d.precision.gradient import Defer, run_now
 from megatron5d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, VocabRange, vocab_weight
 from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter
+from megatron5d.tensor_parallel.sliced_loss import SlicedLoss
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
@@ -54,12 +55,15 @@ class OutputMatrix(nn.Module):
         tp: axis that cuts the vocabulary.
         sp: hidden states arrive cut along the sequence.
         tied: the embedding's weight where the two are one parameter and both are here.
+        slice_tokens: whose logits are made at a time for losses, and again in the backward; None = all, once.
         factory: dtype and device of the parameters.
     """
 
-    def __init__(self, config: ModelConfig, tp: Axis, *, sp: bool, tied: nn.Parameter | None, **factory) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: Axis, *, sp: bool, tied: nn.Parameter | None, slice_tokens: int | None, **factory
+    ) -> None:
         super().__init__()
-        self.tp, self.sp, self.softcap = tp, sp, config.logit_softcap
+        self.tp, self.sp, self.softcap, self.slice_tokens = tp, sp, config.logit_softcap, slice_tokens
         self.vocab = VocabRange(config.vocab_size, tp)
         if tied is None:
             name = TIED if config.tie_embeddings else "head.weight"
@@ -87,8 +91,13 @@ class OutputMatrix(nn.Module):
 
         Comm: all_gather tp with sp, 2× all_reduce tp / all_gather, reduce_scatter.
         """
-        logits = self.local_logits(normed, defer)
-        loss, lse = vocab_parallel_cross_entropy(logits, labels.t(), self.vocab, self.tp, z_loss)
+        if self.slice_tokens is None:
+            logits = self.local_logits(normed, defer)
+            loss, lse = vocab_parallel_cross_entropy(logits, labels.t(), self.vocab, self.tp, z_loss)
+        else:
+            sp = self.sp and self.tp.size > 1
+            sliced = SlicedLoss(self.vocab, self.tp, sp, self.slice_tokens, z_loss, self.softcap)
+            loss, lse = sliced(normed, self.weight, labels.t(), defer)
         return torch.stack(((loss * mask.t()).sum(), (lse.square() * mask.t()).sum().detach()))
 
 
@@ -103,18 +112,20 @@ class Head(nn.Module):
         sp: hidden states arrive cut along the sequence.
         z_loss: coefficient of the z-loss.
         tied: the embedding's weight where the two are one parameter and both are here.
+        slice_tokens: as of OutputMatrix.
         factory: dtype and device of the parameters.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, *, sp: bool, z_loss: float, tied: nn.Parameter | None, **factory
-    ) -> None:
+        self, config: ModelConfig, mesh: Mesh, *, sp: bool, z_loss: float, tied: nn.Parameter | None,
+        slice_tokens: int | None = None, **factory,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.tp, self.z_loss, self.is_last = mesh["tp"], z_loss, config.num_mtp_layers == 0
         self.norm = Norm(
             config.norm, config.hidden_size, "final_norm", self.tp, partial=sp, eps=config.norm_eps, **factory
         )
-        self.output = OutputMatrix(config, self.tp, sp=sp, tied=tied, **factory)
+        self.output = OutputMatrix(config, self.tp, sp=sp, tied=tied, slice_tokens=slice_tokens, **factory)
 
     def logits(self, x: Tensor) -> Tensor:
         """The whole vocabulary's logits `[s/cp, b, vocab_size]`, for tools; all_gather tp."""

@@ -22,9 +22,9 @@ class ModelCosts:
     """Costs of the stages of any placement, in forwards through one rank's share of the layers.
 
     A matrix product costs as much in I and in W as in F; attention between queries, keys and values costs twice in I
-    and nothing in W; full recompute adds the layers' F to their I. What a device sends takes as long as
-    `pipeline.flops_per_byte` FLOPs a byte: of a mixture whose experts lie on several ranks, a token's copies on their
-    way to the experts and back, in F and again in I; between stages, hidden states.
+    and nothing in W; full recompute adds the layers' F to their I, and `recompute.logit_tokens` the head's. What a
+    device sends takes as long as `pipeline.flops_per_byte` FLOPs a byte: of a mixture whose experts lie on several
+    ranks, a token's copies on their way to the experts and back, in F and again in I; between stages, hidden states.
 
     Args:
         config: the architecture, train.seq_len, recompute, parallel, precision, and how layers are dealt to stages.
@@ -49,6 +49,7 @@ class ModelCosts:
         head = np.array([head_flops(model) / 3 if part.head else 0.0 for part in parts])
         twice = [self._recomputed(stage, mine) for stage, mine in enumerate(held)]
         again = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in twice])
+        again += head if config.recompute.logit_tokens else 0.0
         f = layers + head
         compute = {"F": f, "I": f + cores + again, "W": f - cores, "B": 2 * f + again}
         sent, sent_again = (np.array([sum(self._sent(i) for i in mine) for mine in lists]) for lists in (held, twice))

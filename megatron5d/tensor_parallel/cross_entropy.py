@@ -16,14 +16,19 @@ from megatron5d.tensor_parallel.embedding import VocabRange
 from megatron5d.topology.axis import Axis
 
 
+def merge_statistics(local_max: Tensor, local_sum: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """`[n]` maximum, sum and target logit over the whole vocabulary. Comm: 2× all_reduce tp, of n and 2·n elements."""
+    row_max = all_reduce(local_max.clone(), tp, "max")
+    row_sum, target = all_reduce(torch.stack((local_sum * torch.exp(local_max - row_max), target)), tp)
+    return row_max, row_sum, target
+
+
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, vocab: VocabRange, tp: Axis, z_coef: float):
         flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        local_max, local_sum, target = vocab_statistics(flat, labels, vocab.start, vocab.valid)
-        row_max = all_reduce(local_max.clone(), tp, "max")
-        merged = torch.stack((local_sum * torch.exp(local_max - row_max), target))
-        row_sum, target = all_reduce(merged, tp)
+        statistics = vocab_statistics(flat, labels, vocab.start, vocab.valid)
+        row_max, row_sum, target = merge_statistics(*statistics, tp)
         ctx.save_for_backward(flat, labels, row_max, row_sum)
         ctx.vocab, ctx.z_coef, ctx.shape = vocab, z_coef, logits.shape
         lse = row_max + torch.log(row_sum)

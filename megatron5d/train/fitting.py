@@ -38,6 +38,8 @@ def steps(config: Config) -> list[Change]:
         found.append({"train.mbs": mbs})
     if mode == "none":
         found.append({"recompute.mode": "selective"})
+    if config.recompute.logit_tokens is None:
+        found.append({"recompute.logit_tokens": 1024})
     if parallel.zero < 2 and parallel.pp == 1:
         found.append({"parallel.zero": 2})
     if mode != "full":

@@ -24,6 +24,7 @@ MOE = MoeConfig(balance=["aux", "global_aux", "bias"], aux_coef=0.1, z_coef=0.02
 
 
 def config_of(depths=1, *, layers=2, gbs=4, mbs=1, schedule="1f1b", sparse=True, recompute="none", data=None, **more):
+    sliced = more.pop("logit_tokens", None)
     model = {name: more.pop(name) for name in ("tie_embeddings", "vocab_size", "position") if name in more}
     return Config(
         model=ModelConfig(
@@ -36,7 +37,7 @@ def config_of(depths=1, *, layers=2, gbs=4, mbs=1, schedule="1f1b", sparse=True,
         optim=OptimConfig(lr=1e-2, warmup_steps=2, clip=0.5),
         moe=MOE if sparse else MoeConfig(),
         precision=PrecisionConfig(dtype="fp64"),
-        recompute=RecomputeConfig(recompute),
+        recompute=RecomputeConfig(recompute, logit_tokens=sliced),
         data=data or DataConfig(),
     )  # fmt: skip
 
@@ -48,7 +49,10 @@ CASES = {
     "tp2 sp, two depths, recomputed": (2, {"depths": 2, "tp": 2, "sp": True, "recompute": "full"}),
     "cp2, two depths, documents": (2, {"depths": 2, "cp": 2, "ep": 2, "data": DOCUMENTS, "mbs": 2}),
     "pp2, two depths, embedding copied, zero": (4, {"depths": 2, "pp": 2, "zero": 1, "ep": 2}),
-    "pp2 zb_h1, tp2, tied": (4, {"pp": 2, "schedule": "zb_h1", "tp": 2, "ep": 2, "etp": 1, "tie_embeddings": True}),
+    "pp2 zb_h1, tp2, tied, logits in slices": (
+        4,
+        {"pp": 2, "schedule": "zb_h1", "tp": 2, "ep": 2, "etp": 1, "tie_embeddings": True, "logit_tokens": 3},
+    ),
     "zb_v, embedding here": (2, {"pp": 2, "layers": 4, "schedule": "zb_v"}),
     "dualpipe, zero": (2, {"pp": 2, "schedule": "dualpipe", "zero": 1}),
     "all five, documents": (

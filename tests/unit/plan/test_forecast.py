@@ -52,7 +52,7 @@ def large(
     config = config_of(model, recompute=again, **{"gbs": 2, **options})
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, vocab_size=160, num_layers=4, **fields),
+        model=dataclasses.replace(config.model, **{"vocab_size": 160, "num_layers": 4, **fields}),
         train=dataclasses.replace(config.train, seq_len=seq_len),
         moe=dataclasses.replace(config.moe, **moe),
         precision=dataclasses.replace(config.precision, dtype=dtype, grad_dtype=grads, fp8=fp8),
@@ -202,6 +202,7 @@ LAYOUTS = {
     "tp-sp-zero1": (4, {"tp": 2, "sp": True, "zero": 1, "gbs": 4, "dtype": "bf16"}),
     "selective": (1, {"recompute": RecomputeConfig("selective", num_layers=3), "dtype": "bf16"}),
     "selective-tp": (2, {"tp": 2, "sp": True, "recompute": RecomputeConfig("selective", ["qkv", "attention", "mlp"])}),
+    "logits": (2, {"tp": 2, "sp": True, "recompute": RecomputeConfig(logit_tokens=48), "fields": {"vocab_size": 4000}}),
     "zero3-step": (2, {"zero": 3, "gbs": 4, "reduce": "per_step", "regather": "per_step"}),
     "zero3-zb_v": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_v"}),
     "zero3-zb_h1": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_h1"}),

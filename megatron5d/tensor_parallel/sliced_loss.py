@@ -1,0 +1,125 @@
+"""The output matrix and the cross-entropy together: the logits of a few tokens at a time, made again in the backward.
+
+    forward    slice by slice: logits = x·Wᵀ and their three numbers a token; over tp these are merged once, at the end
+    backward   slice by slice: logits again, their gradient in place, dx = dlogits·W, and dW = dlogitsᵀ·x to `defer`
+
+Kept are x and two numbers a token instead of `[s/cp, b, v/tp]`; it costs the logits' product once more. In B nothing is
+larger than a slice. Where a schedule splits the backward, the gradients of the logits wait for W, as every operand of a
+weight gradient does.
+Source: Liger-Kernel (arXiv:2410.10989), which makes the gradients in the forward already; here each has its own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import vocab_cross_entropy_backward, vocab_statistics
+from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron5d.precision.gemms import Operand, gemms_of
+from megatron5d.precision.gradient import Defer, run_now
+from megatron5d.precision.kept import derive
+from megatron5d.tensor_parallel.cross_entropy import merge_statistics
+from megatron5d.tensor_parallel.embedding import VocabRange
+from megatron5d.topology.axis import Axis
+
+
+@dataclass(frozen=True)
+class SlicedLoss:
+    """Token losses of a linear head whose logits are never whole.
+
+    Args:
+        vocab: which rows of the vocabulary this rank holds.
+        tp: axis that cuts it.
+        sp: hidden states arrive cut along the sequence.
+        tokens: whose logits are made at a time, rounded down to whole positions of the micro-batch, at least one.
+        z_coef: coefficient of the z-loss.
+        softcap: logits z become softcap·tanh(z/softcap); 0 = they stay.
+    """
+
+    vocab: VocabRange
+    tp: Axis
+    sp: bool
+    tokens: int
+    z_coef: float = 0.0
+    softcap: float = 0.0
+
+    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor, defer: Defer = run_now) -> tuple[Tensor, Tensor]:
+        """What `vocab_parallel_cross_entropy` returns for the logits of x.
+
+        Args:
+            x: `[s/cp/tp, b, h]` with sp, else `[s/cp, b, h]`.
+            weight: `[v/tp, h]`.
+            labels: int64 `[s/cp, b]`, global token ids; negative = no loss.
+            defer: takes the weight-gradient half of the backward.
+
+        Returns:
+            loss and log-sum-exp (not differentiable), `[s/cp, b]`, fp32 (fp64 for fp64).
+
+        Comm: all_gather tp with sp, 2× all_reduce tp of s/cp·b and 2·s/cp·b elements / all_gather and reduce_scatter
+        with sp, else all_reduce.
+        """
+        return _SlicedLoss.apply(x, weight, labels, self, defer)
+
+    def gather(self, operand: Operand) -> list[Pending]:
+        """Each part of what is multiplied, of all positions; all_gather tp with sp."""
+        return [start_all_gather(part, self.tp) if self.sp else Pending(part) for part in operand]
+
+    def slices(self, positions: int, batch: int) -> Iterator[slice]:
+        """Of the positions."""
+        step = max(1, self.tokens // batch)
+        return (slice(lo, min(lo + step, positions)) for lo in range(0, positions, step))
+
+    def logits(self, operand: Operand, weight: Tensor) -> Tensor:
+        """`[n, v/tp]` of a slice of n tokens."""
+        z = gemms_of(weight).forward(operand, weight).flatten(0, 1)
+        return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
+
+    def logit_grads(self, z: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor) -> Tensor:
+        """Gradient of the linear layer's output, from the logits, which it overwrites."""
+        slope = 1 - (z / self.softcap).square() if self.softcap else None
+        rows = labels, row_max, row_sum, dloss
+        dz = vocab_cross_entropy_backward(z, *rows, self.vocab.start, self.vocab.valid, z_coef=self.z_coef)
+        return dz if slope is None else dz.mul_(slope)
+
+
+class _SlicedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, labels, head: SlicedLoss, defer: Defer):
+        ctx.head, ctx.weight, ctx.defer = head, weight, defer
+        operand = derive(x, gemms_of(weight).operand)
+        parts = tuple(part.wait() for part in head.gather(operand))
+        found = []
+        for here in head.slices(*labels.shape):
+            logits = head.logits(tuple(part[here] for part in parts), weight)
+            found.append(vocab_statistics(logits, labels[here].reshape(-1), head.vocab.start, head.vocab.valid))
+            del logits
+        local_max, local_sum, target = map(torch.cat, zip(*found))
+        row_max, row_sum, target = merge_statistics(local_max, local_sum, target, head.tp)
+        ctx.save_for_backward(labels, row_max, row_sum, *operand)
+        lse = (row_max + torch.log(row_sum)).view(labels.shape)
+        loss = torch.where(labels < 0, 0, lse - target.view(labels.shape))
+        ctx.mark_non_differentiable(lse)
+        return loss, lse
+
+    @staticmethod
+    def backward(ctx, dloss, _):
+        head, weight = ctx.head, ctx.weight
+        labels, row_max, row_sum, *operand = ctx.saved_tensors
+        gemms, tp, by_token = gemms_of(weight), head.tp, (row_max.view_as(labels), row_sum.view_as(labels), dloss)
+        parts = tuple(part.wait() for part in head.gather(tuple(operand)))
+        dx = torch.empty(*labels.shape, weight.shape[1], dtype=weight.dtype, device=labels.device)
+        for here in head.slices(*labels.shape):
+            x = tuple(part[here] for part in parts)
+            rows = (each[here].reshape(-1) for each in (labels, *by_token))
+            dz = head.logit_grads(head.logits(x, weight), *rows)
+            dy = gemms.operand(dz.unflatten(0, (-1, labels.shape[1])), gradient=True)
+            dx[here] = gemms.input_grad(dy, weight)  # partial
+            ctx.defer(partial(gemms.weight_grad, weight, dy, x))
+        # [s/cp, b, h] -> [s/cp/tp, b, h]  reduce_scatter tp
+        reducing = start_reduce_scatter(dx, tp) if head.sp else start_all_reduce(dx, tp)
+        return reducing.wait(), None, None, None, None
