@@ -1,10 +1,11 @@
-"""One thread, one seed of examples, for the whole suite; tests marked `alone` have the machine to themselves.
+"""One thread for the whole suite, and the same numbers on every machine; tests marked `alone` have it to themselves.
 
 Paths, markers and the time limit of a test are in `.pytest.ini`.
 """
 
 import fcntl
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from hypothesis import settings  # noqa: E402
 torch.set_num_threads(1)
 settings.register_profile("suite", derandomize=True, deadline=None)  # the same examples on every machine
 settings.load_profile("suite")
+SEED = int(os.environ.get("MEGATRON5D_SEED", "0"))  # another one gives every test other random tensors
+torch.manual_seed(SEED)  # of tensors made on import
 
 RUNNING, NEXT = Path(__file__), Path(__file__).parents[1] / ".pytest.ini"  # files that every worker has to lock
 
@@ -42,6 +45,12 @@ def pytest_runtest_protocol(item, nextitem):
             with _locked(NEXT, fcntl.LOCK_EX):  # whoever waits to be alone is not overtaken
                 stack.enter_context(_locked(RUNNING, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """A test's random tensors are its own, whatever ran before it, and a failure can be had again."""
+    torch.manual_seed(SEED + zlib.crc32(item.nodeid.encode()))
 
 
 @pytest.hookimpl(trylast=True)
