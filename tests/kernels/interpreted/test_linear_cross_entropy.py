@@ -23,8 +23,11 @@ def test_sum_losses_and_gradients(tokens, slice_bytes, dtype, tolerance, monkeyp
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=0, check_dtype=False)
     torch.testing.assert_close(losses.double(), want_losses, rtol=10 * tolerance, atol=tolerance)
     wanted = torch.autograd.grad(3 * want, wide)
-    for one, expected in zip(torch.autograd.grad(3 * got, leaves), wanted):
-        assert one.dtype == dtype and (one.double() - expected).norm() < tolerance * expected.norm()
+    plain, _ = module.linear_cross_entropy_reference(*leaves, labels, weights, z_coef=0.02)  # rounds its logits as well
+    grads = zip(torch.autograd.grad(3 * got, leaves), torch.autograd.grad(3 * plain, leaves), wanted)
+    for one, rounded, expected in grads:
+        bound = tolerance * expected.norm() + (rounded.double() - expected).norm()
+        assert one.dtype == dtype and (one.double() - expected).norm() < bound
 
 
 @pytest.mark.parametrize("n, out, inside", [(1, 8, 8), (7, 24, 136), (129, 72, 40), (64, 64, 64), (4097, 8, 16)])
