@@ -95,8 +95,7 @@ class OutputMatrix(nn.Module):
             logits = self.local_logits(normed, defer)
             loss, lse = vocab_parallel_cross_entropy(logits, labels.t(), self.vocab, self.tp, z_loss)
         else:
-            sp = self.sp and self.tp.size > 1
-            sliced = SlicedLoss(self.vocab, self.tp, sp, self.slice_tokens, z_loss, self.softcap)
+            sliced = SlicedLoss(self.vocab, self.tp, self.sp, self.slice_tokens, z_loss, self.softcap)
             loss, lse = sliced(normed, self.weight, labels.t(), defer)
         return torch.stack(((loss * mask.t()).sum(), (lse.square() * mask.t()).sum().detach()))
 
@@ -118,7 +117,7 @@ class Head(nn.Module):
 
     def __init__(
         self, config: ModelConfig, mesh: Mesh, *, sp: bool, z_loss: float, tied: nn.Parameter | None,
-        slice_tokens: int | None = None, **factory,
+        slice_tokens: int | None, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
         self.tp, self.z_loss, self.is_last = mesh["tp"], z_loss, config.num_mtp_layers == 0

@@ -132,8 +132,8 @@ class Gpt(nn.Module):
         self.head, self.ahead = None, nn.ModuleList()
         if any(part.head for part in self.parts.values()):
             tied = self.embedding.tokens.weight if self.embedding is not None and model.tie_embeddings else None
-            slices = config.recompute.logit_tokens
-            self.head = Head(model, mesh, z_loss=config.train.z_loss, tied=tied, slice_tokens=slices, **build)
+            slice_tokens = config.recompute.logit_tokens
+            self.head = Head(model, mesh, z_loss=config.train.z_loss, tied=tied, slice_tokens=slice_tokens, **build)
             self._add_prediction(config, mesh["tp"], block, build)
         self._mark_recompute(config)
         self._mark_shared(shared)

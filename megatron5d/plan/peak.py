@@ -69,11 +69,9 @@ def find_peak(
         reduced: stage -> bytes that reducing each phase's gradients leaves until the end of the step, last phase first;
             reduced when the stage's last micro-batch has made them. None = nothing is left.
     """
-    walk = _Walk(program, rank, traces, message_bytes)
+    walk = _Walk(program, rank, traces, message_bytes, reduced or {})
     if not walk.begins_empty:
         walk.stages = walk.units = standing
-    for stage, phases in (reduced or {}).items():
-        walk.reduced[stage] = list(phases)
     line = list(steps(program, rank))
     following = _following([step.slot for step in line], traces)
     for step, after in zip(line, following):
@@ -98,8 +96,15 @@ def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[
 class _Walk:
     """What is alive on one rank while its slots run: `messages`, and `stages`, all that its stages have allocated."""
 
-    def __init__(self, program: Program, rank: int, traces: Mapping[int, StageTrace], message_bytes: int) -> None:
-        self.program, self.traces, self.message_bytes = program, traces, message_bytes
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        traces: Mapping[int, StageTrace],
+        message_bytes: int,
+        reduced: Mapping[int, Sequence[int]],
+    ) -> None:
+        self.program, self.traces, self.message_bytes, self.reduced = program, traces, message_bytes, reduced
         self.messages = self.stages = self.units = self.most = self.host = self.most_host = 0
         self.peak = Peak()
         self.expected: list[Action] = []
@@ -116,7 +121,6 @@ class _Walk:
         self.begins_empty = len(own) == 1 and "B" in traces[own[0]].first and "I" not in ops
         self._begun: set[str] = set()  # operations that have run, where it begins empty
         self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
-        self.reduced: dict[int, list[int]] = {}
         self._owed = Counter(
             action.stage for slot in program.ranks[rank] for action in slot if action.op in "BW"
         )  # micro-batches whose weight gradients a stage has not made

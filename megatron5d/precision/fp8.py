@@ -252,9 +252,8 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         self.over_parts = over_parts
 
     def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        return ExpertGemms.activate(
-            self, x, kind, overwrite
-        )  # the scale of an expert's rows is not known before all of them are
+        # wide: the scale of an expert's rows is not known before all of them are
+        return ExpertGemms.activate(self, x, kind, overwrite)
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         rows, experts, wide = x.shape[0], offsets.numel() - 1, x.float()

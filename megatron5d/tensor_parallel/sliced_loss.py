@@ -3,9 +3,9 @@
     forward    slice by slice: logits = x·Wᵀ and their three numbers a token; over tp these are merged once, at the end
     backward   slice by slice: logits again, their gradient in place, dx = dlogits·W, and dW = dlogitsᵀ·x to `defer`
 
-Kept are x and two numbers a token instead of `[s/cp, b, v/tp]`; it costs the logits' product once more. In B nothing is
-larger than a slice. Where a schedule splits the backward, the gradients of the logits wait for W, as every operand of a
-weight gradient does.
+Kept are x and two numbers a token instead of `[s/cp, b, v/tp]`; it costs the logits' product once more. In F and B the
+logits of one slice are there at a time. Where a schedule splits the backward, the gradients of all slices wait for W,
+as every operand of a weight gradient does.
 Source: Liger-Kernel (arXiv:2410.10989), which makes the gradients in the forward already; here each has its own time.
 """
 
@@ -110,13 +110,13 @@ class _SlicedLoss(torch.autograd.Function):
     def backward(ctx, dloss, _):
         head, weight = ctx.head, ctx.weight
         labels, row_max, row_sum, *operand = ctx.saved_tensors
-        gemms, tp, by_token = gemms_of(weight), head.tp, (row_max.view_as(labels), row_sum.view_as(labels), dloss)
+        gemms, tp = gemms_of(weight), head.tp
+        by_token = labels, row_max.view_as(labels), row_sum.view_as(labels), dloss
         parts = tuple(part.wait() for part in head.gather(tuple(operand)))
         dx = torch.empty(*labels.shape, weight.shape[1], dtype=weight.dtype, device=labels.device)
         for here in head.slices(*labels.shape):
             x = tuple(part[here] for part in parts)
-            rows = (each[here].reshape(-1) for each in (labels, *by_token))
-            dz = head.logit_grads(head.logits(x, weight), *rows)
+            dz = head.logit_grads(head.logits(x, weight), *(each[here].reshape(-1) for each in by_token))
             dy = gemms.operand(dz.unflatten(0, (-1, labels.shape[1])), gradient=True)
             dx[here] = gemms.input_grad(dy, weight)  # partial
             ctx.defer(partial(gemms.weight_grad, weight, dy, x))

@@ -159,11 +159,8 @@ def test_a_rank_that_never_sends_is_given_up(dtype):
     """Tiles that wait for it all leave, what follows does not wait again, and the first that was missed is told."""
     flags = shared(3, dtype=torch.int32)
     flags[1] = 7
-    x, weight, quiet = (
-        torch.zeros(3, 40, 16, dtype=dtype),
-        torch.zeros(72, 16, dtype=dtype),
-        Patience(3.0, flags.device),
-    )
+    x, weight = torch.zeros(3, 40, 16, dtype=dtype), torch.zeros(72, 16, dtype=dtype)
+    quiet = Patience(3.0, flags.device)
     with beside(lambda: raise_flags([flags[2:]], flags, 7)):
         started = time.monotonic()
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
