@@ -5,11 +5,12 @@
     python tools/bench_train.py --model tiny --device cpu --seq-len 128 --steps 3      any model, without a GPU
 
     1b     Llama 3.2 1B                            8,192 tokens, 2 sequences a step
-    8b     Llama 3 8B, as many layers as fit       8,192 tokens, 1 sequence a step
+    8b     Llama 3 8B                              8,192 tokens, 1 sequence a step
     moe    Qwen3-MoE of 16 layers and 32 experts   4,096 tokens, 4 sequences a step
 
-Both train on the same random tokens in bfloat16 with fp32 master weights, fp32 moments and gradients clipped to norm 1.
-Figures are of the median step after the warm-up; MFU counts the FLOPs of megatron5d/model/flops.py for both.
+A model has as many of its layers as the device is predicted to hold, the same for both sides. They train on the same
+random tokens in bfloat16 with fp32 master weights, fp32 moments and gradients clipped to norm 1. Figures are of the
+median step after the warm-up; MFU counts the FLOPs of megatron5d/model/flops.py for both.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ from megatron5d.model.flops import flops_per_token, parameter_count  # noqa: E40
 from megatron5d.model.hf_export import hf_config_from_model  # noqa: E402
 from megatron5d.topology.process import Process  # noqa: E402
 from megatron5d.train.build import build_run  # noqa: E402
+from megatron5d.train.forecast import Forecaster, Target  # noqa: E402
+from megatron5d.train.memory import device_bytes, target_here  # noqa: E402
 from megatron5d.train.metrics import memory_gb, peak_tflops  # noqa: E402
 
 CASES = {
     "1b": ["model=llama3_1b", "train.seq_len=8192", "train.mbs=2"],
-    "8b": ["model=llama3_8b", "model.num_layers=20", "train.seq_len=8192", "train.mbs=1"],
+    "8b": ["model=llama3_8b", "train.seq_len=8192", "train.mbs=1"],
     "moe": [
         "model=qwen3_30b_a3b", "model.num_layers=16", "model.num_experts=32", "train.seq_len=4096", "train.mbs=4",
     ],
 }  # fmt: skip
 LEARNING_RATE = 1e-4
+ROOM = 0.9  # of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its weights
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,20 @@ def configured(overrides: list[str]) -> Config:
     if faults:
         raise ConfigError(faults)
     return config
+
+
+def fitted(config: Config, have: int, target: Target) -> Config:
+    """The configuration with as many of its layers as a device of `have` bytes holds; at least one."""
+    low, high = 1, config.model.num_layers
+    while low < high:
+        middle = (low + high + 1) // 2
+        needed = Forecaster(_with_layers(config, middle), 1, target).rank(0).needed
+        low, high = (middle, high) if needed <= ROOM * have else (low, middle - 1)
+    return _with_layers(config, low)
+
+
+def _with_layers(config: Config, count: int) -> Config:
+    return replace(config, model=replace(config.model, num_layers=count))
 
 
 def tokens(config: Config) -> Iterator[torch.Tensor]:
@@ -201,11 +219,14 @@ def main() -> int:
         refuse(error.faults)
     what = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(f"{what}, torch {torch.__version__}", flush=True)
-    rows = {}
+    rows: dict[str, dict[str, object]] = {}
     for name, config in configs.items():
+        if (have := device_bytes(config)) is not None:
+            config = fitted(config, have, target_here(config))
         results = compare(config, device, arguments.steps, wanted)
         print(table(name, config, results), flush=True)
-        rows[name] = {key: row if isinstance(row, str) else asdict(row) for key, row in results.items()}
+        figures = {key: row if isinstance(row, str) else asdict(row) for key, row in results.items()}
+        rows[name] = {"layers": config.model.num_layers, **figures}
     if arguments.json:
         found = {"device": what, "torch": torch.__version__, "overrides": arguments.set, "rows": rows}
         arguments.json.write_text(json.dumps(found, indent=1))

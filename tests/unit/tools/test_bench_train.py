@@ -33,6 +33,20 @@ def test_the_peer_is_the_same_model(monkeypatch, model):
     assert step(next(bench_train.tokens(config))) == pytest.approx(math.log(config.model.vocab_size), rel=0.05)
 
 
+def test_a_model_has_as_many_layers_as_the_device_holds():
+    config = bench_train.configured(bench_train.CASES["8b"])
+    target = bench_train.Target("sm_90")
+
+    def needed(layers: int) -> int:
+        return bench_train.Forecaster(bench_train._with_layers(config, layers), 1, target).rank(0).needed
+
+    have = 80 * 10**9
+    layers = bench_train.fitted(config, have, target).model.num_layers
+    assert needed(layers) <= bench_train.ROOM * have < needed(layers + 1)
+    assert bench_train.fitted(config, 10**12, target) == config
+    assert bench_train.fitted(config, 0, target).model.num_layers == 1
+
+
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench_train.py", "1b"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
