@@ -17,5 +17,5 @@ def test_the_house_keeps(rule):
 
 def test_the_tree_was_really_read():
     paths = {file.path for file in SOURCE.files}
-    assert {"pretrain.py", "kernels/__init__.py", "megatron5d/topology/axis.py", "tests/ranks.py"} <= paths
+    assert {"pretrain.py", "kernels/__init__.py", "megatron5d/topology/axis.py", "tests/layouts.py"} <= paths
     assert len(SOURCE.code) > 50

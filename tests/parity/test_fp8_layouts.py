@@ -8,7 +8,6 @@ micro-batches; it differs by the quantisation of that one product.
 import dataclasses
 
 import pytest
-import torch
 from layouts import layout_run, make_rows, worst_relative
 
 from megatron5d.config.schema import (
@@ -22,6 +21,7 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
+from megatron5d.train.differences import joined
 
 STEPS = 2
 
@@ -48,18 +48,6 @@ def config_of(
 _TRUTH: dict[Config, tuple] = {}
 
 
-def whole(rectangles):
-    """The tensors of one process that holds all of each."""
-    sizes = {}
-    for name, offset, values in rectangles:
-        end = tuple(o + n for o, n in zip(offset, values.shape))
-        sizes[name] = tuple(map(max, end, sizes.get(name, end)))
-    tensors = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
-    for name, offset, values in rectangles:
-        tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape))] = values
-    return tensors
-
-
 def alone(config):
     """One process; remembered."""
     alone = dataclasses.replace(
@@ -72,7 +60,7 @@ def alone(config):
     key = repr(alone)
     if key not in _TRUTH:
         outcome, grads, weights = layout_run(alone, 1, make_rows(alone, STEPS), STEPS)
-        _TRUTH[key] = outcome, whole(grads[0]), whole(weights[0])
+        _TRUTH[key] = outcome, joined(grads[0]), joined(weights[0])
     return _TRUTH[key]
 
 

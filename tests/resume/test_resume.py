@@ -7,7 +7,6 @@ import signal
 
 import pytest
 import torch
-from layouts import _rectangles
 from ranks import run_ranks
 from runs import curve, train_on_ranks, whole_tensors, write_corpus
 
@@ -25,6 +24,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run, passed_over
+from megatron5d.train.parity import owned_slices
 from megatron5d.train.signals import REQUEUE
 from megatron5d.train.step import Trainer
 
@@ -96,7 +96,7 @@ def _held_after_loading(rank, world, config):
             moments.append((f"optim.{kind}.{segment.spec.name}", flat[slice(*segment.owned)].clone()))
     with loaded.sync.whole_weights():
         whole = [(p.spec.name, piece, p.detach().clone()) for p in loaded.model.parameters() for piece in p.spec.pieces]
-    return loaded.progress.step, _rectangles(loaded.sync, "weights"), moments, whole
+    return loaded.progress.step, owned_slices(loaded.sync, "weight_slice"), moments, whole
 
 
 @pytest.mark.parametrize("layout", OTHERS)
