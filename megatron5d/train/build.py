@@ -96,7 +96,7 @@ def build_run(config: Config, process: Process) -> Run:
         model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     checkpoint = find_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
-    notes, progress = [*idle_balancing(config), plan.note, *passed_over(config)], Progress()
+    notes, progress = [*idle_routers(config), plan.note, *passed_over(config)], Progress()
     if checkpoint is None:
         notes += first_weights(config, sync, optimizer, model)
     else:
@@ -136,13 +136,16 @@ def passed_over(config: Config) -> list[str]:
     return [f"not resumed from: {fault}" for fault in faults]
 
 
-def idle_balancing(config: Config) -> list[str]:
-    """Balancing of experts that is asked for, but with no strength."""
+def idle_routers(config: Config) -> list[str]:
+    """Why the routers will not learn what is asked for: balancing without strength, or weights that cannot change."""
     if config.model.num_experts == 0:
         return []
     knobs = {kind: "bias_rate" if kind == "bias" else "aux_coef" for kind in config.moe.balance if kind != "none"}
     idle = {kind: knob for kind, knob in knobs.items() if getattr(config.moe, knob) == 0}
-    return [f"moe.balance={kind} does nothing while moe.{knob} = 0" for kind, knob in idle.items()]
+    notes = [f"moe.balance={kind} does nothing while moe.{knob} = 0" for kind, knob in idle.items()]
+    if config.model.norm_topk_prob and config.model.top_k == 1:
+        notes.append("with model.top_k = 1, model.norm_topk_prob=true makes every weight 1: the loss teaches no router")
+    return notes
 
 
 def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
