@@ -23,13 +23,14 @@ def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: 
     Raises:
         ValueError: fewer layers than stages.
     """
-    total = [0.0, *accumulate(costs)]
+    total = np.array([0.0, *accumulate(costs)])
+    begin, end = np.ogrid[: len(total), : len(total)]
 
-    def load(stage: int, begin: int, end: int) -> float:
+    def load(stage: int) -> np.ndarray:
         own = first * (stage == 0) + last * (stage == num_stages - 1)
-        return total[end] - total[begin] + own if end > begin or own > 0 else inf
+        return np.where((end > begin) | ((end == begin) & (own > 0)), total - total[:, None] + own, inf)
 
-    dearest, _ = _cheapest_split(len(costs), num_stages, load, max)
+    dearest, _ = _cheapest_split(len(costs), num_stages, load, np.maximum)
     if dearest == inf:
         raise ValueError(
             f"model.num_layers = {len(costs)} is fewer than the {num_stages} stages of the pipeline (parallel.pp "
@@ -37,8 +38,8 @@ def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: 
             f"model.num_layers={num_stages}, or parallel.pp=1"
         )
 
-    def evenness(before: float, own: float) -> float:
-        return before + own * own if own <= dearest * (1 + 1e-9) else inf
+    def evenness(before: np.ndarray, own: np.ndarray) -> np.ndarray:
+        return before + np.where(own <= dearest * (1 + 1e-9), own * own, inf)
 
     return _cheapest_split(len(costs), num_stages, load, evenness)[1]
 
@@ -46,30 +47,26 @@ def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: 
 def _cheapest_split(
     num_layers: int,
     num_stages: int,
-    load: Callable[[int, int, int], float],
-    add: Callable[[float, float], float],
+    load: Callable[[int], np.ndarray],
+    add: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> tuple[float, list[int]]:
     """The cost and the layout of the cheapest cut of a row of layers into stages; earlier stages are the larger ones.
 
     Args:
         num_layers, num_stages: sizes.
-        load: (stage, first layer, last layer + 1) -> cost of the stage.
+        load: stage -> `[first layer, last layer + 1]` cost of the stage.
         add: (cost of the stages before, load of one more) -> cost of all.
     """
-    cost, cuts = [0.0] + [inf] * num_layers, []
+    cost, cuts = np.array([0.0] + [inf] * num_layers), []
     for stage in range(num_stages):
-        options = [
-            [(add(cost[begin], load(stage, begin, end)), -begin) for begin in range(end, -1, -1)]
-            for end in range(num_layers + 1)
-        ]
-        found = [min(row) for row in options]
-        cost = [value for value, _ in found]
-        cuts.append([-begin for _, begin in found])
+        options = add(cost[::-1, None], load(stage)[::-1])  # backwards: of equal ones the one that begins last
+        cuts.append(num_layers - options.argmin(axis=0))
+        cost = options.min(axis=0)
     layout, end = [], num_layers
     for cut in reversed(cuts):
-        layout.append(end - cut[end])
+        layout.append(int(end - cut[end]))
         end = cut[end]
-    return cost[num_layers], layout[::-1]
+    return float(cost[-1]), layout[::-1]
 
 
 def balanced_ranks(costs: Sequence[float], placement: Placement, first: float = 0.0, last: float = 0.0) -> list[int]:
@@ -97,14 +94,18 @@ def balanced_ranks(costs: Sequence[float], placement: Placement, first: float = 
     share = np.zeros((placement.num_ranks, num_stages))  # of a stage's work that a rank does
     for line in placement.route:
         share[line, range(num_stages)] += 1 / placement.copies
-    counts = np.zeros(num_stages, int)
+    loads, ranks = ends.copy(), share @ ends
     for _ in costs:
-        counts[_most_even(counts + np.eye(num_stages) + ends, share)] += 1
+        stage = _first_of(loads, *_evenness(share.T + ranks))
+        loads[stage] += 1
+        ranks += share[:, stage]
+    counts = np.rint(loads - ends).astype(int)
     best = -1
     while best != 0:
         options = np.array([counts, *_moves(counts, share[(share @ (counts + ends)).argmax()] > 0)])
         cuts = np.concatenate([np.zeros_like(options[:, :1]), options.cumsum(axis=1)], axis=1)
-        best = _most_even(np.diff(total[cuts]) + ends, share)
+        loads = np.diff(total[cuts]) + ends
+        best = _first_of(np.square(loads).sum(axis=1), *_evenness(loads @ share.T))
         counts = options[best]
     if not (share @ (counts + ends)).all():
         raise ValueError(
@@ -114,16 +115,14 @@ def balanced_ranks(costs: Sequence[float], placement: Placement, first: float = 
     return counts.tolist()
 
 
-def _most_even(loads: np.ndarray, share: np.ndarray) -> int:
-    """Which of several splits, `[options, stages]`, has the least busiest rank, then even ranks, then even stages.
+def _evenness(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of several splits, `[options, ranks]` what every rank does: the sum of squares, and the most."""
+    return np.square(ranks).sum(axis=1), ranks.max(axis=1)
 
-    Args:
-        loads: work of every stage.
-        share: `[ranks, stages]` what a rank does of it.
-    """
-    ranks = loads @ share.T
-    keys = np.square(loads).sum(axis=1), np.square(ranks).sum(axis=1), ranks.max(axis=1)
-    return int(np.lexsort([key.round(9) for key in keys])[0])  # equal but for rounding: the first
+
+def _first_of(*keys: np.ndarray) -> int:
+    """Which option is least by the last key, and of equal ones by the key before; the first where all are equal."""
+    return int(np.lexsort([key.round(9) for key in keys])[0])  # rounded, for equal ones differ in the last digits
 
 
 def _moves(counts: np.ndarray, busiest: np.ndarray) -> Iterator[np.ndarray]:
