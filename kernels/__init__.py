@@ -14,8 +14,10 @@ from kernels.activation import activate, gelu, gelu_reference, swiglu, swiglu_ba
 from kernels.flash_attention import attention, attention_backward, documents_from_cu_seqlens
 from kernels.flash_attention_plain import attention_reference
 from kernels.normalization import (
+    add_layer_norm,
     add_rms_norm,
     layer_norm,
+    layer_norm_backward,
     layer_norm_reference,
     rms_norm,
     rms_norm_backward,
@@ -36,6 +38,7 @@ __all__ = [
     "OWNER",
     "accumulate_weight_grad",
     "activate",
+    "add_layer_norm",
     "add_rms_norm",
     "apply_rope",
     "apply_rope_reference",
@@ -49,6 +52,7 @@ __all__ = [
     "gelu",
     "gelu_reference",
     "layer_norm",
+    "layer_norm_backward",
     "layer_norm_reference",
     "rms_norm",
     "rms_norm_backward",

@@ -1,4 +1,4 @@
-"""Operations whose result is wanted in 8 bits only: SwiGLU before a down-projection, RMSNorm before an up-projection.
+"""Operations whose result is wanted in 8 bits only: SwiGLU before a down-projection, a norm before an up-projection.
 
 The wide result is never written: it is computed in registers, rounded to the dtype that it would have been stored in,
 and quantised in 1×128 groups. So the outcome is that of the two operations one after the other, at a third of the
@@ -13,7 +13,7 @@ from kernels.activation import swiglu_reference
 from kernels.dispatch import rows_of
 from kernels.fp8_quantize import E4M3, GROUP, Quantized, magnitude, quantize_reference, quantized
 from kernels.language import cdiv, jit, next_power_of_2, tl
-from kernels.normalization import MAX_WIDTH, rms_norm_reference
+from kernels.normalization import MAX_WIDTH, layer_norm_reference, rms_norm_reference
 
 
 @jit
@@ -45,16 +45,20 @@ def _swiglu_kernel(
 
 
 @jit
-def _rms_norm_kernel(
+def _norm_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     values_ptr,
     scales_ptr,
+    mean_ptr,
     inverse_ptr,
     rows,
     width,
     stride,
     eps,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
@@ -66,9 +70,15 @@ def _rms_norm_kernel(
     column = tl.arange(0, WIDTH)
     live = (row < rows)[:, None] & (column < width)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], live, other=0.0).to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(x, 1) / width
+        x = tl.where(live, x - mean[:, None], 0.0)
+        tl.store(mean_ptr + row, mean, row < rows)
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
     tl.store(inverse_ptr + row, inverse, row < rows)
     y = x * inverse[:, None] * tl.load(weight_ptr + column, column < width, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, column < width, other=0.0).to(tl.float32)[None, :]
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP))
     amax = tl.max(magnitude(groups), 2)[:, :, None]
@@ -113,6 +123,26 @@ def swiglu_quantized(gate_up: Tensor, dtype: torch.dtype = E4M3, *, powers_of_tw
     return Quantized(values, scales, 1)
 
 
+def _norm_quantized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype, powers_of_two: bool
+) -> tuple[Quantized, Tensor, Tensor]:
+    """Rows `[rows, h]` on a GPU: their norm, and what its backward needs, mean and 1 / scale."""
+    rows, width = x.shape
+    values, scales = _outputs(rows, width, dtype, x.device)
+    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(inverse) if centred else inverse
+    config = tuning.select("fp8_rms_norm", x.device, width=width)
+    config["WIDTH"] = max(GROUP, next_power_of_2(width))
+    config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
+    flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "POWERS_OF_TWO": powers_of_two}
+    weight = weight.contiguous()
+    pointers = (x, weight, weight if bias is None else bias.contiguous(), values, scales, mean, inverse)
+    sizes = (rows, width, x.stride(0), eps)
+    grid = (cdiv(rows, config["ROWS"]),)
+    _norm_kernel[grid](*pointers, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config)
+    return Quantized(values, scales, 1), mean, inverse
+
+
 def rms_norm_quantized(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
 ) -> tuple[Quantized, Tensor]:
@@ -130,17 +160,36 @@ def rms_norm_quantized(
         float64), which the backward of the norm needs.
     """
     x = rows_of(x)
-    rows, width = x.shape
-    if not dispatch.runs_triton(x) or width > MAX_WIDTH:
+    if not dispatch.runs_triton(x) or x.shape[1] > MAX_WIDTH:
         inverse = torch.rsqrt(x.to(dispatch.statistics_dtype(x.dtype)).square().mean(-1) + eps)
         return quantize_reference(rms_norm_reference(x, weight, eps), 1, dtype, powers_of_two), inverse
-    values, scales = _outputs(rows, width, dtype, x.device)
-    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
-    config = tuning.select("fp8_rms_norm", x.device, width=width)
-    config["WIDTH"] = max(GROUP, next_power_of_2(width))
-    config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
-    flags = {"LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
-    pointers = (x, weight.contiguous(), values, scales, inverse)
-    grid = (cdiv(rows, config["ROWS"]),)
-    _rms_norm_kernel[grid](*pointers, rows, width, x.stride(0), eps, **flags, **config)
-    return Quantized(values, scales, 1), inverse
+    q, _, inverse = _norm_quantized(x, weight, None, eps, False, dtype, powers_of_two)
+    return q, inverse
+
+
+def layer_norm_quantized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype = E4M3,
+    *,
+    powers_of_two: bool = False,
+) -> tuple[Quantized, tuple[Tensor, Tensor]]:
+    """`quantize_rows(layer_norm(x))` in one pass, as `rms_norm_quantized`.
+
+    Args:
+        bias: `[h]` or None.
+
+    Returns:
+        values with scales, and mean and 1 / standard deviation, `[rows]` each.
+    """
+    x = rows_of(x)
+    if not dispatch.runs_triton(x) or x.shape[1] > MAX_WIDTH:
+        wide = x.to(dispatch.statistics_dtype(x.dtype))
+        mean = wide.mean(-1)
+        inverse = torch.rsqrt((wide - mean[:, None]).square().mean(-1) + eps)
+        q = quantize_reference(layer_norm_reference(x, weight, bias, eps), 1, dtype, powers_of_two)
+        return q, (mean, inverse)
+    q, *statistics = _norm_quantized(x, weight, bias, eps, True, dtype, powers_of_two)
+    return q, (statistics[0], statistics[1])

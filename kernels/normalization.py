@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dim, with an optional residual added first.
+"""RMSNorm and LayerNorm over the last dim; with the residual stream, whose sum and gradient cost no pass of their own.
 
 RMSNorm     y = w · x / sqrt(mean(x²) + eps)                      Zhang & Sennrich, arXiv:1910.07467, eq. 4
 LayerNorm   y = w · (x - mean x) / sqrt(var x + eps) + b          Ba, Kiros & Hinton, arXiv:1607.06450, eq. 4
@@ -6,6 +6,7 @@ LayerNorm   y = w · (x - mean x) / sqrt(var x + eps) + b          Ba, Kiros & H
 With n = the normalised row and g = w · dy:
     dx = (g - n mean(g n)) / sqrt(...)       and for LayerNorm also minus mean(g)
     dw = sum over rows of dy n,   db = sum over rows of dy
+and what arrives for x (or x + residual) itself is added to dx before it is stored.
 The backward is bound by memory: each program walks many rows and keeps its share of dw in registers, so that x and dy
 are read once; the shares of all programs are summed at the end.
 """
@@ -100,7 +101,7 @@ def _backward_kernel(
     x_stride,
     CENTRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -124,7 +125,7 @@ def _backward_kernel(
         if CENTRED:
             dx -= (tl.sum(g, 1) / width)[:, None]
         dx *= scale
-        if HAS_RESIDUAL:
+        if HAS_DTOTAL:
             dx += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + column[None, :], live, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row[:, None] * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), live)
         dweight += dy * normal
@@ -154,7 +155,7 @@ def _wide_backward_kernel(
     x_stride,
     CENTRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """As `_backward_kernel` for rows that do not fit in registers: two walks over a row, the second from cache."""
@@ -183,7 +184,7 @@ def _wide_backward_kernel(
             weight = tl.load(weight_ptr + column, live, other=0.0).to(tl.float32)
             normal = (x - mean) * scale
             dx = (dy * weight - normal * mean_g_normal - mean_g) * scale
-            if HAS_RESIDUAL:
+            if HAS_DTOTAL:
                 dx += tl.load(dtotal_ptr + row * dtotal_stride + column, live, other=0.0).to(tl.float32)
             tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), live)
             dweight = tl.load(dweight_ptr + mine + column, live, other=0.0)
@@ -209,11 +210,11 @@ def _tile(operation: str, x: Tensor) -> dict:
 
 
 class _Norm(torch.autograd.Function):
-    """(x, residual) -> (norm of x + residual, x + residual)."""
+    """(x, residual) -> (norm of x + residual, x + residual); without a residual the second is x."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, centred):
-        shape, x = x.shape, rows_of(x)
+        shape, stream, x = x.shape, x, rows_of(x)
         num_rows, width = x.shape
         y = torch.empty(shape, dtype=x.dtype, device=x.device)
         scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
@@ -221,31 +222,34 @@ class _Norm(torch.autograd.Function):
         total, added = x, x
         if residual is not None:
             added, total = rows_of(residual), torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+            stream = total.view(shape)
         tile = _tile("norm_forward", x)
         pointers = (x, added, weight, weight if bias is None else bias, y, total, mean, scale)
-        flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
+        flags = {"CENTRED": centred, "HAS_BIAS": bias is not None}
         sizes = (num_rows, width, x.stride(0), added.stride(0), eps)
-        _forward_kernel[(cdiv(num_rows, tile["ROWS"]),)](*pointers, *sizes, **flags, **tile)
+        grid = (cdiv(num_rows, tile["ROWS"]),)
+        _forward_kernel[grid](*pointers, *sizes, **flags, HAS_RESIDUAL=residual is not None, **tile)
         ctx.save_for_backward(total, weight, bias, mean, scale)
-        ctx.flags = flags
-        return (y, total.view(shape)) if residual is not None else y
+        ctx.flags, ctx.has_residual = flags, residual is not None
+        ctx.set_materialize_grads(False)  # where one of the two results is not used, nothing is read in its place
+        return y, stream
 
     @staticmethod
-    def backward(ctx, dy, dtotal=None):
+    def backward(ctx, dy, dtotal):
+        if dy is None:
+            return dtotal, dtotal if ctx.has_residual else None, None, None, None, None
         x, weight, bias, mean, scale = ctx.saved_tensors
-        dtotal = None if dtotal is None else rows_of(dtotal)
-        dx, dweight, dbias = _launch_backward(rows_of(dy), dtotal, (x, weight, mean, scale), ctx.flags)
-        dx = dx.view(dy.shape)
-        dresidual = dx if ctx.flags["HAS_RESIDUAL"] else None
-        bias_grad = None if bias is None else dbias.sum(0).to(bias.dtype)
-        return dx, dresidual, dweight.sum(0).to(weight.dtype), bias_grad, None, None
+        dx, dweight, dbias = _launch_backward(dy, dtotal, (x, weight, mean, scale), ctx.flags)
+        bias_grad = None if bias is None else dbias.to(bias.dtype)
+        return dx, dx if ctx.has_residual else None, dweight.to(weight.dtype), bias_grad, None, None
 
 
 def _launch_backward(
     dy: Tensor, dtotal: Tensor | None, kept: tuple[Tensor, Tensor, Tensor, Tensor], flags: dict[str, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From gradients of rows and what the forward has kept: dx, and every program's share of dw and db."""
+    """From the gradients and what the forward has kept: dx, and dw and db in float32 (db = dw without a bias)."""
     x, weight, mean, scale = kept
+    shape, dy, x = dy.shape, rows_of(dy), rows_of(x)
     num_rows, width = x.shape
     tile = _tile("norm_backward", x)
     waves = tile.pop("PROGRAMS_PER_PROCESSOR")
@@ -253,12 +257,13 @@ def _launch_backward(
     dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     dweight = torch.zeros(programs, width, dtype=torch.float32, device=x.device)
     dbias = torch.zeros_like(dweight) if flags["HAS_BIAS"] else dweight
-    dtotal = dy if dtotal is None else dtotal
-    strides = (dy.stride(0), dtotal.stride(0), x.stride(0))
-    pointers = (dy, dtotal, x, weight, mean, scale, dx, dweight, dbias)
+    arrived = dy if dtotal is None else rows_of(dtotal)
+    strides = (dy.stride(0), arrived.stride(0), x.stride(0))
+    pointers = (dy, arrived, x, weight, mean, scale, dx, dweight, dbias)
     kernel = _wide_backward_kernel if "CHUNK" in tile else _backward_kernel
-    kernel[(programs,)](*pointers, num_rows, width, *strides, **flags, **tile)
-    return dx, dweight, dbias
+    kernel[(programs,)](*pointers, num_rows, width, *strides, **flags, HAS_DTOTAL=dtotal is not None, **tile)
+    dweight = dweight.sum(0)
+    return dx.view(shape), dweight, dbias.sum(0) if flags["HAS_BIAS"] else dweight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -272,12 +277,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         `[..., h]` in the dtype of `x`; statistics are float32 (float64 for float64).
     """
+    return add_rms_norm(x, None, weight, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The RMSNorm of `x + residual`, and that sum, in one pass over memory each way.
+
+    Args:
+        x: `[..., h]`, any floating dtype.
+        residual: as `x`; None = x is the stream already, and comes back as it is: a branch that begins with a norm
+            goes on with both, and their gradients meet in the norm's backward.
+        weight: `[h]`, any floating dtype.
+        eps: added to the mean of squares.
+
+    Returns:
+        The norm of the sum, and the sum, both `[..., h]` in the dtype of `x`.
+    """
     if not _fits(x):
-        return rms_norm_reference(x, weight, eps)
-    return _Norm.apply(x, None, weight.contiguous(), None, eps, False)
+        total = x if residual is None else x + residual
+        return rms_norm_reference(total, weight, eps), total
+    return _Norm.apply(x, residual, weight.contiguous(), None, eps, False)
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, inverse: Tensor, dtotal: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The gradients of what went into `rms_norm`.
 
     Args:
@@ -285,17 +309,17 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, inverse
         weight: `[h]`.
         eps: added to the mean of squares.
         inverse: `[rows]`, 1 / root mean square of each row of x; the plain path makes it again.
+        dtotal: `[..., h]`, what arrives for x beside its norm.
 
     Returns:
         dx `[..., h]` and dw `[h]`, in the dtypes of x and weight.
     """
     if not _fits(x):
         dx, dweight = dispatch.gradients_of(lambda x, weight: rms_norm_reference(x, weight, eps), dy, x, weight)
-        return dx, dweight
-    flags = {"CENTRED": False, "HAS_BIAS": False, "HAS_RESIDUAL": False}
-    kept = rows_of(x), weight.contiguous(), inverse, inverse
-    dx, dweight, _ = _launch_backward(rows_of(dy), None, kept, flags)
-    return dx.view(x.shape), dweight.sum(0).to(weight.dtype)
+        return dx if dtotal is None else dx + dtotal, dweight
+    kept = x, weight.contiguous(), inverse, inverse
+    dx, dweight, _ = _launch_backward(dy, dtotal, kept, {"CENTRED": False, "HAS_BIAS": False})
+    return dx, dweight.to(weight.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -310,24 +334,41 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     Returns:
         `[..., h]` in the dtype of `x`; statistics are float32 (float64 for float64).
     """
+    return add_layer_norm(x, None, weight, bias, eps)[0]
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The LayerNorm of `x + residual`, and that sum: as `add_rms_norm`."""
     if not _fits(x):
-        return layer_norm_reference(x, weight, bias, eps)
-    return _Norm.apply(x, None, weight.contiguous(), None if bias is None else bias.contiguous(), eps, True)
+        total = x if residual is None else x + residual
+        return layer_norm_reference(total, weight, bias, eps), total
+    return _Norm.apply(x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, True)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream's step in one pass over memory: the sum `x + residual` and its RMSNorm.
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    statistics: tuple[Tensor, Tensor],
+    dtotal: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of what went into `layer_norm`, its bias too.
 
     Args:
-        x: `[..., h]`, any floating dtype.
-        residual: as `x`.
-        weight: `[h]`, any floating dtype.
-        eps: added to the mean of squares.
+        dy, x, weight, eps, dtotal: as of `rms_norm_backward`.
+        bias: `[h]`.
+        statistics: mean and 1 / standard deviation of each row of x, `[rows]`; the plain path makes them again.
 
     Returns:
-        The norm of the sum, and the sum, both `[..., h]` in the dtype of `x`.
+        dx `[..., h]`, dw and db `[h]`, in the dtypes of x, weight and bias.
     """
     if not _fits(x):
-        total = x + residual
-        return rms_norm_reference(total, weight, eps), total
-    return _Norm.apply(x, residual, weight.contiguous(), None, eps, False)
+        plain = dispatch.gradients_of(lambda x, w, b: layer_norm_reference(x, w, b, eps), dy, x, weight, bias)
+        return plain[0] if dtotal is None else plain[0] + dtotal, plain[1], plain[2]
+    kept = x, weight.contiguous(), *statistics
+    dx, dweight, dbias = _launch_backward(dy, dtotal, kept, {"CENTRED": True, "HAS_BIAS": True})
+    return dx, dweight.to(weight.dtype), dbias.to(bias.dtype)

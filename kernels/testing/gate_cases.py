@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kernels
 from kernels import moe
-from kernels.fp8_fused import rms_norm_quantized, swiglu_quantized
+from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
@@ -54,8 +54,10 @@ def forward_and_backward(outputs) -> None:
 def _norms(width: int) -> None:
     x, weight, bias = meta(4096, width, grad=True), meta(width, grad=True), meta(width, grad=True)
     forward_and_backward(kernels.rms_norm(x, weight, 1e-5))
-    forward_and_backward(kernels.add_rms_norm(x, meta(4096, width, grad=True), weight, 1e-5))
     forward_and_backward(kernels.layer_norm(x, weight, bias, 1e-5))
+    for residual in (None, meta(4096, width, grad=True)):
+        forward_and_backward(kernels.add_rms_norm(x, residual, weight, 1e-5))
+        forward_and_backward(kernels.add_layer_norm(x, residual, weight, bias, 1e-5))
 
 
 def _pointwise() -> None:
@@ -147,6 +149,7 @@ def _fp8_fused() -> None:
     swiglu_quantized(meta(4096, 2 * 2048), powers_of_two=True)
     for width in (2048, 7168, 16384):
         rms_norm_quantized(meta(4096, width), meta(width), 1e-5, powers_of_two=True)
+        layer_norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, powers_of_two=True)
 
 
 def _moe() -> None:

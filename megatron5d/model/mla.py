@@ -102,7 +102,8 @@ class Mla(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        latents = self._down(self.norm(x, self._first_gemms()), defer)
+        normed, x = self.norm.branch(x, self._first_gemms())
+        latents = self._down(normed, defer)
         heads = self.parts("qkv", partial(self._up, batch=batch, defer=defer), *latents)
         core = self.parts("attention", partial(self._core, batch=batch), *heads)  # [s/cp, b, a·dv/tp]
         return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp

@@ -48,7 +48,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        normed = self.norm(x, gemms_of(self.up.weight))
+        normed, x = self.norm.branch(x, gemms_of(self.up.weight))
         inner = self.parts("mlp", partial(self._inner, defer=defer), normed)
         return x + self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 

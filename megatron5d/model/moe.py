@@ -142,7 +142,7 @@ class MoeDispatch(nn.Module):
         self.dispatcher = dispatcher_of(config.num_experts, mesh, EightBitRows() if moe.fp8_dispatch else None)
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> State:
-        normed = self.norm(x)
+        normed, x = self.norm.branch(x)
         mine = self.share.take(normed)  # [n, h]
         tokens = self.share.tokens(x.shape, batch)
         logits = self.router.logits(self._jittered(mine, tokens), defer)  # [n, E]

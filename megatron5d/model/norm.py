@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor, nn
 
-from kernels import layer_norm
 from megatron5d.precision.gemms import PLAIN, Gemms
 from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import replicated_parameter
@@ -46,11 +43,22 @@ class Norm(nn.Module):
             x: `[..., n]`.
             gemms: of the products that alone read the result; anything else needs the default.
         """
-        return self.parts("norm", partial(self._normalised, gemms=gemms), x)
+        return self.parts("norm", lambda x: self._beside(x, gemms)[0], x)
 
-    def _normalised(self, x: Tensor, gemms: Gemms) -> Tensor:
-        if self.kind == "layernorm":
-            return layer_norm(x, self.weight, self.bias, self.eps)
+    def branch(self, x: Tensor, gemms: Gemms = PLAIN) -> tuple[Tensor, Tensor]:
+        """What a residual branch begins with, and x for the sum at its end.
+
+        The gradients of the two meet in the backward of the norm, in one pass over memory; where that is computed
+        again, autograd adds them up.
+
+        Args:
+            x, gemms: as of `forward`.
+        """
+        return self._beside(x, gemms) if self.parts.keeps("norm") else (self(x, gemms), x)
+
+    def _beside(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
+        if self.bias is not None:
+            return gemms.layer_norm(x, self.weight, self.bias, self.eps)
         return gemms.rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:

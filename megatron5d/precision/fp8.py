@@ -10,7 +10,7 @@ accumulated in float32 after at most 128 terms; it leaves in the dtype of the we
 gradient). On the CPU the same scales and blocks are multiplied in float32, or in float64 for a model in float64.
 
 An operand is (values, scales), both with the tokens leading: sequence shards are quantised first and gathered in 8
-bits, which gives the same numbers as the other order. Blockwise, what SwiGLU and RMSNorm make for these products alone
+bits, which gives the same numbers as the other order. Blockwise, what SwiGLU and norms make for these products alone
 is made an operand at once (stand_in.py): the same bits in one pass over memory. Weights are quantised when they are
 first used after a change, both ways, and kept until `forget_quantized`; under ZeRO-3 they arrive so, gathered in slices
 (fp8_weights.py).
@@ -48,7 +48,7 @@ from kernels.fp8_turn import turn
 from megatron5d.precision.fp8_weights import Pair, quantized_weight
 from megatron5d.precision.gemms import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.precision.gradient import grad_buffer
-from megatron5d.precision.stand_in import carried_by, eight_bit_rms_norm, eight_bit_swiglu
+from megatron5d.precision.stand_in import carried_by, eight_bit_layer_norm, eight_bit_rms_norm, eight_bit_swiglu
 
 Reduce = Callable[[Tensor], Tensor]
 """The maximum, over some ranks, of a float32 tensor."""
@@ -101,8 +101,11 @@ class BlockwiseGemms(Gemms):
             return super().activate(x, kind, overwrite)
         return eight_bit_swiglu(x, self.powers_of_two, overwrite)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return eight_bit_rms_norm(x, weight, eps, self.powers_of_two)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return eight_bit_layer_norm(x, weight, bias, eps, self.powers_of_two)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
         return self._product(x, self._weight(weight).straight, weight.dtype)

@@ -8,7 +8,7 @@ What is multiplied, gathered over ranks and kept for the backward is an operand:
 their leading dims, so that a layer treats them alike and need not know what they are. Here it is the tensor itself;
 fp8.py has the operands of 8 bits. A weight without a choice of its own is multiplied as it is: `gemms_of`.
 
-The operation before a product is theirs as well where nothing else reads its result (`activate`, `rms_norm`): it may
+The operation before a product is theirs as well where nothing else reads its result (`activate`, the norms): it may
 then come in a form that only they understand.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import activate, rms_norm
+from kernels import activate, add_layer_norm, add_rms_norm
 from kernels.grouped_matmul import grouped_input_grad, grouped_matmul, grouped_weight_grad
 from megatron5d.precision.gradient import add_weight_grad, grad_buffer
 
@@ -40,9 +40,13 @@ class Gemms:
         """What stands between two matrices, for the second: `[..., 2f]` (swiglu) or `[..., f]` -> `[..., f]`."""
         return activate(x, kind, overwrite)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm for these products: `[..., in]` -> `[..., in]`."""
-        return rms_norm(x, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """RMSNorm for these products, `[..., in]` -> `[..., in]`, and x: gradients of both meet in one pass."""
+        return add_rms_norm(x, None, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """LayerNorm, as `rms_norm`."""
+        return add_layer_norm(x, None, weight, bias, eps)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
         """`[..., in]`, `[out, in]` -> `[..., out]`."""

@@ -1,4 +1,4 @@
-"""Results that exist in 8 bits alone: SwiGLU before a down-projection, RMSNorm before an up-projection.
+"""Results that exist in 8 bits alone: SwiGLU before a down-projection, a norm before an up-projection.
 
 Where 8-bit products are all that reads a result, the wide form need never be written (kernels/fp8_fused.py). What takes
 its place in autograd's graph is a stand-in: of the wide result's shape and dtype, without its memory, an operand
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import rms_norm_backward, swiglu_backward
-from kernels.fp8_fused import rms_norm_quantized, swiglu_quantized
+from kernels import layer_norm_backward, rms_norm_backward, swiglu_backward
+from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_quantize import Quantized
 
 Carried = tuple[Tensor, ...]
@@ -59,12 +59,32 @@ class _RmsNorm(torch.autograd.Function):
         q, inverse = rms_norm_quantized(x, weight, eps, powers_of_two=powers_of_two)
         ctx.eps = eps
         ctx.save_for_backward(x, weight, inverse)
-        return _carrying(q, x.shape, x.dtype)
+        ctx.set_materialize_grads(False)
+        return _carrying(q, x.shape, x.dtype), x
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, dx):
+        if dy is None:
+            return dx, None, None, None
         x, weight, inverse = ctx.saved_tensors
-        return *rms_norm_backward(dy, x, weight, ctx.eps, inverse), None, None
+        return *rms_norm_backward(dy, x, weight, ctx.eps, inverse, dx), None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps: float, powers_of_two: bool):
+        q, statistics = layer_norm_quantized(x, weight, bias, eps, powers_of_two=powers_of_two)
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        ctx.set_materialize_grads(False)
+        return _carrying(q, x.shape, x.dtype), x
+
+    @staticmethod
+    def backward(ctx, dy, dx):
+        if dy is None:
+            return dx, None, None, None, None
+        x, weight, bias, *statistics = ctx.saved_tensors
+        return *layer_norm_backward(dy, x, weight, bias, ctx.eps, statistics, dx), None, None
 
 
 def eight_bit_swiglu(gate_up: Tensor, powers_of_two: bool, overwrite: bool = False) -> Tensor:
@@ -81,8 +101,8 @@ def eight_bit_swiglu(gate_up: Tensor, powers_of_two: bool, overwrite: bool = Fal
     return _Swiglu.apply(gate_up, powers_of_two, overwrite)
 
 
-def eight_bit_rms_norm(x: Tensor, weight: Tensor, eps: float, powers_of_two: bool) -> Tensor:
-    """`rms_norm` for blockwise products alone.
+def eight_bit_rms_norm(x: Tensor, weight: Tensor, eps: float, powers_of_two: bool) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` without a residual, for blockwise products alone.
 
     Args:
         x: `[..., h]`.
@@ -91,6 +111,13 @@ def eight_bit_rms_norm(x: Tensor, weight: Tensor, eps: float, powers_of_two: boo
         powers_of_two: scales are powers of two.
 
     Returns:
-        A stand-in `[..., h]`, e4m3 in 1×128 groups.
+        A stand-in `[..., h]`, e4m3 in 1×128 groups; and x.
     """
     return _RmsNorm.apply(x, weight, eps, powers_of_two)
+
+
+def eight_bit_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, powers_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """`add_layer_norm`, as `eight_bit_rms_norm`."""
+    return _LayerNorm.apply(x, weight, bias, eps, powers_of_two)

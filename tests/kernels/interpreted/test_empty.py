@@ -5,7 +5,7 @@ import torch
 
 import kernels
 from kernels import moe
-from kernels.fp8_fused import rms_norm_quantized, swiglu_quantized
+from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
@@ -31,6 +31,11 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
     "rms_norm": (lambda x, w: kernels.rms_norm(x, w, 1e-5), [(0, 8), (8,)], (0, 8)),
     "layer_norm": (lambda x, w, b: kernels.layer_norm(x, w, b, 1e-5), [(0, 8), (8,), (8,)], (0, 8)),
     "add_rms_norm": (lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-5), [(0, 8), (0, 8), (8,)], (0, 8)),
+    "add_layer_norm": (
+        lambda x, r, w, b: kernels.add_layer_norm(x, r, w, b, 1e-5),
+        [(0, 8), (0, 8), (8,), (8,)],
+        (0, 8),
+    ),
     "swiglu": (kernels.swiglu, [(0, 3, 10)], (0, 3, 5)),
     "gelu": (kernels.gelu, [(0, 3)], (0, 3)),
     "rope": (lambda q, k: kernels.apply_rope(q, k, *tables(0, 4)), [(0, 2, 3, 8), (0, 2, 1, 8)], (0, 2, 3, 8)),
@@ -75,6 +80,7 @@ def test_eight_bits():
     assert turn(rows).values.shape == (256, 0)
     assert swiglu_quantized(torch.zeros(0, 512)).values.shape == (0, 256)
     assert rms_norm_quantized(x, torch.ones(256), 1e-5)[0].values.shape == (0, 256)
+    assert layer_norm_quantized(x, torch.ones(256), None, 1e-5)[0].values.shape == (0, 256)
     stack = Quantized(torch.stack([blocks.values] * 2), torch.stack([blocks.scales] * 2), 128)
     assert grouped_matmul_fp8(rows, stack, offsets).shape == (0, 130)
     main = torch.ones(2, 130, 256)

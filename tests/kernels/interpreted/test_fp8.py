@@ -7,7 +7,7 @@ import torch
 
 import kernels
 from kernels import fp8_matmul as module
-from kernels.fp8_fused import rms_norm_quantized, swiglu_quantized
+from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import (
     E4M3,
@@ -156,7 +156,7 @@ def test_powers_of_two_lose_nothing_when_turned():
 def test_fused_is_one_after_the_other(rows, width, dtype):
     """Bit by bit what the two kernels give, and near the plain path, whose exponentials differ in the last bit."""
     gate_up = torch.randn(rows, 2 * width).to(dtype)
-    x, weight = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
+    x, weight, bias = (torch.randn(size).to(dtype) for size in ((rows, width), (width,), (width,)))
     for how in ({}, {"powers_of_two": True}):
         got, want = swiglu_quantized(gate_up, **how), quantize_rows(kernels.swiglu(gate_up), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
@@ -166,20 +166,32 @@ def test_fused_is_one_after_the_other(rows, width, dtype):
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
         near(got, quantize_reference(plain, 1, **how))
         torch.testing.assert_close(inverse, torch.rsqrt(x.float().square().mean(1) + 1e-5))
+        got, statistics = layer_norm_quantized(x, weight, bias, 1e-5, **how)
+        want = quantize_rows(kernels.layer_norm(x, weight, bias, 1e-5), **how)
+        assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
+        near(got, quantize_reference(kernels.layer_norm_reference(x, weight, bias, 1e-5), 1, **how))
+        variance, mean = torch.var_mean(x.float(), 1, correction=0)
+        torch.testing.assert_close(statistics, (mean, torch.rsqrt(variance + 1e-5)))
     with pytest.raises(ValueError, match="odd"):
         swiglu_quantized(torch.zeros(2, 5))
 
 
 @pytest.mark.parametrize("rows, width", [(3, 7), (5, 130)])
 def test_backwards_without_the_forward_are_those_with_it(rows, width):
-    gate_up, x, weight = torch.randn(2, rows, 2 * width), torch.randn(2, rows, width), torch.randn(width)
-    dy, asked = torch.randn(2, rows, width), [each.requires_grad_() for each in (gate_up, x, weight)]
-    (wanted,) = torch.autograd.grad(kernels.swiglu(gate_up), asked[:1], dy)
+    sizes = (2, rows, 2 * width), (2, rows, width), (width,), (width,)
+    gate_up, x, weight, bias = (torch.randn(size, requires_grad=True) for size in sizes)
+    dy, dx = torch.randn(2, rows, width), torch.randn(2, rows, width)
+    (wanted,) = torch.autograd.grad(kernels.swiglu(gate_up), gate_up, dy)
     assert torch.equal(kernels.swiglu_backward(dy, gate_up.detach()), wanted)
-    wanted = torch.autograd.grad(kernels.rms_norm(x, weight, 1e-5), asked[1:], dy)
-    inverse = rms_norm_quantized(x.detach(), weight.detach(), 1e-5)[1]
-    ours = kernels.rms_norm_backward(dy, x.detach(), weight.detach(), 1e-5, inverse)
+    with torch.no_grad():
+        inverse = rms_norm_quantized(x, weight, 1e-5)[1]
+        statistics = layer_norm_quantized(x, weight, bias, 1e-5)[1]
+        ours = kernels.rms_norm_backward(dy, x, weight, 1e-5, inverse, dx)
+        centred = kernels.layer_norm_backward(dy, x, weight, bias, 1e-5, statistics, dx)
+    wanted = torch.autograd.grad(kernels.add_rms_norm(x, None, weight, 1e-5), [x, weight], [dy, dx])
     assert all(map(torch.equal, ours, wanted))
+    wanted = torch.autograd.grad(kernels.add_layer_norm(x, None, weight, bias, 1e-5), [x, weight, bias], [dy, dx])
+    assert all(map(torch.equal, centred, wanted))
 
 
 def near(got, want):

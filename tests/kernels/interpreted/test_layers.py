@@ -12,23 +12,41 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 
+from kernels import activation
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.model.gpt import Gpt
+from megatron5d.precision import stand_in
+from megatron5d.precision.fp8 import is_quantized
 from megatron5d.precision.gradient import run_now
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
 
-def numbers(config, in_place):
-    """Output and gradients of the first block, in place or with copies, and whether its q and v share memory."""
+@pytest.fixture
+def overwritten(monkeypatch):
+    """Of each backward of SwiGLU, whether it has written over its input."""
+    found, original = [], activation.swiglu_backward
+
+    def observed(dy, gate_up, overwrite=False):
+        gradient = original(dy, gate_up, overwrite)
+        found.append(gradient.data_ptr() == gate_up.data_ptr())
+        return gradient
+
+    for module in (activation, stand_in):
+        monkeypatch.setattr(module, "swiglu_backward", observed)
+    return found
+
+
+def numbers(config, in_place, monkeypatch):
+    """Output and gradients of the first block, in place or with copies."""
     model = Gpt(config, build_mesh(resolve(1), 0), "cpu")
     model.initialize(1)
     block, rows = model.layers["0"], make_rows(config, 1)
-    assert block[0].turns_in_place
+    assert block[0].turns_in_place and is_quantized(block[1].down.weight) == (config.precision.fp8 != "none")
     block[0].turns_in_place = in_place
     if not in_place:
         for phase in block:
-            phase.parts.keeps = lambda name: False
+            monkeypatch.setattr(phase.parts, "keeps", lambda name: name != "activation")
     torch.manual_seed(0)
     batch = micro_batch(config, rows[:1])
     x = torch.randn(config.train.seq_len, 1, config.model.hidden_size).bfloat16().requires_grad_()
@@ -40,11 +58,14 @@ def numbers(config, in_place):
     return [y, x.grad, *(weight.grad for weight in block.parameters())]
 
 
-@pytest.mark.parametrize("parts", [[], ["qkv"], ["attention", "mlp"]])
-def test_the_same_bits_in_place(parts):
+@pytest.mark.parametrize(
+    "parts, fp8", [([], "none"), (["qkv"], "none"), (["attention", "mlp"], "none"), ([], "blockwise")]
+)
+def test_the_same_bits_in_place(parts, fp8, overwritten, monkeypatch):
     recompute = RecomputeConfig("selective", parts=parts) if parts else RecomputeConfig()
     config = config_of("llama_gqa", recompute=recompute)
     model = dataclasses.replace(config.model, head_dim=16)  # the least that the attention kernels take
-    config = dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype="bf16"))
-    for ours, copies in zip(numbers(config, True), numbers(config, False), strict=True):
-        assert torch.equal(ours, copies)
+    config = dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype="bf16", fp8=fp8))
+    ours = numbers(config, True, monkeypatch)
+    assert all(map(torch.equal, ours, numbers(config, False, monkeypatch)))
+    assert overwritten == [True, False]

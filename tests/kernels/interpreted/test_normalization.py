@@ -49,18 +49,35 @@ def test_layer_norm(shape, has_bias):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_add_rms_norm_passes_both_gradients(dtype):
-    x, residual, weight = (torch.randn(s).to(dtype).requires_grad_() for s in ((9, 33), (9, 33), (33,)))
-    wide = [t.detach().double().requires_grad_() for t in (x, residual, weight)]
-    y, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
-    want_total = wide[0] + wide[1]
-    want = F.rms_norm(want_total, (33,), wide[2], 1e-5)
-    assert torch.equal(total, x + residual) and relative(y, want) < 2 * TOLERANCE[dtype]
-    dy, dtotal = torch.randn(9, 33).to(dtype), torch.randn(9, 33).to(dtype)
-    grads = torch.autograd.grad([y, total], [x, residual, weight], [dy, dtotal])
-    wanted = torch.autograd.grad([want, want_total], wide, [dy.double(), dtotal.double()])
-    for got, expected in zip(grads, wanted):
-        assert relative(got, expected) < 2 * TOLERANCE[dtype]
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("added", [True, False])
+def test_the_stream_beside_the_norm(added, centred, dtype):
+    """With a residual, and without one; gradients of both results, and of either alone."""
+    names = ["x", *(["residual"] if added else []), "weight", *(["bias"] if centred else [])]
+    leaves = {n: torch.randn((33,) if n in ("weight", "bias") else (3, 3, 33)).to(dtype) for n in names}
+    leaves = {n: t.requires_grad_() for n, t in leaves.items()}
+    wide = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
+    x, residual, weight, bias = (leaves.get(n) for n in ("x", "residual", "weight", "bias"))
+    if centred:
+        y, total = kernels.add_layer_norm(x, residual, weight, bias, 1e-5)
+    else:
+        y, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    want_total = wide["x"] + wide["residual"] if added else wide["x"] * 1
+    exact = F.layer_norm if centred else F.rms_norm
+    want = exact(want_total, (33,), *(wide[n] for n in names if n in ("weight", "bias")), eps=1e-5)
+    assert torch.equal(total, x + residual if added else x) and relative(y, want) < 2 * TOLERANCE[dtype]
+    dy, dtotal = torch.randn(y.shape).to(dtype), torch.randn(y.shape).to(dtype)
+    for ours, theirs, grads in (
+        ([y, total], [want, want_total], [dy, dtotal]),
+        ([y], [want], [dy]),
+        ([total], [want_total], [dtotal]),
+    ):
+        how = {"retain_graph": True, "allow_unused": True}
+        got = torch.autograd.grad(ours, list(leaves.values()), grads, **how)
+        wanted = torch.autograd.grad(theirs, list(wide.values()), [g.double() for g in grads], **how)
+        for one, expected in zip(got, wanted, strict=True):
+            assert (one is None) == (expected is None)
+            assert one is None or relative(one, expected) < 2 * TOLERANCE[dtype]
 
 
 def test_a_transposed_input_and_gradient():

@@ -65,7 +65,8 @@ def test_once_more_and_never_in_w(parts, moe, monkeypatch):
     stage.forward(0, None, batch)
     once = Counter(counts)
     assert once["attention"] == once["qkv"] == LAYERS and once["experts"] == LAYERS * moe
-    assert once["norm"] == 2 * LAYERS + 1 and once["activation"] == LAYERS * (1 + moe)
+    assert once["activation"] == LAYERS * (1 + moe)
+    assert once["norm"] == 2 * LAYERS * ("norm" in parts) + 1  # kept, those of branches hand their input on: no part
     stage.backward_input(0, GRAD)
     inside = {"activation"} if {"mlp", "experts"} & {*parts} else set()
     for part in PARTS:

@@ -1,4 +1,4 @@
-"""SwiGLU and RMSNorm made in 8 bits at once: the bits of making them wide and quantising them, in whole models too."""
+"""SwiGLU and norms made in 8 bits at once: the bits of making them wide and quantising them, in whole models too."""
 
 import dataclasses
 
@@ -24,18 +24,23 @@ from megatron5d.train.build import sizes_of
 def test_operations_alone(dtype, powers_of_two):
     torch.manual_seed(0)
     gemms = fp8.BlockwiseGemms(powers_of_two)
-    gate_up, x, weight = (torch.randn(size).to(dtype).requires_grad_() for size in ((5, 3, 400), (5, 3, 200), (200,)))
+    sizes = (5, 3, 400), (5, 3, 200), (200,), (200,)
+    gate_up, x, weight, bias = (torch.randn(size).to(dtype).requires_grad_() for size in sizes)
     cases = [
-        (gemms.activate(gate_up, "swiglu"), kernels.swiglu(gate_up), (gate_up,)),
-        (gemms.rms_norm(x, weight, 1e-5), kernels.rms_norm(x, weight, 1e-5), (x, weight)),
+        ((gemms.activate(gate_up, "swiglu"),), (kernels.swiglu(gate_up),), (gate_up,)),
+        (gemms.rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x, weight, 1e-5), (x, weight)),
+        (gemms.layer_norm(x, weight, bias, 1e-5), PLAIN.layer_norm(x, weight, bias, 1e-5), (x, weight, bias)),
     ]
-    for eight, wide, inputs in cases:
+    for (eight, *ours_beside), (wide, *theirs_beside), inputs in cases:
         assert (eight.shape, eight.dtype) == (wide.shape, wide.dtype) and eight.untyped_storage().nbytes() <= 8
         for got, want in zip(gemms.operand(eight.detach()), gemms.operand(wide.detach()), strict=True):
             assert got.shape == want.shape and torch.equal(got.double(), want.double())
-        dy = torch.randn(wide.shape).to(dtype)
-        ours, theirs = torch.autograd.grad(eight, inputs, dy), torch.autograd.grad(wide, inputs, dy)
+        assert all(map(torch.equal, ours_beside, theirs_beside)), "the stream that a norm hands on is its input"
+        dy = [torch.randn(wide.shape).to(dtype) for _ in range(1 + len(ours_beside))]
+        ours, theirs = (torch.autograd.grad(y, inputs, dy[0], retain_graph=True) for y in (eight, wide))
         assert all(map(torch.equal, ours, theirs))
+        ours = torch.autograd.grad([eight, *ours_beside], inputs, dy)
+        torch.testing.assert_close(ours, torch.autograd.grad([wide, *theirs_beside], inputs, dy))
         assert (eight + 1).isnan().all(), "nobody mistakes it for a tensor unnoticed"
     assert carried_by(gemms.activate(x, "gelu")) is None
 
@@ -51,7 +56,7 @@ MODELS = {
     "dense": {},
     "mixture": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 144, "shared_ffn_hidden_size": 48},
     "latent": {"attention": "mla", "q_lora_rank": 32, "kv_lora_rank": 32, "hidden_size": 144},
-    "latent, plain queries": {"attention": "mla", "kv_lora_rank": 32},
+    "latent, plain queries": {"attention": "mla", "kv_lora_rank": 32, "norm": "layernorm"},
 }
 KEPT = {
     "all": RecomputeConfig(),
@@ -87,6 +92,7 @@ def test_models_are_those_of_two_passes(model, monkeypatch):
     )
     with monkeypatch.context() as patch:
         patch.setattr(fp8.BlockwiseGemms, "rms_norm", Gemms.rms_norm)
+        patch.setattr(fp8.BlockwiseGemms, "layer_norm", Gemms.layer_norm)
         patch.setattr(fp8.BlockwiseGemms, "activate", Gemms.activate)
         patch.setattr(fp8.BlockwiseExpertGemms, "activate", ExpertGemms.activate)
         wide = loss_and_gradients(config)
