@@ -5,7 +5,8 @@
     python tools/bench_kernels.py --list             the rows, without a GPU
 
 Needs torch and Triton only. Each figure is the median of many calls over several sets of inputs with a cold cache.
-Shares are of this very device's measured copy bandwidth or bfloat16 GEMM rate, in the same run.
+Shares are of this very device's measured copy bandwidth or bfloat16 GEMM rate, in the same run. Memory is what a call
+takes at its peak beyond what was there before it. Liger-Kernel is measured where it is installed.
 """
 
 import argparse
@@ -17,38 +18,42 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 
-from kernels.testing.benchmarks import BENCHMARKS, Benchmark  # noqa: E402
-from kernels.testing.measure import copy_gb_s, gemm_tflop_s, median_ms  # noqa: E402
+from kernels.testing.bench_row import Benchmark  # noqa: E402
+from kernels.testing.benchmarks import BENCHMARKS  # noqa: E402
+from kernels.testing.measure import copy_gb_s, gemm_tflop_s, median_ms, peak_bytes  # noqa: E402
 
 PER_MS = {"TFLOP/s": 1e9, "GB/s": 1e6}
 
 
 def measure(benchmark: Benchmark, sets: int, repeats: int) -> dict[str, dict]:
-    """Milliseconds and rate of each provider, or the reason why it has none."""
-    made = [benchmark.make() for _ in range(sets)]
+    """Milliseconds, rate and peak memory of each provider, or the reason why it has none."""
+    made = [benchmark.calls() for _ in range(sets)]
     rows: dict[str, dict] = {}
     for provider in made[0]:
         try:
             ms = median_ms([calls[provider] for calls in made], repeats)
+            memory = peak_bytes(made[0][provider])
         except Exception as error:  # a provider that this build lacks must not end the run
             rows[provider] = {"unavailable": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
             continue
-        rows[provider] = {"ms": ms, "rate": benchmark.work / ms / PER_MS[benchmark.unit], "unit": benchmark.unit}
+        rate = benchmark.work_of_a_call / ms / PER_MS[benchmark.unit]
+        rows[provider] = {"ms": ms, "rate": rate, "unit": benchmark.unit, "peak_bytes": memory}
     return rows
 
 
 def table(name: str, rows: dict[str, dict], limits: dict[str, float]) -> str:
-    """One benchmark as lines of text: rate, share of the device's limit, and our speed over each provider's."""
+    """One benchmark as lines of text: rate, share of the device's limit, memory, our speed over each provider's."""
     lines = [name]
     ours = rows.get("ours", {}).get("ms")
     for provider, row in rows.items():
         if "unavailable" in row:
-            lines.append(f"  {provider:24} {row['unavailable']}")
+            lines.append(f"  {provider:33} {row['unavailable']}")
             continue
         share = row["rate"] / limits[row["unit"]]
         ratio = f"ours is {row['ms'] / ours:.2f} x" if ours and provider != "ours" else ""
         lines.append(
-            f"  {provider:24} {row['ms']:9.3f} ms {row['rate']:9.1f} {row['unit']:8} {share:6.1%} of limit  {ratio}"
+            f"  {provider:33} {row['ms']:9.3f} ms {row['rate']:9.1f} {row['unit']:8} {share:6.1%} of limit "
+            f"{row['peak_bytes'] / 2**20:9.1f} MiB  {ratio}"
         )
     return "\n".join(lines)
 

@@ -36,6 +36,11 @@ SPACE: dict[
     "attention_forward": ("attention forward, causal, d 128, 8 k", "ours", ATTENTION),
     "attention_backward_keys": ("attention backward, causal, d 128, 8 k", "ours", ATTENTION),
     "attention_backward_queries": ("attention backward, causal, d 128, 8 k", "ours", ATTENTION),
+    "attention_delta": (
+        "attention backward, causal, d 128, 8 k",
+        "ours",
+        {"ROWS": (16, 32, 64), "num_warps": (2, 4, 8)},
+    ),
     "fp8_matmul": ("float8 blockwise GEMM 4096x7168x16384", "ours", {**GEMM, "BLOCK_N": (64, 128), "BLOCK_K": None}),
     "grouped_matmul": ("grouped GEMM, 64 experts", "ours", GEMM),
     "grouped_matmul_fp8": (
@@ -75,12 +80,21 @@ SPACE: dict[
         {"ELEMENTS": (4096, 8192), "PROGRAMS_PER_PROCESSOR": (1, 2, 4), "num_warps": (4, 8, 16)},
     ),
     "swiglu": ("SwiGLU forward 8192x14336", "ours", {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}),
+    "gelu": ("GELU forward 8192x14336", "ours", {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}),
     "rope": ("RoPE, 32 and 8 heads, 16 k tokens", "ours", {"HEADS": (4, 8, 16, 32), "num_warps": (2, 4, 8)}),
     "vocab_statistics": (
         "cross-entropy forward 8192x128256",
         "ours",
         {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8, 16)},
     ),
+    "vocab_cross_entropy_backward": (
+        "cross-entropy backward 8192x128256",
+        "ours",
+        {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8, 16)},
+    ),
+    "moe_permute": ("MoE permute, 16 k tokens, 8 of 64", "ours", {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)}),
+    "moe_topk": ("MoE top-k, 64 k tokens, 8 of 64", "ours", {"num_warps": (1, 2, 4)}),
+    "squared_norm": ("gradient norm, 32 x 16 M", "ours", {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8)}),
     "adamw": ("AdamW, 32 x 16 M", "ours", {"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)}),
 }
 
@@ -112,10 +126,16 @@ def agrees(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 
 
 class Search:
-    """Times candidates of one operation by answering its `tuning.select`; the other operations keep their tables."""
+    """Times candidates of one operation by answering its `tuning.select`; the other operations keep their tables.
 
-    def __init__(self, operation: str):
+    Args:
+        operation: a name of `SPACE`.
+        device, tiny: as of `Benchmark.calls`.
+    """
+
+    def __init__(self, operation: str, device: str = "cuda", tiny: bool = False):
         self.operation, self.original = operation, tuning.select
+        self.where: dict[str, Any] = {"device": device, "tiny": tiny}
         self.present: dict = {}
         with mock.patch.object(tuning, "select", self._observe):
             call = self._fresh()
@@ -126,7 +146,7 @@ class Search:
         """The benchmark's call on inputs that are the same each time, also where it changes them."""
         benchmark, provider, _ = SPACE[self.operation]
         torch.manual_seed(0)
-        return BENCHMARKS[benchmark].make()[provider]
+        return BENCHMARKS[benchmark].calls(**self.where)[provider]
 
     def _observe(self, operation: str, device: torch.device, **key: int) -> dict:
         config = self.original(operation, device, **key)

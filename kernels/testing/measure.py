@@ -31,6 +31,16 @@ def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float
     return times[len(times) // 2]
 
 
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that is allocated during a call, what it returns included, beyond what was before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def copy_gb_s() -> float:
     """Bytes read and written a second by a plain copy of 2 GiB, in GB/s."""
     source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda")
