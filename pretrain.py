@@ -10,6 +10,7 @@ from megatron5d.config.fault import ConfigError, refuse
 from megatron5d.config.load import load_config, to_yaml
 from megatron5d.model.hf import model_config_from_hf
 from megatron5d.topology.process import read_environment, start_process, stop_process
+from megatron5d.train.device import device_faults
 from megatron5d.train.loop import train
 from megatron5d.train.memory import memory_faults
 from megatron5d.train.schedule import pipeline_faults, schedule_faults
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
             rank=environment.rank,
             model_from_hf=model_config_from_hf,
             options=[schedule_faults],
-            checks=[pipeline_faults, memory_faults],
+            checks=[pipeline_faults, device_faults, memory_faults],
         )
     except ConfigError as error:
         refuse(error.faults, environment.rank)

@@ -28,6 +28,7 @@ from megatron5d.model.hf import model_config_from_hf
 from megatron5d.plan.conventions import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
 from megatron5d.plan.memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
+from megatron5d.train.device import eight_bit_faults
 from megatron5d.train.fitting import nearest_fit, told
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.memory import shortage
@@ -88,6 +89,8 @@ def _memory(options: argparse.Namespace) -> int:
     config = _lawful(options.overrides, options.world)
     imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
     target = _target(options.device, imbalance)
+    if target.architecture is not None and (faults := eight_bit_faults(config, target.architecture)):
+        raise ConfigError(faults)
     since = time.perf_counter()
     ranks = _ranks(config, options.world, target, options.convention)
     have = None if options.device_gb is None else round(options.device_gb * 1e9)

@@ -14,6 +14,7 @@ from megatron5d.config.schema import Config
 from megatron5d.plan.memory import RankMemory, gigabytes, table
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
+from megatron5d.train.device import device_faults
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.schedule import PipelinePlan
 
@@ -46,7 +47,7 @@ def predict(config: Config, world: int, plan: PipelinePlan | None = None) -> dic
 def memory_faults(config: Config, world: int) -> list[Fault]:
     """A lawful configuration that cannot fit its devices, where `log.memory_check = refuse` and a device is known."""
     have = device_bytes(config)
-    if config.log.memory_check != "refuse" or have is None:
+    if config.log.memory_check != "refuse" or have is None or device_faults(config, world):
         return []
     ranks = predict(config, world)
     lack = shortage(ranks, have)

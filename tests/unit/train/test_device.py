@@ -1,0 +1,63 @@
+"""What a GPU has no kernels for is refused at start-up, by every rank, before they meet."""
+
+import dataclasses
+
+import pytest
+import torch
+from parity_configs import config_of
+
+import pretrain
+from kernels import tuning
+from megatron5d.config.schema import PrecisionConfig
+from megatron5d.train.device import device_faults
+from tools import plan
+
+RUN = ["model=tiny", "model.ffn_hidden_size=256", "train.gbs=8", "log.memory_check=refuse", "log.device_memory_gb=80"]
+EIGHT = ["precision.dtype=bf16", "precision.fp8=blockwise"]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes this process believe that it has a GPU of a compute capability."""
+
+    def pretend(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        tuning.architecture.cache_clear()
+
+    yield pretend
+    tuning.architecture.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+def test_eight_bits_without_their_units(gpu, capability, monkeypatch, capsys):
+    gpu(*capability)
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as refused:
+            pretrain.main([*RUN, *EIGHT])
+        assert refused.value.code == 2
+        said = capsys.readouterr().err
+        if rank:
+            assert said == ""
+            continue
+        assert "precision.fp8 = blockwise needs 8-bit kernels, and sm_80 is served by" in said
+        assert "fix: precision.fp8=none  [fp8-needs-its-kernels]" in said
+
+
+def test_nothing_is_refused_where_the_kernels_are_or_are_not_asked_for(gpu):
+    eight = dataclasses.replace(config_of(), precision=PrecisionConfig(dtype="bf16", fp8="blockwise"))
+    assert device_faults(eight, 1) == [], "on a CPU"
+    gpu(8, 0)
+    assert device_faults(config_of(), 1) == [] and len(device_faults(eight, 1)) == 1
+    for capability in ((9, 0), (10, 0), (12, 0)):
+        gpu(*capability)
+        assert device_faults(eight, 1) == []
+
+
+def test_the_planner_refuses_alike(capsys):
+    run = ["memory", "--world", "2", "model=tiny", "model.ffn_hidden_size=256", "train.gbs=8", *EIGHT]
+    assert plan.main([*run, "--device", "sm_80"]) == 2
+    assert "[fp8-needs-its-kernels]" in capsys.readouterr().err
