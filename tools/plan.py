@@ -20,7 +20,6 @@ from dataclasses import asdict
 
 from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
 from megatron5d.config.fault import ConfigError
-from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
@@ -32,7 +31,7 @@ from megatron5d.train.device import eight_bit_faults
 from megatron5d.train.fitting import nearest_fit, told
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.memory import shortage
-from megatron5d.train.schedule import micro_batch_counts, pipeline_faults
+from megatron5d.train.schedule import micro_batch_counts, pipeline_faults, schedule_faults
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,11 +77,14 @@ def _lawful(overrides: list[str], world: int) -> Config:
     """
     if world < 1:
         raise ValueError(f"--world {world}: a run has at least 1 rank")
-    config = load_config(overrides, model_from_hf=model_config_from_hf)
-    faults = broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world)
-    if faults:
-        raise ConfigError(faults)
-    return config
+    return load_config(
+        overrides,
+        world=world,
+        model_from_hf=model_config_from_hf,
+        options=[schedule_faults],
+        checks=[pipeline_faults],
+        without=FILE_LAWS,
+    )
 
 
 def _memory(options: argparse.Namespace) -> int:

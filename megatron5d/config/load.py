@@ -20,6 +20,7 @@ from megatron5d.config.arguments import Arguments, parse_arguments
 from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown, value_of
 from megatron5d.config.fault import ConfigError, Fault, closest, listed
 from megatron5d.config.help import groups_in, help_text
+from megatron5d.config.law import Law
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.schema import Config
 
@@ -40,6 +41,7 @@ def load_config(
     model_from_hf: ModelFromHF | None = None,
     options: Sequence[Check] = (),
     checks: Sequence[Check] = (),
+    without: Sequence[Law] = (),
 ) -> Config:
     """The typed, checked configuration of a command line.
 
@@ -50,6 +52,8 @@ def load_config(
         model_from_hf: reads a Hugging Face folder's config.json into fields of ModelConfig, for `model.from_hf`.
         options: say of single values, in any configuration, that there is no such thing.
         checks: asked about a model and a layout that nothing else is wrong with; a missing file does not silence them.
+
+        without: laws that are not asked, such as those about files of a run that is only planned.
 
     Raises:
         ConfigError: everything that is wrong, spelling and laws together.
@@ -67,7 +71,10 @@ def load_config(
     if arguments.show == "cfg" and not faults:
         _leave(to_yaml(config), rank)
     if world is not None:
-        asked = [*broken_laws(config, world), *(fault for option in options for fault in option(config, world))]
+        asked = [
+            *broken_laws(config, world, without),
+            *(fault for option in options for fault in option(config, world)),
+        ]
         faults += [fault for fault in asked if not any(map(spelling.doubtful, fault.knobs))]
         if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
             faults += [fault for check in checks for fault in check(config, world)]

@@ -19,7 +19,7 @@ class Difference:
     """How far some ranks are from one process, in one tensor or one figure.
 
     Args:
-        quantity: loss, grad_norm, ..., gradient, weight, exp_avg, exp_avg_sq.
+        quantity: loss, grad_norm, ...; routers: what they did; gradient, weight, exp_avg, exp_avg_sq.
         name: the parameter's global name, or the step of a figure.
         relative: the largest |difference|, of the largest value in the whole tensor; inf where nobody holds an element.
         rank: that is furthest off; None where nobody holds the element.
@@ -65,7 +65,10 @@ def figure_differences(records: Sequence[RankRecord], truth: RankRecord, toleran
                 off = [inf if isnan(each) else each for each in off]
                 rank = off.index(max(off))
                 ranks = tuple(r for r, each in enumerate(off) if each > tolerance)
-                yield Difference(name, f"step {step + 1}", off[rank], rank, ranks, (), got[rank], value)
+                quantity, where = (
+                    (name, f"step {step + 1}") if kind == "figures" else ("routers", f"{name}, step {step + 1}")
+                )
+                yield Difference(quantity, where, off[rank], rank, ranks, (), got[rank], value)
 
 
 def tensor_differences(

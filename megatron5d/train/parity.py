@@ -29,6 +29,7 @@ from megatron5d.train.schedule import PipelinePlan, plan_pipeline
 from megatron5d.train.state import run_tensors
 
 IGNORED = -100  # the id of a row's padding
+ROWS_SEED = 7  # of the random tokens
 Rectangles = list[tuple[str, tuple[int, ...], Tensor]]  # global name, first index in the whole tensor, values
 
 
@@ -53,7 +54,7 @@ def alone(config: Config) -> Config:
 
 def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
     """Random token rows `[steps·gbs, s+1]`, up to a share of each ignored as padding at its end."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(ROWS_SEED)
     shape = (steps * config.train.gbs, config.train.seq_len + 1)
     rows = torch.randint(0, config.model.vocab_size, shape, generator=generator)
     if ignored:

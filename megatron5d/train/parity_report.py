@@ -1,0 +1,82 @@
+"""What the parity check has found, as a record for programs and as text for people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from math import isfinite
+from typing import Any
+
+from megatron5d.train.differences import Difference
+
+
+def plain(each: Difference) -> dict[str, Any]:
+    """A difference without what JSON has no word for."""
+    return {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in asdict(each).items()}
+
+
+def worst_of(found: list[Difference]) -> dict[str, dict[str, Any]]:
+    """The largest difference of each quantity."""
+    worst: dict[str, Difference] = {}
+    for each in found:
+        if each.quantity not in worst or each.relative > worst[each.quantity].relative:
+            worst[each.quantity] = each
+    return {quantity: plain(each) for quantity, each in worst.items()}
+
+
+def told(record: dict[str, Any]) -> str:
+    """The record for people."""
+    changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in record["changed"].items())
+    lines = [f"changed for this check: {changes or 'nothing'}", ""]
+    if record["verdict"] == "failed":
+        lines += [record["failure"], "", "FAILED: the ranks did not come to an end"]
+    else:
+        lines.append(f"{'quantity':<16}{'worst':>9}  where")
+        lines += [f"{quantity:<16}{_place(each)}" for quantity, each in record["quantities"].items()]
+        lines.append("")
+    if record["verdict"] == "equal":
+        return "\n".join(
+            [
+                *lines,
+                f"EQUAL: {record['compared']} figures and tensors of {record['world']} ranks are those of one process",
+            ]
+        )
+    if record["verdict"] == "different":
+        lines += _story(record)
+    if None in (without := record["without"]).values():
+        return "\n".join([*lines, f"--bisect tries it with one of these at a time: {', '.join(without)}"])
+    for verdict in ("equal", "different", "failed"):
+        if names := [change for change, each in without.items() if each == verdict]:
+            lines.append(f"{verdict} with one of: {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def _place(each: dict[str, Any]) -> str:
+    if each["rank"] is None:
+        return f"{'-':>9}  {each['name']} {each['position']} is held by nobody"
+    relative = "not finite" if each["relative"] is None else f"{each['relative']:.1e}"
+    values = f": {each['got']:.6g}, and {each['expected']:.6g} in one process" if each["ranks"] else ""
+    return f"{relative:>9}  {each['name']} {list(each['position']) or ''} on rank {each['rank']}{values}"
+
+
+def _story(record: dict[str, Any]) -> list[str]:
+    """What differs first, and what that says."""
+    tensors = record.get("tensors", [])
+    lines = [f"DIFFERENT by more than {record['tolerance']:g}: {len(tensors)} tensors of {record['world']} ranks"]
+    if not tensors:
+        return lines
+    first = tensors[0]
+    same = [each for each in tensors if each["quantity"] == first["quantity"]]
+    if record["quantities"]["loss"]["ranks"] and first["quantity"] == "gradient":
+        lines.append("The loss differs: it is the forward, or the data.")
+    elif first["quantity"] == "gradient":
+        lines.append("Gradients differ in the first step: it is a backward, or a sum over ranks.")
+    else:
+        lines.append("The first step's gradients are equal: it is the update, or weights that were not sent.")
+    for title, each in (("first in the model", first), ("last in the model, where a backward begins", same[-1])):
+        ranks = "none holds it" if each["rank"] is None else f"ranks {', '.join(map(str, each['ranks']))}"
+        lines += [
+            f"  {title}: {each['quantity']} of {each['name']}, {ranks}",
+            f"    {_place(each).strip()}",
+            f"    cut by {', '.join(each['cut_by']) or 'nothing'}; summed over {', '.join(each['summed_over'])}",
+        ]
+    return lines if len(same) > 1 else lines[:-3]

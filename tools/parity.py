@@ -1,0 +1,213 @@
+"""Does a configuration compute the same numbers on its layout as one process? On the CPU, in fp64, in seconds.
+
+    python tools/parity.py --world 16 experiment=quickstart
+    python tools/parity.py --world 8 model=tiny_moe parallel.tp=2 parallel.sp=true parallel.ep=4 parallel.zero=2
+    python tools/parity.py --world 8 --bisect model=mine parallel.tp=2 parallel.pp=2 pipeline.schedule=zb_h1
+    python tools/parity.py --world 8 --certificate parity.json experiment=mine
+    python tools/parity.py --check parity.json
+
+What follows the options are overrides as pretrain.py takes them. The configuration is trained for a few steps on random
+tokens, on forked ranks and by one process without parallelism, and everything is compared: losses, gradient norm, what
+the routers did, every gradient of the first step, every weight and moment after the last. Sizes are made small first,
+with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not be there.
+Exit code 0: equal; 1: different, or the ranks failed; 2: refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+
+from megatron5d.config.fault import ConfigError, refuse  # noqa: E402
+from megatron5d.config.laws_files import FILE_LAWS  # noqa: E402
+from megatron5d.config.load import load_config  # noqa: E402
+from megatron5d.config.schema import Config  # noqa: E402
+from megatron5d.model.hf import model_config_from_hf  # noqa: E402
+from megatron5d.topology.forked_ranks import RankFailure  # noqa: E402
+from megatron5d.train.ablate import ablations  # noqa: E402
+from megatron5d.train.build import sizes_of  # noqa: E402
+from megatron5d.train.certificate import FORMAT, code_here, configuration_hash, faults_of  # noqa: E402
+from megatron5d.train.differences import Difference, axes_of, differences  # noqa: E402
+from megatron5d.train.parity import ROWS_SEED, RankRecord, alone, make_rows, short_run  # noqa: E402
+from megatron5d.train.parity_report import plain, told, worst_of  # noqa: E402
+from megatron5d.train.schedule import pipeline_faults, schedule_faults  # noqa: E402
+from megatron5d.train.shrink import differing, exact, shrink  # noqa: E402
+
+IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Checks one configuration, or one certificate, and returns the exit code."""
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(1)  # ranks are forked
+    try:
+        if options.check:
+            return _check(options)
+        if options.world is None:
+            raise ValueError("--world N: the number of ranks is needed")
+        return _compare(options)
+    except ConfigError as error:
+        refuse(error.faults)
+    except (ValueError, OSError) as error:
+        print(f"parity.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="parity.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimiser steps (default 3)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-10, metavar="X", help="largest relative difference (default 1e-10)"
+    )
+    parser.add_argument("--no-shrink", action="store_true", help="sizes of model and batch as configured")
+    parser.add_argument("--bisect", action="store_true", help="on a difference: without which dimension is there none?")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one run (default 600)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--certificate", type=Path, metavar="FILE", help="write what was found, and of what, as JSON")
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="does this certificate belong to code and overrides?"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    return parser
+
+
+def _load(overrides: list[str], world: int) -> Config:
+    if world < 1:
+        raise ValueError(f"--world {world}: a run has at least 1 rank")
+    return load_config(
+        overrides,
+        world=world,
+        model_from_hf=model_config_from_hf,
+        options=[schedule_faults],
+        checks=[pipeline_faults],
+        without=FILE_LAWS,
+    )
+
+
+def _compare(options: argparse.Namespace) -> int:
+    if options.steps < 1:
+        raise ValueError(f"--steps {options.steps}: at least 1")
+    asked = _load(options.overrides, options.world)
+    config = exact(asked, options.steps)
+    config = config if options.no_shrink else shrink(config, options.world)
+    sizes = sizes_of(config, options.world)
+    record: dict[str, Any] = {
+        "format": FORMAT, "overrides": options.overrides, "world": options.world, "layout": asdict(sizes),
+        "configuration_hash": configuration_hash(asked), "changed": differing(asked, config), "device": "cpu",
+        "seeds": {"weights": config.train.seed, "data": ROWS_SEED}, "steps": options.steps,
+        "tolerance": options.tolerance, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+    _say(f"{config.model.name} on {options.world} ranks: {_layout(config, options.world)}")
+    check = Check(config, options)
+    try:
+        records, found = check.run(config, options.world)
+    except RankFailure as failure:
+        record |= {"verdict": "failed", "failure": str(failure)}
+    else:
+        off = [each for each in found if each.relative > options.tolerance]
+        record |= {"verdict": "different" if off else "equal", "compared": len(found), "quantities": worst_of(found)}
+        if off:
+            record["tensors"] = [plain(each) | _cut(each, records, sizes) for each in off if each.position]
+    if record["verdict"] != "equal":
+        record["without"] = check.bisect() if options.bisect else {each.change: None for each in check.ablations()}
+    if options.certificate:
+        options.certificate.write_text(json.dumps(record | {"code": code_here()}, indent=2) + "\n")
+    print(json.dumps(record, indent=2) if options.json else told(record))
+    return 0 if record["verdict"] == "equal" else 1
+
+
+class Check:
+    """One process, which is asked once, and layouts to hold against it.
+
+    Args:
+        config: of the layout; one process has the same mathematics.
+        options: world, steps, tolerance and timeout.
+    """
+
+    def __init__(self, config: Config, options: argparse.Namespace) -> None:
+        self.config, self.options = config, options
+        self.rows = make_rows(config, options.steps, ignored=IGNORED)
+        (self.truth,) = self._train(alone(config), 1)
+
+    def _train(self, config: Config, world: int) -> list[RankRecord]:
+        since = time.perf_counter()
+        records = short_run(config, world, self.rows, self.options.steps, timeout=self.options.timeout)
+        _say(f"{world} rank{'s' if world > 1 else ''}: {time.perf_counter() - since:.1f} s")
+        return records
+
+    def run(self, config: Config, world: int) -> tuple[list[RankRecord], list[Difference]]:
+        """What the ranks of a layout had, and how far it is from one process."""
+        records = self._train(config, world)
+        return records, differences(records, self.truth, self.options.tolerance)
+
+    def ablations(self):
+        """The configuration without one thing at a time."""
+        return ablations(self.config, self.options.world)
+
+    def bisect(self) -> dict[str, str]:
+        """The verdict without each thing that can be turned off."""
+        found = {}
+        for each in self.ablations():
+            _say(f"with {each.change} ...")
+            try:
+                worst = max(each.relative for each in self.run(each.config, each.world)[1])
+                found[each.change] = "equal" if worst <= self.options.tolerance else "different"
+            except RankFailure:
+                found[each.change] = "failed"
+        return found
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _layout(config: Config, world: int) -> str:
+    p, s = config.parallel, sizes_of(config, world)
+    parts = [
+        f"dp {s.dp}, zero {p.zero}",
+        f"tp {s.tp}{' with sp' if p.sp else ''}",
+        f"cp {s.cp}{f' {p.cp_method}' if s.cp > 1 else ''}",
+        f"pp {s.pp}{f' {config.pipeline.schedule}' if s.pp > 1 else ''}",
+    ]
+    return ", ".join([*parts, f"ep {s.ep}, etp {s.etp}"] if config.model.num_experts else parts)
+
+
+def _cut(each: Difference, records: list[RankRecord], sizes) -> dict[str, list[str]]:
+    cut, summed = axes_of(each.name, records, sizes)
+    return {"cut_by": cut, "summed_over": summed}
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Whether a certificate was made of this code, of the overrides that it names or of those given."""
+    certificate = json.loads(options.check.read_text())
+    if not isinstance(certificate, dict) or "overrides" not in certificate:
+        raise ValueError(f"{options.check} is no parity certificate")
+    world = options.world or certificate["world"]
+    faults = faults_of(certificate, _load(options.overrides or certificate["overrides"], world), world)
+    if options.json:
+        print(json.dumps({"belongs": not faults, "faults": faults, "date": certificate["date"]}))
+    else:
+        told = f"made on {certificate['date']} at commit {certificate['code']['commit']}"
+        print(
+            "\n".join(["it does not belong:", *faults])
+            if faults
+            else f"it belongs to this code and configuration, {told}"
+        )
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
