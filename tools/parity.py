@@ -36,12 +36,12 @@ from megatron5d.model.hf import model_config_from_hf  # noqa: E402
 from megatron5d.topology.forked_ranks import RankFailure  # noqa: E402
 from megatron5d.train.ablate import ablations  # noqa: E402
 from megatron5d.train.build import sizes_of  # noqa: E402
-from megatron5d.train.certificate import FORMAT, code_here, configuration_hash, faults_of  # noqa: E402
+from megatron5d.train.certificate import FORMAT, code_here, configuration_hash, strays_of  # noqa: E402
 from megatron5d.train.differences import Difference, axes_of, differences  # noqa: E402
 from megatron5d.train.parity import ROWS_SEED, RankRecord, alone, make_rows, short_run  # noqa: E402
 from megatron5d.train.parity_report import plain, told, worst_of  # noqa: E402
 from megatron5d.train.schedule import pipeline_faults, schedule_faults  # noqa: E402
-from megatron5d.train.shrink import differing, exact, shrink  # noqa: E402
+from megatron5d.train.shrink import differing, exact, faults_of, shrink  # noqa: E402
 
 IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens
 
@@ -102,6 +102,8 @@ def _compare(options: argparse.Namespace) -> int:
         raise ValueError(f"--steps {options.steps}: at least 1")
     asked = _load(options.overrides, options.world)
     config = exact(asked, options.steps)
+    if faults := faults_of(config, options.world):
+        raise ConfigError(faults)
     config = config if options.no_shrink else shrink(config, options.world)
     sizes = sizes_of(config, options.world)
     record: dict[str, Any] = {
@@ -120,6 +122,7 @@ def _compare(options: argparse.Namespace) -> int:
         off = [each for each in found if each.relative > options.tolerance]
         record |= {"verdict": "different" if off else "equal", "compared": len(found), "quantities": worst_of(found)}
         if off:
+            record["first_step"] = [each.quantity for each in off if each.name == "step 1"]
             record["tensors"] = [plain(each) | _cut(each, records, sizes) for each in off if each.position]
     if record["verdict"] != "equal":
         record["without"] = check.bisect() if options.bisect else {each.change: None for each in check.ablations()}
@@ -196,7 +199,7 @@ def _check(options: argparse.Namespace) -> int:
     if not isinstance(certificate, dict) or "overrides" not in certificate:
         raise ValueError(f"{options.check} is no parity certificate")
     world = options.world or certificate["world"]
-    faults = faults_of(certificate, _load(options.overrides or certificate["overrides"], world), world)
+    faults = strays_of(certificate, _load(options.overrides or certificate["overrides"], world), world)
     if options.json:
         print(json.dumps({"belongs": not faults, "faults": faults, "date": certificate["date"]}))
     else:

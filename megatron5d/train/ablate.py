@@ -10,7 +10,7 @@ from megatron5d.config.convert import value_of
 from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.train.fitting import Change, changed, told
-from megatron5d.train.shrink import lawful
+from megatron5d.train.shrink import faults_of
 
 _NO_SP: Change = {"parallel.sp": False, "parallel.tp_overlap": "none"}
 _ONE_CHUNK: Change = {"parallel.vpp": 1, "pipeline.layout": None, "pipeline.balance": "stages",
@@ -71,7 +71,7 @@ def ablations(config: Config, world: int) -> Iterator[Ablation]:
 
 
 def _lawful(change: str, config: Config, world: int) -> Iterator[Ablation]:
-    if lawful(config, world):
+    if not faults_of(config, world):
         yield Ablation(change, config, world)
 
 

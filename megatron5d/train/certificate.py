@@ -59,7 +59,7 @@ def code_here() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def faults_of(certificate: dict[str, Any], config: Config, world: int) -> list[str]:
+def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[str]:
     """Why a certificate says nothing about this configuration on so many ranks, run by this code; [] where it does.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from math import isfinite
 from typing import Any
@@ -54,24 +55,30 @@ def _place(each: dict[str, Any]) -> str:
     if each["rank"] is None:
         return f"{'-':>9}  {each['name']} {each['position']} is held by nobody"
     relative = "not finite" if each["relative"] is None else f"{each['relative']:.1e}"
-    values = f": {each['got']:.6g}, and {each['expected']:.6g} in one process" if each["ranks"] else ""
-    return f"{relative:>9}  {each['name']} {list(each['position']) or ''} on rank {each['rank']}{values}"
+    name = f"{each['name']} {list(each['position'])}" if each["position"] else each["name"]
+    values = f": {each['got']:.12g}, and {each['expected']:.12g} in one process" if each["ranks"] else ""
+    return f"{relative:>9}  {name} on rank {each['rank']}{values}"
 
 
 def _story(record: dict[str, Any]) -> list[str]:
     """What differs first, and what that says."""
-    tensors = record.get("tensors", [])
-    lines = [f"DIFFERENT by more than {record['tolerance']:g}: {len(tensors)} tensors of {record['world']} ranks"]
+    tensors = record["tensors"]
+    counts = [f"{figures} of step 1" for figures in [", ".join(record["first_step"])] if figures]
+    kinds = Counter(each["quantity"] for each in tensors)
+    counts += [f"{kind} of {count} parameter{'s' if count > 1 else ''}" for kind, count in kinds.items()]
+    lines = [f"DIFFERENT by more than {record['tolerance']:g}: {'; '.join(counts) or 'figures of later steps alone'}"]
     if not tensors:
         return lines
     first = tensors[0]
     same = [each for each in tensors if each["quantity"] == first["quantity"]]
-    if record["quantities"]["loss"]["ranks"] and first["quantity"] == "gradient":
-        lines.append("The loss differs: it is the forward, or the data.")
+    if any(name.endswith("loss") for name in record["first_step"]):
+        lines.append("A loss of the first step differs: look at the forward, or the data.")
     elif first["quantity"] == "gradient":
-        lines.append("Gradients differ in the first step: it is a backward, or a sum over ranks.")
+        lines.append(
+            "The losses of the first step are equal, gradients differ: look at a backward, or a sum over ranks."
+        )
     else:
-        lines.append("The first step's gradients are equal: it is the update, or weights that were not sent.")
+        lines.append("The gradients of the first step are equal: look at the update, or weights that were not sent.")
     for title, each in (("first in the model", first), ("last in the model, where a backward begins", same[-1])):
         ranks = "none holds it" if each["rank"] is None else f"ranks {', '.join(map(str, each['ranks']))}"
         lines += [

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron5d.config.convert import leaves, value_of
+from megatron5d.config.fault import Fault
 from megatron5d.config.law import data_parallel, divisors
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
@@ -38,7 +39,9 @@ def exact(config: Config, steps: int) -> Config:
     """
     o, d = config.optim, config.data
     eod = 0 if d.document_mask or d.eod_mask_loss else None
-    warmup, searches = min(o.warmup_steps, 1), 100 if config.pipeline.schedule == "auto" else 10**9
+    warmup = min(o.warmup_steps, 1, steps - 1)
+    implementation = "auto" if o.implementation == "apex" else o.implementation  # which has nothing for CPUs
+    searches = 100 if config.pipeline.schedule == "auto" else 10**9
     return replace(
         config,
         init=InitConfig(),
@@ -48,9 +51,12 @@ def exact(config: Config, steps: int) -> Config:
         precision=PrecisionConfig(dtype="fp64"),
         moe=replace(config.moe, fp8_dispatch=False),
         train=replace(config.train, steps=steps, gbs_ramp=None, stop_after=0),
-        optim=replace(o, warmup_steps=warmup, decay_steps=min(o.decay_steps, steps - warmup), eps=max(o.eps, MIN_EPS)),
+        optim=replace(
+            o, warmup_steps=warmup, decay_steps=min(o.decay_steps, steps - warmup), eps=max(o.eps, MIN_EPS),
+            implementation=implementation,
+        ),
         pipeline=replace(config.pipeline, evaluations=min(config.pipeline.evaluations, searches)),
-    )
+    )  # fmt: skip
 
 
 def features(c: Config, world: int) -> tuple:
@@ -74,9 +80,9 @@ def features(c: Config, world: int) -> tuple:
     )
 
 
-def lawful(config: Config, world: int) -> bool:
-    """It can run; the files of the user's own run need not be there."""
-    return not broken_laws(config, world, without=FILE_LAWS) and not pipeline_faults(config, world)
+def faults_of(config: Config, world: int) -> list[Fault]:
+    """Why it cannot run; the files of the user's own run need not be there."""
+    return broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world)
 
 
 def shrink(config: Config, world: int) -> Config:
@@ -85,7 +91,7 @@ def shrink(config: Config, world: int) -> Config:
     for candidates in GROUPS:
         for change in candidates(config, world):
             smaller = changed(config, change)
-            if features(smaller, world) == wanted and lawful(smaller, world):
+            if features(smaller, world) == wanted and not faults_of(smaller, world):
                 config = smaller
                 break
     return config

@@ -1,0 +1,139 @@
+"""tools/parity.py finds planted faults: it names the parameter that differs first, and the dimension that it needs."""
+
+import json
+
+import pytest
+
+from megatron5d.comm.collectives import start_all_reduce
+from megatron5d.data_parallel import grad_sync
+from megatron5d.model import norm
+from megatron5d.topology.shard import spec_of
+from megatron5d.train import certificate, parity, parity_report, step
+from tools.parity import main
+
+MODEL = ["model=tiny", "train.gbs=8", "optim.lr=1e-2"]
+
+
+def told(capsys, *arguments):
+    """Exit code and record."""
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def found(capsys, world, *overrides):
+    """(name of the first tensor that differs, of the last one of its kind, what makes it equal) after a bisection."""
+    code, record = told(capsys, "--world", str(world), "--steps", "2", "--bisect", *MODEL, *overrides)
+    assert (code, record["verdict"]) == (1, "different")
+    gradients = [each["name"] for each in record["tensors"] if each["quantity"] == "gradient"]
+    return gradients, {change for change, verdict in record["without"].items() if verdict == "equal"}, record
+
+
+def test_a_norm_whose_gradient_is_not_summed_over_tp(monkeypatch, capsys):
+    original = norm.replicated_parameter
+
+    def forgetful(shape, name, tp, *, partial, **factory):
+        return original(shape, name, tp, partial=partial and name != "layers.1.mlp.norm.weight", **factory)
+
+    monkeypatch.setattr(norm, "replicated_parameter", forgetful)
+    gradients, equal, record = found(capsys, 4, "parallel.tp=2", "parallel.sp=true")
+    assert gradients == ["layers.1.mlp.norm.weight"]
+    assert equal == {"parallel.tp=1", "parallel.sp=false"}
+    assert record["tensors"][0]["ranks"] == [0, 1, 2, 3] and record["tensors"][0]["summed_over"] == ["dp_cp"]
+    assert record["first_step"] == ["grad_norm"] and "look at a backward, or a sum over ranks" in parity_report.told(
+        record
+    )
+
+
+def test_a_loss_that_is_divided_by_the_targets_of_one_cp_rank(monkeypatch, capsys):
+    def count(self, batches, mesh):
+        targets = sum(batch.target_counts for batch in batches)
+        self._counting = start_all_reduce(targets, mesh["dp"])
+
+    monkeypatch.setattr(step._LossHere, "count", count)
+    gradients, equal, record = found(capsys, 4, "parallel.cp=2", "parallel.tp=2")
+    assert (gradients[0], gradients[-1]) == ("embedding.weight", "head.weight")
+    assert equal == {"parallel.cp=1"} and record["without"]["parallel.tp=1"] == "different"
+
+
+def test_a_weight_that_mirrored_ranks_do_not_share(monkeypatch, capsys):
+    original, lost = grad_sync._kind, "layers.1.mlp.down.weight"
+
+    def kind(parameter, eight_bits):
+        return ("", *original(parameter, eight_bits)[1:]) if spec_of(parameter).name == lost else original(
+            parameter, eight_bits
+        )  # fmt: skip
+
+    monkeypatch.setattr(grad_sync, "_kind", kind)
+    gradients, equal, record = found(capsys, 2, "parallel.pp=2", "pipeline.schedule=dualpipe", "recompute.mode=full")
+    assert gradients == [lost] and "the mirrored rank" in record["tensors"][0]["summed_over"]
+    assert equal == {"parallel.pp=1", "pipeline.schedule=1f1b"}
+
+
+def test_a_rank_that_reads_the_samples_of_another(monkeypatch, capsys):
+    original = parity.micro_batch_samples
+    monkeypatch.setattr(parity, "micro_batch_samples", lambda *sizes: original(*sizes[:3], 0, sizes[4]))
+    gradients, equal, record = found(capsys, 4, "parallel.tp=2")
+    assert record["quantities"]["loss"]["ranks"] == [0, 1, 2, 3] and "embedding.weight" in gradients
+    assert "loss" in record["first_step"] and "look at the forward, or the data" in parity_report.told(record)
+    assert equal == {"dp=1"}
+
+
+def test_a_rank_that_fails_is_told(monkeypatch, capsys):
+    original = parity.micro_batch_samples
+    monkeypatch.setattr(parity, "micro_batch_samples", lambda *sizes: original(*sizes)[0 : 9 // (2 - sizes[4])])
+    code, record = told(capsys, "--world", "2", *MODEL)
+    assert (code, record["verdict"]) == (1, "failed") and "ZeroDivisionError" in record["failure"]
+    assert main(["--world", "2", *MODEL]) == 1 and "FAILED" in capsys.readouterr().out
+
+
+ALL = [
+    "experiment=quickstart", "model.num_layers=3", "pipeline.schedule=zb_h1", "recompute.mode=selective",
+    "model.num_mtp_layers=1", "parallel.zero=3", "model.attention_window=40",
+]  # fmt: skip
+
+
+def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsys, tmp_path):
+    """All dimensions at once, on the layout of the quickstart."""
+    file = tmp_path / "parity.json"
+    assert main(["--world", "16", "--steps", "2", "--certificate", str(file), *ALL]) == 0
+    out = capsys.readouterr().out
+    assert "EQUAL" in out and "model.hidden_size 128 -> 32" in out
+    record = json.loads(file.read_text())
+    assert record["verdict"] == "equal" and record["overrides"] == ALL
+    assert {"loss", "mtp_loss", "seq_aux_loss", "grad_norm", "routers", "gradient", "weight", "exp_avg"} <= set(
+        record["quantities"]
+    )
+    assert all(each["relative"] <= record["tolerance"] == 1e-10 for each in record["quantities"].values())
+    check = ["--check", str(file)]
+    assert main(check) == main([*check, *ALL, "log.dir=elsewhere", "data.train=[other]"]) == 0
+    assert "belongs to" in capsys.readouterr().out
+    assert main([*check, *ALL, "parallel.zero=2"]) == 1 and "the configuration is another" in capsys.readouterr().out
+    assert main([*check, "--world", "8"]) == 1 and "made on 16 ranks, not on 8" in capsys.readouterr().out
+    monkeypatch.setattr(certificate, "source_hash", lambda: "other")
+    code, answer = told(capsys, *check)
+    assert code == 1 and answer["belongs"] is False and "the code is not the one" in answer["faults"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--world", "6", "parallel.tp=4", "train.stepz=3"], "the configuration is refused: 2 faults"),
+        (["--world", "0"], "at least 1 rank"),
+        (["--world", "2", "--steps", "0"], "--steps 0"),
+        ([], "--world N"),
+        (["--check", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, said, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as leave:
+        code = leave.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
+def test_what_is_no_certificate_is_refused(tmp_path, capsys):
+    for text in ("{}", "[1]", "no json", '{"overrides": [], "world": 1}'):
+        (tmp_path / "file.json").write_text(text)
+        assert main(["--check", str(tmp_path / "file.json")]) == 2
+        assert "parity.py: error" in capsys.readouterr().err
