@@ -9,7 +9,8 @@
 What follows the options are overrides as pretrain.py takes them. The configuration is trained for a few steps on random
 tokens, on forked ranks and by one process without parallelism, and everything is compared: losses, gradient norm, what
 the routers did, every gradient of the first step, every weight and moment after the last. Sizes are made small first,
-with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not be there.
+with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not be there,
+but where --data asks for the first tokens of it.
 Exit code 0: equal; 1: different, or the ranks failed; 2: refused.
 """
 
@@ -19,7 +20,8 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 from megatron5d.config.fault import ConfigError, refuse  # noqa: E402
+from megatron5d.config.law import Law  # noqa: E402
 from megatron5d.config.laws_files import FILE_LAWS  # noqa: E402
 from megatron5d.config.load import load_config  # noqa: E402
 from megatron5d.config.schema import Config  # noqa: E402
 from megatron5d.model.hf import model_config_from_hf  # noqa: E402
 from megatron5d.topology.forked_ranks import RankFailure  # noqa: E402
-from megatron5d.train.ablate import ablations  # noqa: E402
+from megatron5d.train.ablate import Ablation, ablations  # noqa: E402
 from megatron5d.train.build import sizes_of  # noqa: E402
 from megatron5d.train.certificate import FORMAT, code_here, configuration_hash, strays_of  # noqa: E402
+from megatron5d.train.data import end_of_document, first_rows  # noqa: E402
 from megatron5d.train.differences import Difference, axes_of, differences  # noqa: E402
 from megatron5d.train.parity import ROWS_SEED, RankRecord, alone, make_rows, short_run  # noqa: E402
 from megatron5d.train.parity_report import plain, told, worst_of  # noqa: E402
@@ -58,6 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _compare(options)
     except ConfigError as error:
         refuse(error.faults)
+    except RankFailure as failure:
+        print(f"parity.py: one process fails by itself:\n{failure}", file=sys.stderr)
+        return 1
     except (ValueError, OSError) as error:
         print(f"parity.py: error: {error}", file=sys.stderr)
         return 2
@@ -73,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, default=1e-10, metavar="X", help="largest relative difference (default 1e-10)"
     )
     parser.add_argument("--no-shrink", action="store_true", help="sizes of model and batch as configured")
+    parser.add_argument("--data", action="store_true", help="the first tokens of data.train instead of random ones")
     parser.add_argument("--bisect", action="store_true", help="on a difference: without which dimension is there none?")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one run (default 600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -84,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(overrides: list[str], world: int) -> Config:
+def _load(overrides: list[str], world: int, without: Sequence[Law] = FILE_LAWS) -> Config:
     if world < 1:
         raise ValueError(f"--world {world}: a run has at least 1 rank")
     return load_config(
@@ -93,23 +101,26 @@ def _load(overrides: list[str], world: int) -> Config:
         model_from_hf=model_config_from_hf,
         options=[schedule_faults],
         checks=[pipeline_faults],
-        without=FILE_LAWS,
+        without=without,
     )
 
 
 def _compare(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise ValueError(f"--steps {options.steps}: at least 1")
-    asked = _load(options.overrides, options.world)
+    asked = _load(options.overrides, options.world, () if options.data else FILE_LAWS)
     config = exact(asked, options.steps)
+    if options.data:
+        config = replace(config, data=replace(asked.data, eod=end_of_document(asked)))
     if faults := faults_of(config, options.world):
         raise ConfigError(faults)
-    config = config if options.no_shrink else shrink(config, options.world)
+    if not options.no_shrink:
+        config = shrink(config, options.world, keep=["model.vocab_size"] if options.data else [])
     sizes = sizes_of(config, options.world)
     record: dict[str, Any] = {
         "format": FORMAT, "overrides": options.overrides, "world": options.world, "layout": asdict(sizes),
         "configuration_hash": configuration_hash(asked), "changed": differing(asked, config), "device": "cpu",
-        "seeds": {"weights": config.train.seed, "data": ROWS_SEED}, "steps": options.steps,
+        "seeds": {"weights": config.train.seed, "tokens": None if options.data else ROWS_SEED}, "steps": options.steps,
         "tolerance": options.tolerance, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
     _say(f"{config.model.name} on {options.world} ranks: {_layout(config, options.world)}")
@@ -142,7 +153,8 @@ class Check:
 
     def __init__(self, config: Config, options: argparse.Namespace) -> None:
         self.config, self.options = config, options
-        self.rows = make_rows(config, options.steps, ignored=IGNORED)
+        steps = options.steps
+        self.rows = first_rows(config, steps) if options.data else make_rows(config, steps, ignored=IGNORED)
         (self.truth,) = self._train(alone(config), 1)
 
     def _train(self, config: Config, world: int) -> list[RankRecord]:
@@ -156,7 +168,7 @@ class Check:
         records = self._train(config, world)
         return records, differences(records, self.truth, self.options.tolerance)
 
-    def ablations(self):
+    def ablations(self) -> Iterator[Ablation]:
         """The configuration without one thing at a time."""
         return ablations(self.config, self.options.world)
 

@@ -35,7 +35,8 @@ OFF: tuple[Change, ...] = (
     {"parallel.reduce": "per_microbatch"},
     {f"recompute.{name}": value for name, value in vars(RecomputeConfig()).items() if name != "offload_min_bytes"},
     {"recompute.offload": []},
-    {"optim.implementation": "auto", "optim.offload": False},
+    {"optim.implementation": "auto"},
+    {"optim.offload": False},
 )
 AXES = ("parallel.tp", "parallel.cp", "parallel.pp")
 

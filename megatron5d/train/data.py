@@ -45,7 +45,13 @@ def train_loader(config: Config, mesh: Mesh, consumed_samples: int, *, reads: bo
     if not reads:
         samples: Samples = BlankSamples(train.seq_len)
         return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, 0)
-    samples = open_samples(
+    samples = _train_samples(config)
+    return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, data.prefetch)
+
+
+def _train_samples(config: Config) -> Samples:
+    data, train = config.data, config.train
+    return open_samples(
         data.train,
         seq_len=train.seq_len,
         order=data.order,
@@ -55,7 +61,19 @@ def train_loader(config: Config, mesh: Mesh, consumed_samples: int, *, reads: bo
         part="train",
         cache_dir=data.cache_dir,
     )
-    return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, data.prefetch)
+
+
+def first_rows(config: Config, steps: int) -> torch.Tensor:
+    """int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch.
+
+    Raises:
+        ValueError: the files cannot be read so, or a token is not in the model's vocabulary.
+    """
+    samples = _train_samples(config)
+    rows = torch.from_numpy(np.stack([samples[i] for i in range(steps * config.train.gbs)]))
+    if rows.max() >= config.model.vocab_size:
+        raise ValueError(f"data.train has token id {rows.max()}, model.vocab_size is {config.model.vocab_size}")
+    return rows
 
 
 def valid_loader(config: Config, mesh: Mesh, *, reads: bool = True) -> Loader | None:

@@ -121,7 +121,7 @@ def differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: flo
     pairs = [("gradient", [record.gradients for record in records], truth.gradients)]
     pairs.append(("weight", [record.weights for record in records], truth.weights))
     for kind, rectangles in truth.moments.items():
-        pairs.append((kind, [record.moments[kind] for record in records], rectangles))
+        pairs.append((kind, [record.moments.get(kind, []) for record in records], rectangles))
     for quantity, held, rectangles in pairs:
         whole = joined(rectangles)
         ordered = {name: whole[name] for name in truth.specs if name in whole}
@@ -131,11 +131,13 @@ def differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: flo
 
 def axes_of(name: str, records: Sequence[RankRecord], sizes: Sizes) -> tuple[list[str], list[str]]:
     """The axes that cut a parameter, and those over which its gradient is summed."""
-    spec = next(record.specs[name] for record in records if name in record.specs)
+    specs = [record.specs[name] for record in records if name in record.specs]
+    if not specs:  # nobody holds it
+        return [], []
     places = [record.specs[name].pieces if name in record.specs else () for record in records]
     cut = [
         axis
-        for axis in (("ep", "etp") if spec.expert else ("tp",))
+        for axis in (("ep", "etp") if specs[0].expert else ("tp",))
         if any(
             {piece.offset for piece in places[rank]} != {piece.offset for piece in places[other]}
             for rank in range(len(records))
@@ -143,5 +145,6 @@ def axes_of(name: str, records: Sequence[RankRecord], sizes: Sizes) -> tuple[lis
         )
     ]
     partial = {axis for pieces in places for piece in pieces for axis in piece.summed}
-    summed = ["edp" if spec.expert else "dp_cp", *sorted(partial), *(["the mirrored rank"] if spec.shared else [])]
+    summed = ["edp" if specs[0].expert else "dp_cp", *sorted(partial)]
+    summed += ["the mirrored rank"] if specs[0].shared else []
     return cut, summed

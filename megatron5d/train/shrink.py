@@ -7,7 +7,7 @@ recompute and everything that is no size are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,7 @@ def exact(config: Config, steps: int) -> Config:
     eod = 0 if d.document_mask or d.eod_mask_loss else None
     warmup = min(o.warmup_steps, 1, steps - 1)
     implementation = "auto" if o.implementation == "apex" else o.implementation  # which has nothing for CPUs
-    searches = 100 if config.pipeline.schedule == "auto" else 10**9
+    pipeline = replace(config.pipeline, evaluations=100) if config.pipeline.schedule == "auto" else config.pipeline
     return replace(
         config,
         init=InitConfig(),
@@ -55,7 +55,7 @@ def exact(config: Config, steps: int) -> Config:
             o, warmup_steps=warmup, decay_steps=min(o.decay_steps, steps - warmup), eps=max(o.eps, MIN_EPS),
             implementation=implementation,
         ),
-        pipeline=replace(config.pipeline, evaluations=min(config.pipeline.evaluations, searches)),
+        pipeline=pipeline,
     )  # fmt: skip
 
 
@@ -85,12 +85,18 @@ def faults_of(config: Config, world: int) -> list[Fault]:
     return broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world)
 
 
-def shrink(config: Config, world: int) -> Config:
-    """The smallest that every feature of a lawful configuration fits into, one group of sizes after the other."""
+def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
+    """The smallest that every feature of a lawful configuration fits into, one group of sizes after the other.
+
+    Args:
+        config: what is to become small.
+        world: number of ranks.
+        keep: sizes that stay.
+    """
     wanted = features(config, world)
     for candidates in GROUPS:
         for change in candidates(config, world):
-            smaller = changed(config, change)
+            smaller = changed(config, {key: value for key, value in change.items() if key not in keep})
             if features(smaller, world) == wanted and not faults_of(smaller, world):
                 config = smaller
                 break

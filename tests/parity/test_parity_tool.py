@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from runs import write_corpus
 
 from megatron5d.comm.collectives import start_all_reduce
 from megatron5d.data_parallel import grad_sync
@@ -84,6 +85,24 @@ def test_a_rank_that_fails_is_told(monkeypatch, capsys):
     code, record = told(capsys, "--world", "2", *MODEL)
     assert (code, record["verdict"]) == (1, "failed") and "ZeroDivisionError" in record["failure"]
     assert main(["--world", "2", *MODEL]) == 1 and "FAILED" in capsys.readouterr().out
+
+
+def test_a_process_that_fails_by_itself_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(parity, "SequenceSharding", None)
+    assert main(["--world", "2", *MODEL]) == 1 and "one process fails by itself" in capsys.readouterr().err
+
+
+def test_the_configured_data(tmp_path, capsys):
+    """Its own documents, told apart by their own end; vocabulary and batch as configured."""
+    prefix = write_corpus(tmp_path / "corpus", vocab_size=256)
+    data = [f"data.train=[{prefix}]", "data.document_mask=true", "data.eod=0", "train.seq_len=32"]
+    code, record = told(capsys, "--world", "2", "--data", "--steps", "2", *MODEL, *data, "parallel.cp=2")
+    assert (code, record["verdict"]) == (0, "equal") and "model.vocab_size" not in record["changed"]
+    assert main(["--world", "2", "--data", *MODEL, *data, "model.vocab_size=100"]) == 2
+    assert "model.vocab_size is 100" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--world", "2", "--data", *MODEL])
+    assert "data.train" in capsys.readouterr().err
 
 
 ALL = [
