@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron5d.config.laws import broken_laws
@@ -31,12 +31,7 @@ def random_config(seed: int) -> tuple[Config, int, float]:
         config = Config(
             model=model,
             parallel=_parallel(dice, world, model),
-            pipeline=PipelineConfig(
-                schedule=dice.choice(["1f1b", *schedule_names()]),
-                split=dice.choice(["even", "even", "cost"]),
-                balance=dice.choice(["stages", "stages", "ranks"]),
-                head_layers=dice.choice([0.0, 0.0, 1.0]),
-            ),
+            pipeline=_pipeline(dice),
             train=TrainConfig(
                 steps=10, gbs=dice.choice([4, 6, 8, 12]), mbs=dice.choice([1, 1, 2]), seq_len=dice.choice([8, 12, 16]),
                 z_loss=dice.choice([0.0, 1e-2]),
@@ -52,6 +47,22 @@ def random_config(seed: int) -> tuple[Config, int, float]:
         )  # fmt: skip
         if not _faults(config, world):
             return config, world, dice.choice([0.0, 0.0, 0.3])
+
+
+def another_layout(config: Config, seed: int) -> tuple[Config, int]:
+    """The same training on other ranks: model, batch and loss stay. And how many ranks that are."""
+    dice = random.Random(seed)
+    while True:
+        world = dice.choice([1, 2, 4, 8])
+        other = replace(
+            config,
+            parallel=_parallel(dice, world, config.model),
+            pipeline=_pipeline(dice),
+            recompute=_recompute(dice, config.model),
+            optim=replace(config.optim, offload=dice.random() < 0.2),
+        )
+        if not _faults(other, world):
+            return other, world
 
 
 def overrides(config: Config) -> str:
@@ -131,6 +142,15 @@ def _parallel(dice: random.Random, world: int, model: ModelConfig) -> ParallelCo
         chosen |= {"ep": dice.choice([1, 2, 4]), "etp": dice.choice([None, 1, 2])}
         chosen |= _some(dice, 0.4 * (chosen["ep"] > 1), ep_inner=2)
     return ParallelConfig(**chosen, **_some(dice, 0.2, order=dice.sample(["pp", "dp", "cp", "tp"], 4)))
+
+
+def _pipeline(dice: random.Random) -> PipelineConfig:
+    return PipelineConfig(
+        schedule=dice.choice(["1f1b", *schedule_names()]),
+        split=dice.choice(["even", "even", "cost"]),
+        balance=dice.choice(["stages", "stages", "ranks"]),
+        head_layers=dice.choice([0.0, 0.0, 1.0]),
+    )
 
 
 def _recompute(dice: random.Random, model: ModelConfig) -> RecomputeConfig:
