@@ -58,9 +58,14 @@ class Mailbox:
         self._flag_bytes = _padded(4 * 2 * self.axis.size)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # nobody writes into the old segments any more
-        self._segments = open_segments(self.axis, self._flag_bytes + 2 * self.axis.size * box_bytes, self.device)
+        self._segments = open_segments(self.axis, self.num_bytes, self.device)
         self._addresses: dict[object, Tensor] = {}
         self.finished = torch.zeros(self.axis.size, dtype=torch.int32, device=self.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's segment: flags and boxes."""
+        return self._flag_bytes + 2 * self.axis.size * self.box_bytes
 
     def exchange(self, layout: Layout) -> Exchange:
         """The next exchange, of boxes with one tensor per entry of the layout.

@@ -35,7 +35,8 @@ class RankMemory:
         end_of_step: reduced slices, wide copies and slices on their way at the end of a step, beside what stays.
         setup: the most while everything is put together; counts where it is more than training needs.
         library: workspace that the vendor's libraries take from the allocator.
-        outside: what the allocator does not see: context and communicators.
+        boxes: what other ranks write into (`parallel.tp_overlap=fused`); the allocator does not see it.
+        outside: what it does not see either: context and communicators.
         host_optimizer: in the host's memory, pinned: master weights, moments and gradients of `optim.offload`; what
             activations take there is the peak's.
     """
@@ -49,6 +50,7 @@ class RankMemory:
     end_of_step: int = 0
     setup: int = 0
     library: int = 0
+    boxes: int = 0
     outside: int = 0
     host_optimizer: int = 0
 
@@ -84,7 +86,7 @@ class RankMemory:
     @property
     def needed(self) -> int:
         """What the device must have."""
-        return self.allocated + self.margin + self.outside
+        return self.allocated + self.margin + self.boxes + self.outside
 
     def kinds(self) -> dict[str, int]:
         """Bytes by kind at the worst moment, in the order in which they are told; they add up to `needed`."""
@@ -107,7 +109,7 @@ class RankMemory:
             kinds["end of step"] = self.end_of_step
         kinds["libraries"] = self.library
         kinds["setup"] = self.allocated - sum(kinds.values())
-        kinds |= {"fragmentation": self.margin, "outside": self.outside}
+        kinds |= {"fragmentation": self.margin, "boxes": self.boxes, "outside": self.outside}
         return {kind: count for kind, count in kinds.items() if count}
 
     def record(self) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def gigabytes(num_bytes: int) -> str:
 _ORDER = (
     *("weights", "gradients", "optimizer", "buffers", "inputs"),
     *("activations", "stash", "messages", "units", "workspace"),
-    *("end of step", "libraries", "setup", "fragmentation", "outside"),
+    *("end of step", "libraries", "setup", "fragmentation", "boxes", "outside"),
 )
 
 

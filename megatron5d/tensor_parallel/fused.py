@@ -35,6 +35,11 @@ class Fused:
     def __init__(self, tp: Axis, device: torch.device, timeout_s: float) -> None:
         self._mailbox = Mailbox(tp, device, timeout_s)
 
+    @property
+    def box_bytes(self) -> int:
+        """As large as the largest exchange so far has asked for."""
+        return self._mailbox.num_bytes
+
     def check(self) -> None:
         """Of what the device has done so far."""
         self._mailbox.patience.check()

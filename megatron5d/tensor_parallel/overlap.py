@@ -49,6 +49,11 @@ class Product:
 class Overlap(Protocol):
     """How a product and its collective are laid over each other."""
 
+    @property
+    def box_bytes(self) -> int:
+        """Of this rank's memory that other ranks write into."""
+        ...
+
     def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """product(all_gather(operand)), and what was gathered.
 
@@ -92,6 +97,8 @@ class Overlap(Protocol):
 class Whole:
     """`parallel.tp_overlap=none`: the collective before or after the product."""
 
+    box_bytes = 0
+
     def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """Comm: all_gather tp of the operand."""
         whole = tuple(all_gather(part, tp) for part in operand)
@@ -107,6 +114,8 @@ class Whole:
 
 class Chunked:
     """`parallel.tp_overlap=chunked`: chunks go around the ring of ranks."""
+
+    box_bytes = 0
 
     def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """Comm: tp-1 shifts of the operand."""

@@ -81,7 +81,8 @@ class Forecaster:
         self.num_microbatches = micro_batch_counts(config, world)[-1]
         self._program = self.plan.program_of(self.num_microbatches)
         self._traces: dict[int, StageTrace] = {}  # by stage
-        self._known: dict[tuple, StageTrace] = {}  # by what a stage is made of
+        self._known: dict[tuple, tuple[StageTrace, int]] = {}  # by what a stage is made of: both
+        self._boxes: dict[int, int] = {}  # by stage: bytes of the boxes that its exchanges ask for
 
     def rank(self, pp_rank: int) -> RankMemory:
         """Memory of a pipeline rank, at place 0 of every other axis (padded vocabularies aside, all are alike)."""
@@ -113,7 +114,8 @@ class Forecaster:
             sync = build_sync(config, mesh, model)
             optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
             away = _on_host(optimizer, watch)
-            resident, setup = watch.live_bytes - away, watch.peak_bytes - away
+            apart = away + watch.rounded(model.overlap.box_bytes)
+            resident, setup = watch.live_bytes - apart, watch.peak_bytes - apart
             weights = _bytes([tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch)
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
             state = _bytes([tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch)
@@ -121,7 +123,8 @@ class Forecaster:
         _set_load(model, self.target.imbalance, config.moe.capacity_factor)
         batch = self._batch(mesh, model)
         sync.start_step(dict.fromkeys(model.phases, _ENDLESS))
-        self._traces |= {stage: self._trace(model, sync, stage, batch) for stage in model.parts}
+        for stage in model.parts:
+            self._traces[stage], self._boxes[stage] = self._trace(model, sync, stage, batch)
         sums = {} if config.parallel.zero >= 2 else sums  # there the passes count them
         reduced = {stage: [sums.get(phase, 0) for phase in reversed(model.phases_of(stage))] for stage in model.parts}
         peak = find_peak(self._program, rank, self._traces, self._message_bytes(), self._standing(model), reduced)
@@ -139,6 +142,7 @@ class Forecaster:
             end_of_step=end_of_step,
             setup=setup,
             library=GEMM_WORKSPACE.get(self.target.architecture or "", 0),
+            boxes=max(self._boxes[stage] for stage in model.parts),
             outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
             host_optimizer=away,
         )
@@ -147,8 +151,8 @@ class Forecaster:
         """One micro-batch without values, as a rank's stages see it."""
         config = self.config
         rows = torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)
-        # an end-of-document token that never comes: one document, which costs as much memory as many
-        whole = make_micro_batch(rows, document_mask=config.data.document_mask, eod=-1)
+        rows[:, 0] = 1  # a document of one token, another of all that follow: masked, and nowhere empty
+        whole = make_micro_batch(rows, document_mask=config.data.document_mask, eod=1)
         batch = SequenceSharding(config, mesh, "meta")(whole).to("meta")
         if model.balancer is not None:
             total = self.num_microbatches * self.sizes.dp
@@ -171,11 +175,11 @@ class Forecaster:
         parallel = self.config.parallel
         return sum(each) if "per_step" in (parallel.reduce, parallel.regather) else max(each)
 
-    def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> StageTrace:
-        """Of one stage; stages of the same layers have the same trace."""
+    def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
+        """Of one stage, and the bytes of boxes; stages of the same layers have the same trace."""
         units, part = _units(model.units_of(stage)), model.parts[stage]
         if not units:
-            return relay_trace(self._message_bytes())
+            return relay_trace(self._message_bytes()), 0
         signatures = tuple(map(_signature, units))
         key = (signatures, part.embedding, part.head, model.embedding is not None and model.head is not None)
         if key not in self._known:
@@ -184,11 +188,12 @@ class Forecaster:
             num_sums, hooks = len(loss_terms(self.config)), sync if self.config.parallel.zero >= 2 else None
             tracer = Tracer(form.shape, form.dtype, batch, num_sums, hooks=hooks, split=split, block=self.target.block)
             trace = tracer.trace(units, signatures, first=part.embedding, last=part.head)
-            if self.config.precision.fp8 != "none":  # that pass made the weights' 8-bit copies, which stay
+            boxes = model.overlap.box_bytes
+            if boxes or self.config.precision.fp8 != "none":  # that pass made them, or weights' 8-bit copies: they stay
                 trace = tracer.trace(units, signatures, first=part.embedding, last=part.head)
                 standing = 0 if hooks is None else sync.buffer_bytes()
                 trace = dataclasses.replace(trace, standing=standing, first={})
-            self._known[key] = trace
+            self._known[key] = trace, boxes
         return self._known[key]
 
 

@@ -11,7 +11,7 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
 
-from megatron5d.config.schema import PipelineConfig, RecomputeConfig
+from megatron5d.config.schema import DataConfig, PipelineConfig, RecomputeConfig
 from megatron5d.data.sampler import micro_batch_samples
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
@@ -68,6 +68,7 @@ class Counted:
     elsewhere: int  # sum of its places on the other axes
     kinds: tuple[int, int, int]  # weights and their 8-bit copies, gradients, optimiser
     resident: int
+    boxes: int  # that other ranks write into
     peak: int  # of a step, above what stays
     activations: Counter[str]  # kept by one micro-batch between forward and backward, by class of phase
     host: int  # the most in the host's memory
@@ -111,7 +112,8 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
         model.initialize(1)
         sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
-        resident = watch.live_bytes
+        flags = model.overlap.box_bytes * mesh["tp"].size  # those of all ranks are mapped here
+        resident = watch.live_bytes - flags
     storages = [
         {id(storage): storage.nbytes() for tensor in tensors if (storage := tensor.untyped_storage()) is not None}
         for tensors in (
@@ -144,6 +146,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         sum(mesh[name].rank for name in ("dp", "cp", "tp")),
         (weights + copies, *others),
         resident + copies - away,
+        model.overlap.box_bytes,
         min(peaks) - copies,
         kept,
         away + min(host_peaks),
@@ -188,6 +191,7 @@ def assert_predicted(config, world: int) -> dict[int, RankMemory]:
         assert (mine.weights, mine.gradients, mine.optimizer) == real.kinds
         # owned slices begin elsewhere on other ranks, and with them a count of steps for each piece of a parameter
         assert mine.resident == pytest.approx(real.resident, abs=64 if real.elsewhere else 0)
+        assert mine.boxes == real.boxes
         assert max(mine.peak.total, mine.end_of_step) == pytest.approx(real.peak, rel=0.02)
         assert mine.host == pytest.approx(real.host, rel=0.02)
         kept = forecaster.activations(real.pp_rank)
@@ -210,7 +214,9 @@ LAYOUTS = {
     "zero3-fp8": (2, {"zero": 3, "gbs": 4, "dtype": "bf16", "fp8": "tensorwise"}),
     "zero3-moe": (2, {"ep": 2, "zero": 3, "gbs": 4, "fields": MOE}),
     "mla-sp": (2, {"model": "mla", "tp": 2, "sp": True}),
+    "fused": (2, {"tp": 2, "sp": True, "tp_overlap": "fused", "recompute": RecomputeConfig("full", num_layers=1)}),
     "ring": (2, {"cp": 2}),
+    "documents": (2, {"cp": 2, "cp_method": "ulysses", "data": DataConfig(document_mask=True, eod=7)}),
     "ulysses": (2, {"cp": 2, "cp_method": "ulysses", "recompute": "full"}),
     "moe": (2, {"ep": 2, "fields": MOE}),
     "moe-tp-zero1": (4, {"ep": 4, "tp": 2, "etp": 1, "sp": True, "zero": 1, "fields": MOE, "recompute": "full"}),
