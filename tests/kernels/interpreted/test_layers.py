@@ -1,4 +1,4 @@
-"""Layers that work in place where nobody else needs the numbers, beside themselves with copies."""
+"""Layers that work in place beside themselves with copies, and whole models of kernels beside plain torch."""
 
 import dataclasses
 import sys
@@ -15,9 +15,11 @@ from parity_configs import config_of
 from kernels import activation
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.model.gpt import Gpt
+from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.precision import stand_in
 from megatron5d.precision.fp8 import is_quantized
 from megatron5d.precision.gradient import run_now
+from megatron5d.topology.axis import single
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -69,3 +71,35 @@ def test_the_same_bits_in_place(parts, fp8, overwritten, monkeypatch):
     ours = numbers(config, True, monkeypatch)
     assert all(map(torch.equal, ours, numbers(config, False, monkeypatch)))
     assert overwritten == [True, False]
+
+
+MODELS = {
+    "experts": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 48, "shared_ffn_hidden_size": 16},
+    "latent": {"attention": "mla", "q_lora_rank": 32, "kv_lora_rank": 32},
+    "centred": {"norm": "layernorm"},
+}
+
+
+def loss_and_gradients(dtype, fields):
+    """Of one layer in the kernels (fp64: in plain torch)."""
+    config = config_of("llama_gqa", gbs=1)
+    model = dataclasses.replace(config.model, num_layers=1, head_dim=16, vocab_size=32, **fields)
+    config = dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype=dtype))
+    gpt = Gpt(config, build_mesh(resolve(1), 0), "cpu")
+    gpt.initialize(1)
+    for weight in gpt.parameters():
+        weight.grad = torch.zeros_like(weight)
+    if gpt.balancer is not None:
+        gpt.balancer.start_step(1, torch.tensor(float(config.train.seq_len)), single("dp_cp"), False)
+    stage = Stage(gpt.phases)
+    loss = stage.forward(0, None, micro_batch(config, make_rows(config, 1)))
+    stage.backward_input(0, torch.tensor([1.0, 0.0], dtype=loss.dtype))
+    stage.backward_weight(0)
+    return [loss, *(weight.grad for weight in gpt.parameters())]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_kernels_are_those_of_plain_torch(name):
+    ours, exact = (loss_and_gradients(dtype, MODELS[name]) for dtype in ("fp32", "fp64"))
+    for got, want in zip(ours, exact, strict=True):
+        assert (got.double() - want).norm() <= 3e-6 * want.norm()
