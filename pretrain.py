@@ -8,8 +8,10 @@ from pathlib import Path
 
 from megatron5d.config.fault import ConfigError, refuse
 from megatron5d.config.load import load_config, to_yaml
+from megatron5d.config.schema import Config
 from megatron5d.model.hf import model_config_from_hf
 from megatron5d.topology.process import read_environment, start_process, stop_process
+from megatron5d.train.crash import told
 from megatron5d.train.device import device_faults
 from megatron5d.train.loop import train
 from megatron5d.train.memory import memory_faults
@@ -24,8 +26,14 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         Exit code: 0 finished, 2 refused, 75 stopped on a signal with a checkpoint saved.
+
+    Raises:
+        SystemExit: refused (2), or broken by something that its message tells (1).
     """
-    environment = read_environment()
+    try:
+        environment = read_environment()
+    except ValueError as error:
+        raise SystemExit(f"the launcher's variables are wrong: {error}") from error
     try:
         config = load_config(
             argv,
@@ -37,6 +45,16 @@ def main(argv: Sequence[str]) -> int:
         )
     except ConfigError as error:
         refuse(error.faults, environment.rank)
+    try:
+        return _run(config)
+    except (OSError, ValueError, ArithmeticError) as error:
+        message = None if config.log.traceback else told(error, environment.rank, environment.world)
+        if message is None:
+            raise
+        raise SystemExit(message) from error
+
+
+def _run(config: Config) -> int:
     process = start_process(config.parallel.timeout_s)
     try:
         if process.rank == 0 and config.log.dir:

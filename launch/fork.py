@@ -104,13 +104,15 @@ def _be_rank(rank: int, num_ranks: int, parent: int, folder: Path, body: Callabl
 
 
 def forked(main: Callable[[list[str]], int], arguments: list[str]) -> Callable[[Path], int]:
-    """A rank that calls the imported program; its traceback goes to a file, so that N of them do not mix."""
+    """A rank that calls the imported program; its message or traceback goes to a file, so that N of them do not mix."""
 
     def body(error: Path) -> int:
         faulthandler.enable()
         try:
             return main(arguments) or 0
         except SystemExit as leave:
+            if isinstance(leave.code, str):  # python's own way to end with 1 and a message
+                error.write_text(leave.code + "\n")
             return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT

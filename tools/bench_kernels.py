@@ -71,12 +71,12 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     args = _arguments()
     wanted = [n for n in BENCHMARKS if not args.substrings or any(s.lower() in n.lower() for s in args.substrings)]
-    if args.list:
-        print("\n".join(wanted))
-        return 0
     if not wanted:
         print(f"no row contains {' or '.join(args.substrings)}; --list prints them", file=sys.stderr)
         return 2
+    if args.list:
+        print("\n".join(wanted))
+        return 0
     if not torch.cuda.is_available():
         print("bench_kernels measures on a GPU, and torch sees none here; --list prints the rows", file=sys.stderr)
         return 2

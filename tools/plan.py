@@ -90,6 +90,10 @@ def _lawful(overrides: list[str], world: int) -> Config:
 def _memory(options: argparse.Namespace) -> int:
     config = _lawful(options.overrides, options.world)
     imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
+    if not imbalance >= 1:
+        raise ValueError(f"--imbalance {imbalance:g}: the busiest rank is sent at least an even share, 1")
+    if options.device_gb is not None and not options.device_gb > 0:
+        raise ValueError(f"--device-gb {options.device_gb:g} is not above 0")
     target = _target(options.device, imbalance)
     if target.architecture is not None and (faults := eight_bit_faults(config, target.architecture)):
         raise ConfigError(faults)
@@ -167,8 +171,10 @@ def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[
         )
     sizes = sizes_of(config, world)
     if name == "nanotron":
+        if target.architecture is None:
+            raise ValueError("--as nanotron --device cpu: nanotron trains on GPUs alone, such as sm_90")
         count = micro_batch_counts(config, world)[-1]
-        return {rank: nanotron_rank(config, sizes, rank, count) for rank in range(sizes.pp)}
+        return {rank: nanotron_rank(config, sizes, rank, count, target.architecture) for rank in range(sizes.pp)}
     forecaster = Forecaster(config, world, target)
     ranks = forecaster.ranks()
     if name == "megatron":

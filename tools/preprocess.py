@@ -96,6 +96,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"preprocess: {error}", file=sys.stderr)
         return 2
+    for prefix in (prefix for prefix, counts in summary["outputs"].items() if counts["tokens"] == 0):
+        print(f"preprocess: WARNING: {prefix} holds no token, and nothing can train or evaluate on it", file=sys.stderr)
     if args.json:
         print(json.dumps(summary))
         return 0

@@ -36,10 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
         add(commands)
     options = parser.parse_args(arguments)
     try:
+        _refuse_nothing(options)
         return options.run(options)
     except (ValueError, OSError) as error:
         print(f"schedule.py: error: {error}", file=sys.stderr)
         return 2
+
+
+def _refuse_nothing(options: argparse.Namespace) -> None:
+    """Raises where an amount that a subcommand has is no amount of anything."""
+    for name in ("memory", "seconds", "activation_bytes"):
+        amount = getattr(options, name, None)
+        if amount is not None and not amount > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {amount:g} is not above 0")
 
 
 def _add_show(commands: Any) -> None:

@@ -61,7 +61,8 @@ def read_curve(path: Path) -> Curve:
         try:
             record: dict[str, Any] = json.loads(line)
             tokens = record["tokens"]
-            train.append((tokens, record["loss"]))
+            if record["loss"] is not None:  # of a step whose loss was not finite
+                train.append((tokens, record["loss"]))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: not a record of a step with tokens and loss ({error!r})") from error
         if "initial_valid_loss" in record:

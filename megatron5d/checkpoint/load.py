@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from megatron5d.checkpoint.folder import fault_of, faults_of_newer, newest
 from megatron5d.checkpoint.layout import ShardedTensor
@@ -58,11 +62,11 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
         tensors: by key; their parts are written in place.
 
     Raises:
-        ValueError: keys or global shapes disagree; lists all of them.
+        ValueError: keys or global shapes disagree; lists all of them. Or a file of tensors cannot be read; names it.
 
     Comm: DCP's planning over the world.
     """
-    reader = dcp.FileSystemReader(folder)
+    reader = _Reader(folder)
     saved = reader.read_metadata().state_dict_metadata
     faults = [f"missing in the checkpoint: {key}" for key in tensors if key not in saved]
     for key, tensor in tensors.items():
@@ -73,4 +77,36 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
         raise ValueError(f"{folder} does not fit this model:\n  " + "\n  ".join(sorted(faults)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP announces that a single process loads without a group
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        try:
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            raise ValueError(
+                f"{folder} cannot be read: {failures_told(error)}. Name an earlier checkpoint with "
+                "checkpoint.resume=FOLDER"
+            ) from error
+
+
+def failures_told(error: CheckpointException) -> str:
+    """What went wrong on the first rank that failed, and on how many it did."""
+    rank, (cause, _) = min(error.failures.items())
+    others = len(error.failures) - 1
+    return f"rank {rank}: {cause}" + (f" (and {others} more ranks)" if others else "")
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, which tells the file that it could not read."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in wanted.items():
+            try:
+                super().read_data(dataclasses.replace(plan, items=items), planner).wait()
+            except OSError as error:
+                raise OSError(f"{Path(self.path) / name}: {error}") from error
+            except Exception as error:  # torch's own words for a damaged archive are about other things
+                raise ValueError(f"{Path(self.path) / name} is damaged, it holds no tensors of DCP") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.load import failures_told
 
 
 class Saver:
@@ -43,6 +45,9 @@ class Saver:
             step: optimiser steps done.
             tensors: what this rank writes, by key.
             run: what run.json will hold (the same on every rank).
+
+        Raises:
+            OSError: a rank could not write its files; here, or for a save in the background at the next one.
 
         Comm: DCP's planning, three barriers; on the saver's own group in the background.
         """
@@ -82,7 +87,17 @@ class Saver:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP announces that a single process saves without a group
             writer = dcp.FileSystemWriter(temporary, overwrite=True)
-            dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
+            try:
+                dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
+            except CheckpointException as error:
+                if first:
+                    shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
+                free = shutil.disk_usage(self.directory).free
+                raise OSError(
+                    f"the checkpoint of step {step} could not be written: {failures_told(error)}. {self.directory} has "
+                    f"{free / 1e9:.3f} GB left; checkpoints before this one are whole, and the same command goes on "
+                    "from them"
+                ) from error
         self._barrier(alone)
         if first:
             commit(temporary, self.keep)

@@ -14,7 +14,7 @@ from megatron5d.config.laws_moe import MOE_LAWS
 from megatron5d.config.laws_precision import PRECISION_LAWS
 from megatron5d.config.laws_recompute import RECOMPUTE_LAWS
 from megatron5d.config.laws_run import RUN_LAWS
-from megatron5d.config.laws_values import AVAILABILITY_LAWS, VALUE_LAWS
+from megatron5d.config.laws_values import VALUE_LAWS
 from megatron5d.config.schema import Config
 
 # Values first: a law about several knobs may then rely on each being legal by itself.
@@ -28,7 +28,6 @@ LAWS: tuple[Law, ...] = (
     *RECOMPUTE_LAWS,
     *PRECISION_LAWS,
     *FILE_LAWS,
-    *AVAILABILITY_LAWS,
 )
 
 

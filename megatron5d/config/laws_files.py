@@ -33,6 +33,19 @@ def _absent(entries: list[str]) -> list[str]:
     return [name for name in names if not Path(name).is_file()]
 
 
+def _empty(entries: list[str]) -> list[str]:
+    """The .bin files that are there and hold nothing: a small corpus has no document to hold out, for example."""
+    names = [_entry(text)[1] + ".bin" for text in entries if text not in _bad_weights(entries)]
+    return [name for name in names if Path(name).is_file() and Path(name).stat().st_size == 0]
+
+
+def _fuller(knob: str, entries: list[str]) -> str:
+    empty = _empty(entries)
+    kept = [text for text in entries if _entry(text)[1] + ".bin" not in empty]
+    larger = "PREFIX of documents, from tools/preprocess.py with more of them or a larger --valid-fraction"
+    return f"{knob}=[{','.join(kept) if kept or knob == 'data.valid' else larger}]"
+
+
 def _shares(split: str | None) -> list[float] | None:
     """The numbers of data.split, train first; None where it is no list of one to three numbers of positive sum."""
     if split is None:
@@ -48,8 +61,8 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _blend(knob: str) -> tuple[Law, Law]:
-    """Of data.train or data.valid: the weights are numbers above 0, the files exist."""
+def _blend(knob: str) -> tuple[Law, ...]:
+    """Of data.train or data.valid: the weights are numbers above 0, the files exist and hold something."""
     name = knob.replace(".", "-")
     return (
         Law(
@@ -68,6 +81,13 @@ def _blend(knob: str) -> tuple[Law, Law]:
             lambda c, w: _absent(value_of(c, knob)) != [],
             lambda c, w: f"{knob}: there is no {_shown(_absent(value_of(c, knob)))} (seen from {Path.cwd()})",
             lambda c, w: f"{knob}=[PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.py writes them",
+        ),
+        Law(
+            f"{name}-tokens",
+            (knob,),
+            lambda c, w: _empty(value_of(c, knob)) != [],
+            lambda c, w: f"{knob}: {_shown(_empty(value_of(c, knob)))} holds no token",
+            lambda c, w: _fuller(knob, value_of(c, knob)),
         ),
     )
 

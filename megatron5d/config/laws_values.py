@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from megatron5d.config.available import AVAILABLE
 from megatron5d.config.convert import value_of
 from megatron5d.config.fault import closest, listed
 from megatron5d.config.law import Law, nearest
@@ -29,7 +27,8 @@ AT_LEAST = {
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations pipeline.flops_per_byte
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
-        optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip moe.aux_coef moe.z_coef moe.bias_rate
+        optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip optim.skip_norm
+        optim.max_skipped moe.aux_coef moe.z_coef moe.bias_rate
         data.eod data.prefetch checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
         model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last
         log.memory_snapshot_step recompute.offload_min_bytes""",
@@ -55,6 +54,7 @@ WORDS: dict[str, Sequence[str]] = {
     "parallel.reduce": ("per_microbatch", "per_step"),
     "optim.name": ("adamw",),
     "optim.schedule": ("cosine", "linear", "wsd", "constant"),
+    "optim.on_nonfinite": ("stop", "skip"),
     "optim.implementation": ("auto", "torch", "apex", "kernel"),
     "precision.dtype": ("fp64", "fp32", "bf16"),
     "precision.fp8": ("none", "tensorwise", "blockwise"),
@@ -76,22 +76,11 @@ def law_id(knob: str) -> str:
     return knob.replace(".", "-").replace("_", "-")
 
 
-def working(knob: str, values: Sequence[Any]) -> Sequence[Any]:
-    """Those of a knob's legal values that this version can run."""
-    return [value for value in values if value in AVAILABLE.get(knob, values)]
-
-
 def _spelled(value: object) -> str:
     """A value as it is written on a command line."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _offered(knob: str, value: object) -> str:
-    """`value` as text, or where this version cannot run it one that it can."""
-    values = AVAILABLE.get(knob, (value,))
-    return _spelled(value if value in values else values[-1])
 
 
 def _nearest_word(written: str, words: Sequence[str]) -> str | None:
@@ -104,7 +93,7 @@ def _at_least(knob: str, low: int) -> Law:
         (knob,),
         lambda c, w: value_of(c, knob) is not None and value_of(c, knob) < low,
         lambda c, w: f"{knob} = {value_of(c, knob)} is below {low}",
-        lambda c, w: f"{knob}={_offered(knob, low)}",
+        lambda c, w: f"{knob}={low}",
     )
 
 
@@ -115,7 +104,7 @@ def _above_zero(knob: str) -> Law:
         (knob,),
         lambda c, w: value_of(c, knob) is not None and value_of(c, knob) <= 0,
         lambda c, w: f"{knob} = {value_of(c, knob)} is not above 0",
-        lambda c, w: f"{knob}={_offered(knob, example)}",
+        lambda c, w: f"{knob}={_spelled(example)}",
     )
 
 
@@ -125,7 +114,7 @@ def _one_of(knob: str, words: Sequence[str]) -> Law:
         (knob,),
         lambda c, w: value_of(c, knob) not in words,
         lambda c, w: f"{knob} = {value_of(c, knob)} is not {listed(words)}",
-        lambda c, w: f"{knob}={_nearest_word(value_of(c, knob), working(knob, words)) or value_of(Config(), knob)}",
+        lambda c, w: f"{knob}={_nearest_word(value_of(c, knob), words) or value_of(Config(), knob)}",
     )
 
 
@@ -161,22 +150,9 @@ def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
     return [word for word in words if word in known] or [words[0]]
 
 
-def _available(knob: str, values: Sequence[object]) -> Law:
-    return Law(
-        "available-" + law_id(knob),
-        (knob,),
-        lambda c, w: value_of(c, knob) not in values,
-        lambda c, w: (
-            f"{knob} = {_spelled(value_of(c, knob))}: this version trains with {knob} = {listed(map(_spelled, values))}"
-        ),
-        lambda c, w: f"{knob}={_spelled(values[-1])}",
-        needs=(law_id(knob),),
-    )
-
-
 SHAPES = (
     _shape("parallel.zero", lambda c: c.parallel.zero in (0, 1, 2, 3), "0, 1, 2 or 3",
-           lambda c: str(nearest(c.parallel.zero, working("parallel.zero", range(4))))),
+           lambda c: str(nearest(c.parallel.zero, range(4)))),
     _shape("parallel.order", lambda c: sorted(c.parallel.order) == sorted(AXES), f"each of {listed(AXES)} once",
            lambda c: _spelled(AXES)),
     _shape("pipeline.schedule", _schedule_is_a_name, "the name of a schedule or file:<path>",
@@ -200,7 +176,7 @@ SHAPES = (
            lambda c: "0" if c.moe.jitter < 0 else "0.01"),
     _shape("moe.balance", lambda c: all(word in BALANCES for word in c.moe.balance)
            and (c.moe.balance == ["none"] or (c.moe.balance != [] and "none" not in c.moe.balance)),
-           f"none alone or a list of {listed(BALANCES[1:])}", lambda c: _offered("moe.balance", _known_balances(c))),
+           f"none alone or a list of {listed(BALANCES[1:])}", lambda c: _spelled(_known_balances(c))),
 )  # fmt: skip
 
 VALUE_LAWS = (
@@ -209,4 +185,3 @@ VALUE_LAWS = (
     *(_one_of(knob, words) for knob, words in WORDS.items()),
     *SHAPES,
 )
-AVAILABILITY_LAWS = tuple(_available(knob, values) for knob, values in AVAILABLE.items())

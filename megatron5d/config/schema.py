@@ -163,6 +163,9 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     clip: float = 1.0  # global gradient norm; 0 = no clipping
+    on_nonfinite: str = "stop"  # a loss or gradient that is not finite: stop | skip the update
+    skip_norm: float = 0.0  # gradient norm above which the update is skipped; 0 = never
+    max_skipped: int = 10  # skipped updates in a row after which the run stops
     implementation: str = "auto"  # auto | torch | apex | kernel: clipping, update and cast in one pass
     offload: bool = False  # master weights and moments in the host's memory, updated there
 
@@ -259,6 +262,7 @@ class LogConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     every: int = 1  # steps between two records
     progress: bool = True  # progress bar on rank 0
+    traceback: bool = False  # the calls that led to a fault, also where one message tells it
     peak_tflops: float | None = None  # of one device, for MFU; None = known devices only
     memory_check: str = "warn"  # predicted memory at start-up: refuse what cannot fit | warn | off
     device_memory_gb: float | None = None  # 10⁹ bytes of one device; None = as this process's GPU says

@@ -6,10 +6,12 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 EOD = "<|endoftext|>"
+LEAST_PIECES = 258  # vocabulary of no merges at all
 MAX_PIECE_BYTES = 1 << 16  # sentencepiece drops longer inputs silently, so texts are cut before they reach it
 
 SETTINGS: dict[str, Any] = {
@@ -46,22 +48,28 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
         The `.model` file.
 
     Raises:
-        ValueError: sentencepiece cannot make that many or that few pieces of the texts; its reason is given.
+        ValueError: there is no text, or sentencepiece cannot make that many or that few pieces of it; says why.
     """
     try:
         import sentencepiece
     except ImportError as error:
         raise ValueError("training a tokenizer needs the package sentencepiece: pip install sentencepiece") from error
+    if vocab_size < LEAST_PIECES:
+        raise ValueError(f"--vocab-size {vocab_size} is below {LEAST_PIECES}: 256 bytes, 'unknown' and {EOD}")
+    pieces = _pieces(texts)
+    first = next(pieces, None)
+    if first is None:
+        raise ValueError("--input: every file is empty, there is nothing to train on")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_pieces(texts),
+            sentence_iterator=chain([first], pieces),
             model_writer=model,
             vocab_size=vocab_size,
             **SETTINGS,
         )
     except RuntimeError as error:
-        reason = re.sub(r"^Internal: \S+ \[.*?\]\s*", "", str(error))
+        reason = re.sub(r"^Internal: \S+ \[.*?\]\s*", "", str(error), flags=re.IGNORECASE)
         raise ValueError(f"--vocab-size {vocab_size}: sentencepiece refuses: {reason}") from error
     path = Path(f"{os.fspath(out).removesuffix('.model')}.model")
     path.parent.mkdir(parents=True, exist_ok=True)

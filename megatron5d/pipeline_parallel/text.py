@@ -51,10 +51,10 @@ def read_program(text: str, name: str, num_ranks: int | None = None, num_microba
     rows = [row for row in csv.reader(io.StringIO(text)) if row]
     ranks = [_read_row(row, rank, name) for rank, row in enumerate(rows)]
     actions = [(rank, action) for rank, line in enumerate(ranks) for slot in line for action in slot]
-    if num_ranks is not None and len(ranks) != num_ranks:
-        raise ValueError(f"{name} has {len(ranks)} rows, but pp={num_ranks}: one row a rank; set pp={len(ranks)}")
     if not actions:
         raise ValueError(f"{name} holds no action: expected one row a rank with cells such as 2F0")
+    if num_ranks is not None and len(ranks) != num_ranks:
+        raise ValueError(f"{name} has {len(ranks)} rows, but pp={num_ranks}: one row a rank; set pp={len(ranks)}")
     num_stages = _num_stages(action for _, action in actions)
     seen = 1 + max(action.microbatch for _, action in actions)
     if num_microbatches is not None and seen > num_microbatches:

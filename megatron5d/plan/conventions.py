@@ -103,7 +103,9 @@ def nanotron_stages(model: ModelConfig, pp: int) -> list[NanotronStage]:
     return [NanotronStage(each.count("layer"), "embedding" in each, "head" in each) for each in held]
 
 
-def nanotron_rank(config: Config, sizes: Sizes, pp_rank: int, num_microbatches: int) -> RankMemory:
+def nanotron_rank(
+    config: Config, sizes: Sizes, pp_rank: int, num_microbatches: int, architecture: str = "sm_90"
+) -> RankMemory:
     """One pipeline rank of nanotron under AFAB or 1F1B, with gradients accumulated in fp32 and flash attention.
 
     Args:
@@ -111,6 +113,7 @@ def nanotron_rank(config: Config, sizes: Sizes, pp_rank: int, num_microbatches: 
         sizes: of the axes.
         pp_rank: which.
         num_microbatches: of a step.
+        architecture: of the GPU.
 
     Raises:
         ValueError: what is asked for has no counterpart here.
@@ -150,7 +153,7 @@ def nanotron_rank(config: Config, sizes: Sizes, pp_rank: int, num_microbatches: 
             units=2 * weights * (2 if twice else 1),
             in_flight=min(sizes.pp - pp_rank, num_microbatches),
         ),
-        library=GEMM_WORKSPACE["sm_90"],
+        library=GEMM_WORKSPACE.get(architecture, 0),
         outside=outside_bytes(communicators),
     )
 

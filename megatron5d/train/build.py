@@ -172,5 +172,5 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form)
     terms = loss_terms(config)
     check = model.overlap.check
-    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim.clip, model.balancer, check=check)
+    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check=check)
     return sync, optimizer, trainer

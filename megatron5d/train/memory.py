@@ -10,11 +10,14 @@ import torch
 
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.fault import Fault
+from megatron5d.config.laws import broken_laws
+from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import Config
 from megatron5d.plan.memory import RankMemory, gigabytes, table
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
 from megatron5d.train.device import device_faults
+from megatron5d.train.fitting import changed, steps, told
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.schedule import PipelinePlan
 
@@ -51,7 +54,7 @@ def memory_faults(config: Config, world: int) -> list[Fault]:
         return []
     ranks = predict(config, world)
     lack = shortage(ranks, have)
-    return [] if lack is None else [Fault("memory", ("log.memory_check",), lack, _ways_out(config))]
+    return [] if lack is None else [Fault("memory", ("log.memory_check",), lack, _ways_out(config, world))]
 
 
 def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
@@ -67,19 +70,10 @@ def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
     )
 
 
-def _ways_out(config: Config) -> str:
-    """Overrides that lower what is most often the largest, those that are not there yet."""
-    ways = []
-    if config.train.mbs > 1:
-        ways.append(f"train.mbs={config.train.mbs // 2}")
-    if config.recompute.mode != "full":
-        ways.append("recompute.mode=full")
-    if config.parallel.zero < 3:
-        ways.append(f"parallel.zero={config.parallel.zero + 1}")
-    if config.parallel.tp > 1 and not config.parallel.sp:
-        ways.append("parallel.sp=true")
-    ways.append("a larger parallel.tp, cp or pp; log.memory_check=warn to try all the same")
-    return ", ".join(ways)
+def _ways_out(config: Config, world: int) -> str:
+    """Overrides that lower what a rank needs, the cheapest first; tools/plan.py tries which of them are enough."""
+    ways = [told(step) for step in steps(config) if not broken_laws(changed(config, step), world, without=FILE_LAWS)]
+    return ", ".join([*ways, "a larger parallel.pp or cp; log.memory_check=warn to try all the same"])
 
 
 class MemoryReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -70,7 +71,9 @@ class JsonLines:
         return [line for line in lines if line.endswith("}\n")]
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        """One line; JSON has no NaN and no infinity, which become null."""
+        told = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+        self._file.write(json.dumps(told, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

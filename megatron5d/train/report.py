@@ -70,6 +70,8 @@ class Reporter:
             for writer in (self._jsonl, self._wandb):
                 if writer is not None:
                     writer.write(record)
+        if result.skipped is not None:
+            self.say(f"step {step}: the update is skipped: {result.skipped}")
         if measured is not None:
             self.say(measured)
 
@@ -92,6 +94,8 @@ class Reporter:
         if config.train.z_loss:
             record["z_loss"] = result.sums["z_loss"]
         record |= {name: value for name, value in result.sums.items() if name not in ("loss", "z_loss")}
+        if config.optim.on_nonfinite == "skip" or config.optim.skip_norm:
+            record["update_skipped"] = result.skipped is not None
         if config.parallel.zero:
             record["zero_exposed_s"] = result.zero_exposed_s
         if config.parallel.cp > 1:

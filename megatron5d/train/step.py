@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
+from megatron5d.config.schema import OptimConfig
 from megatron5d.context_parallel.plan import balance
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.expert_parallel.balance import Balancer
@@ -18,6 +19,7 @@ from megatron5d.optim.clip import clip_coefficient, global_square_sum
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.pipeline import Pipeline
 from megatron5d.topology.mesh import Mesh
+from megatron5d.train.guard import Guard
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class StepResult:
     cp_balance: float = 1.0  # context_parallel.plan.balance, mean over dp; 1 = even
     layers: dict[str, float] = field(default_factory=dict)  # what the routers did, on steps that are watched
     zero_exposed_s: float = 0.0  # of this rank: seconds in which it waited for weights and did nothing else
+    skipped: str | None = None  # why the update was left out; None = it was made
 
 
 class Trainer:
@@ -42,17 +45,18 @@ class Trainer:
         optimizer: over the sync's buckets.
         mesh: this rank's axes.
         terms: what the last stage's sums are for.
-        clip: largest gradient norm; 0 = no clipping.
+        config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.
         check: raises where the device has made a step's numbers without something that another rank should have sent.
     """
 
     def __init__(
-        self, pipeline: Pipeline, sync: GradSync, optimizer: AdamW, mesh: Mesh, terms: Sequence[Term], clip: float,
-        balancer: Balancer | None = None, *, check: Callable[[], None],
+        self, pipeline: Pipeline, sync: GradSync, optimizer: AdamW, mesh: Mesh, terms: Sequence[Term],
+        config: OptimConfig, balancer: Balancer | None = None, *, check: Callable[[], None],
     ) -> None:  # fmt: skip
         self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
-        self.terms, self.clip, self.balancer, self.check = tuple(terms), clip, balancer, check
+        self.terms, self.clip, self.balancer, self.check = tuple(terms), config.clip, balancer, check
+        self.guard = Guard(config, mesh, sync.buckets)
 
     def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False) -> StepResult:
         """
@@ -64,7 +68,7 @@ class Trainer:
 
         Raises:
             ValueError: the global batch has no target token.
-            FloatingPointError: the loss or the gradient norm is not finite.
+            FloatingPointError: the guard stops the run.
             TimeoutError: under tp_overlap=fused another rank has not sent its share; nothing was updated here.
 
         Comm: beside the layers' and the pipeline's: all_reduce dp_cp of the number of targets (where the loss is
@@ -84,20 +88,22 @@ class Trainer:
         num_targets = round(totals[len(self.terms)])
         if num_targets == 0:
             raise ValueError("a global batch has no target token at all: its loss is masked everywhere")
-        grad_norm = math.sqrt(square_total)
+        names = () if self.balancer is None else self.balancer.names
+        sums, grad_norm = self.means(totals) | dict(zip(names, losses)), math.sqrt(square_total)
         result = StepResult(
-            sums=self.means(totals),
+            sums=sums,
             grad_norm=grad_norm,
             num_targets=num_targets,
             stop=stops > 0,
             cp_balance=uneven / self.mesh["world"].size,
             zero_exposed_s=self.sync.weights.exposure.take(),
+            skipped=self.guard.refuses(sums["loss"], grad_norm, share),
         )
-        self._refuse_nonfinite(result)
+        if result.skipped is not None:
+            return result
         self.optimizer.step(lr, clip_coefficient(grad_norm, self.clip))
         self.sync.start_gather()
         if self.balancer is not None:
-            result.sums.update(zip(self.balancer.names, losses))
             self.balancer.finish_step()
             result.layers.update(self.balancer.layer_figures(self.mesh["world"]) if watched else {})
         return result
@@ -153,13 +159,6 @@ class Trainer:
     def _counts(self) -> bool:
         """The other tp ranks computed the same loss."""
         return self.mesh["tp"].rank == 0
-
-    def _refuse_nonfinite(self, result: StepResult) -> None:
-        if not (math.isfinite(result.sums["loss"]) and math.isfinite(result.grad_norm)):
-            raise FloatingPointError(
-                f"loss = {result.sums['loss']}, grad_norm = {result.grad_norm}: the weights were left as before this "
-                f"step; lower optim.lr or optim.clip, or resume from an earlier checkpoint"
-            )
 
 
 def cp_balance(batches: Sequence[MicroBatch]) -> float:

@@ -26,9 +26,11 @@ def main(argv):
         return 2
     if me.rank == 1 and what == "raise":
         raise ValueError("the cause")
+    if me.rank == 1 and what == "tell":
+        raise SystemExit("all that there is to say")
     if me.rank == 2 and what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what in ("raise", "die"):
+    if what in ("raise", "tell", "die"):
         dist.barrier()
     if what == "hang" and me.rank == 1:
         raise ValueError("the cause")
@@ -124,6 +126,13 @@ def test_the_raising_rank_is_told_with_its_traceback_and_nobody_elses(tmp_path):
     assert "ValueError: the cause" in output
     assert "Connection closed" not in output
     assert "rank 1 failed first (exit code 1)" in output.splitlines()[-1]
+
+
+def test_a_rank_that_says_why_it_ends_is_quoted_without_calls(tmp_path):
+    code, output = Launch(tmp_path, "tell").end()
+    assert code == 1
+    assert "all that there is to say\nlaunch: rank 1 failed first (exit code 1)" in output
+    assert "Traceback" not in output
 
 
 def test_a_killed_rank_takes_the_others_with_it(tmp_path):

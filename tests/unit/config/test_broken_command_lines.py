@@ -30,7 +30,7 @@ def no_such_folder(folder):
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     for name in ("corpus.bin", "corpus.idx"):
-        (tmp_path / name).write_bytes(b"")
+        (tmp_path / name).write_bytes(b"\0\0")
     monkeypatch.chdir(tmp_path)
 
 

@@ -164,9 +164,9 @@ def test_experiment_is_legal_on_the_ranks_it_promises(name, tmp_path, monkeypatc
     prefixes = [*(config.data.train or ["corpus"]), *config.data.valid]
     for file in [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_bytes(b"")
+        Path(file).write_bytes(b"\0\0")
     if config.data.tokenizer:
-        Path(config.data.tokenizer).write_bytes(b"")
+        Path(config.data.tokenizer).write_bytes(b"\0\0")
     given = [] if config.data.train else ["data.train=corpus"]
     loaded = load_config([f"experiment={name}", *given], world=EXPERIMENTS[name])
     text = (CONF / "experiment" / f"{name}.yaml").read_text()

@@ -27,7 +27,7 @@ def everything_below(folder: Path) -> list[str]:
 @pytest.fixture()
 def folder(tmp_path):
     for name in ("corpus.bin", "corpus.idx"):
-        (tmp_path / name).write_bytes(b"")
+        (tmp_path / name).write_bytes(b"\0\0")
     return tmp_path
 
 

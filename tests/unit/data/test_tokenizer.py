@@ -225,3 +225,9 @@ def test_tool_trains_and_shows(tmp_path):
     assert shown.returncode == 0 and found["round_trip"] and "".join(found["pieces"]) == "def f():\n\tpass"
     refused = tool("show", tmp_path / "nowhere.model")
     assert refused.returncode == 2 and "no such tokenizer file" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(("texts", "vocab_size", "reason"), [([""], 600, "every file is empty"), (["a"], 257, "258")])
+def test_what_cannot_be_trained_is_said_in_our_words(tmp_path, texts, vocab_size, reason):
+    with pytest.raises(ValueError, match=reason):
+        train_sentencepiece(texts, vocab_size, tmp_path / "t")

@@ -39,7 +39,12 @@ def test_a_run_that_cannot_be_is_refused(wrong, capsys):
 
 
 def test_a_machine_that_cannot_be_is_refused(capsys):
-    for wrong, said in ((["--device", "sm_1"], "--device sm_1: no kernel"), (["--world", "0"], "at least 1 rank")):
+    for wrong, said in (
+        (["--device", "sm_1"], "--device sm_1: no kernel"),
+        (["--world", "0"], "at least 1 rank"),
+        (["--device-gb", "-4"], "--device-gb -4 is not above 0"),
+        (["--imbalance", "0.5"], "--imbalance 0.5: the busiest rank is sent at least an even share"),
+    ):
         assert main([*RUN, *wrong]) == 2
         assert said in capsys.readouterr().err
 

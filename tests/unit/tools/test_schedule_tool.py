@@ -94,6 +94,9 @@ def test_verify_a_file(capsys, tmp_path):
         (("simulate", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--costs", "Q=1"), "unknown key 'Q'"),
         (("show", "--schedule", "file:/nowhere/x.csv", "--pp", "4", "--microbatches", "8"), "/nowhere/x.csv"),
         (("verify", "/nowhere/x.csv", "--pp", "4", "--microbatches", "8"), "/nowhere/x.csv"),
+        (("verify", "/dev/null", "--pp", "4", "--microbatches", "8"), "null holds no action"),
+        (("search", "--pp", "4", "--microbatches", "8", "--memory", "1", "--seconds", "-1"), "--seconds -1 is not"),
+        (("compare", "--pp", "4", "--microbatches", "8", "--memory", "-1"), "--memory -1 is not above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):

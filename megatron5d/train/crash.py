@@ -1,0 +1,31 @@
+"""What is said when a run breaks: one message where its reader can mend it, the call stack where we must."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+_OURS = Path(__file__).resolve().parents[1]
+
+
+def told(error: Exception, rank: int, world: int) -> str | None:
+    """One message for who started the run; None where the call stack has to speak.
+
+    Files, disks, other ranks and numbers that are no longer finite are for the user, and so is a ValueError of our own:
+    it says what is wrong with what. One that comes out of a library is a mistake of ours.
+
+    Args:
+        error: that ends this rank.
+        rank: of this process.
+        world: number of ranks.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if _OURS in Path(frame.filename).parents]
+    said_by_us = bool(ours) and frames[-1] is ours[-1]
+    if not isinstance(error, OSError | FloatingPointError) and not (isinstance(error, ValueError) and said_by_us):
+        return None
+    place = f", in {Path(ours[-1].filename).relative_to(_OURS.parent)}:{ours[-1].lineno}" if ours else ""
+    return (
+        f"rank {rank} of {world} stops the run: {error}\n  ({type(error).__name__}{place}; log.traceback=true shows "
+        "the calls that led there)"
+    )

@@ -1,0 +1,97 @@
+"""Steps whose update is not made: a loss or gradient that is not finite, or a gradient too large to be trusted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron5d.comm.collectives import all_reduce
+from megatron5d.config.schema import OptimConfig
+from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.topology.grid import dense_grid
+from megatron5d.topology.mesh import Mesh
+
+_NAME_BYTES = 128  # of a parameter's name that travel to the other ranks
+
+
+class Guard:
+    """Judges each step by numbers that all ranks have, so that all of them do the same.
+
+    Args:
+        config: `on_nonfinite`, `skip_norm` and `max_skipped` say what is done.
+        mesh: this rank's axes.
+        buckets: with the reduced gradients.
+    """
+
+    def __init__(self, config: OptimConfig, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
+        self._config, self._mesh, self._buckets = config, mesh, buckets
+        self._in_a_row = 0
+
+    def refuses(self, loss: float, grad_norm: float, share: Tensor) -> str | None:
+        """Why the update of this step is to be left out; None where it is to be made.
+
+        Args:
+            loss: mean over the global batch.
+            grad_norm: before clipping.
+            share: this rank's part of the sums that `loss` comes from.
+
+        Raises:
+            FloatingPointError: the run is to stop here.
+
+        Comm: nothing in a sound step; else two all_reduce over the world, of four numbers and of a name.
+        """
+        config = self._config
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite and not 0 < config.skip_norm < grad_norm:
+            self._in_a_row = 0
+            return None
+        reason = f"grad_norm = {grad_norm:.6g} is above optim.skip_norm = {config.skip_norm:g}"
+        if not finite:
+            reason = f"loss = {loss:.6g}, grad_norm = {grad_norm:.6g}; {self._origin(share)}"
+        self._in_a_row += 1
+        if not finite and config.on_nonfinite == "stop":
+            raise FloatingPointError(
+                f"{reason}. The weights are as before this step. Lower optim.lr or optim.clip, go on from an earlier "
+                "checkpoint, or leave such steps out with optim.on_nonfinite=skip"
+            )
+        if self._in_a_row > config.max_skipped:
+            raise FloatingPointError(
+                f"{reason}. This is step {self._in_a_row} in a row without an update, optim.max_skipped = "
+                f"{config.max_skipped}: lower optim.lr, or go on from an earlier checkpoint"
+            )
+        return reason
+
+    def _origin(self, share: Tensor) -> str:
+        """The first ranks that hold something that is not finite, and the first parameter there."""
+        world, names = self._mesh["world"], self._nonfinite_parameters()
+        bad = torch.tensor([not bool(share.isfinite().all()), bool(names)], device=share.device).double()
+        firsts = all_reduce(-torch.where(bad > 0, world.rank, world.size).double(), world, "max")
+        in_loss, in_grads = (round(-first) for first in firsts.tolist())
+        num_loss, num_grads = (round(number) for number in all_reduce(bad, world).tolist())
+        told = []
+        if num_loss:
+            told.append(f"the loss of {num_loss} of {world.size} ranks is not finite, first of {self._place(in_loss)}")
+        if num_grads:
+            text = torch.zeros(_NAME_BYTES, dtype=torch.float64, device=share.device)
+            if in_grads == world.rank:
+                letters = list(names[0].encode()[:_NAME_BYTES])
+                text[: len(letters)] = torch.tensor(letters, dtype=torch.float64)
+            name = bytes(round(letter) for letter in all_reduce(text, world).tolist() if letter).decode()
+            held = f"{num_grads} rank{'' if num_grads == 1 else 's'}"
+            told.append(f"gradients on {held} are not finite, first on {self._place(in_grads)} that of {name}")
+        return "; ".join(told) or "every gradient is finite, and their squares overflow"
+
+    def _nonfinite_parameters(self) -> list[str]:
+        return [
+            segment.spec.name
+            for bucket in self._buckets
+            for segment in bucket.segments()
+            if not bool(bucket.grad_slice[slice(*segment.owned)].isfinite().all())
+        ]
+
+    def _place(self, rank: int) -> str:
+        grid = dense_grid(self._mesh.sizes)
+        return f"rank {rank} ({', '.join(f'{axis} {grid.coordinate(rank, axis)}' for axis in grid.names)})"

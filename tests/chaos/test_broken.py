@@ -1,0 +1,74 @@
+"""What breaks when a run is under way ends it with one message: which rank, which file, and what can be done."""
+
+import re
+import resource
+from pathlib import Path
+
+import pytest
+from ranks import RankFailure, run_ranks
+from runs import write_corpus
+
+from megatron5d.checkpoint.folder import saved_steps, step_folder
+from megatron5d.train.crash import told
+from pretrain import main
+
+EXPERIMENT = [
+    *("model=tiny", "model.vocab_size=97", "train.gbs=4", "train.seq_len=16", "train.steps=2", "parallel.zero=1"),
+    *("log.progress=false", "log.memory_check=off"),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=97)
+
+
+def message_of(arguments, prepare=lambda: None):
+    """What a run of two ranks ends with."""
+
+    def one(rank, world):
+        prepare()
+        return main([*EXPERIMENT, *arguments])
+
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(one, 2)
+    found = re.search(r"SystemExit: (rank \d of 2 stops the run: .*\n.*log\.traceback=true.*)", str(failure.value))
+    assert found, failure.value
+    return found[1]
+
+
+def test_a_damaged_checkpoint_a_full_disk_and_a_wrong_token_are_named(tmp_path, corpus):
+    data, place = f"data.train=[{corpus}]", tmp_path / "checkpoints"
+    saving = [data, f"checkpoint.dir={place}", "checkpoint.every=1"]
+    run_ranks(lambda rank, world: main([*EXPERIMENT, *saving]), 2)
+    assert saved_steps(place) == [1, 2]
+
+    file = step_folder(place, 2) / "__1_0.distcp"
+    whole = bytearray(file.read_bytes())
+    file.write_bytes(bytes(255 - byte for byte in whole))  # as long as before, which is all that a start looks at
+    told_damage = message_of([*saving, "train.steps=3"])
+    assert f"{file} is damaged" in told_damage and "checkpoint.resume=FOLDER" in told_damage
+    file.write_bytes(whole)
+
+    small = file.stat().st_size // 2
+    limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (small, small))  # noqa: E731
+    told_disk = message_of([*saving, "train.steps=3"], limited)
+    assert "the checkpoint of step 3 could not be written" in told_disk and "GB left" in told_disk
+    assert sorted(path.name for path in place.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+    told_token = message_of([data, "model.vocab_size=90"])
+    assert re.search(rf"{corpus}.*token id \d+", told_token) and "model.vocab_size" in told_token
+
+
+def test_what_is_our_mistake_keeps_its_calls():
+    """A ValueError out of a library, or any error but those of files and numbers."""
+
+    def raised(call):
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            return told(error, 0, 1)
+
+    assert raised(lambda: int("x")) is None
+    assert raised(lambda: {}["x"]) is None
+    assert "No such file" in raised(Path("/nowhere/x").read_text)

@@ -1,0 +1,129 @@
+"""What becomes of a step that is not finite, or whose gradient is too large, on several ranks at once."""
+
+import dataclasses
+
+import pytest
+import torch
+from ranks import RankFailure, run_ranks
+from runs import records, write_corpus
+
+from megatron5d.config.schema import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from megatron5d.topology.process import Process
+from megatron5d.train.loop import train
+from megatron5d.train.step import Trainer
+
+WORLD, POISONED = 4, 2  # pp 2 × dp 2: rank 2 is the second stage of dp 0
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=97)
+
+
+def config_of(folder, corpus, zero=1, **optim):
+    return Config(
+        model=ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8),
+        parallel=ParallelConfig(pp=2, zero=zero),
+        train=TrainConfig(steps=4, gbs=4, mbs=1, seq_len=16),
+        optim=OptimConfig(lr=1e-2, **optim),
+        data=DataConfig(train=[corpus]),
+        log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
+    )
+
+
+def poisoned_run(rank, world, config, steps):
+    """A run in whose given steps one rank's loss is not a number; returns what the weights were after each step."""
+    accumulate, step, seen = Trainer.accumulate, Trainer.step, []
+
+    def with_nan(self, *args):
+        share = accumulate(self, *args)
+        if rank == POISONED and len(seen) + 1 in steps:
+            share[0] = torch.nan
+        return share
+
+    def watched(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        self.sync.finish_gather()
+        seen.append((result.skipped, [bucket.weight_slice.clone() for bucket in self.sync.buckets]))
+        return result
+
+    Trainer.accumulate, Trainer.step = with_nan, watched
+    assert train(config, Process(rank, world, rank, torch.device("cpu"))) == 0
+    return seen
+
+
+def test_a_run_stops_and_names_where_it_first_was_not_finite(tmp_path, corpus):
+    with pytest.raises(RankFailure) as stopped:
+        run_ranks(poisoned_run, WORLD, config_of(tmp_path, corpus), {2})
+    for text in (
+        "FloatingPointError: loss = nan, grad_norm = ",
+        "the loss of 1 of 4 ranks is not finite, first of rank 2 (pp 1, dp_replicate 0, dp_shard 0, cp 0, tp 0)",
+        "The weights are as before this step",
+        "optim.on_nonfinite=skip",
+    ):
+        assert text in str(stopped.value)
+    assert [record["step"] for record in records(tmp_path / "log.jsonl")] == [1]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(tmp_path, corpus, zero):
+    config = config_of(tmp_path, corpus, zero, on_nonfinite="skip", max_skipped=1)
+    for seen in run_ranks(poisoned_run, WORLD, config, {2}):
+        assert [skipped is not None for skipped, _ in seen] == [False, True, False, False]
+        weights = [slices for _, slices in seen]
+        equal = [all(map(torch.equal, *pair)) for pair in zip(weights, weights[1:])]
+        assert equal == [True, False, False]
+    log = records(tmp_path / "log.jsonl")
+    assert [record["update_skipped"] for record in log] == [False, True, False, False]
+    assert log[1]["loss"] is None and log[1]["grad_norm"] > 0
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus):
+    config = config_of(tmp_path, corpus, on_nonfinite="skip", max_skipped=1)
+    with pytest.raises(RankFailure, match=r"step 2 in a row without an update, optim\.max_skipped = 1"):
+        run_ranks(poisoned_run, WORLD, config, {2, 3})
+
+
+def poisoned_gradient(rank, world, config):
+    """A run whose gradients are not finite in one parameter of the second stage."""
+    accumulate = Trainer.accumulate
+
+    def with_inf(self, *args):
+        share = accumulate(self, *args)
+        self.sync.finish_reduce()
+        for bucket in self.sync.buckets:
+            for segment in bucket.segments():
+                if segment.spec.name == "layers.1.mlp.down.weight":
+                    bucket.grad_slice[segment.owned[0]] = torch.inf
+        self.sync.finish_reduce = lambda: None
+        return share
+
+    Trainer.accumulate = with_inf
+    return train(config, Process(rank, world, rank, torch.device("cpu")))
+
+
+def test_the_first_parameter_that_is_not_finite_is_named(tmp_path, corpus):
+    place = r"on 1 rank are not finite, first on rank 3 \(pp 1, .*\) that of layers\.1\.mlp\.down\.weight"
+    with pytest.raises(RankFailure, match=place):
+        run_ranks(poisoned_gradient, WORLD, config_of(tmp_path, corpus))
+
+
+def test_a_gradient_above_the_threshold_is_left_out(tmp_path, corpus):
+    """Between the norms of the first steps, so that some are made and some are not."""
+    config = config_of(tmp_path, corpus)
+    run_ranks(poisoned_run, WORLD, config, set())
+    norms = [record["grad_norm"] for record in records(tmp_path / "log.jsonl")]
+    threshold = (norms[0] + min(norms)) / 2
+    optim = dataclasses.replace(config.optim, skip_norm=threshold)
+    run_ranks(poisoned_run, WORLD, dataclasses.replace(config, optim=optim), set())
+    log = records(tmp_path / "log.jsonl")
+    assert [record["update_skipped"] for record in log] == [record["grad_norm"] > threshold for record in log]
+    assert any(record["update_skipped"] for record in log)
