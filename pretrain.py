@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron5d.config.fault import ConfigError, refuse
-from megatron5d.config.load import load_config, to_yaml
+from megatron5d.config.load import answer_help, load_config, to_yaml
 from megatron5d.config.schema import Config
+
+if __name__ == "__main__":
+    answer_help(sys.argv[1:])  # before the seconds that the imports below take
+
 from megatron5d.model.hf import model_config_from_hf
 from megatron5d.topology.process import read_environment, start_process, stop_process
 from megatron5d.train.crash import told

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from megatron5d.config.fault import ConfigError, Fault, closest_key
+from megatron5d.config.fault import ConfigError, Fault, closest, closest_key
 from megatron5d.config.schema import Config
 
 _BAD = object()  # what a value of the wrong type becomes until the field's default takes its place
@@ -101,13 +101,18 @@ def kind_of(key: str) -> type:
 def unknown(key: str) -> Fault:
     """The fault of a key that the schema does not have."""
     group = key.rpartition(".")[0]
+    groups = [name for name in keys() if "." not in name]
+    meant = None if group else closest(key, [*groups, "experiment"], 0.8)
+    if meant:
+        fix = f"did you mean {meant}=...?"
+        return Fault("unknown-key", (meant,), f"{key} is no group of the configuration", fix)
     meant = closest_key(key, leaves())
     if meant:
         fix = f"did you mean {meant}?"
     elif any(leaf.startswith(group + ".") for leaf in leaves()):
         fix = f"{group} has {', '.join(leaf for leaf in leaves() if leaf.startswith(group + '.'))}"
     else:
-        fix = f"the groups are {', '.join(name for name in keys() if '.' not in name)}; --help lists every key"
+        fix = f"the groups are {', '.join(groups)}; --help lists every key"
     return Fault("unknown-key", (meant or key,), f"{key} is no key of the configuration", fix)
 
 

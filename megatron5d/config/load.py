@@ -83,6 +83,17 @@ def load_config(
     return config
 
 
+def answer_help(argv: Sequence[str]) -> None:
+    """Prints the text of `--help` and leaves, where that is asked for.
+
+    Raises:
+        SystemExit: 0 after `--help`.
+    """
+    arguments = parse_arguments(argv)
+    if arguments.show == "help":
+        _leave(help_text([CONF, *map(Path, arguments.folders)]), 0)
+
+
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML, every field resolved; `from_yaml` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
