@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -66,7 +66,7 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
 
     Comm: DCP's planning over the world.
     """
-    reader = _Reader(folder)
+    reader = Reader(folder)
     saved = reader.read_metadata().state_dict_metadata
     faults = [f"missing in the checkpoint: {key}" for key in tensors if key not in saved]
     for key, tensor in tensors.items():
@@ -75,13 +75,27 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
             faults.append(f"{key}: saved {tuple(entry.size)}, this model has {tuple(tensor.shape)}")
     if faults:
         raise ValueError(f"{folder} does not fit this model:\n  " + "\n  ".join(sorted(faults)))
+    read(reader, tensors, alone=not dist.is_initialized())
+
+
+def read(reader: Reader, tensors: dict[str, ShardedTensor], *, alone: bool) -> None:
+    """Fills the parts of `tensors`, all of which the checkpoint has.
+
+    Args:
+        reader: of the checkpoint.
+        tensors: by key.
+        alone: this process reads for itself.
+
+    Raises:
+        ValueError: a file is damaged or cannot be read; names the first rank that met it, and the file.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP announces that a single process loads without a group
         try:
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=alone)
         except CheckpointException as error:
             raise ValueError(
-                f"{folder} cannot be read: {failures_told(error)}. Name an earlier checkpoint with "
+                f"a checkpoint cannot be read: {failures_told(error)}. Take an earlier one: a run does so with "
                 "checkpoint.resume=FOLDER"
             ) from error
 
@@ -93,8 +107,16 @@ def failures_told(error: CheckpointException) -> str:
     return f"rank {rank}: {cause}" + (f" (and {others} more ranks)" if others else "")
 
 
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, which tells the file that it could not read."""
+class Reader(dcp.FileSystemReader):
+    """DCP's reader, which names the file that it cannot read, and reads `.metadata` once: that of thousands of ranks
+    is large."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[str, list[ReadItem]] = {}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_parameter
-from megatron5d.checkpoint.load import load_tensors
+from megatron5d.checkpoint.load import Reader, load_tensors, read
 from megatron5d.topology.shard import spec_of
 
 PREFIX = "model."  # before the global names of weights among a checkpoint's keys
@@ -34,17 +32,6 @@ def load_weights(parameters: Iterable[Tensor], folder: Path) -> None:
     load_tensors(folder, named("model", ((spec_of(each), sharded_parameter(each)) for each in parameters)))
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads `.metadata` once, not once per tensor: a checkpoint of thousands of ranks has a large one."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
-
-
 class SavedWeights:
     """The weights of a whole checkpoint, read a rectangle at a time by one process.
 
@@ -53,7 +40,7 @@ class SavedWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._reader = _Reader(folder)
+        self._reader = Reader(folder)
         self.tensors = {
             key.removeprefix(PREFIX): entry
             for key, entry in self._reader.read_metadata().state_dict_metadata.items()
@@ -65,9 +52,7 @@ class SavedWeights:
         entry = self.tensors[name]
         values = torch.empty(tuple(shape), dtype=entry.properties.dtype)
         tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DCP announces that a single process loads without a group
-            dcp.load({PREFIX + name: tensor}, storage_reader=self._reader, no_dist=True)
+        read(self._reader, {PREFIX + name: tensor}, alone=True)
         return values
 
 
