@@ -126,22 +126,16 @@ def nanotron_rank(
     stage = nanotron_stages(model, sizes.pp)[pp_rank]
     weights = _nanotron_weights(model, stage, tp)
     tokens = config.train.mbs * config.train.seq_len
-    column = 2 * tokens * model.hidden_size
     kept = stage.layers * min(sizes.pp - pp_rank, num_microbatches) * _nanotron_layer(config)
     shards = sizes.dp if zero else 1
     # gradients in bf16 last from a backward to their addition to those in fp32; DistributedDataParallel has buckets of
     # them besides. With ZeRO-1 it is not used, and a pipeline needs as much all the same: measured, not explained.
     twice = sizes.dp > 1 and (zero == 0 or sizes.pp > 1)
-    held = 0
-    if _host_is_ahead(config, sizes):
-        held = HELD_COLUMNS_A_LAYER * stage.layers * column // tp + (HELD_COLUMNS_AHEAD * column if tp > 1 else 0)
-    elif tp > 1:
-        held = HELD_COLUMNS * column
     activations = {
         "layers": kept,
         # logits and their softmax in fp32, and the logits or their gradient in bf16
         "loss": 10 * tokens * model.vocab_size // tp if stage.head else 0,
-        "held by collectives": held,
+        "held by collectives": _held_by_collectives(config, sizes, stage),
     }
     communicators = sum(size > 1 for size in (sizes.dp, tp, sizes.pp)) + 1
     return RankMemory(
@@ -196,6 +190,14 @@ def _nanotron_layer(config: Config) -> int:
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim // parallel.tp
     mlp = 4 * model.ffn_hidden_size // parallel.tp
     return 2 * config.train.mbs * config.train.seq_len * (norms + attention + mlp)
+
+
+def _held_by_collectives(config: Config, sizes: Sizes, stage: NanotronStage) -> int:
+    """Bytes of tensors that wait for collectives to be over."""
+    tp, column = config.parallel.tp, 2 * config.train.mbs * config.train.seq_len * config.model.hidden_size
+    if _host_is_ahead(config, sizes):
+        return HELD_COLUMNS_A_LAYER * stage.layers * column // tp + (HELD_COLUMNS_AHEAD * column if tp > 1 else 0)
+    return HELD_COLUMNS * column if tp > 1 else 0
 
 
 def _host_is_ahead(config: Config, sizes: Sizes) -> bool:
