@@ -35,6 +35,7 @@ OFF: tuple[Change, ...] = (
     {"parallel.reduce": "per_microbatch"},
     {f"recompute.{name}": value for name, value in vars(RecomputeConfig()).items() if name != "offload_min_bytes"},
     {"recompute.offload": []},
+    {"recompute.logit_tokens": None},
     {"optim.implementation": "auto"},
     {"optim.offload": False},
 )

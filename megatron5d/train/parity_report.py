@@ -35,12 +35,8 @@ def told(record: dict[str, Any]) -> str:
         lines += [f"{quantity:<16}{_place(each)}" for quantity, each in record["quantities"].items()]
         lines.append("")
     if record["verdict"] == "equal":
-        return "\n".join(
-            [
-                *lines,
-                f"EQUAL: {record['compared']} figures and tensors of {record['world']} ranks are those of one process",
-            ]
-        )
+        what = f"{record['compared']} figures and tensors of {record['world']} ranks"
+        return "\n".join([*lines, f"EQUAL: {what} are within {record['tolerance']:g} of one process"])
     if record["verdict"] == "different":
         lines += _story(record)
     if None in (without := record["without"]).values():
@@ -74,9 +70,7 @@ def _story(record: dict[str, Any]) -> list[str]:
     if any(name.endswith("loss") for name in record["first_step"]):
         lines.append("A loss of the first step differs: look at the forward, or the data.")
     elif first["quantity"] == "gradient":
-        lines.append(
-            "The losses of the first step are equal, gradients differ: look at a backward, or a sum over ranks."
-        )
+        lines.append("Losses of the first step are equal, gradients differ: look at a backward, or a sum over ranks.")
     else:
         lines.append("The gradients of the first step are equal: look at the update, or weights that were not sent.")
     for title, each in (("first in the model", first), ("last in the model, where a backward begins", same[-1])):
