@@ -168,8 +168,13 @@ STAGE_LAWS = (
     ),
     Law(
         "stages-have-layers",
-        ("model.num_layers", "parallel.pp", "parallel.vpp", "pipeline.layout", "pipeline.balance"),
-        lambda c, w: c.pipeline.layout is None and c.pipeline.balance == "stages" and c.model.num_layers < _stages(c),
+        ("model.num_layers", "parallel.pp", "parallel.vpp", "pipeline.layout", "pipeline.balance", "pipeline.schedule"),
+        lambda c, w: (
+            c.pipeline.layout is None
+            and c.pipeline.balance != "ranks"
+            and (c.pipeline.schedule, c.pipeline.balance) != ("auto", "auto")
+            and c.model.num_layers < _stages(c)
+        ),
         lambda c, w: (
             f"model.num_layers = {c.model.num_layers} is fewer than the parallel.pp·vpp = "
             f"{c.parallel.pp}·{c.parallel.vpp} = {_stages(c)} stages"

@@ -120,7 +120,8 @@ class PipelineConfig:
     schedule: str = "1f1b"
     layout: list[int] | None = None  # layers per stage; None = dealt out by `split`
     split: str = "even"  # even: as many layers on each stage as on the next | cost: by FLOPs, the head's included
-    balance: str = "stages"  # what is evened: stages | ranks, each with all its stages, of which some may get no layer
+    balance: str = "auto"  # what is evened: stages | ranks, each with all its stages, of which some may get no layer |
+    # auto: stages; with schedule=auto this and `split` as the search finds it faster
     embedding_layers: float = 0.0  # even: what the embedding counts for on the first stage, in layers
     head_layers: float = 0.0  # even: what the head counts for on the last stage, in layers
     memory: float = 1.0  # auto: activations that a rank may hold, in multiples of what 1F1B holds (pp micro-batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from megatron5d.config.schema import Config, ModelConfig
@@ -31,6 +32,8 @@ def parts_of(layout: Sequence[int]) -> list[Part]:
 def layout_of(config: Config, placement: Placement) -> list[int]:
     """Layers per stage: as `pipeline.layout` says, else dealt out as `pipeline.split` and `pipeline.balance` say.
 
+    `pipeline.balance = auto` evens stages here; where the search has chosen, the configuration that it gives says so.
+
     Raises:
         ValueError: the layout does not fit the stages or the model, or leaves a rank without anything to do; or
             `recompute.stage_layers` counts for other stages.
@@ -48,9 +51,15 @@ def layout_of(config: Config, placement: Placement) -> list[int]:
     if pipeline.split == "cost":
         costs = [layer_flops(config.model, i, config.train.seq_len) for i in range(config.model.num_layers)]
         first, last = 0.0, end_flops(config.model, config.train.seq_len)
-    if pipeline.balance == "ranks":
+    return list(_dealt(tuple(costs), placement, first, last, pipeline.balance == "ranks"))
+
+
+@lru_cache(maxsize=256)
+def _dealt(costs: tuple[float, ...], placement: Placement, first: float, last: float, by_ranks: bool) -> Sequence[int]:
+    """The same split is asked for by every schedule that is compared, and takes tenths of a second for many stages."""
+    if by_ranks:
         return balanced_ranks(costs, placement, first, last)
-    return balanced(costs, num_stages, first, last)
+    return balanced(costs, placement.num_stages, first, last)
 
 
 def _as_told(config: Config, placement: Placement) -> list[int]:

@@ -18,11 +18,10 @@ from megatron5d.model.gpt import DTYPES
 from megatron5d.model.partition import Part, at_both_ends, layout_of, parts_of, shared_by_mirror
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
-from megatron5d.pipeline_parallel.search.result import SearchResult
 from megatron5d.pipeline_parallel.text import read_program
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.topology.process import Process
-from megatron5d.train.search import known_programs, prediction, run_costs, searched
+from megatron5d.train.search import Found, known_programs, prediction, run_costs, searched
 
 PIPELINE_KNOBS = (
     "pipeline.schedule",
@@ -62,7 +61,7 @@ class PipelinePlan:
         return {stage: parts[stage] for _, stage in self.placement.stages_of(pp_rank)}
 
 
-def plan_pipeline(config: Config, world: int, found: dict[int, Program] | None = None) -> PipelinePlan:
+def plan_pipeline(config: Config, world: int, found: Found | None = None) -> PipelinePlan:
     """Lays out the pipeline of a lawful configuration; talks to nobody.
 
     Args:
@@ -75,7 +74,8 @@ def plan_pipeline(config: Config, world: int, found: dict[int, Program] | None =
     """
     counts = micro_batch_counts(config, world)
     if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
-        program_of = (found or _programs_of(searched(config, counts))).__getitem__
+        found = found or searched(config, counts)
+        config, program_of = found.config, found.programs.__getitem__
     else:
         program_of = cache(_programs(config))
     programs = [program_of(m) for m in counts]
@@ -97,21 +97,16 @@ def agreed_plan(config: Config, process: Process) -> PipelinePlan:
     if config.parallel.pp == 1:
         return plan_pipeline(config, process.world)
     counts = micro_batch_counts(config, process.world)
-    results: dict[int, SearchResult] = {}
-    programs: list[dict[int, Program] | None] = [None]
+    found: list[Found | None] = [None]
     if config.pipeline.schedule == "auto":
         if process.rank == 0:
-            results = searched(config, counts)
-            programs = [_programs_of(results)]
-        dist.broadcast_object_list(programs, src=0)
-    plan = plan_pipeline(config, process.world, programs[0])
+            found = [searched(config, counts)]
+        dist.broadcast_object_list(found, src=0)
+    plan = plan_pipeline(config, process.world, found[0])
     if process.rank != 0:
         return plan
-    return replace(plan, note=prediction(config, plan.program_of(counts[-1]), results.get(counts[-1])))
-
-
-def _programs_of(results: dict[int, SearchResult]) -> dict[int, Program]:
-    return {m: result.program for m, result in results.items()}
+    split, results = (found[0].config, found[0].results) if found[0] else (config, {})
+    return replace(plan, note=prediction(split, plan.program_of(counts[-1]), results.get(counts[-1])))
 
 
 def schedule_faults(config: Config, world: int) -> list[Fault]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,23 @@ from megatron5d.pipeline_parallel.search.result import SearchResult
 from megatron5d.pipeline_parallel.simulate import peak_memory, simulate
 
 
-def searched(config: Config, counts: Sequence[int]) -> dict[int, SearchResult]:
-    """A verified Program for each number of micro-batches, all with one placement.
+@dataclass(frozen=True)
+class Found:
+    """Verified Programs of `pipeline.schedule=auto`, all with one placement.
+
+    Args:
+        config: with the split of the layers that they are for.
+        programs: number of micro-batches -> Program.
+        results: what the search says of them; empty where the named schedules alone were asked.
+    """
+
+    config: Config
+    programs: dict[int, Program]
+    results: dict[int, SearchResult] = field(default_factory=dict)
+
+
+def searched(config: Config, counts: Sequence[int]) -> Found:
+    """The fastest Program for each number of micro-batches, all with one placement and one split of the layers.
 
     It is kept beside the run's checkpoints (or its log), so that a run that goes on, goes on with the same one. The
     search ends after `pipeline.evaluations` schedules; only where `pipeline.search_s` ends it earlier does the result
@@ -28,7 +44,7 @@ def searched(config: Config, counts: Sequence[int]) -> dict[int, SearchResult]:
 
     Args:
         config: model, pipeline and parallel.
-        counts: micro-batches of a step, ascending; the placement is chosen for the last one.
+        counts: micro-batches of a step, ascending; placement and split are chosen for the last one.
 
     Raises:
         ValueError: no schedule fits the memory or the layers.
@@ -37,52 +53,61 @@ def searched(config: Config, counts: Sequence[int]) -> dict[int, SearchResult]:
     from megatron5d.pipeline_parallel.search.search import search_program
 
     pipeline, pp = config.pipeline, config.parallel.pp
-    costs, names = run_costs(config), _placements(config)
+    splits, names = _splits(config), _placements(config)
     folder = config.checkpoint.dir or config.log.dir
     results: dict[int, SearchResult] = {}
     for m in reversed(counts):
         results[m] = search_program(
             pp,
             m,
-            costs,
-            memory=_cap(config, costs, m),
+            [run_costs(split) for split in splits],
+            memory=_cap(config, m),
             copies=pipeline.copies,
             seconds=pipeline.search_s,
             evaluations=pipeline.evaluations,
             placements=names,
             cache=Path(folder) / "schedules" if folder else None,
         )
-        names = [name for name in names if placement_called(name, pp) == results[counts[-1]].program.placement]
-    return results
+        if m == counts[-1]:
+            names = [name for name in names if placement_called(name, pp) == results[m].program.placement]
+            splits = [splits[results[m].split]]
+    return Found(splits[0], {m: result.program for m, result in results.items()}, results)
 
 
-def known_programs(config: Config, counts: Sequence[int]) -> dict[int, Program]:
+def known_programs(config: Config, counts: Sequence[int]) -> Found:
     """The best named schedule for each number of micro-batches: what the search is never worse than, at once.
 
     Raises:
         ValueError: none fits the memory and the layers.
     """
-    costs, names, pp = run_costs(config), _placements(config), config.parallel.pp
+    splits, names, pp = _splits(config), _placements(config), config.parallel.pp
     found: dict[int, Program] = {}
     for m in reversed(counts):
-        cap = _cap(config, costs, m)
-        program = best_named(pp, m, costs, np.full(pp, cap), names)
-        if program is None:
+        cap = _cap(config, m)
+        best: list[tuple[float, int, Program]] = []
+        for index, split in enumerate(splits):
+            program = best_named(pp, m, run_costs(split), np.full(pp, cap), names)
+            if program is not None:
+                makespan = simulate(program, run_costs(split).of(program.placement)).makespan
+                best.append((round(makespan, 9), index, program))
+        if not best:
             raise ValueError(
                 f"pipeline.schedule = auto: no schedule for parallel.pp = {pp} holds at most pipeline.memory = "
                 f"{config.pipeline.memory:g} times the {cap / config.pipeline.memory:g} micro-batches that 1F1B holds; "
                 f"set pipeline.memory=1.0"
             )
-        found[m] = program
-        names = [name for name in names if placement_called(name, pp) == found[counts[-1]].placement]
-    return found
+        _, index, found[m] = min(best, key=lambda item: item[:2])
+        if m == counts[-1]:
+            names = [name for name in names if placement_called(name, pp) == found[m].placement]
+            splits = [splits[index]]
+    return Found(splits[0], found)
 
 
 def prediction(config: Config, program: Program, result: SearchResult | None) -> str:
     """A line for the log: what the schedule is expected to cost, and what the search made of it.
 
     Args:
-        config: whose pipeline it is.
+        config: whose pipeline it is, with the split of the layers that the Program is for.
         program: of the last number of micro-batches.
         result: of the search that found it; None where none was needed.
     """
@@ -94,6 +119,8 @@ def prediction(config: Config, program: Program, result: SearchResult | None) ->
     if result is None:
         return text
     text += f"; {result.placement}, {result.evaluations:,} schedules tried in {result.elapsed_s:.1f} s"
+    if config.pipeline.layout is None:
+        text += f", layers dealt with pipeline.split={config.pipeline.split} pipeline.balance={config.pipeline.balance}"
     if result.named is not None:
         name, makespan = result.named
         text += f", {100 * (makespan / found.makespan - 1):.1f} % faster than {name}, the best named one that fits"
@@ -114,6 +141,21 @@ def run_costs(config: Config) -> Costs | ModelCosts:
         raise ValueError(f"pipeline.{error}") from None
 
 
+def _splits(config: Config) -> list[Config]:
+    """The configuration with every way to deal the layers to stages that the search may choose, as it says first.
+
+    Who says how, or what the ends count for, leaves to choose only what is evened. Times that `pipeline.costs` gives
+    are those of any split.
+    """
+    pipeline = config.pipeline
+    if pipeline.balance != "auto" or pipeline.layout is not None or pipeline.costs:
+        return [config]
+    ways = [(pipeline.split, "stages"), (pipeline.split, "ranks")]
+    if pipeline.split == "even" and not pipeline.embedding_layers and not pipeline.head_layers:
+        ways = [("even", "stages"), ("cost", "stages"), ("cost", "ranks")]
+    return [replace(config, pipeline=replace(pipeline, split=split, balance=balance)) for split, balance in ways]
+
+
 def _placements(config: Config) -> list[str]:
     """Names of the placements that the model admits.
 
@@ -123,12 +165,12 @@ def _placements(config: Config) -> list[str]:
     pp, vpp = config.parallel.pp, config.parallel.vpp
     usual = candidates(pp, config.pipeline.copies)
     names = usual if vpp == 1 else [f"loop:{vpp}", f"zigzag:{vpp}"]
-    faults = {name: _why_not(config, placement_called(name, pp)) for name in names}
-    admitted = [name for name, fault in faults.items() if fault is None]
+    faults = {name: [_why_not(split, placement_called(name, pp)) for split in _splits(config)] for name in names}
+    admitted = [name for name, why_not in faults.items() if None in why_not]
     if not admitted:
         raise ValueError(
             f"pipeline.schedule = auto finds no placement of stages for parallel.pp = {pp}, parallel.vpp = {vpp}: "
-            f"{next(iter(faults.values()))}"
+            f"{next(iter(faults.values()))[0]}"
         )
     return admitted
 
@@ -143,8 +185,9 @@ def _why_not(config: Config, placement: Placement) -> str | None:
     return None
 
 
-def _cap(config: Config, costs: Costs | ModelCosts, num_microbatches: int) -> float:
+def _cap(config: Config, num_microbatches: int) -> float:
     """The most activations of a rank, in micro-batches of one rank's layers."""
+    costs = run_costs(config)
     program = build_program("1f1b", config.parallel.pp, num_microbatches)
     held = peak_memory(program, costs.of(loop_placement(config.parallel.pp)))[0]
     return config.pipeline.memory * float(held.max())

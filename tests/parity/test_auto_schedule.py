@@ -1,5 +1,8 @@
 """What the search finds trains: one process's numbers in fp64 to 1e-10, one Program on all ranks, kept for a resume."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from layouts import assert_parity
 from ranks import run_ranks
@@ -17,15 +20,21 @@ from megatron5d.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
+from megatron5d.model.partition import layout_of
+from megatron5d.pipeline_parallel.program import loop_placement
+from megatron5d.pipeline_parallel.registry import build_program
+from megatron5d.pipeline_parallel.search.named import best_named
+from megatron5d.pipeline_parallel.search.placements import candidates
+from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.topology.process import Process
 from megatron5d.train import schedule
-from megatron5d.train.schedule import agreed_plan, micro_batch_counts, pipeline_faults
+from megatron5d.train.schedule import agreed_plan, micro_batch_counts, pipeline_faults, plan_pipeline
 from megatron5d.train.search import known_programs, run_costs, searched
 
 EXPERTS = "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.05"
 # name: (ranks, micro-batches, pipeline, parallel); evaluations are few, for what is found need not be good here
 CASES = {
-    "by FLOPs": (2, 5, {"memory": 1.25, "balance": "ranks", "head_layers": 12}, {"pp": 2}),
+    "by FLOPs": (2, 5, {"memory": 1.25, "flops_per_byte": 10.0}, {"pp": 2}),
     "overlapped": (4, 6, {"memory": 1.25, "costs": EXPERTS}, {"pp": 4}),
     "both directions": (4, 9, {"memory": 1.5, "copies": 2, "costs": EXPERTS}, {"pp": 4, "vpp": 1}),
     "three chunks": (8, 4, {"memory": 1.5, "costs": EXPERTS}, {"pp": 2, "vpp": 3, "tp": 2, "sp": True, "zero": 1}),
@@ -35,11 +44,11 @@ CASES = {
 def config_of(folder, case, **more) -> Config:
     world, m, pipeline, parallel = CASES[case]
     dp = world // parallel["pp"] // parallel.get("tp", 1)
-    tied = case == "both directions"
+    num_layers, vocab_size = {"both directions": (4, 61), "by FLOPs": (7, 997)}.get(case, (16, 61))
     return Config(
         model=ModelConfig(
-            num_layers=4 if tied else 16, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2, head_dim=8,
-            vocab_size=61, tie_embeddings=tied,
+            num_layers=num_layers, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2, head_dim=8,
+            vocab_size=vocab_size, tie_embeddings=case == "both directions",
         ),
         parallel=ParallelConfig(**parallel),
         pipeline=PipelineConfig("auto", evaluations=150, **pipeline),
@@ -55,11 +64,11 @@ def test_what_is_found_trains_like_one_process(tmp_path, case):
     config, world = config_of(tmp_path, case), CASES[case][0]
     assert pipeline_faults(config, world) == []
     counts = micro_batch_counts(config, world)
-    found = searched(config, counts)[counts[-1]]
-    named = known_programs(config, counts)[counts[-1]]
+    found = searched(config, counts).results[counts[-1]]
+    named = known_programs(config, counts).programs[counts[-1]]
     assert found.named is not None and found.named[0] == named.name and found.makespan <= found.named[1] + 1e-9
+    assert found.program.name == "auto"
     if case != "by FLOPs":
-        assert found.program.name == "auto"
         assert any(len(slot) == 2 for line in found.program.ranks for slot in line)
     if case == "both directions":
         assert found.program.copies == 2
@@ -68,19 +77,39 @@ def test_what_is_found_trains_like_one_process(tmp_path, case):
     assert kept == list((tmp_path / "checkpoints" / "schedules").iterdir()), "some rank searched again"
 
 
+def test_the_search_chooses_how_layers_are_dealt(tmp_path):
+    """Unless the user does: under one cap, never slower than the best named schedule with any of the splits."""
+    config = config_of(tmp_path, "by FLOPs")
+    found = searched(config, [5])
+    plan = plan_pipeline(config, 2, found)
+    assert list(plan.layout) == layout_of(found.config, plan.placement) != layout_of(config, plan.placement)
+    of_1f1b = simulate(build_program("1f1b", 2, 5), run_costs(config).of(loop_placement(2))).peak_activations
+    cap, fits = np.full(2, 1.25 * of_1f1b.max()), []
+    for split in ("even", "cost"):
+        for balance in ("stages", "ranks"):  # with nothing said of the ends, even ranks are even stages
+            told = replace(config, pipeline=replace(config.pipeline, split=split, balance=balance))
+            named = best_named(2, 5, run_costs(told), cap, candidates(2, 1))
+            if named is not None:
+                fits.append(simulate(named, run_costs(told).of(named.placement)).makespan)
+            assert searched(told, [5]).config == told
+    assert len(fits) >= 2 and found.results[5].makespan <= min(fits) + 1e-9
+    told = replace(config, pipeline=replace(config.pipeline, layout=[3, 4]))
+    assert plan_pipeline(told, 2, searched(told, [5])).layout == (3, 4)
+
+
 def test_every_rank_runs_the_program_of_rank_0(tmp_path, monkeypatch):
-    """It alone searches, and rank 0 alone has something to say about it."""
-    config = config_of(tmp_path, "overlapped")
+    """With its split of the layers. It alone searches, and rank 0 alone has something to say about it."""
+    config = config_of(tmp_path, "by FLOPs")
 
     def plan(rank, world):
         if rank > 0:
             monkeypatch.setattr(schedule, "searched", None)
         found = agreed_plan(config, Process(rank, world, rank, "cpu"))
-        return found.program_of(6), found.placement, found.note
+        return found.program_of(5), found.layout, found.note
 
-    (program, placement, note), *others = run_ranks(plan, 4)
-    assert all(other == (program, placement, "") for other in others)
-    assert "predicted bubble" in note and "schedules tried" in note
+    (program, layout, note), *others = run_ranks(plan, 2)
+    assert all(other == (program, layout, "") for other in others)
+    assert "predicted bubble" in note and "schedules tried" in note and "pipeline.balance=" in note
 
 
 def test_a_resumed_run_keeps_its_schedule(tmp_path, capfd):

@@ -10,6 +10,7 @@ from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
 from megatron5d.pipeline_parallel.search.evolve import Evolution
 from megatron5d.pipeline_parallel.search.list_scheduler import STUCK
 from megatron5d.pipeline_parallel.search.problem import Problem
+from megatron5d.pipeline_parallel.search.shipped import starting_points
 
 ELITES = 8
 """Policies that go on from one size of the problem to the next."""
@@ -65,29 +66,31 @@ class Arm:
         return makespan
 
 
-def evolve(
-    levels: Sequence[Sequence[Problem]], starts: Sequence[Sequence[np.ndarray]], seed: int, clock: Clock, until: float
-) -> Program | None:
-    """Return the best Program of the last level, called `auto`; None where every policy gets stuck.
+def evolve(levels: Sequence[Sequence[Problem]], seed: int, clock: Clock, until: float) -> list[tuple[Program, Problem]]:
+    """Return the best Program of the last level, called `auto`, and what it solves; nothing where all get stuck.
 
     Args:
-        levels: The same placements in every level, from the smallest size to the one that is asked for.
-        starts: For every placement, the policies to begin with.
+        levels: The same problems in every level, from the smallest size to the one that is asked for; only those that
+            one level does not drop are tried in the next.
         seed: Of all chance.
         clock: What may be spent.
         until: Share of it that all levels together may spend; most of that goes to the first.
     """
-    arms: list[Arm] = []
+    pools = {index: starting_points(problem.num_lanes) for index, problem in enumerate(levels[0])}
+    arms: dict[int, Arm] = {}
     for level, problems in enumerate(levels):
-        arms = [Arm(p, s, (seed, level, index), clock) for index, (p, s) in enumerate(zip(problems, starts))]
-        _take_turns(arms, clock, until * (1 - 0.3 ** (level + 1) if level + 1 < len(levels) else 1.0))
-        starts = [[numbers for _, numbers in arm.elites] for arm in arms]
-    winner = min(arms, key=lambda arm: arm.best)
-    return None if winner.best >= STUCK else winner.problem.program(winner.elites[0][1], "auto")
+        arms = {index: Arm(problems[index], pool, (seed, level, index), clock) for index, pool in pools.items()}
+        share = until * (1 - 0.3 ** (level + 1) if level + 1 < len(levels) else 1.0)
+        alive = _take_turns(list(arms.values()), clock, share)
+        pools = {index: [numbers for _, numbers in arm.elites] for index, arm in arms.items() if arm in alive}
+    winner = min(arms.values(), key=lambda arm: arm.best)
+    program = None if winner.best >= STUCK else winner.problem.program(winner.elites[0][1], "auto")
+    return [] if program is None else [(program, winner.problem)]
 
 
-def _take_turns(arms: Sequence[Arm], clock: Clock, until: float) -> None:
-    alive, turn = list(arms), 0
+def _take_turns(alive: list[Arm], clock: Clock, until: float) -> list[Arm]:
+    """Let every arm try a generation in turn; return those that are not dropped."""
+    turn = 0
     while clock.share() < until:
         for arm in alive:
             if clock.share() < until:
@@ -95,3 +98,4 @@ def _take_turns(arms: Sequence[Arm], clock: Clock, until: float) -> None:
         turn += 1
         if turn % TURNS_TO_DROP == 0 and len(alive) > 2:
             alive.remove(max(alive, key=lambda arm: arm.best))
+    return alive

@@ -18,7 +18,7 @@ from megatron5d.pipeline_parallel.search.problem import Problem
 from megatron5d.pipeline_parallel.search.result import SearchResult
 from megatron5d.pipeline_parallel.text import read_program, write_program
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a file or the search itself changes its meaning: older files are then not found."""
 
 

@@ -1,6 +1,9 @@
 """Who says what a stage costs: the search asks for every placement that it tries."""
 
+from collections.abc import Sequence
 from typing import Protocol
+
+import numpy as np
 
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.program import Placement
@@ -17,6 +20,16 @@ def costs_on(model: CostModel | StageCosts, placement: Placement) -> StageCosts 
     if not isinstance(model, StageCosts):
         return model.of(placement)
     return model if model.compute.shape[1] == placement.num_stages else None
+
+
+def splits_of(costs: CostModel | StageCosts | Sequence[CostModel]) -> list[CostModel | StageCosts]:
+    """Return the cost models to choose from: one for every way to deal the layers to stages."""
+    return list(costs) if isinstance(costs, Sequence) else [costs]
+
+
+def are_equal(one: StageCosts, other: StageCosts) -> bool:
+    """Whether two ways to deal the layers to stages come to the same."""
+    return all(np.array_equal(a, b) for a, b in zip(vars(one).values(), vars(other).values()))
 
 
 def is_even(model: CostModel | StageCosts) -> bool:

@@ -26,6 +26,7 @@ class Problem:
         costs: Of every stage.
         memory: `[num_ranks]` the most activations a rank may hold, in micro-batches of one rank's layers.
         pairs: Which of PAIRS may overlap.
+        split: Which of several ways to deal the layers to stages these costs are of.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Problem:
     costs: StageCosts
     memory: np.ndarray
     pairs: tuple[str, ...] = PAIRS
+    split: int = 0
 
     @property
     def num_lanes(self) -> int:

@@ -23,6 +23,7 @@ class SearchResult:
         elapsed_s: Time taken.
         compiled: Whether numba was there; without it a list schedule takes a hundred times as long.
         named: The best named schedule that fits, and its makespan; None where none does.
+        split: Which of several ways to deal the layers to stages it is for.
     """
 
     program: Program
@@ -36,3 +37,4 @@ class SearchResult:
     elapsed_s: float
     compiled: bool
     named: tuple[str, float] | None
+    split: int = 0

@@ -1,6 +1,6 @@
 """Search for a Program: evolution over the policies of a list scheduler, then local search on what it found."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache as keep
 from pathlib import Path
@@ -14,14 +14,13 @@ from megatron5d.pipeline_parallel.search.cache import file_for, load, store
 from megatron5d.pipeline_parallel.search.clock import Clock
 from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
 from megatron5d.pipeline_parallel.search.lanes import PAIRS
-from megatron5d.pipeline_parallel.search.model import CostModel, costs_on, is_even
+from megatron5d.pipeline_parallel.search.model import CostModel, are_equal, costs_on, is_even, splits_of
 from megatron5d.pipeline_parallel.search.named import best_named
 from megatron5d.pipeline_parallel.search.placements import called, candidates, placement_called
 from megatron5d.pipeline_parallel.search.policy import flat, plain_policy
 from megatron5d.pipeline_parallel.search.problem import Problem
 from megatron5d.pipeline_parallel.search.refine import refine
 from megatron5d.pipeline_parallel.search.result import SearchResult
-from megatron5d.pipeline_parallel.search.shipped import starting_points
 from megatron5d.pipeline_parallel.simulate import lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
 
@@ -34,7 +33,7 @@ EVOLUTION = 0.25
 def search_program(
     pp: int,
     num_microbatches: int,
-    costs: CostModel | StageCosts,
+    costs: CostModel | StageCosts | Sequence[CostModel],
     *,
     memory: float | Sequence[float],
     copies: int = 1,
@@ -52,7 +51,8 @@ def search_program(
     Args:
         pp: Pipeline ranks.
         num_microbatches: Of one step, over both directions where there are two.
-        costs: Of any placement (`Costs`, or another CostModel), or of every stage where the number of stages is fixed.
+        costs: Of any placement (`Costs`, or another CostModel), or of every stage where the number of stages is fixed;
+            or several CostModels, one for every way to deal the layers to stages, of which the search chooses one.
         memory: The most activations a rank may hold, in micro-batches of one rank's layers; one number or one a rank.
         copies: The most copies of every parameter; 2 admits the bidirectional placement.
         seconds: Time limit of the evolution; None = none.
@@ -66,18 +66,17 @@ def search_program(
         ValueError: Bad sizes, an unknown placement, or a cap that no schedule found fits.
     """
     _check(pp, num_microbatches, copies, seconds, evaluations)
-    problems = _problems(pp, num_microbatches, costs, memory, copies, placements, pairs)
+    splits = splits_of(costs)
+    problems = _problems(pp, num_microbatches, splits, memory, copies, placements, pairs)
     file = file_for(cache, problems, [seconds, evaluations, seed]) if cache else None
     if file and file.exists():
         return _checked(load(file), problems)
     _compile()
     clock = Clock(seconds, evaluations)
-    floor = best_named(pp, num_microbatches, costs, problems[0].memory, [problem.name for problem in problems])
-    starts = [starting_points(problem.num_lanes) for problem in problems]
-    found = evolve(_levels(problems, costs, num_microbatches), starts, seed, clock, EVOLUTION)
-    contenders = [program for program in (floor, found) if program]
-    contenders += [_refined(program, problems, costs, clock) for program in _fastest(contenders, costs)]
-    result = _best(contenders, floor, costs, problems[0].memory, clock)
+    floor = _fastest(list(_named(problems, splits)))
+    contenders = floor + evolve(_levels(problems, splits, num_microbatches), seed, clock, EVOLUTION)
+    contenders += [_refined(*contender, clock) for contender in _fastest(contenders)]
+    result = _best(contenders, len(floor), problems[0].memory, clock)
     if file:
         store(file, result)
     return result
@@ -95,21 +94,28 @@ def _compile() -> None:
 
 def _checked(result: SearchResult, problems: Sequence[Problem]) -> SearchResult:
     """Return a result from disk after `verify` has accepted its Program, as it does those found anew."""
-    problem = next(p for p in problems if p.placement == result.program.placement)
+    problem = next(p for p in problems if (p.placement, p.split) == (result.program.placement, result.split))
     verify(result.program, problem.memory.tolist(), problem.costs)
     return result
 
 
-def _problems(pp, num_microbatches, costs, memory, copies, placements, pairs) -> list[Problem]:
-    """Return a problem for every placement that has these stages and no more copies."""
+def _problems(pp, num_microbatches, splits, memory, copies, placements, pairs) -> list[Problem]:
+    """Return a problem for every placement that has these stages and no more copies, and every split that differs."""
     caps = np.broadcast_to(np.asarray(memory, dtype=float), (pp,))
     names = list(placements) if placements is not None else candidates(pp, copies)
-    problems = []
+    problems: list[Problem] = []
     for name in names:
         placement = placement_called(name, pp)
-        stage_costs = costs_on(costs, placement) if placement.copies <= copies else None
-        if stage_costs is not None:
-            problems.append(Problem(name, placement, num_microbatches, stage_costs, caps, tuple(pairs)))
+        for split, costs in enumerate(splits if placement.copies <= copies else ()):
+            try:
+                stage_costs = costs_on(costs, placement)
+            except ValueError:
+                if len(splits) == 1:
+                    raise
+                continue  # it has not the layers for these stages; another split has
+            known = [problem.costs for problem in problems if problem.name == name]
+            if stage_costs is not None and not any(are_equal(stage_costs, other) for other in known):
+                problems.append(Problem(name, placement, num_microbatches, stage_costs, caps, tuple(pairs), split))
     if not problems:
         raise ValueError(f"none of the placements {', '.join(names)} has at most {copies} copies and these stages")
     return problems
@@ -124,16 +130,29 @@ def _check(pp: int, num_microbatches: int, copies: int, seconds: float | None, e
         raise ValueError("seconds=None and evaluations=None: one of them must end the search; set seconds=10")
 
 
-def _levels(problems: list[Problem], costs: CostModel | StageCosts, num_microbatches: int) -> list[list[Problem]]:
+def _named(problems: list[Problem], splits: Sequence[CostModel | StageCosts]) -> Iterator[tuple[Program, Problem]]:
+    """Yield the best named schedule for every split, if any fits, and what it solves."""
+    for split, costs in enumerate(splits):
+        mine = {problem.name: problem for problem in problems if problem.split == split}
+        for problem in list(mine.values())[:1]:
+            pp = problem.placement.num_ranks
+            program = best_named(pp, problem.num_microbatches, costs, problem.memory, mine)
+            if program is not None:
+                yield program, mine[called(program.placement)]
+
+
+def _levels(
+    problems: list[Problem], splits: Sequence[CostModel | StageCosts], num_microbatches: int
+) -> list[list[Problem]]:
     """Return the problems at growing sizes, the last one as it is: what is learnt at small sizes serves large ones."""
     pp = problems[0].placement.num_ranks
     even_caps = len(set(problems[0].memory.tolist())) == 1
     sizes = [(pp, num_microbatches)]
     if num_microbatches > 8 * pp or (pp > SMALL_RANKS and num_microbatches > 4 * pp):
         sizes.insert(0, (pp, 4 * pp))
-    if pp > SMALL_RANKS and is_even(costs) and even_caps:
+    if pp > SMALL_RANKS and all(map(is_even, splits)) and even_caps:
         sizes.insert(0, (SMALL_RANKS, min(num_microbatches, 4 * SMALL_RANKS)))
-    return [[_resized(problem, costs, *size) for problem in problems] for size in sizes]
+    return [[_resized(problem, splits[problem.split], *size) for problem in problems] for size in sizes]
 
 
 def _resized(problem: Problem, costs: CostModel | StageCosts, pp: int, num_microbatches: int) -> Problem:
@@ -143,40 +162,37 @@ def _resized(problem: Problem, costs: CostModel | StageCosts, pp: int, num_micro
     stage_costs = costs_on(costs, placement)
     assert stage_costs is not None
     memory = problem.memory[:pp] * (pp / problem.placement.num_ranks)
-    return Problem(problem.name, placement, num_microbatches, stage_costs, memory, problem.pairs)
+    return replace(problem, placement=placement, num_microbatches=num_microbatches, costs=stage_costs, memory=memory)
 
 
-def _fastest(contenders: list[Program], costs: CostModel | StageCosts) -> list[Program]:
-    """Return the fastest Program in a list, or none."""
-    times = [simulate(program, _stage_costs(costs, program)).makespan for program in contenders]
+def _fastest(contenders: list[tuple[Program, Problem]]) -> list[tuple[Program, Problem]]:
+    """Return the fastest Program in a list with its problem, or none."""
+    times = [simulate(program, problem.costs).makespan for program, problem in contenders]
     return contenders[times.index(min(times)) :][:1] if times else []
 
 
-def _refined(program: Program, problems: Sequence[Problem], costs: CostModel | StageCosts, clock: Clock) -> Program:
-    problem = problems[0]
-    return refine(program, _stage_costs(costs, program), problem.memory, problem.pairs, clock, 1.0)
+def _refined(program: Program, problem: Problem, clock: Clock) -> tuple[Program, Problem]:
+    return refine(program, problem.costs, problem.memory, problem.pairs, clock, 1.0), problem
 
 
-def _stage_costs(costs: CostModel | StageCosts, program: Program) -> StageCosts:
-    found = costs_on(costs, program.placement)
-    assert found is not None, f"{program.name} has stages that the costs do not know"
-    return found
+def _best(contenders: list[tuple[Program, Problem]], named: int, caps: np.ndarray, clock: Clock) -> SearchResult:
+    """Return the figures of the fastest contender, after `verify` has accepted it; the named one where they tie.
 
-
-def _best(contenders: list[Program], floor: Program | None, costs, caps: np.ndarray, clock: Clock) -> SearchResult:
-    """Return the figures of the fastest contender, after `verify` has accepted it; the named one where they tie."""
+    Args:
+        contenders: Programs and what they solve; a named one first.
+        named: How many of them are named ones, 0 or 1.
+        caps: `[pp]` the most activations a rank may hold.
+        clock: What was spent.
+    """
     if not contenders:
         pp = len(caps)
         raise ValueError(
             f"no schedule found holds at most {caps.min():g} micro-batches of one rank's layers at parallel.pp={pp}; "
             f"raise the memory (1f1b holds {pp}), or name placements with more chunks"
         )
-    results = []
-    for program in contenders:
-        stage_costs = _stage_costs(costs, program)
-        results.append((simulate(program, stage_costs), stage_costs, program))
-    result, stage_costs, program = min(results, key=lambda item: round(item[0].makespan, 9))
-    verify(program, caps.tolist(), stage_costs)
+    results = [(simulate(program, problem.costs), program, problem) for program, problem in contenders]
+    result, program, problem = min(results, key=lambda item: round(item[0].makespan, 9))
+    verify(program, caps.tolist(), problem.costs)
     cap = float(caps.max())
     return SearchResult(
         program=program,
@@ -184,10 +200,11 @@ def _best(contenders: list[Program], floor: Program | None, costs, caps: np.ndar
         overhead=result.overhead,
         bubble=result.bubble,
         peak=result.peak_activations,
-        lower_bound=lower_bound(program.placement, stage_costs, program.num_microbatches, cap),
+        lower_bound=lower_bound(program.placement, problem.costs, program.num_microbatches, cap),
         placement=called(program.placement),
         evaluations=clock.used,
         elapsed_s=clock.elapsed_s,
         compiled=IS_COMPILED,
-        named=(floor.name, results[0][0].makespan) if floor else None,
+        named=(contenders[0][0].name, results[0][0].makespan) if named else None,
+        split=problem.split,
     )
