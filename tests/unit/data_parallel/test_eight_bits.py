@@ -1,5 +1,7 @@
 """ZeRO-3 that gathers in 8 bits: slice by slice the numbers of the whole, at half the bytes, and the same training."""
 
+import dataclasses
+
 import pytest
 import torch
 from layouts import make_rows, micro_batch
@@ -18,7 +20,7 @@ from megatron5d.config.schema import (
 from megatron5d.data.sampler import micro_batch_samples
 from megatron5d.model.gpt import Gpt
 from megatron5d.precision import fp8_weights
-from megatron5d.precision.fp8_weights import block_maxima, blocks_in, quantize_slice
+from megatron5d.precision.fp8_weights import block_maxima, blocks_in, forget_quantized, quantize_slice
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.schedule import plan_pipeline
@@ -91,7 +93,9 @@ def on_rank(rank, world):
             with sync.whole_weights():
                 weights = {p.spec.name: p.detach().float().numpy().copy() for p in model.parameters()}
             names = {p.spec.name for p in model.parameters() if id(p) in narrow}
-            found.append((losses, weights, sum(sent), names, owned, any(held)))
+            trainer.evaluate(batches)
+            copies = [p.spec.name for p in model.parameters() if hasattr(p, "quantized")]
+            found.append((losses, weights, sum(sent), names, owned, any(held), copies))
     return found
 
 
@@ -102,9 +106,27 @@ def test_the_same_training_at_half_the_bytes():
     for rank in run_ranks(on_rank, 4):
         runs = iter(rank)
         for recipe in CASES:
-            (losses, weights, sent, none, _, _), (theirs, eight, less, names, owned, held) = next(runs), next(runs)
+            (losses, weights, sent, none, _, _, kept), (theirs, eight, less, names, owned, held, copies) = (
+                next(runs),
+                next(runs),
+            )
             assert theirs == losses, recipe
             assert all((eight[name] == weights[name]).all() for name in weights), recipe
             assert names == matrices and not none and not held, recipe
+            assert not kept and not copies, "8-bit copies go with the weights that they were made of"
             gathers = 1 if CASES[recipe] else 2 * 2  # two micro-batches, forward and backward
             assert sent - less == pytest.approx(gathers * owned, rel=0.01), recipe  # a byte of two, on two ranks
+
+
+def test_after_an_update_weights_are_quantised_anew():
+    """Where they stay whole, the optimiser writes past the parameters, and nobody but the gather can tell."""
+    config = dataclasses.replace(config_of("blockwise", False), parallel=ParallelConfig())
+    plan = plan_pipeline(config, 1)
+    model = Gpt(config, build_mesh(sizes_of(config, 1)), "cpu", plan.parts(0), plan.shared)
+    model.initialize(1)
+    _, _, trainer = build_trainer(config, build_mesh(sizes_of(config, 1)), model, plan)
+    batches = [micro_batch(config, row[None]) for row in make_rows(config, 1)]
+    trainer.step(batches, 1e-2)
+    loss = trainer.evaluate(batches)
+    forget_quantized(model.parameters())
+    assert torch.equal(loss, trainer.evaluate(batches))

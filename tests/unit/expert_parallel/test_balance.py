@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from megatron5d.comm.collectives import Pending
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.balance import Balancer, Tokens, counts_of, normalised, through
 from megatron5d.topology.axis import single
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
 
 E, K, B, S = 6, 2, 3, 5
 N = B * S
@@ -114,6 +117,20 @@ def test_the_bias_moves_by_the_sign_of_what_is_missing():
     made.finish_step()
     made.finish_step()
     assert bias.tolist() == pytest.approx([0, 0, 0, -0.02, 0.02, 0])
+
+
+def test_moving_the_bias_leaves_each_ranks_own_choices_for_the_figures():
+    def on_rank(rank, world):
+        made = balancer(balance=["bias"], bias_rate=0.01)
+        made.stage = build_mesh(resolve(world), rank)["stage"]
+        made.biases[2] = torch.zeros(E, dtype=torch.float64)
+        made.chosen[1, rank] = 4
+        made.finish_step()
+        return made.chosen[1].tolist(), made.biases[2].tolist()
+
+    for rank, (chosen, bias) in enumerate(run_ranks(on_rank, 2)):
+        assert chosen == [4 * (e == rank) for e in range(E)]
+        assert bias == pytest.approx([-0.01, -0.01, 0.01, 0.01, 0.01, 0.01])
 
 
 def test_forwards_without_gradients_count_for_the_global_loss_alone():

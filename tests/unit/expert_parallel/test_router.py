@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron5d.config.schema import ModelConfig
-from megatron5d.expert_parallel.router import Router, choose, in_best_groups, scores_of, weights_of
+from megatron5d.expert_parallel.router import Jitter, Router, choose, in_best_groups, scores_of, weights_of
 from megatron5d.topology.axis import single
 from megatron5d.topology.rng import initialize
 
@@ -145,3 +145,12 @@ def test_a_whole_layer_gives_what_transformers_gives(kind):
                 gate, up = (block.experts.gate_up_proj[e] @ x[0, t]).chunk(2)
                 got[t] += weights[t, j] * (block.experts.down_proj[e] @ (torch.nn.functional.silu(gate) * up))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_jitter_draws_each_token_and_feature_anew():
+    sample, position = torch.arange(4).repeat_interleave(8), torch.arange(8).repeat(4)
+    ones, jitter = torch.ones(32, H, dtype=torch.float64), Jitter(0.1, seed=1, seq_len=8)
+    factors = jitter(ones, "layers.0.router", sample, position)
+    assert factors.unique().numel() == factors.numel() and (factors - 1).abs().max() <= 0.1
+    assert torch.equal(factors, jitter(ones, "layers.0.router", sample, position))
+    assert not torch.equal(factors, jitter(ones, "layers.1.router", sample, position))
