@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.layout import ShardedTensor, named
 from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.weights import SavedWeights, lazy_tensor, load_weights
@@ -76,3 +76,10 @@ def test_another_model_is_refused(tmp_path, whole):
     other = new_parameter((2,), ShardSpec("b", (2,), (Piece((0,), (2,)),)), torch.float32, "cpu")
     with pytest.raises(ValueError, match=r"(?s)model\.b.*model\.w: saved \(7, 3\), this model has \(7, 4\)"):
         load_weights([wide, other], folder)
+
+
+def test_segments_of_one_parameter_become_one_tensor():
+    spec, values = ShardSpec("a", (4, 2), ()), torch.arange(8.0).view(4, 2)
+    halves = [ShardedTensor((4, 2), [((row, 0), values[row : row + 2])], values.dtype) for row in (0, 2)]
+    joined = named("model", [(spec, half) for half in halves])
+    assert list(joined) == ["model.a"] and sorted(joined["model.a"].parts) == [(0, 0), (2, 0)]

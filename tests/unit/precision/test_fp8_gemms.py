@@ -172,3 +172,20 @@ def test_every_matrix_of_the_layers_and_no_other(model):
     assert chosen == layers - left_out and chosen
     plain = dataclasses.replace(config, precision=PrecisionConfig())
     assert all(not hasattr(p, "gemms") for p in Gpt(plain, build_mesh(resolve(1), 0), device="meta").parameters())
+
+
+def test_rows_past_the_last_expert_are_padding():
+    x, offsets = torch.randn(9, 16).bfloat16(), torch.tensor([0, 2, 6])
+    gemms = fp8.TensorwiseExpertGemms(True, lambda amax: amax)
+    values, scales = gemms.operand(x, offsets)
+    alone, own = gemms.operand(x[:2], torch.tensor([0, 2, 2]))
+    assert values.shape == x.shape and torch.equal(values[:2].float(), alone.float()) and torch.equal(scales[:2], own)
+
+
+def test_an_experts_scale_is_that_of_all_its_parts():
+    """Other ranks hold larger elements of the same experts: as if all were four times as large as here."""
+    weight = torch.nn.Parameter(torch.randn(2 * 128, 128))
+    here, everywhere = (fp8.TensorwiseExpertGemms(True, lambda amax, n=n: amax * n) for n in (1, 4))
+    ours = here._weight(weight, 2).straight.scales
+    forget_quantized([weight])
+    assert torch.equal(everywhere._weight(weight, 2).straight.scales, 4 * ours)
