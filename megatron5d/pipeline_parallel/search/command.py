@@ -12,6 +12,7 @@ from megatron5d.pipeline_parallel.search.placements import DEFAULT
 
 if TYPE_CHECKING:  # the search compiles its core with numba, for which no other subcommand should wait
     from megatron5d.pipeline_parallel.search.search import SearchResult
+    from megatron5d.pipeline_parallel.search.shipped import Shipped
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +60,33 @@ def run_search(options: argparse.Namespace, costs: Costs) -> SearchResult:
         pairs=pairs,
         cache=options.cache,
     )
+
+
+def add_learn_options(parser: argparse.ArgumentParser) -> None:
+    """Add what only `learn` knows to a parser that already has sizes and costs."""
+    parser.add_argument("--placement", required=True, help="such as mirrored, zigzag:2, loop:4")
+    parser.add_argument("--memory", type=float, default=1.25, metavar="X", help="at most X·pp activations per rank")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit (default 600)")
+    parser.add_argument("--evaluations", type=int, metavar="N", help="end after N list schedules; this repeats exactly")
+    parser.add_argument("--seed", type=int, default=0, help="of all chance")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="all shipped policies and the new one")
+
+
+def run_learn(options: argparse.Namespace, costs: Costs) -> Shipped:
+    """Write the file and return the new policy.
+
+    Raises:
+        ValueError: Options that `learn` refuses.
+    """
+    from megatron5d.pipeline_parallel.search.clock import Clock
+    from megatron5d.pipeline_parallel.search.learn import learn
+    from megatron5d.pipeline_parallel.search.shipped import shipped_policies, write_policies
+
+    clock = Clock(options.seconds, options.evaluations)
+    memory = options.memory * options.pp
+    found = learn(options.placement, options.pp, options.microbatches, costs, memory, options.seed, clock)
+    write_policies([*shipped_policies(), found], options.out)
+    return found
 
 
 def search_figures(result: SearchResult) -> dict[str, Any]:

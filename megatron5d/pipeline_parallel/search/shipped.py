@@ -52,7 +52,7 @@ def starting_points(num_lanes: int) -> list[np.ndarray]:
     return [flat(policy) for policy in (plain_policy(num_lanes), *found)]
 
 
-def write_policies(policies: Iterable[Shipped], path: Path = FILE) -> None:
+def write_policies(policies: Iterable[Shipped], path: Path) -> None:
     """Write the file, one line a field, six decimals a number: with three, schedules change."""
     entries = [
         {

@@ -1,0 +1,44 @@
+"""Evolution of one policy for long, to be shipped: where every later search starts."""
+
+import numpy as np
+
+from megatron5d.pipeline_parallel.costs import Costs
+from megatron5d.pipeline_parallel.search.arms import Arm
+from megatron5d.pipeline_parallel.search.clock import Clock
+from megatron5d.pipeline_parallel.search.list_scheduler import STUCK
+from megatron5d.pipeline_parallel.search.placements import placement_called
+from megatron5d.pipeline_parallel.search.policy import policy_of
+from megatron5d.pipeline_parallel.search.problem import Problem
+from megatron5d.pipeline_parallel.search.shipped import Shipped, starting_points
+from megatron5d.pipeline_parallel.simulate import simulate
+
+DECIMALS = 6
+"""Of the numbers that are kept."""
+
+
+def learn(name: str, pp: int, num_microbatches: int, costs: Costs, memory: float, seed: int, clock: Clock) -> Shipped:
+    """Return the best policy found for a placement, starting from those shipped already.
+
+    Args:
+        name: Of the placement, such as `mirrored`.
+        pp: Pipeline ranks.
+        num_microbatches: Of one step.
+        costs: Of a rank's share.
+        memory: The most activations a rank may hold, in micro-batches of one rank's layers.
+        seed: Of all chance.
+        clock: What may be spent.
+
+    Raises:
+        ValueError: An unknown placement, or a memory under which every policy gets stuck.
+    """
+    placement = placement_called(name, pp)
+    problem = Problem(name, placement, num_microbatches, costs.of(placement), np.full(pp, memory))
+    arm = Arm(problem, starting_points(problem.num_lanes), (seed,), clock)
+    while clock.share() < 1:
+        arm.generation()
+    numbers = arm.elites[0][1].round(DECIMALS)
+    program = problem.program(numbers, "auto") if arm.best < STUCK else None
+    if program is None:
+        raise ValueError(f"no policy holds at most {memory:g} micro-batches at pp={pp}; raise --memory")
+    overhead = simulate(program, problem.costs).overhead
+    return Shipped(name, str(costs), pp, num_microbatches, memory, overhead, policy_of(numbers, problem.num_lanes))
