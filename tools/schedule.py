@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron5d.pipeline_parallel.costs import Costs, parse_costs
+from megatron5d.model.layer_costs import BALANCES, LayerCosts
+from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
 from megatron5d.pipeline_parallel.program import Program, placement_name
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _refuse_nothing(options: argparse.Namespace) -> None:
     """Raises where an amount that a subcommand has is no amount of anything."""
-    for name in ("memory", "seconds", "activation_bytes"):
+    for name in ("memory", "seconds", "activation_bytes", "layers"):
         amount = getattr(options, name, None)
         if amount is not None and not amount > 0:
             raise ValueError(f"--{name.replace('_', '-')} {amount:g} is not above 0")
@@ -120,6 +121,12 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stage-scale", metavar="LIST", help="each stage's time relative to an even split, such as 0.3,1,1,1.5"
     )
+    whole = parser.add_argument_group("whole layers", "dealt to stages; sizes of ends in layers of one rank, N/pp")
+    whole.add_argument("--layers", type=int, metavar="N", help="of the model (default: stages share it evenly)")
+    whole.add_argument("--embedding", type=float, default=0.0, metavar="X", help="compute of the first stage besides")
+    whole.add_argument("--head", type=float, default=0.0, metavar="X", help="compute of the last stage besides")
+    whole.add_argument("--dense", type=float, default=0.0, metavar="X", help="layers at the bottom without all-to-all")
+    whole.add_argument("--balance", choices=BALANCES, help="what is evened (default: stages; search tries both)")
 
 
 def _add_program_options(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +135,26 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
     _add_sizes(parser)
     parser.add_argument("--vpp", type=int, help="chunks per rank (default: as the schedule needs)")
     _add_costs(parser)
+
+
+def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
+    """Return the costs for every way to deal the layers to stages that the options leave open."""
+    ends = {name: getattr(options, name) for name in ("embedding", "head", "dense")}
+    if options.layers is None:
+        given = [f"--{name}" for name in (*ends, "balance") if getattr(options, name)]
+        if given:
+            raise ValueError(f"{', '.join(given)}: of layers that are dealt to stages; say how many with --layers")
+        return [_costs(options)]
+    if options.stage_scale:
+        raise ValueError("--stage-scale and --layers both say what stages hold; leave one out")
+    if min(ends.values()) < 0:
+        raise ValueError("--embedding, --head and --dense are at least 0")
+    ways = [options.balance] if options.balance else BALANCES
+    return [LayerCosts(_costs(options), options.layers, **ends, balance=balance) for balance in ways]
+
+
+def _stage_costs(options: argparse.Namespace, program: Program) -> StageCosts:
+    return _cost_models(options)[0].of(program.placement)
 
 
 def _costs(options: argparse.Namespace) -> Costs:
@@ -149,7 +176,7 @@ def _program(options: argparse.Namespace) -> Program:
     return build_program(options.schedule, options.pp, options.microbatches, options.vpp)
 
 
-def _figures(program: Program, costs: Costs, result: Simulation) -> dict[str, Any]:
+def _figures(program: Program, costs: StageCosts, result: Simulation) -> dict[str, Any]:
     """Return what a program that reads our output wants to know, in the units of the costs."""
     memory = float(result.peak_activations.max())
     return {
@@ -174,9 +201,9 @@ def _rounded(values: Any) -> list[float]:
 
 
 def _show(options: argparse.Namespace) -> int:
-    program, costs = _program(options), _costs(options)
+    program = _program(options)
     verify(program)
-    result = simulate(program, costs)
+    result = simulate(program, _stage_costs(options, program))
     if options.svg:
         options.svg.write_text(draw_svg(program, result))
     if options.png:
@@ -194,8 +221,9 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    program, costs = _program(options), _costs(options)
+    program = _program(options)
     verify(program)
+    costs = _stage_costs(options, program)
     result = simulate(program, costs)
     figures = _figures(program, costs, result)
     if options.activation_bytes:
@@ -214,13 +242,13 @@ def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    costs = _costs(options)
     rows, refused = [], []
     for name in schedule_names():
         for chunks in (2, 4) if find_schedule(name).any_chunks else (None,):
             label = name if chunks is None else f"{name} v={chunks}"
             try:
                 program = build_program(name, options.pp, options.microbatches, chunks)
+                costs = _stage_costs(options, program)
                 result = simulate(program, costs)
             except ValueError as error:
                 refused.append(f"{label}: {error}")
@@ -243,9 +271,13 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
-    costs = _costs(options)
-    found = run_search(options, costs)
+    models = _cost_models(options)
+    found = run_search(options, models)
+    chosen = models[found.split]
+    costs = chosen.of(found.program.placement)
     figures = _figures(found.program, costs, simulate(found.program, costs)) | search_figures(found)
+    if isinstance(chosen, LayerCosts):
+        figures |= {"balance": chosen.balance, "layout": chosen.layout(found.program.placement)}
     if options.csv:
         options.csv.write_text(write_program(found.program))
     _print_figures(figures, options.json)
@@ -253,7 +285,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _learn(options: argparse.Namespace) -> int:
-    found = run_learn(options, _costs(options))
+    found = run_learn(options, _cost_models(options)[0])
     print(f"wrote {options.out}: {found.placement}, {found.costs}, overhead {found.overhead:g}")
     return 0
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.search.lanes import PAIRS
+from megatron5d.pipeline_parallel.search.model import CostModel
 from megatron5d.pipeline_parallel.search.placements import DEFAULT
 
 if TYPE_CHECKING:  # the search compiles its core with numba, for which no other subcommand should wait
@@ -35,7 +36,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def run_search(options: argparse.Namespace, costs: Costs) -> SearchResult:
+def run_search(options: argparse.Namespace, costs: Sequence[CostModel]) -> SearchResult:
     """Return the result of the search that the options ask for.
 
     Raises:
@@ -72,7 +73,7 @@ def add_learn_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="all shipped policies and the new one")
 
 
-def run_learn(options: argparse.Namespace, costs: Costs) -> Shipped:
+def run_learn(options: argparse.Namespace, costs: CostModel) -> Shipped:
     """Write the file and return the new policy.
 
     Raises:
@@ -91,11 +92,13 @@ def run_learn(options: argparse.Namespace, costs: Costs) -> Shipped:
 
 def search_figures(result: SearchResult) -> dict[str, Any]:
     """Return what the search says beyond the figures of the Program itself."""
+    work = result.makespan - result.overhead
     return {
         "placement": result.placement,
         "lower_bound": round(result.lower_bound, 9),
         "best_named": result.named[0] if result.named else None,
         "best_named_makespan": round(result.named[1], 9) if result.named else None,
+        "best_named_overhead": round(result.named[1] - work, 9) if result.named else None,
         "evaluations": result.evaluations,
         "elapsed_s": round(result.elapsed_s, 3),
         "compiled": result.compiled,

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.search.arms import Arm
 from megatron5d.pipeline_parallel.search.clock import Clock
 from megatron5d.pipeline_parallel.search.list_scheduler import STUCK
+from megatron5d.pipeline_parallel.search.model import CostModel
 from megatron5d.pipeline_parallel.search.placements import placement_called
 from megatron5d.pipeline_parallel.search.policy import policy_of
 from megatron5d.pipeline_parallel.search.problem import Problem
@@ -16,7 +16,9 @@ DECIMALS = 6
 """Of the numbers that are kept."""
 
 
-def learn(name: str, pp: int, num_microbatches: int, costs: Costs, memory: float, seed: int, clock: Clock) -> Shipped:
+def learn(
+    name: str, pp: int, num_microbatches: int, costs: CostModel, memory: float, seed: int, clock: Clock
+) -> Shipped:
     """Return the best policy found for a placement, starting from those shipped already.
 
     Args:

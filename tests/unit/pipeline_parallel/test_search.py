@@ -1,13 +1,11 @@
 """The search: figures that it must reach, never behind the named schedules, and each result as simulate counts it."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
-from megatron5d.model.split import balanced, balanced_ranks
-from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
-from megatron5d.pipeline_parallel.program import OPS, Placement, loop_placement, zigzag_placement
+from megatron5d.model.layer_costs import BALANCES, LayerCosts
+from megatron5d.pipeline_parallel.costs import Costs, parse_costs
+from megatron5d.pipeline_parallel.program import OPS, loop_placement, zigzag_placement
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search import search
 from megatron5d.pipeline_parallel.search.clock import Clock
@@ -68,47 +66,14 @@ def test_what_is_known_serves_many_numbers_of_microbatches(pp, counts):
         assert reached <= 0.75 * min(simulate(program, costs).overhead for program in named), (pp, m)
 
 
-@dataclass(frozen=True)
-class Ends:
-    """A model whose embedding counts 0.3 ranks' layers and whose head 1.5, and whose first layers have no experts.
-
-    Args:
-        num_layers, pp: sizes; the first num_layers/pp layers are those without experts.
-        costs: of one rank's layers, experts included.
-        split: evens "stages", or "ranks" with all their stages.
-    """
-
-    num_layers: int
-    pp: int
-    costs: Costs = Costs(a2aF=0.5, a2aB=0.5)
-    split: str = "stages"
-
-    def of(self, placement: Placement) -> StageCosts:
-        unit, stages = self.num_layers / self.pp, np.arange(placement.num_stages)
-        each = [1.0] * self.num_layers
-        if self.split == "ranks":
-            layout = balanced_ranks(each, placement, 0.3 * unit, 1.5 * unit)
-        else:
-            layout = balanced(each, placement.num_stages, 0.3 * unit, 1.5 * unit)
-        ends = np.cumsum(layout)
-        layers = np.array(layout) / unit
-        experts = layers - np.diff(np.minimum(ends, round(unit)), prepend=0) / unit
-        time = layers + 0.3 * (stages == 0) + 1.5 * (stages == stages[-1])
-        c = self.costs
-        compute = {"F": c.F, "I": c.I, "W": c.W, "B": c.I + c.W}
-        a2a = {"F": c.a2aF, "I": c.a2aB, "W": 0.0, "B": c.a2aB}
-        return StageCosts(
-            compute=np.array([compute[op] * time for op in OPS]),
-            a2a=np.array([a2a[op] * experts for op in OPS]),
-            comm=c.comm,
-            activation=layers,
-            stash=layers,
-        )
+def with_ends(num_layers: int, costs: Costs = Costs(a2aF=0.5, a2aB=0.5), balance: str = "stages") -> LayerCosts:  # noqa: B008
+    """The embedding counts 0.3 ranks' layers and the head 1.5, and the first rank's layers have no experts."""
+    return LayerCosts(costs, num_layers, embedding=0.3, head=1.5, dense=1.0, balance=balance)
 
 
 def test_ends_that_differ():
     """At least a quarter less overhead than the best named schedule under the same cap, both with the best split."""
-    costs = Ends(30, 8)
+    costs = with_ends(30)
     result = search_program(8, 32, costs, memory=10.0, seconds=None, evaluations=6000)
     check(result, costs, 10.0)
     work = result.makespan - result.overhead
@@ -123,8 +88,8 @@ def ends_compared(num_layers, text, placement, copies=1) -> tuple[float, float, 
     """
     few_chunks = [name for name in candidates(16, copies) if not name.endswith("4")]
     named = []
-    for split in ("stages", "ranks"):
-        costs = Ends(num_layers, 16, parse_costs(text), split)
+    for balance in BALANCES:
+        costs = with_ends(num_layers, parse_costs(text), balance)
         best = best_named(16, 64, costs, np.full(16, 20.0), few_chunks)
         assert best is not None
         named.append(simulate(best, costs.of(best.placement)).makespan)
@@ -148,7 +113,7 @@ def test_nothing_is_faster_where_the_head_is_busiest():
 
     That much any schedule takes with one copy, however the layers are split: the best named one is 2 % slower.
     """
-    before = Ends(128, 16).of(loop_placement(16))
+    before = with_ends(128).of(loop_placement(16))
     arrival = before.plain()[OPS.index("F"), :-1].sum()
     found, named, work = ends_compared(128, EXPERTS, "loop:1")
     assert work == pytest.approx(1.5 * 3 * 64)

@@ -58,6 +58,23 @@ def test_uneven_stages(capsys):
     assert "no list of numbers" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,x")
 
 
+def test_whole_layers_between_ends_that_weigh_more(capsys):
+    """Ten layers on four ranks, 2.5 a rank: the head counts 3.75 layers, so the last rank gets none."""
+    sizes = ("--pp", "4", "--microbatches", "8")
+    ends = ("--layers", "10", "--head", "1.5", "--dense", "1", "--costs", "a2aF=0.5,a2aB=0.5")
+    alone = json.loads(output(capsys, "simulate", "--schedule", "1f1b", *sizes, *ends, "--json"))
+    assert alone["peak_activations"] == [4 * 4 / 2.5, 3 * 3 / 2.5, 2 * 3 / 2.5, 0]
+    assert alone["makespan"] - alone["overhead"] == pytest.approx(3 * 8 * 4 / 2.5)  # the first rank's four layers
+    found = json.loads(
+        output(capsys, "search", *sizes, *ends, "--memory", "2", "--evaluations", "200", "--seed", "1", "--json")
+    )
+    assert sum(found["layout"]) == 10 and found["balance"] in ("stages", "ranks")
+    assert found["overhead"] < found["best_named_overhead"]
+    assert "--layers" in refused(capsys, "simulate", "--schedule", "1f1b", *sizes, "--head", "1.5")
+    both = refused(capsys, "simulate", "--schedule", "1f1b", *sizes, "--layers", "10", "--stage-scale", "1,1,1,1")
+    assert "leave one out" in both
+
+
 def test_compare_lists_every_schedule_best_first(capsys):
     sizes = ("--pp", "4", "--microbatches", "8")
     rows = json.loads(output(capsys, "compare", *sizes, "--json"))

@@ -1,0 +1,68 @@
+"""What the stages of a model cost that is told in numbers: equal layers, between ends that weigh more or less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron5d.model.split import balanced, balanced_ranks
+from megatron5d.pipeline_parallel.costs import Costs, StageCosts
+from megatron5d.pipeline_parallel.program import OPS, Placement
+
+BALANCES = ("stages", "ranks")
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of the stages of any placement, where every stage has whole layers.
+
+    Sizes below are in shares of a rank: num_layers/pp layers with their compute are 1.
+
+    Args:
+        costs: of such a share, all-to-alls included.
+        num_layers: of the model.
+        embedding: compute on the first stage beside its layers.
+        head: compute on the last stage beside its layers.
+        dense: layers at the bottom that have no all-to-all.
+        balance: what the split evens: `stages`, or `ranks` with all their stages.
+    """
+
+    costs: Costs
+    num_layers: int
+    embedding: float = 0.0
+    head: float = 0.0
+    dense: float = 0.0
+    balance: str = "stages"
+
+    def layout(self, placement: Placement) -> list[int]:
+        """Return the layers of each stage.
+
+        Raises:
+            ValueError: fewer layers than ranks, or with `stages` than stages.
+        """
+        unit = self.num_layers / placement.num_ranks
+        each, ends = [1.0] * self.num_layers, (self.embedding * unit, self.head * unit)
+        if self.balance == "ranks":
+            return balanced_ranks(each, placement, *ends)
+        return balanced(each, placement.num_stages, *ends)
+
+    def of(self, placement: Placement) -> StageCosts:
+        """Return the costs of every stage; raises as `layout`."""
+        unit, layout = self.num_layers / placement.num_ranks, self.layout(placement)
+        above = np.cumsum(layout)  # layers up to the end of each stage
+        layers = np.array(layout) / unit
+        experts = layers - np.diff(np.minimum(above, round(self.dense * unit)), prepend=0) / unit
+        time = layers.copy()
+        time[0] += self.embedding
+        time[-1] += self.head
+        c = self.costs
+        compute = {"F": c.F, "I": c.I, "W": c.W, "B": c.I + c.W}
+        a2a = {"F": c.a2aF, "I": c.a2aB, "W": 0.0, "B": c.a2aB}
+        return StageCosts(
+            compute=np.array([compute[op] * time for op in OPS]),
+            a2a=np.array([a2a[op] * experts for op in OPS]),
+            comm=c.comm,
+            activation=layers,
+            stash=layers,
+        )
