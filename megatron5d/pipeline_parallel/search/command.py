@@ -92,13 +92,11 @@ def run_learn(options: argparse.Namespace, costs: CostModel) -> Shipped:
 
 def search_figures(result: SearchResult) -> dict[str, Any]:
     """Return what the search says beyond the figures of the Program itself."""
-    work = result.makespan - result.overhead
     return {
         "placement": result.placement,
         "lower_bound": round(result.lower_bound, 9),
         "best_named": result.named[0] if result.named else None,
         "best_named_makespan": round(result.named[1], 9) if result.named else None,
-        "best_named_overhead": round(result.named[1] - work, 9) if result.named else None,
         "evaluations": result.evaluations,
         "elapsed_s": round(result.elapsed_s, 3),
         "compiled": result.compiled,

@@ -69,7 +69,7 @@ def test_whole_layers_between_ends_that_weigh_more(capsys):
         output(capsys, "search", *sizes, *ends, "--memory", "2", "--evaluations", "200", "--seed", "1", "--json")
     )
     assert sum(found["layout"]) == 10 and found["balance"] in ("stages", "ranks")
-    assert found["overhead"] < found["best_named_overhead"]
+    assert found["makespan"] < found["best_named_makespan"]
     assert "--layers" in refused(capsys, "simulate", "--schedule", "1f1b", *sizes, "--head", "1.5")
     both = refused(capsys, "simulate", "--schedule", "1f1b", *sizes, "--layers", "10", "--stage-scale", "1,1,1,1")
     assert "leave one out" in both
