@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from megatron5d.config.laws import broken_laws
+from megatron5d.config.convert import leaves, value_of
 from megatron5d.config.schema import (
     Config,
     DataConfig,
@@ -20,7 +21,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.pipeline_parallel.registry import schedule_names
-from megatron5d.train.schedule import pipeline_faults
+from megatron5d.train.shrink import faults_of
 
 
 def random_config(seed: int) -> tuple[Config, int, float]:
@@ -45,7 +46,7 @@ def random_config(seed: int) -> tuple[Config, int, float]:
             moe=_moe(dice, model),
             data=_data(dice),
         )  # fmt: skip
-        if not _faults(config, world):
+        if not faults_of(config, world):
             return config, world, dice.choice([0.0, 0.0, 0.3])
 
 
@@ -61,25 +62,20 @@ def another_layout(config: Config, seed: int) -> tuple[Config, int]:
             recompute=_recompute(dice, config.model),
             optim=replace(config.optim, offload=dice.random() < 0.2),
         )
-        if not _faults(other, world):
+        if not faults_of(other, world):
             return other, world
 
 
 def overrides(config: Config) -> str:
     """What differs from the defaults, as on a command line."""
-    groups = [(group.name, getattr(config, group.name), getattr(Config(), group.name)) for group in fields(config)]
-    return " ".join(
-        f"{group}.{field.name}={getattr(mine, field.name)}"
-        for group, mine, default in groups
-        for field in fields(mine)
-        if getattr(mine, field.name) != getattr(default, field.name)
-    )
+    values = {key: (value_of(config, key), value_of(Config(), key)) for key in leaves()}
+    return " ".join(f"{key}={mine}" for key, (mine, default) in values.items() if mine != default)
 
 
-def _faults(config: Config, world: int) -> list:
-    """All but where tokens are read from."""
-    faults = [f for f in broken_laws(config, world) if not all(knob.startswith("data.") for knob in f.knobs)]
-    return faults or pipeline_faults(config, world)
+def numbers(default: str) -> range:
+    """Which configurations a test meets: first:last of MEGATRON5D_RANDOM, or the default."""
+    first, last = os.environ.get("MEGATRON5D_RANDOM", default).split(":")
+    return range(int(first), int(last))
 
 
 def _some(dice: random.Random, share: float, **values: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,11 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 from megatron5d.config.fault import ConfigError, refuse  # noqa: E402
-from megatron5d.config.law import Law  # noqa: E402
 from megatron5d.config.laws_files import FILE_LAWS  # noqa: E402
-from megatron5d.config.load import load_config  # noqa: E402
 from megatron5d.config.schema import Config  # noqa: E402
-from megatron5d.model.hf import model_config_from_hf  # noqa: E402
 from megatron5d.topology.forked_ranks import RankFailure  # noqa: E402
 from megatron5d.train.ablate import Ablation, ablations  # noqa: E402
 from megatron5d.train.build import sizes_of  # noqa: E402
@@ -44,7 +41,7 @@ from megatron5d.train.data import end_of_document, first_rows  # noqa: E402
 from megatron5d.train.differences import Difference, axes_of, differences  # noqa: E402
 from megatron5d.train.parity import ROWS_SEED, RankRecord, alone, make_rows, short_run  # noqa: E402
 from megatron5d.train.parity_report import plain, told, worst_of  # noqa: E402
-from megatron5d.train.schedule import pipeline_faults, schedule_faults  # noqa: E402
+from megatron5d.train.planned import planned_config  # noqa: E402
 from megatron5d.train.shrink import differing, exact, faults_of, shrink  # noqa: E402
 
 IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens
@@ -92,23 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(overrides: list[str], world: int, without: Sequence[Law] = FILE_LAWS) -> Config:
-    if world < 1:
-        raise ValueError(f"--world {world}: a run has at least 1 rank")
-    return load_config(
-        overrides,
-        world=world,
-        model_from_hf=model_config_from_hf,
-        options=[schedule_faults],
-        checks=[pipeline_faults],
-        without=without,
-    )
-
-
 def _compare(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise ValueError(f"--steps {options.steps}: at least 1")
-    asked = _load(options.overrides, options.world, () if options.data else FILE_LAWS)
+    asked = planned_config(options.overrides, options.world, () if options.data else FILE_LAWS)
     config = exact(asked, options.steps)
     if options.data:
         config = replace(config, data=replace(asked.data, eod=end_of_document(asked)))
@@ -211,7 +195,7 @@ def _check(options: argparse.Namespace) -> int:
     if not isinstance(certificate, dict) or "overrides" not in certificate:
         raise ValueError(f"{options.check} is no parity certificate")
     world = options.world or certificate["world"]
-    faults = strays_of(certificate, _load(options.overrides or certificate["overrides"], world), world)
+    faults = strays_of(certificate, planned_config(options.overrides or certificate["overrides"], world), world)
     if options.json:
         print(json.dumps({"belongs": not faults, "faults": faults, "date": certificate["date"]}))
     else:

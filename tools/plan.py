@@ -20,10 +20,7 @@ from dataclasses import asdict
 
 from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
 from megatron5d.config.fault import ConfigError
-from megatron5d.config.laws_files import FILE_LAWS
-from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
-from megatron5d.model.hf import model_config_from_hf
 from megatron5d.plan.conventions import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
 from megatron5d.plan.memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
@@ -31,7 +28,8 @@ from megatron5d.train.device import eight_bit_faults
 from megatron5d.train.fitting import nearest_fit, told
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.memory import shortage
-from megatron5d.train.schedule import micro_batch_counts, pipeline_faults, schedule_faults
+from megatron5d.train.planned import planned_config
+from megatron5d.train.schedule import micro_batch_counts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,26 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _lawful(overrides: list[str], world: int) -> Config:
-    """The configuration of a run that need not have its files yet.
-
-    Raises:
-        ConfigError: it could not run.
-    """
-    if world < 1:
-        raise ValueError(f"--world {world}: a run has at least 1 rank")
-    return load_config(
-        overrides,
-        world=world,
-        model_from_hf=model_config_from_hf,
-        options=[schedule_faults],
-        checks=[pipeline_faults],
-        without=FILE_LAWS,
-    )
-
-
 def _memory(options: argparse.Namespace) -> int:
-    config = _lawful(options.overrides, options.world)
+    config = planned_config(options.overrides, options.world)
     imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
     if not imbalance >= 1:
         raise ValueError(f"--imbalance {imbalance:g}: the busiest rank is sent at least an even share, 1")
@@ -140,7 +120,7 @@ def _target(device: str, imbalance: float) -> Target:
 def _context(options: argparse.Namespace) -> int:
     if options.node < 1:
         raise ValueError(f"--node {options.node}: a node has at least 1 rank")
-    config = _lawful(options.overrides, options.world)
+    config = planned_config(options.overrides, options.world)
     if config.parallel.cp == 1:
         raise ValueError("parallel.cp = 1 cuts no sequence: nothing is sent; set parallel.cp")
     found = choices(config, options.node)

@@ -52,7 +52,6 @@ def load_config(
         model_from_hf: reads a Hugging Face folder's config.json into fields of ModelConfig, for `model.from_hf`.
         options: say of single values, in any configuration, that there is no such thing.
         checks: asked about a model and a layout that nothing else is wrong with; a missing file does not silence them.
-
         without: laws that are not asked, such as those about files of a run that is only planned.
 
     Raises:

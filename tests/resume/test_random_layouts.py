@@ -1,15 +1,13 @@
 """A run moved twice between layouts drawn at random gives the records and weights of one that stayed in one process."""
 
-import os
 from dataclasses import replace
 
 import pytest
-from random_configs import another_layout, overrides, random_config
+from random_configs import another_layout, numbers, overrides, random_config
 from runs import records, train_on_ranks, whole_tensors, write_corpus
 
 from megatron5d.config.schema import CheckpointConfig, LogConfig, ParallelConfig, PipelineConfig
 
-FIRST, LAST = map(int, os.environ.get("MEGATRON5D_RANDOM", "0:3").split(":"))
 STEPS = 3
 ALONE = {"parallel": ParallelConfig(), "pipeline": PipelineConfig()}
 
@@ -31,7 +29,7 @@ def run(config, world, folder, corpus, stop_after):
     assert train_on_ranks(config, world) == [0] * world
 
 
-@pytest.mark.parametrize("number", range(FIRST, LAST))
+@pytest.mark.parametrize("number", numbers("0:3"))
 def test_moved_twice(tmp_path, corpus, number):
     config, world, _ = random_config(number)
     for name in ("straight", "moved"):

@@ -1,0 +1,36 @@
+"""Configurations of runs that are asked about and not started: tools/plan.py, tools/parity.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron5d.config.law import Law
+from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.load import load_config
+from megatron5d.config.schema import Config
+from megatron5d.model.hf import model_config_from_hf
+from megatron5d.train.schedule import pipeline_faults, schedule_faults
+
+
+def planned_config(overrides: Sequence[str], world: int, without: Sequence[Law] = FILE_LAWS) -> Config:
+    """What pretrain.py would make of a command line.
+
+    Args:
+        overrides: as pretrain.py takes them.
+        world: number of ranks.
+        without: laws that are not asked; the files of such a run need not be there.
+
+    Raises:
+        ConfigError: it could not run.
+        ValueError: no rank at all.
+    """
+    if world < 1:
+        raise ValueError(f"--world {world}: a run has at least 1 rank")
+    return load_config(
+        overrides,
+        world=world,
+        model_from_hf=model_config_from_hf,
+        options=[schedule_faults],
+        checks=[pipeline_faults],
+        without=without,
+    )
