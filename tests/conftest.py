@@ -4,6 +4,7 @@ Paths, markers and the time limit of a test are in `.pytest.ini`.
 """
 
 import fcntl
+import gc
 import os
 import zlib
 from collections.abc import Iterator
@@ -57,3 +58,8 @@ def pytest_runtest_setup(item):
 def pytest_collection_modifyitems(items):
     """Those that must be alone come first: others wait for them once, and workers share what is left evenly."""
     items.sort(key=lambda item: item.get_closest_marker("alone") is None)
+
+
+def pytest_collection_finish():
+    """What is there by now stays: collecting garbage among it would copy, after each fork, the pages it is on."""
+    gc.freeze()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -29,6 +30,7 @@ import torch._dynamo  # noqa: F401 (every optimiser imports it: once here, or fo
 import torch.distributed as dist
 
 from megatron5d.topology.collective_notes import first_mismatch, note_collectives
+from megatron5d.topology.process import preempt_nobody
 
 _STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to the training loop
 _PR_SET_PDEATHSIG = 1
@@ -105,6 +107,7 @@ def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) ->
     if pid == 0:
         try:
             receiver.close()
+            gc.freeze()  # what the parent made is not this rank's to collect: looking at it would copy its pages
             _die_with(parent)
             faulthandler.register(_STACK_SIGNAL, file=open(stack, "w"))  # noqa: SIM115 (open for the rank's life)
             _set_variables(rank, world)
@@ -139,6 +142,7 @@ def _init_gloo(rank: int, world: int, folder: Path, timeout: float) -> None:
     if world == 1:
         return
     note_collectives(_notes(folder, rank))
+    preempt_nobody()
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # connections on first use: groups become several times cheaper
     dist.set_debug_level_from_env()
     dist.init_process_group(
