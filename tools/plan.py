@@ -3,6 +3,7 @@
     python tools/plan.py memory --world 64 experiment=llama3_8b
     python tools/plan.py memory --world 4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 train.gbs=2048
     python tools/plan.py memory --world 64 --json model=llama3_8b train.seq_len=1048576 parallel.cp=64 train.gbs=1
+    python tools/plan.py step --world 64 --device h100 experiment=llama3_8b
     python tools/plan.py context --world 64 --node 8 model=llama3_8b train.seq_len=131072 parallel.tp=2 parallel.cp=16
     python tools/plan.py memory --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 parallel.tp=4 train.gbs=64
 
@@ -16,15 +17,18 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
 from megatron5d.config.fault import ConfigError
 from megatron5d.config.schema import Config
+from megatron5d.plan.cluster import CLUSTERS, Cluster, cluster_called
 from megatron5d.plan.conventions import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
 from megatron5d.plan.memory import RankMemory, gigabytes, table
+from megatron5d.plan.report import step_record, step_table
 from megatron5d.train.build import sizes_of
 from megatron5d.train.device import eight_bit_faults
+from megatron5d.train.estimate import Estimator
 from megatron5d.train.fitting import nearest_fit, told
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.memory import shortage
@@ -59,12 +63,59 @@ def main(arguments: list[str] | None = None) -> int:
     context.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     context.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
     context.set_defaults(run=_context)
+    step = commands.add_parser("step", help="time of a step by kind, tokens/s and MFU, on a device and its network")
+    _add_cluster(step)
+    step.set_defaults(run=_step)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
     except (ConfigError, ValueError, OSError) as error:
         print(f"plan.py: error: {error}", file=sys.stderr)
         return 2
+
+
+def _add_cluster(command: argparse.ArgumentParser) -> None:
+    """What says on which machines."""
+    command.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    command.add_argument("--device", default="h100", metavar="NAME", help=f"default h100; {', '.join(CLUSTERS)}")
+    command.add_argument("--node", type=int, metavar="N", help="ranks that share fast links")
+    command.add_argument("--network-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to other nodes")
+    command.add_argument("--link-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to others of its node")
+    command.add_argument("--tflops", type=float, metavar="X", help="peak of a device in 16 bits")
+    command.add_argument(
+        "--imbalance", type=float, default=1.0, metavar="X",
+        help="rows that the busiest rank's experts are sent, of an even share (default 1)",
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print one JSON object, in seconds and bytes")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    """The device that is named, with what the options say of it."""
+    said = {
+        "node": options.node,
+        "network_rate": options.network_gbps and options.network_gbps * 1e9 / 8,
+        "link_rate": options.link_gbps and options.link_gbps * 1e9 / 8,
+        "flops": options.tflops and options.tflops * 1e12,
+    }
+    for name in ("node", "network_gbps", "link_gbps", "tflops"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} {value:g} is not above 0")
+    if not options.imbalance >= 1:
+        raise ValueError(f"--imbalance {options.imbalance:g}: the busiest rank is sent at least an even share, 1")
+    return replace(cluster_called(options.device), **{name: value for name, value in said.items() if value})
+
+
+def _step(options: argparse.Namespace) -> int:
+    cluster = _cluster(options)
+    config = planned_config(options.overrides, options.world)
+    cost = Estimator(cluster, options.imbalance).step(config, options.world)
+    if options.json:
+        print(json.dumps({"world": options.world, "device": asdict(cluster), **step_record(cost)}, indent=2))
+    else:
+        print(step_table(cost, cluster))
+    return 0
 
 
 def _memory(options: argparse.Namespace) -> int:

@@ -37,8 +37,7 @@ from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.shard import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
-from megatron5d.train.schedule import PipelinePlan, boundary_form, micro_batch_counts, plan_pipeline
-from megatron5d.train.search import known_programs
+from megatron5d.train.schedule import PipelinePlan, boundary_form, micro_batch_counts, planned_pipeline
 
 _ENDLESS = 10**6  # micro-batches of a step whose end no pass comes to
 
@@ -76,7 +75,7 @@ class Forecaster:
 
     def __init__(self, config: Config, world: int, target: Target, plan: PipelinePlan | None = None) -> None:
         self.config, self.world, self.target = config, world, target
-        self.plan = plan or _plan(config, world)
+        self.plan = plan or planned_pipeline(config, world)
         self.sizes = sizes_of(config, world)
         self.num_microbatches = micro_batch_counts(config, world)[-1]
         self._program = self.plan.program_of(self.num_microbatches)
@@ -120,8 +119,8 @@ class Forecaster:
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
             state = _bytes([tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch)
             end_of_step, sums = _end_of_step(model, sync, optimizer, watch)
-        _set_load(model, self.target.imbalance, config.moe.capacity_factor)
-        batch = self._batch(mesh, model)
+        set_load(model, self.target.imbalance, config.moe.capacity_factor)
+        batch = planned_batch(config, mesh, model, self.num_microbatches * self.sizes.dp)
         sync.start_step(dict.fromkeys(model.phases, _ENDLESS))
         for stage in model.parts:
             self._traces[stage], self._boxes[stage] = self._trace(model, sync, stage, batch)
@@ -146,18 +145,6 @@ class Forecaster:
             outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
             host_optimizer=away,
         )
-
-    def _batch(self, mesh: Mesh, model: Gpt) -> MicroBatch:
-        """One micro-batch without values, as a rank's stages see it."""
-        config = self.config
-        rows = torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)
-        rows[:, 0] = 1  # a document of one token, another of all that follow: masked, and nowhere empty
-        whole = make_micro_batch(rows, document_mask=config.data.document_mask, eod=1)
-        batch = SequenceSharding(config, mesh, "meta")(whole).to("meta")
-        if model.balancer is not None:
-            total = self.num_microbatches * self.sizes.dp
-            model.balancer.start_step(total, torch.zeros((), dtype=torch.float64, device="meta"), mesh["dp_cp"], False)
-        return batch
 
     def _inputs(self, batch: MicroBatch, watch: MemoryWatch) -> int:
         tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
@@ -197,13 +184,6 @@ class Forecaster:
         return self._known[key]
 
 
-def _plan(config: Config, world: int) -> PipelinePlan:
-    known = None
-    if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
-        known = known_programs(config, micro_batch_counts(config, world))
-    return plan_pipeline(config, world, known)
-
-
 def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
     """Layers that are recomputed together become one."""
     joined: list[list[nn.Module]] = []
@@ -237,7 +217,26 @@ def _keeping(phase: nn.Module) -> tuple:
     return names, said.get("host_bytes"), getattr(phase, "input_host_bytes", None)
 
 
-def _set_load(model: Gpt, imbalance: float, capacity_factor: float | None) -> None:
+def planned_batch(config: Config, mesh: Mesh, model: Gpt, num_microbatches: int) -> MicroBatch:
+    """One micro-batch without values, as a rank's stages see it; the routers are told that a step begins.
+
+    Args:
+        config: train and data.
+        mesh: of the rank.
+        model: that will see it.
+        num_microbatches: of a step, on all data-parallel ranks.
+    """
+    rows = torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)
+    rows[:, 0] = 1  # a document of one token, another of all that follow: masked, and nowhere empty
+    whole = make_micro_batch(rows, document_mask=config.data.document_mask, eod=1)
+    batch = SequenceSharding(config, mesh, "meta")(whole).to("meta")
+    if model.balancer is not None:
+        targets = torch.zeros((), dtype=torch.float64, device="meta")
+        model.balancer.start_step(num_microbatches, targets, mesh["dp_cp"], False)
+    return batch
+
+
+def set_load(model: Gpt, imbalance: float, capacity_factor: float | None) -> None:
     for module in model.modules():
         dispatcher = getattr(module, "dispatcher", None)
         if dispatcher is not None:

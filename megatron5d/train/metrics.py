@@ -14,19 +14,7 @@ import torch
 from tqdm import tqdm
 
 from megatron5d.config.schema import LogConfig
-
-# Dense bf16 peak of one device, TFLOP/s, by a part of its name, of which the first that is found counts; vendors' data
-# sheets, without sparsity.
-_PEAK_TFLOPS = {
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H100 NVL": 835.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "A100": 312.0,
-}
+from megatron5d.plan.cluster import cluster_of
 
 
 def peak_tflops(log: LogConfig, device: torch.device) -> float | None:
@@ -35,8 +23,8 @@ def peak_tflops(log: LogConfig, device: torch.device) -> float | None:
         return log.peak_tflops
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)
+    known = cluster_of(torch.cuda.get_device_name(device))
+    return None if known is None else known.flops / 1e12
 
 
 def memory_gb(device: torch.device) -> float:

@@ -89,6 +89,14 @@ def plan_pipeline(config: Config, world: int, found: Found | None = None) -> Pip
     return PipelinePlan(program_of, placement, tuple(layout), shared_by_mirror(placement, at_both_ends(config.model)))
 
 
+def planned_pipeline(config: Config, world: int) -> PipelinePlan:
+    """`plan_pipeline` of a run that is asked about: the best named schedule stands for what a search would find."""
+    known = None
+    if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
+        known = known_programs(config, micro_batch_counts(config, world))
+    return plan_pipeline(config, world, known)
+
+
 def agreed_plan(config: Config, process: Process) -> PipelinePlan:
     """The plan of a run; what must be searched for, rank 0 finds and tells the others.
 
@@ -126,10 +134,7 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
     """What is wrong with the pipeline of a configuration that is lawful otherwise, before any process group is made."""
     try:
         run_costs(config)
-        known = None
-        if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
-            known = known_programs(config, micro_batch_counts(config, world))
-        plan_pipeline(config, world, known)
+        planned_pipeline(config, world)
     except ValueError as error:
         reason, _, fix = str(error).rpartition("; ")
         knobs = [knob for knob in PIPELINE_KNOBS if knob in str(error)] or ["pipeline.schedule"]

@@ -66,3 +66,29 @@ def test_as_other_code_bases_keep_it(capsys):
         peaks[name] = json.loads(capsys.readouterr().out)["ranks"]["1"]["allocated"]
     assert peaks["megatron5d"] == peaks["megatron,fused_loss"] < peaks["megatron"] and peaks["nanotron"] > 0
     assert main([*RUN, "--as", "nanotron,dropout"]) == 2 and "not known" in capsys.readouterr().err
+
+
+STEP = ["step", "--world", "16", "model=tiny", "train.gbs=32", "precision.dtype=bf16", "parallel.pp=2", "parallel.tp=2"]
+
+
+def test_time_of_a_step(capsys):
+    assert main([*STEP, "--device", "h100", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sum(told["seconds"].values()) == pytest.approx(told["step_time_s"]) and len(told["sent_bytes"]) == 2
+    assert main([*STEP, "--device", "h100", "--node", "1", "--network-gbps", "1"]) == 0
+    slow = capsys.readouterr().out
+    assert "bubble of the pipeline" in slow and "on h100_sxm, 1 in a node" in slow
+    assert float(slow.split()[3]) > 2 * told["step_time_s"]
+
+
+def test_a_cluster_that_cannot_be_is_refused(capsys):
+    for wrong, said in (
+        (["--device", "h101"], "--device h101 is not known: a100,"),
+        (["--node", "0"], "--node 0 is not above 0"),
+        (["--network-gbps", "-1"], "--network-gbps -1 is not above 0"),
+        (["--imbalance", "0.5"], "--imbalance 0.5"),
+        (["optim.offload=true"], "optim.offload = true"),
+        (["parallel.tp=3"], "the configuration is refused"),
+    ):
+        assert main([*STEP, *wrong]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""Devices and networks as data: peaks of vendors' data sheets, and what share of them training reaches.
+
+Sources, all dense (no sparsity) and one way: NVIDIA A100 data sheet (312 TFLOP/s bf16, 1,555 and 2,039 GB/s, NVLink
+600 GB/s both ways), H100 (SXM 989 and 1,979 TFLOP/s in 8 bits, 3.35 TB/s, NVLink 900 GB/s; NVL 835, 3.9 TB/s; PCIe 756,
+2 TB/s), H200 (4.8 TB/s, 141 GB), DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB), GB200
+NVL72 (2,500 and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink). Between nodes: one adapter a device, HDR InfiniBand
+(200 Gbit/s) for A100, NDR (400 Gbit/s) for the later ones. Latencies are assumptions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the peaks, fitted on recorded runs of other code bases (docs/planning.md says on which).
+
+    Args:
+        products: of the FLOP/s, that a large product of matrices reaches.
+        attention: the same of attention between queries, keys and values.
+        memory: of the device's memory bandwidth.
+        links: of a link's bandwidth.
+        kernel_s: seconds that each kernel takes however little it does.
+    """
+
+    products: float
+    attention: float
+    memory: float = 0.8
+    links: float = 0.75
+    kernel_s: float = 5e-6
+
+
+AMPERE = Efficiency(products=0.78, attention=0.45)
+HOPPER = Efficiency(products=0.70, attention=0.45)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One kind of device, and the links between them.
+
+    Args:
+        name: as `--device` takes it.
+        flops: FLOP/s in 16 bits.
+        flops_8bit: in 8 bits; as `flops` where the device has no such products.
+        memory_bytes: of one device.
+        memory_rate: bytes/s.
+        link_rate: bytes/s that a device sends to others of its node.
+        node: ranks that share those links.
+        network_rate: bytes/s that a device sends to other nodes.
+        link_s, network_s: latency of a hop inside a node and between nodes, seconds.
+        architecture: of the kernels, as the memory forecast takes it.
+        efficiency: what of all that is reached.
+        part: of the name that CUDA gives the device; empty = such a device is not recognised.
+    """
+
+    name: str
+    flops: float
+    flops_8bit: float
+    memory_bytes: int
+    memory_rate: float
+    link_rate: float
+    node: int = 8
+    network_rate: float = 50 * GB
+    link_s: float = 3e-6
+    network_s: float = 10e-6
+    architecture: str = "sm_90"
+    efficiency: Efficiency = field(default=HOPPER)
+    part: str = ""
+
+    def line(self, ranks: Sequence[int]) -> Line:
+        """What a line of ranks (ascending, from some rank on) runs over."""
+        near = sum(rank // self.node == ranks[0] // self.node for rank in ranks)
+        return Line(len(ranks), near)
+
+    def seconds(self, line: Line, op: str, calls: float, num_bytes: float) -> float:
+        """Time of collectives that nothing hides.
+
+        A ring passes a node once, over as many adapters as the line has ranks there. An all-to-all sends to each rank
+        of the line alike, to other nodes over the rank's own adapter.
+
+        Args:
+            line: over which.
+            op: as the ledger calls it: all_reduce, all_gather, reduce_scatter, all_to_all, shift, put or send.
+            calls: number of them.
+            num_bytes: that this rank sends, in all.
+        """
+        if line.size == 1 or not calls:
+            return 0.0
+        near, far = self.link_rate * self.efficiency.links, self.network_rate * self.efficiency.links
+        hops = 1 if op in ("shift", "send") else math.ceil(math.log2(line.size))
+        inside = min(hops, math.ceil(math.log2(line.near)) if line.near > 1 else 0)
+        latency = calls * (inside * self.link_s + (hops - inside) * self.network_s + self.efficiency.kernel_s)
+        if line.near == line.size:
+            return latency + num_bytes / near
+        if op == "all_to_all":
+            outside = (line.size - line.near) / (line.size - 1)
+            return latency + max(num_bytes * outside / far, num_bytes * (1 - outside) / near)
+        adapters = 1 if op in ("shift", "send") and line.near == 1 else line.near
+        return latency + num_bytes / min(near, far * adapters)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Ranks that talk: how many, and how many of them are in one node."""
+
+    size: int
+    near: int
+
+
+_A100 = Cluster(
+    "a100_80gb", 312e12, 312e12, 80 * GB, 2039e9, 300e9, network_rate=25e9, architecture="sm_80", efficiency=AMPERE,
+    part="A100",
+)  # fmt: skip
+_H100 = Cluster("h100_sxm", 989e12, 1979e12, 80 * GB, 3350e9, 450e9, part="H100")
+_H200 = replace(_H100, name="h200", memory_bytes=141 * GB, memory_rate=4800e9, part="H200")
+_B200 = Cluster("b200", 2250e12, 4500e12, 180 * GB, 8000e9, 900e9, architecture="sm_100", part="B200")
+_NVL = replace(_H100, flops=835e12, flops_8bit=1671e12, link_rate=300e9)
+
+CLUSTERS: Mapping[str, Cluster] = {
+    cluster.name: cluster
+    for cluster in (  # the first whose part is found in a device's name is meant
+        replace(_B200, name="gb200", flops=2500e12, flops_8bit=5000e12, memory_bytes=186 * GB, node=72, part="GB200"),
+        _B200,
+        replace(_NVL, name="h200_nvl", memory_bytes=141 * GB, memory_rate=4800e9, part="H200 NVL"),
+        _H200,
+        replace(_NVL, name="h100_nvl", memory_bytes=94 * GB, memory_rate=3900e9, part="H100 NVL"),
+        Cluster("h100_pcie", 756e12, 1513e12, 80 * GB, 2000e9, 64e9, part="H100 PCIe"),
+        _H100,
+        replace(_A100, name="a100_40gb", memory_bytes=40 * GB, memory_rate=1555e9, part="A100-SXM4-40GB"),
+        _A100,
+    )
+}
+
+
+def cluster_called(name: str) -> Cluster:
+    """The entry of that name, or the only one that it begins (`h100` is the SXM device).
+
+    Raises:
+        ValueError: none.
+    """
+    short = {"a100": "a100_80gb", "h100": "h100_sxm"}
+    found = CLUSTERS.get(short.get(name, name))
+    if found is None:
+        raise ValueError(f"--device {name} is not known: {', '.join(sorted({*CLUSTERS, *short}))}")
+    return found
+
+
+def cluster_of(device_name: str) -> Cluster | None:
+    """The entry of a device that CUDA calls so; None where it is none of ours."""
+    return next((each for each in CLUSTERS.values() if each.part and each.part in device_name), None)

@@ -1,0 +1,239 @@
+"""How long a step takes on a cluster: what the layers do (work.py), priced, and the Program that runs it, simulated.
+
+Of one pass of one stage, by kind:
+
+    products    each: the longer of FLOPs / (peak · products) and bytes / (bandwidth · memory), and a kernel
+    attention   its FLOPs / (peak · attention)
+    memory      2 · bytes of all tensors made / (bandwidth · memory), and a kernel for each: written once, read once
+    tp          collectives inside the layers, less what runs under products (HIDDEN_TP)
+    cp          hops of a ring less the attention they run under; all of what is exchanged before or after it
+    dp          ZeRO-2 and 3: what gathering weights and reducing gradients take longer than the pass itself
+
+All-to-alls of experts go to the simulator, which lets an overlapped action hide them, as messages do. It gives the
+makespan; what the busiest rank's passes leave of it is the bubble. Then comes what ends a step: the reduction that its
+last backward did not hide, the optimiser, and the gathering that the next forward will not hide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron5d.config.schema import Config
+from megatron5d.pipeline_parallel.costs import StageCosts
+from megatron5d.pipeline_parallel.program import OPS, Program
+from megatron5d.pipeline_parallel.simulate import Simulation, simulate
+from megatron5d.plan.cluster import Cluster
+from megatron5d.plan.sharding import Sharding
+from megatron5d.plan.work import Unit, Work, together
+
+KINDS = ("products", "attention", "memory", "tp", "cp", "dp")  # of a pass
+REST = ("ep", "p2p", "bubble", "optimizer")  # of the step besides
+EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes over which tokens travel
+BYTES_PER_UPDATE = 34  # gradient twice (its norm), master and two moments read and written, the weight written
+# Shares of tp's bytes in flight under products, (with sp, without): a column's input is gathered under dx, and its
+# gradient is summed under dW where that runs in the same pass (tensor_parallel/linear.py).
+HIDDEN_TP = {"F": (0.0, 0.0), "B": (2 / 3, 1.0), "I": (1 / 3, 0.0), "W": (0.0, 0.0)}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step is expected to take.
+
+    Args:
+        seconds: kind -> seconds of the busiest pipeline rank; they add up to `step_s`.
+        tokens_per_s_per_gpu: of all tokens of the global batch.
+        tflops_per_gpu: of the model (model/flops.py), recomputation not counted.
+        mfu: those of the device's peak in 16 bits.
+        sent: for each pipeline rank, axis -> bytes that it sends in a step.
+    """
+
+    seconds: Mapping[str, float]
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float
+    sent: tuple[Mapping[str, int], ...]
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Prices:
+    """Times of the passes of one layout.
+
+    Args:
+        cluster: on which.
+        config: of the run.
+        lines: axis name -> ranks, of rank 0.
+    """
+
+    def __init__(self, cluster: Cluster, config: Config, lines: Mapping[str, Sequence[int]]) -> None:
+        self.cluster, self.config = cluster, config
+        self.lines = {name: cluster.line(ranks) for name, ranks in lines.items()}
+        self.neighbours = cluster.line(lines["pp"][:2])
+        self.sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()})
+
+    def compute(self, work: Work) -> tuple[float, float, float]:
+        """Seconds of products, of attention, and of what passes through memory."""
+        cluster, share = self.cluster, self.cluster.efficiency
+        memory = cluster.memory_rate * share.memory
+        products = 0.0
+        for each in work.products:
+            peak = cluster.flops_8bit if each.eight_bits else cluster.flops
+            products += share.kernel_s + max(each.flops / (peak * share.products), each.num_bytes / memory)
+        attention = work.core_flops / (cluster.flops * share.attention)
+        return products, attention, 2 * work.made_bytes / memory + work.made * share.kernel_s
+
+    def stage(self, units: Sequence[Unit], op: str) -> tuple[dict[str, float], float]:
+        """Seconds of a pass of a stage by kind, and of its all-to-alls."""
+        work = together(unit.passes[op] for unit in units)
+        products, attention, memory = self.compute(work)
+        taken = defaultdict[str, float](float)
+        for (axis, name), sent in work.sent.items():
+            kind = "ep" if axis in EXPERTS else "cp" if axis.startswith("cp") and axis != "cp_tp" else "tp"
+            if (kind, name) == ("cp", "shift"):
+                kind = "ring"
+            taken[kind] += self.cluster.seconds(self.lines[axis], name, sent.calls, sent.num_bytes)
+        spent = {
+            "products": products, "attention": attention, "memory": memory,
+            "tp": self._exposed_tp(op, taken["tp"], products),
+            "cp": taken["cp"] + max(0.0, taken["ring"] - attention),
+        }  # fmt: skip
+        spent["dp"] = max(0.0, self._sharded(units, op) - sum(spent.values()))
+        return spent, taken["ep"]
+
+    def _exposed_tp(self, op: str, seconds: float, products: float) -> float:
+        parallel = self.config.parallel
+        share = HIDDEN_TP[op][not parallel.sp]
+        if parallel.tp_overlap != "none" and op != "W":
+            share = 1 - 1 / parallel.tp
+        return seconds - min(share * seconds, products)
+
+    def _sharded(self, units: Sequence[Unit], op: str) -> float:
+        """Seconds of what ZeRO-2 and 3 send beside a pass of a stage."""
+        return self.transfers(self.sharding.beside(units, op), len(units))
+
+    def transfers(self, sent: Mapping[tuple[str, str], float], calls: int) -> float:
+        """Seconds of collectives of data parallelism, one after the other."""
+        return sum(
+            self.cluster.seconds(self.lines[axis], name, calls, num_bytes) for (axis, name), num_bytes in sent.items()
+        )
+
+    def message(self) -> tuple[int, float]:
+        """Bytes of what travels between stages, and seconds."""
+        train, parallel, dtype = self.config.train, self.config.parallel, self.config.precision.dtype
+        rows = train.mbs * train.seq_len // parallel.cp // (parallel.tp if parallel.sp else 1)
+        num_bytes = rows * self.config.model.hidden_size * {"fp64": 8, "fp32": 4, "bf16": 2}[dtype]
+        return num_bytes, self.cluster.seconds(self.neighbours, "send", 1, num_bytes)
+
+
+def step_cost(
+    prices: Prices, program: Program, stages: Sequence[Sequence[Unit]], world: int, token_flops: float
+) -> StepCost:
+    """The time of a step.
+
+    Args:
+        prices: of the layout.
+        program: a verified Program.
+        stages: units of every stage.
+        world: number of ranks.
+        token_flops: FLOPs of a step per token, as the run's own MFU counts them.
+    """
+    config, cluster = prices.config, prices.cluster
+    used = [op for op in OPS if (program.table.op == OPS.index(op)).any()]
+    spent = np.zeros((len(KINDS), len(OPS), program.num_stages))
+    a2a = np.zeros((len(OPS), program.num_stages))
+    for stage, units in enumerate(stages):
+        for op in used:
+            kinds, a2a[OPS.index(op), stage] = prices.stage(units, op)
+            spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
+    share = np.ones(program.num_stages)
+    found = simulate(program, StageCosts(spent.sum(0), a2a, prices.message()[1], share, share))
+    counts = _counts(program)
+    busiest = int(found.work.argmax())
+    seconds = dict(zip(KINDS, (spent * counts[busiest]).sum((1, 2)).tolist()))
+    seconds |= _waiting(found, busiest)
+    held = [[stages[stage] for _, stage in program.placement.stages_of(rank)] for rank in range(program.num_ranks)]
+    ends = [_end(prices, mine, *_passing(spent.sum(0), program, rank)) for rank, mine in enumerate(held)]
+    seconds["dp"] += max(exposed for exposed, _ in ends)
+    seconds["optimizer"] = max(update for _, update in ends)
+    rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
+    flops = rate * token_flops
+    sent = tuple(sent_bytes(prices, program, stages, rank, counts[rank]) for rank in range(program.num_ranks))
+    return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent)
+
+
+def _counts(program: Program) -> np.ndarray:
+    """`[num_ranks, len(OPS), num_stages]` how often a rank runs an operation of a stage."""
+    table = program.table
+    rank = np.repeat(np.arange(program.num_ranks), np.diff(table.slot_start[table.rank_start]))
+    counts = np.zeros((program.num_ranks, len(OPS), program.num_stages))
+    np.add.at(counts, (rank, table.op, table.stage), 1)
+    return counts
+
+
+def _waiting(found: Simulation, rank: int) -> dict[str, float]:
+    """What a rank's passes do not fill of the makespan."""
+    ep, p2p = float(found.exposed_a2a[rank]), float(found.exposed_p2p[rank])
+    return {"ep": ep, "p2p": p2p, "bubble": found.makespan - float(found.work[rank]) - ep - p2p}
+
+
+def _passing(spent: np.ndarray, program: Program, rank: int) -> tuple[float, float]:
+    """Seconds of one micro-batch's forward, and backward, through what a rank holds."""
+    stages = sorted({stage for _, stage in program.placement.stages_of(rank)})
+    whole = spent[OPS.index("B")] if spent[OPS.index("B")].any() else spent[[OPS.index("I"), OPS.index("W")]].sum(0)
+    return float(spent[OPS.index("F")][stages].sum()), float(whole[stages].sum())
+
+
+def _end(prices: Prices, held: Sequence[Sequence[Unit]], forward: float, backward: float) -> tuple[float, float]:
+    """What data parallelism adds to a step of a rank, and what the optimiser takes.
+
+    Reductions start as the last backward makes gradients, whose last unit nothing follows; weights are gathered in the
+    order in which the next forward wants them.
+    """
+    units = [unit for stage in held for unit in stage]
+    sharding, cluster = prices.sharding, prices.cluster
+    reduced, gathered = sharding.reduced(units), sharding.gathered(units)
+    last = max((prices.transfers(sharding.reduced([unit]), 1) for unit in units), default=0.0)
+    exposed = max(last, prices.transfers(reduced, len(units)) - backward)
+    exposed += max(0.0, prices.transfers(gathered, len(units)) - forward)
+    update = sharding.owned(units) * BYTES_PER_UPDATE
+    return exposed, update / (cluster.memory_rate * cluster.efficiency.memory)
+
+
+def sent_bytes(
+    prices: Prices, program: Program, stages: Sequence[Sequence[Unit]], rank: int, counts: np.ndarray
+) -> dict[str, int]:
+    """Axis -> bytes that a pipeline rank sends in a step, but for what turning from one action to the next saves ZeRO-3
+    in a pipeline.
+
+    Args:
+        prices, program, stages: as of `step_cost`.
+        rank: which.
+        counts: `[len(OPS), num_stages]` how often it runs an operation of a stage.
+    """
+    sums, sharding = Counter[str](), prices.sharding
+    message, last = prices.message()[0], program.num_stages - 1
+    for index, stage in np.argwhere(counts).tolist():
+        op, times, units = OPS[index], int(counts[index, stage]), stages[stage]
+        for (axis, _), each in together(unit.passes[op] for unit in units).sent.items():
+            sums[axis] += times * each.num_bytes
+        for (axis, _), num_bytes in sharding.beside(units, op).items():
+            sums[axis] += round(times * num_bytes)
+        neighbour = stage + 1 if op == "F" else stage - 1
+        if op != "W" and 0 <= neighbour <= last:
+            sums["pp"] += (
+                message
+                * sum(line[stage] == rank != line[neighbour] for line in program.placement.route)
+                * times
+                // sum(line[stage] == rank for line in program.placement.route)
+            )
+    units = [unit for stage in program.placement.stages_of(rank) for unit in stages[stage[1]]]
+    for sent in (sharding.reduced(units), sharding.gathered(units), sharding.turned(units, program)):
+        for (axis, _), num_bytes in sent.items():
+            sums[axis] += round(num_bytes)
+    return {axis: num_bytes for axis, num_bytes in sums.items() if num_bytes}

@@ -1,0 +1,54 @@
+"""What a plan says, as tables and as records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron5d.plan.cluster import Cluster
+from megatron5d.plan.cost import StepCost
+
+_TOLD = {
+    "products": "products of matrices",
+    "attention": "attention between queries, keys and values",
+    "memory": "what passes through memory: norms, activations, copies",
+    "tp": "exposed communication of tp",
+    "cp": "exposed communication of cp",
+    "ep": "exposed all-to-alls of ep",
+    "p2p": "waits for messages between stages",
+    "bubble": "bubble of the pipeline",
+    "dp": "exposed reductions and gathers of dp and ZeRO",
+    "optimizer": "optimiser",
+}
+
+
+def step_record(cost: StepCost) -> dict[str, Any]:
+    """One object for programs; seconds and bytes."""
+    return {
+        "step_time_s": cost.step_s,
+        "tokens_per_s_per_gpu": cost.tokens_per_s_per_gpu,
+        "tflops_per_gpu": cost.tflops_per_gpu,
+        "mfu": cost.mfu,
+        "seconds": dict(cost.seconds),
+        "sent_bytes": [dict(sent) for sent in cost.sent],
+    }
+
+
+def step_table(cost: StepCost, cluster: Cluster) -> str:
+    """Where the time of a step goes on the busiest pipeline rank, and what each rank sends."""
+    lines = [f"{'a step of':<56}{cost.step_s:>9.3f} s"]
+    for kind, told in _TOLD.items():
+        if cost.seconds[kind] > 0:
+            lines.append(f"  {told:<54}{cost.seconds[kind]:>9.3f} s{cost.seconds[kind] / cost.step_s:>8.1%}")
+    axes = sorted({axis for sent in cost.sent for axis in sent})
+    if axes:
+        lines.append(f"GB that a rank sends in a step, at most: {_most_sent(cost.sent, axes)}")
+    lines.append(
+        f"{cost.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {cost.tflops_per_gpu:,.0f} TFLOP/s/GPU, MFU {cost.mfu:.1%} of "
+        f"{cluster.flops / 1e12:,.0f} TFLOP/s on {cluster.name}, {cluster.node} in a node"
+    )
+    return "\n".join(lines)
+
+
+def _most_sent(sent: Sequence[Mapping[str, int]], axes: Sequence[str]) -> str:
+    return ", ".join(f"{axis} {max(each.get(axis, 0) for each in sent) / 1e9:,.2f}" for axis in axes)

@@ -1,0 +1,106 @@
+"""What data parallelism sends for some units: whose gradients are reduced, whose weights are gathered, and when.
+
+The formulas are those of data_parallel/grad_sync.py and zero.py; n ranks share a bucket, of Ψ elements.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron5d.config.schema import Config
+from megatron5d.pipeline_parallel.program import Program
+from megatron5d.plan.work import Unit
+
+Transfers = Mapping[tuple[str, str], float]
+"""(axis, operation) -> bytes that this rank sends."""
+
+_WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2}
+
+
+class Sharding:
+    """ZeRO of one layout.
+
+    Args:
+        config: parallel and precision.
+        sizes: axis name -> ranks.
+    """
+
+    def __init__(self, config: Config, sizes: Mapping[str, int]) -> None:
+        parallel, dtype = config.parallel, config.precision.dtype
+        self.zero, self.sizes = parallel.zero, sizes
+        self.weight, self.grad = _WIDTHS[dtype], 8 if dtype == "fp64" else _WIDTHS[config.precision.grad_dtype]
+        self.reduces_each = self.zero >= 2 and parallel.reduce == "per_microbatch"
+        self.gathers_each = self.zero == 3 and parallel.regather == "per_microbatch"
+
+    def beside(self, units: Iterable[Unit], op: str) -> Transfers:
+        """Beside each pass of a stage."""
+        units, sent = list(units), defaultdict[tuple[str, str], float](float)
+        if self.gathers_each and op != "W":
+            sent |= self._gather(units)
+        if self.reduces_each and op in "BW":
+            sent |= self._scatter(units)
+        return sent
+
+    def reduced(self, units: Iterable[Unit]) -> Transfers:
+        """At the end of a step: what is not reduced beside the passes, and sums over replicas and over copies."""
+        units, sent = list(units), defaultdict[tuple[str, str], float](float)
+        for unit in units:
+            for axis, elements in unit.copied.items():
+                n, share = self.sizes[axis], self.sizes["dp_shard_cp"] if self.zero else 1
+                sent[axis, "all_reduce"] += 2 * (n - 1) / n * elements / share * self.grad
+        if self.zero == 0:
+            for whole, elements in (("dp_cp", _dense(units)), ("edp", _expert(units))):
+                n = self.sizes[whole]
+                sent[whole, "all_reduce"] += 2 * (n - 1) / n * elements * self.grad
+            return sent
+        if not self.reduces_each:
+            sent |= self._scatter(units)
+        for shard, replicas, elements in self._lines(units):
+            n = self.sizes[replicas]
+            sent[replicas, "all_reduce"] += 2 * (n - 1) / n * elements / self.sizes[shard] * self.grad
+        return sent
+
+    def gathered(self, units: Iterable[Unit]) -> Transfers:
+        """Once a step: of weights that stay whole, or of those that are gathered once."""
+        return {} if self.zero == 0 or self.gathers_each else self._gather(list(units))
+
+    def turned(self, units: Sequence[Unit], program: Program) -> Transfers:
+        """What a rank without a pipeline does not send, because the unit at which it turns stays: below 0."""
+        if not self.gathers_each or program.num_ranks > 1:
+            return {}
+        m, sent = program.num_microbatches, defaultdict[tuple[str, str], float](float)
+        for unit, times in ((units[-1], m), (units[0], m - 1)):
+            for key, num_bytes in self._gather([unit]).items():
+                sent[key] -= times * num_bytes
+        return sent
+
+    def owned(self, units: Iterable[Unit]) -> float:
+        """Elements that this rank's optimiser updates."""
+        units = list(units)
+        if self.zero == 0:
+            return _dense(units) + _expert(units)
+        return sum(elements / self.sizes[shard] for shard, _, elements in self._lines(units))
+
+    def _lines(self, units: Sequence[Unit]) -> Sequence[tuple[str, str, int]]:
+        return ("dp_shard_cp", "dp_replicate", _dense(units)), ("edp_shard", "edp_replicate", _expert(units))
+
+    def _gather(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
+        return {
+            (shard, "all_gather"): (self.sizes[shard] - 1) / self.sizes[shard] * elements * self.weight
+            for shard, _, elements in self._lines(units)
+        }
+
+    def _scatter(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
+        return {
+            (shard, "reduce_scatter"): (self.sizes[shard] - 1) / self.sizes[shard] * elements * self.grad
+            for shard, _, elements in self._lines(units)
+        }
+
+
+def _dense(units: Iterable[Unit]) -> int:
+    return sum(unit.dense for unit in units)
+
+
+def _expert(units: Iterable[Unit]) -> int:
+    return sum(unit.expert for unit in units)

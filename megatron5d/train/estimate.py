@@ -1,0 +1,47 @@
+"""The expected time of a step of a run: its layers' work, its Program and its axes, priced on a cluster."""
+
+from __future__ import annotations
+
+from megatron5d.config.schema import Config
+from megatron5d.model.flops import flops_per_token
+from megatron5d.model.partition import parts_of
+from megatron5d.plan.cluster import Cluster
+from megatron5d.plan.cost import Prices, StepCost, step_cost
+from megatron5d.topology.mesh import lines_of
+from megatron5d.train.build import sizes_of
+from megatron5d.train.forecast import Target
+from megatron5d.train.schedule import PipelinePlan, micro_batch_counts, planned_pipeline
+from megatron5d.train.workload import Workloads
+
+
+class Estimator:
+    """Times of any layouts of one model on one cluster.
+
+    Args:
+        cluster: on which.
+        imbalance: rows that the busiest rank's experts are sent, of an even share.
+    """
+
+    def __init__(self, cluster: Cluster, imbalance: float = 1.0) -> None:
+        self.cluster = cluster
+        self._workloads = Workloads(Target(cluster.architecture, imbalance))
+
+    def step(self, config: Config, world: int, plan: PipelinePlan | None = None) -> StepCost:
+        """The time of a step.
+
+        Args:
+            config: a lawful configuration.
+            world: number of ranks.
+            plan: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
+
+        Raises:
+            ValueError: of its optimiser in the host's memory nothing is known.
+        """
+        if config.optim.offload:
+            raise ValueError("optim.offload = true: how long the host takes for the update is not predicted")
+        plan = plan or planned_pipeline(config, world)
+        program = plan.program_of(micro_batch_counts(config, world)[-1])
+        lines = lines_of(sizes_of(config, world), 0, config.model.num_kv_heads)
+        stages = self._workloads.stages(config, parts_of(plan.layout))
+        flops = flops_per_token(config.model, config.train.seq_len)
+        return step_cost(Prices(self.cluster, config, lines), program, stages, world, flops)

@@ -1,0 +1,276 @@
+"""What the layers of a run do, counted: its parts are built on the meta device, and one sequence passes them.
+
+Nothing here follows the layers by formulas. Their products go through objects that their weights carry
+(precision/gemms.py), of which copies count; their collectives go through axes, whose ledger counts; the tensors that
+they make are counted where they are made. Attention's own FLOPs are the model's formula (model/flops.py). A model of
+the fewest layers that has one of each kind is passed, and one sequence: a micro-batch of more has more rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from math import gcd, prod
+
+import torch
+from torch import Tensor, nn
+
+from megatron5d.comm.ledger import Ledger
+from megatron5d.config.matrices import quantised_matrices
+from megatron5d.config.pattern import is_moe
+from megatron5d.config.schema import Config, RecomputeConfig
+from megatron5d.model.ends import loss_terms
+from megatron5d.model.flops import core_flops
+from megatron5d.model.gpt import Gpt, is_recomputed
+from megatron5d.model.partition import Part
+from megatron5d.pipeline_parallel.stage import Stage, segments_of
+from megatron5d.plan.watch import MemoryWatch
+from megatron5d.plan.work import Product, Unit, Work, together
+from megatron5d.precision.fp8 import is_quantized
+from megatron5d.precision.gemms import ExpertGemms, Gemms, expert_gemms_of, gemms_of
+from megatron5d.topology.mesh import planned_mesh
+from megatron5d.topology.shard import spec_of, without_memory
+from megatron5d.train.build import sizes_of
+from megatron5d.train.forecast import Target, planned_batch, set_load
+from megatron5d.train.schedule import boundary_form
+
+EMBEDDING, HEAD = "embedding", "head"
+
+
+Kind = tuple[str, frozenset[str], bool]
+"""Of a unit: what it is, which of its matrices are multiplied in 8 bits, and whether the backward computes it again."""
+
+
+class _Counter(MemoryWatch):
+    """Counts while phases run; `take` gives what they have done since it was last asked."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger, self.products = ledger, list[Product]()
+        self.made = self.made_bytes = 0
+
+    def _made(self, tensor: Tensor, operation: str) -> None:
+        self.made += 1
+        self.made_bytes += tensor.nbytes
+
+    def take(self, core_flops: float) -> Work:
+        work = Work(tuple(self.products), core_flops, self.made_bytes, self.made, dict(self.ledger.totals))
+        self.ledger.clear()
+        self.products, self.made, self.made_bytes = [], 0, 0
+        return work
+
+
+class Workloads:
+    """Units of any layouts of one model; what two layouts share is traced once.
+
+    Args:
+        target: whose paths the layers go, and how unevenly tokens choose.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._known: dict[str, dict[Kind, Unit]] = {}
+
+    def stages(self, config: Config, parts: Sequence[Part]) -> list[list[Unit]]:
+        """The units of every stage.
+
+        Args:
+            config: a lawful configuration.
+            parts: what each stage holds.
+        """
+        return [[self._unit(config, kind) for kind in _kinds(config, stage, part)] for stage, part in enumerate(parts)]
+
+    def _unit(self, config: Config, kind: Kind) -> Unit:
+        alone = _alone(config, kind[2])
+        known = self._known.setdefault(repr(alone), {})
+        if kind not in known:
+            known |= _traced(alone, self.target)
+        return known[kind].times(config.train.mbs)
+
+
+def _kinds(config: Config, stage: int, part: Part) -> Iterator[Kind]:
+    model, recompute = config.model, config.recompute
+    if part.embedding:
+        yield EMBEDDING, frozenset(), _slices(config)
+    for place, i in enumerate(part.layers):
+        yield _block(config, i, is_recomputed(recompute, stage, place))
+    if part.head:
+        yield HEAD, frozenset(), _slices(config)
+        for depth in range(model.num_mtp_layers):
+            again = is_recomputed(recompute, stage, len(part.layers) + depth)
+            name, matrices, _ = _block(config, model.num_layers + depth, again)
+            yield f"ahead {name}", matrices, again
+
+
+def _slices(config: Config) -> bool:
+    """The ends are computed again where anything is: of them the mode says nothing, `logit_tokens` does."""
+    return config.recompute.mode != "none"
+
+
+def _block(config: Config, i: int, again: bool) -> Kind:
+    start = f"layers.{i}."
+    matrices = frozenset(name.removeprefix(start) for name in quantised_matrices(config) if name.startswith(start))
+    return "moe" if is_moe(config.model, i) else "dense", matrices, again
+
+
+def _alone(config: Config, again: bool) -> Config:
+    """The same layers for one sequence, without pipeline and with the least data parallelism that the experts need."""
+    parallel, old = config.parallel, config.recompute
+    recompute = dataclasses.replace(old, num_layers=None, stage_layers=None, group_layers=1)
+    if not again:
+        recompute = RecomputeConfig(logit_tokens=old.logit_tokens)
+    return Config(
+        model=config.model,
+        parallel=dataclasses.replace(
+            parallel, pp=1, vpp=1, dp_replicate=1, zero=0, regather="per_microbatch", reduce="per_microbatch",
+            order=["pp", "dp", "cp", "tp"],
+        ),
+        train=dataclasses.replace(config.train, mbs=1, gbs=1, gbs_ramp=None),
+        precision=config.precision, recompute=recompute, moe=config.moe, data=config.data,
+    )  # fmt: skip
+
+
+def _window(config: Config) -> range:
+    """The fewest neighbouring layers with one of each kind."""
+    kinds = [_block(config, i, False) for i in range(config.model.num_layers)]
+    wanted, start = set(kinds), 0
+    best, seen = range(len(kinds)), defaultdict[Kind, int](int)
+    for stop, kind in enumerate(kinds, 1):
+        seen[kind] += 1
+        while seen[kinds[start]] > 1:
+            seen[kinds[start]] -= 1
+            start += 1
+        if len([each for each in seen.values() if each]) == len(wanted) and stop - start < len(best):
+            best = range(start, stop)
+    return best
+
+
+def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
+    """Every kind of unit of a configuration of `_alone`, for one sequence."""
+    parallel, model_config = config.parallel, config.model
+    experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
+    world = dense * (experts // gcd(experts, dense))
+    ledger, window = Ledger(), _window(config)
+    mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
+    part = Part(window, True, True)
+    kinds = list(_kinds(config, 0, part))
+    with target.paths():
+        with without_memory():
+            model = Gpt(config, mesh, "meta", {0: part})
+        set_load(model, target.imbalance, config.moe.capacity_factor)
+        batch = planned_batch(config, mesh, model, world // dense)
+        with _Counter(ledger) as counter:
+            _count_products(model, counter)
+            passes = _passes(config, model, batch, counter)
+    counted: set[nn.Parameter] = set()
+    found = {}
+    for kind, unit in zip(kinds, model.units):
+        own = {parameter for phase in unit for parameter in phase.parameters()} - counted
+        counted |= own
+        dense, expert = (sum(p.numel() for p in own if spec_of(p).expert is kept) for kept in (False, True))
+        works = {op: together(each[phase] for phase in unit if phase in each) for op, each in passes.items()}
+        found[kind] = Unit(works, dense, expert, _copied(own))
+    return found
+
+
+def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
+    """Axis -> elements of which its ranks hold copies with partial gradients."""
+    found = Counter[str]()
+    for parameter in parameters:
+        for piece in spec_of(parameter).pieces:
+            found.update(dict.fromkeys(piece.summed, prod(piece.shape)))
+    return dict(found)
+
+
+def _passes(config: Config, model: Gpt, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
+    """op -> phase -> its work."""
+    form, phases = boundary_form(config, "meta"), model.phases
+    found: dict[str, dict[nn.Module, Work]] = {}
+    wide = torch.float64 if form.dtype == torch.float64 else torch.float32
+    core = _Core(config)
+    for back in "BIB":  # the first pass makes the weights' gradients, which are there from then on
+        stage = Stage(phases)
+        counter.take(0.0)
+        found["F"] = _run(stage.forward_steps(0, None, batch), [(p, "F") for p in phases], counter, core)
+        order: list[tuple[nn.Module, str]] = []
+        for group, recompute in reversed(segments_of(phases)):
+            order += [(phase, "F") for phase in group if recompute] + [(phase, "I") for phase in group[::-1]]
+        grad = torch.empty(len(loss_terms(config)), dtype=wide, device="meta")
+        found[back] = _run(stage.backward_steps(0, grad, back == "I"), order, counter, core)
+        if back == "I":
+            found["W"] = _run(stage.weight_steps(0), [(p, "W") for p in phases[::-1]], counter, core)
+    return found
+
+
+def _run(
+    steps: Iterator, order: Sequence[tuple[nn.Module, str]], counter: _Counter, core: _Core
+) -> dict[nn.Module, Work]:
+    """What each phase does in a pass; one that is computed again does so in its own backward."""
+    found: dict[nn.Module, list[Work]] = defaultdict(list)
+    for phase, op in order:
+        next(steps)
+        found[phase].append(counter.take(core(phase, op)))
+    assert next(steps, None) is None
+    return {phase: together(works) for phase, works in found.items()}
+
+
+class _Core:
+    """FLOPs of attention between queries, keys and values, of one sequence on one rank.
+
+    Its backward makes the scores again: five products of the forward's two.
+    """
+
+    def __init__(self, config: Config) -> None:
+        parallel, seq_len = config.parallel, config.train.seq_len
+        self._forward = core_flops(config.model, seq_len) / 3 * seq_len / (parallel.tp * parallel.cp)
+        recompute = config.recompute
+        self._again = recompute.mode == "selective" and "attention" in recompute.parts
+
+    def __call__(self, phase: nn.Module, op: str) -> float:
+        if getattr(phase, "kind", None) != "attention":
+            return 0.0
+        return self._forward * {"F": 1.0, "I": 2.5 + self._again, "W": 0.0}[op]
+
+
+def _count_products(model: nn.Module, counter: _Counter) -> None:
+    """Hangs on every weight a copy of the object that multiplies it, which counts."""
+    copies: dict[int, Gemms | ExpertGemms] = {}
+    for parameter in model.parameters():
+        expert = spec_of(parameter).expert
+        gemms = expert_gemms_of(parameter) if expert else gemms_of(parameter)
+        if id(gemms) not in copies:
+            counting = copies[id(gemms)] = copy.copy(gemms)
+            for name in ("forward", "input_grad", "weight_grad"):
+                count = _count_grouped if expert else _count_linear
+                setattr(counting, name, count(counter, getattr(gemms, name), name))
+        parameter.gemms = copies[id(gemms)]  # type: ignore[attr-defined]
+
+
+def _count_linear(counter: _Counter, product, name: str):
+    """A product of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
+
+    def counted(first, second, *rest):
+        weight, tokens = (first, second[0]) if name == "weight_grad" else (second, first[0])
+        features = weight.shape[1] if name == "forward" else weight.shape[0]
+        shape = (weight.shape[0], weight.shape[1]) if name == "input_grad" else (weight.shape[1], weight.shape[0])
+        rows, summed = tokens.numel() // features, name == "weight_grad"
+        counter.products.append(Product(rows, *shape, eight_bits=is_quantized(weight), summed=summed))
+        return product(first, second, *rest)
+
+    return counted
+
+
+def _count_grouped(counter: _Counter, product, name: str):
+    """The same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, experts, offsets)."""
+
+    def counted(*given):
+        place = 0 if name == "weight_grad" else 1
+        weights, tokens, experts = given[place], given[1 - place][0], given[-2]
+        inputs, outputs = weights.shape[-1], weights.numel() // weights.shape[-1] // experts
+        summed = name == "weight_grad"
+        counter.products.append(Product(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
+        return product(*given)
+
+    return counted

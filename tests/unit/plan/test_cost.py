@@ -1,0 +1,125 @@
+"""What a step is predicted to send is what the ledger of real steps on real ranks counts; times add up and behave."""
+
+import dataclasses
+
+import pytest
+from layouts import make_rows, micro_batch
+from parity_configs import config_of
+from ranks import run_ranks
+
+from megatron5d.comm.ledger import Ledger
+from megatron5d.config.schema import PipelineConfig, PrecisionConfig, RecomputeConfig
+from megatron5d.data.sampler import micro_batch_samples
+from megatron5d.model.context import SequenceSharding
+from megatron5d.model.gpt import Gpt
+from megatron5d.plan.cluster import cluster_called
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import build_trainer, sizes_of
+from megatron5d.train.estimate import Estimator
+from megatron5d.train.schedule import plan_pipeline
+
+# every token chooses every expert: the only routing whose counts are known beforehand
+MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}
+H100 = cluster_called("h100")
+
+
+def layout(*, schedule=None, fields=None, dtype="bf16", **options):
+    """Tensors that dwarf the scalars beside them, and parameters that dwarf what fills their buckets up."""
+    config = config_of(**{"gbs": 4, **options})
+    size = {"vocab_size": 512, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "head_dim": 16}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **{**size, **(fields or {})}),
+        train=dataclasses.replace(config.train, seq_len=64),
+        precision=PrecisionConfig(dtype=dtype),
+        pipeline=PipelineConfig(schedule) if schedule else PipelineConfig(),
+    )
+
+
+def sent_on_rank(rank: int, world: int, config) -> tuple[int, dict[str, int]]:
+    """(pipeline rank, axis -> bytes) of a step that is not the first."""
+    plan, ledger = plan_pipeline(config, world), Ledger()
+    mesh = build_mesh(
+        sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, pairs=plan.shared != "none",
+        recorder=ledger,
+    )  # fmt: skip
+    model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
+    model.initialize(1)
+    sync, _, trainer = build_trainer(config, mesh, model, plan)
+    t, sharding = config.train, SequenceSharding(config, mesh)
+    numbers = micro_batch_samples(0, t.gbs, t.mbs, mesh["dp"].rank, mesh["dp"].size)
+    rows = make_rows(config, 1)
+    for _ in range(2):
+        sync.finish_gather()
+        ledger.clear()
+        trainer.step([sharding(micro_batch(config, rows[list(each)])) for each in numbers], 1e-3)
+    sync.finish_gather()
+    return mesh["pp"].rank, ledger.bytes_by_axis()
+
+
+FULL, PARTS = RecomputeConfig("full"), RecomputeConfig("selective", ["norm", "mlp", "attention"], num_layers=2)
+LAYOUTS = {
+    "tp-cp-zero1": (8, {"tp": 2, "sp": True, "cp": 2, "zero": 1}),
+    "tp-mbs": (2, {"tp": 2, "mbs": 2, "dtype": "fp32"}),
+    "ulysses-zero3": (4, {"cp": 2, "cp_method": "ulysses", "zero": 3, "recompute": PARTS}),
+    "zero2-interleaved": (4, {"pp": 2, "vpp": 2, "zero": 2, "schedule": "interleaved", "recompute": FULL, "gbs": 8}),
+    "moe-zb": (4, {"pp": 2, "ep": 2, "zero": 1, "schedule": "zb_h1", "fields": MOE}),
+    "moe-etp": (4, {"tp": 2, "sp": True, "ep": 4, "etp": 1, "fields": {**MOE, "num_mtp_layers": 1}}),
+    "dualpipe": (2, {"pp": 2, "schedule": "dualpipe_v", "fields": MOE}),
+    "chunked-hsdp": (8, {"tp": 2, "sp": True, "tp_overlap": "chunked", "zero": 3, "dp_replicate": 2, "gbs": 8}),
+    "mla": (4, {"model": "mla", "tp": 2, "sp": True, "cp": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_are_those_of_the_ledger(name):
+    """To 2 % on every axis that carries more than a thousandth of all of them; the rest are counts and norms."""
+    world, options = LAYOUTS[name]
+    config = layout(**options)
+    predicted = Estimator(H100).step(config, world).sent
+    for pp_rank, counted in run_ranks(sent_on_rank, world, config):
+        mine = predicted[pp_rank]
+        large = {axis for axis, count in counted.items() if count > sum(counted.values()) / 1000}
+        assert large <= set(mine), (mine, counted)
+        for axis in {*large, *mine}:
+            assert mine[axis] == pytest.approx(counted.get(axis, 0), rel=0.02, abs=4096), (axis, mine, counted)
+
+
+def cost(world=64, cluster=H100, **options):
+    config = layout(**{"gbs": 64, **options}, fields={"hidden_size": 1024, "ffn_hidden_size": 4096, "head_dim": 256})
+    return Estimator(cluster).step(
+        dataclasses.replace(config, train=dataclasses.replace(config.train, seq_len=4096)), world
+    )
+
+
+def test_a_step_is_the_sum_of_its_kinds_and_its_figures_agree():
+    found = cost(pp=2, tp=2, sp=True, cp=2, zero=1)
+    assert all(seconds >= 0 for seconds in found.seconds.values())
+    assert found.tokens_per_s_per_gpu == pytest.approx(64 * 4096 / found.step_s / 64)
+    assert found.mfu == pytest.approx(found.tflops_per_gpu * 1e12 / H100.flops) and 0 < found.mfu < 0.7
+    assert {"tp", "bubble", "optimizer"} <= {kind for kind, seconds in found.seconds.items() if seconds > 0}
+
+
+def test_faster_machines_and_better_ways_cost_less():
+    plain = cost(tp=4, sp=True, zero=1)
+    faster = dataclasses.replace(H100, flops=2 * H100.flops, link_rate=2 * H100.link_rate)
+    assert cost(cluster=faster, tp=4, sp=True, zero=1).step_s < plain.step_s
+    assert cost(tp=4, sp=True, zero=1, tp_overlap="chunked").seconds["tp"] < plain.seconds["tp"]
+    assert cost(tp=4, sp=True, zero=1, recompute=FULL).step_s > plain.step_s
+    slow = dataclasses.replace(H100, network_rate=1e9)  # tp of 16 leaves the node
+    assert cost(tp=4, sp=True, cluster=dataclasses.replace(slow, node=2)).seconds["tp"] > 5 * plain.seconds["tp"]
+    few, many = (cost(pp=4, gbs=gbs, schedule="1f1b") for gbs in (64, 256))
+    bubble, more = (sum(each.seconds[kind] for kind in ("bubble", "p2p")) for each in (few, many))
+    assert more == pytest.approx(bubble, rel=0.2) and many.mfu > few.mfu  # behind four times the work
+
+
+@pytest.mark.parametrize(("op", "size", "near", "rate"), [
+    ("all_gather", 8, 8, 450e9), ("all_gather", 16, 8, 400e9), ("all_gather", 8, 1, 50e9), ("shift", 2, 1, 50e9),
+    ("all_to_all", 16, 8, 50e9 * 15 / 8),
+])  # fmt: skip
+def test_the_slowest_link_of_a_line_counts(op, size, near, rate):
+    """A ring leaves a node over as many adapters as it has ranks there; an all-to-all sends 8 of 15 parts outside."""
+    line = H100.line([rank if rank < near else 8 * rank for rank in range(size)] if near < size else range(size))
+    assert (line.size, line.near) == (size, near)
+    small, large = (H100.seconds(line, op, 1, num_bytes) for num_bytes in (0, 10**9))
+    assert large - small == pytest.approx(1e9 / rate / H100.efficiency.links) and small > 0
