@@ -109,7 +109,7 @@ def test_faster_machines_and_better_ways_cost_less():
     slow = dataclasses.replace(H100, network_rate=1e9)  # tp of 16 leaves the node
     assert cost(tp=4, sp=True, cluster=dataclasses.replace(slow, node=2)).seconds["tp"] > 5 * plain.seconds["tp"]
     few, many = (cost(pp=4, gbs=gbs, schedule="1f1b") for gbs in (64, 256))
-    bubble, more = (sum(each.seconds[kind] for kind in ("bubble", "p2p")) for each in (few, many))
+    bubble, more = (each.seconds["bubble"] for each in (few, many))
     assert more == pytest.approx(bubble, rel=0.2) and many.mfu > few.mfu  # behind four times the work
 
 
