@@ -24,19 +24,19 @@ class Efficiency:
         products: of the FLOP/s, that a large product of matrices reaches.
         attention: the same of attention between queries, keys and values.
         memory: of the device's memory bandwidth.
-        links: of a link's bandwidth.
+        links: of a link's bandwidth; an assumption.
         kernel_s: seconds that each kernel takes however little it does.
     """
 
     products: float
     attention: float
-    memory: float = 0.8
+    memory: float = 0.49
     links: float = 0.75
-    kernel_s: float = 5e-6
+    kernel_s: float = 8.6e-6
 
 
-AMPERE = Efficiency(products=0.78, attention=0.45)
-HOPPER = Efficiency(products=0.70, attention=0.45)
+AMPERE = Efficiency(products=0.66, attention=0.30)
+HOPPER = Efficiency(products=0.55, attention=0.21)  # later devices too: of them no run was fitted on
 
 
 @dataclass(frozen=True)
