@@ -41,6 +41,7 @@ def come_first() -> None:
     """Lets this rank's threads, which do next to nothing, wake before those of others, where that is allowed."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(PermissionError, ProcessLookupError):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))  # batch threads wait for their turn
             os.setpriority(os.PRIO_PROCESS, int(thread), -15)
 
 

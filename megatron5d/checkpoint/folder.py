@@ -4,7 +4,8 @@
 <dir>/step-00000100/        whole: renamed after every rank has finished
     .metadata  *.distcp     torch.distributed.checkpoint, tensors in global coordinates
     run.json                step, samples taken, configuration
-    files.json              size of every file, in bytes: a truncated copy is noticed
+    files.json              size of every file, in bytes: a truncated copy is noticed; CRC-32 of those that hold no
+                            tensors (tensors bring their own, which load.py checks)
 <dir>/latest                name of the newest
 """
 
@@ -13,11 +14,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zlib
 from pathlib import Path
 
 _NAME = re.compile(r"step-(\d{8,})$")
 MANIFEST = "files.json"
 RUN = "run.json"
+METADATA = ".metadata"  # DCP's: which tensors there are, and where
+TENSORS = ".distcp"  # suffix of the files that hold tensors
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -25,9 +29,27 @@ def step_folder(directory: Path, step: int) -> Path:
 
 
 def write_manifest(folder: Path) -> None:
-    """Notes the sizes of all files; the last thing written before the rename."""
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    (folder / MANIFEST).write_text(json.dumps(sizes, indent=1))
+    """Notes sizes and checksums of all files; the last thing written before the rename."""
+    entries: dict[str, dict[str, int]] = {}
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        entries[path.name] = {"bytes": path.stat().st_size}
+        if path.suffix != TENSORS:
+            entries[path.name]["crc32"] = zlib.crc32(path.read_bytes())
+    (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
+
+
+def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
+    """What was saved, by file name: `bytes`, and `crc32` of files without tensors, which older checkpoints lack."""
+    entries = json.loads((folder / MANIFEST).read_text())
+    return {name: {"bytes": entry} if isinstance(entry, int) else entry for name, entry in entries.items()}
+
+
+def changed(folder: Path, name: str) -> str | None:
+    """Why a file without tensors is not what was saved, as far as can be known; None where it is."""
+    saved = read_manifest(folder).get(name, {}).get("crc32")
+    if saved is None or saved == zlib.crc32((folder / name).read_bytes()):
+        return None
+    return f"{folder / name} is damaged: its bytes are not those that were saved (CRC-32)"
 
 
 def fault_of(folder: Path) -> str | None:
@@ -37,12 +59,16 @@ def fault_of(folder: Path) -> str | None:
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return f"{folder} has no {MANIFEST}: its save did not finish, or it is not a checkpoint of ours"
-    for name, size in json.loads(manifest.read_text()).items():
+    try:
+        sizes = {name: entry.get("bytes") for name, entry in read_manifest(folder).items()}
+    except ValueError as error:
+        return f"{manifest} is damaged: {error}"
+    for name, size in sizes.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             return f"{path} has {'no file' if found is None else f'{found} bytes'} where {size} bytes were saved"
-    return None
+    return changed(folder, RUN)
 
 
 def _named_steps(directory: Path) -> list[int]:
@@ -71,6 +97,13 @@ def newest(directory: Path) -> Path | None:
     """The newest whole checkpoint, whatever `latest` says."""
     steps = saved_steps(directory)
     return step_folder(directory, steps[-1]) if steps else None
+
+
+def newest_before(folder: Path) -> Path | None:
+    """The newest whole checkpoint that is older than this one, which lies beside it."""
+    match = _NAME.fullmatch(folder.name)
+    steps = [step for step in saved_steps(folder.parent) if match and step < int(match.group(1))]
+    return step_folder(folder.parent, steps[-1]) if steps else None
 
 
 def commit(temporary: Path, keep: int) -> Path:

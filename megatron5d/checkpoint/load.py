@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import warnings
+import zipfile
 from pathlib import Path
+from typing import IO, Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -13,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from megatron5d.checkpoint.folder import fault_of, faults_of_newer, newest
+from megatron5d.checkpoint.folder import METADATA, changed, fault_of, faults_of_newer, newest, newest_before
 from megatron5d.checkpoint.layout import ShardedTensor
 
 
@@ -94,10 +97,7 @@ def read(reader: Reader, tensors: dict[str, ShardedTensor], *, alone: bool) -> N
         try:
             dcp.load(dict(tensors), storage_reader=reader, no_dist=alone)
         except CheckpointException as error:
-            raise ValueError(
-                f"a checkpoint cannot be read: {failures_told(error)}. Take an earlier one: a run does so with "
-                "checkpoint.resume=FOLDER"
-            ) from error
+            raise ValueError(f"a checkpoint cannot be read: {failures_told(error)}. {reader.advice()}") from error
 
 
 def failures_told(error: CheckpointException) -> str:
@@ -108,15 +108,38 @@ def failures_told(error: CheckpointException) -> str:
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader, which names the file that it cannot read, and reads `.metadata` once: that of thousands of ranks
-    is large."""
+    """DCP's reader, which checks what it reads, names the file that it cannot read, and reads `.metadata` once: that of
+    thousands of ranks is large.
 
-    _metadata: Metadata | None = None
+    Each item of a file is an archive of torch.save, with a CRC-32 of everything in it. torch writes but does not check
+    them; here they are, the first time that an item is read, whichever part of it is wanted: 2.6 GB/s of a core, beside
+    1.4 GB/s of reading itself. What changed where nothing is read from is not noticed.
+
+    Args:
+        folder: a whole checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._metadata: Metadata | None = None
+        self._sound: set[tuple[str, int]] = set()  # file and offset of items that were checked
+        self._reading: Any = None  # DCP's note of where the item lies that is read now
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         if self._metadata is None:
+            fault = changed(self._folder, METADATA)
+            if fault:
+                raise ValueError(f"{fault}. {self.advice()}")
             self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata
+
+    def advice(self) -> str:
+        """What to do where this checkpoint is damaged."""
+        earlier = newest_before(self._folder)
+        if earlier is None:
+            return "There is no whole checkpoint before it"
+        return f"The newest whole one before it: checkpoint.resume={earlier}"
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[str, list[ReadItem]] = {}
@@ -126,9 +149,58 @@ class Reader(dcp.FileSystemReader):
             try:
                 super().read_data(dataclasses.replace(plan, items=items), planner).wait()
             except OSError as error:
-                raise OSError(f"{Path(self.path) / name}: {error}") from error
+                raise OSError(f"{self._folder / name}: {error}") from error
             except Exception as error:  # torch's own words for a damaged archive are about other things
-                raise ValueError(f"{Path(self.path) / name} is damaged, it holds no tensors of DCP") from error
+                raise ValueError(f"{self._folder / name} is damaged: {self._bytes_told()}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        """The bytes of one item, checked."""
+        self._reading = sinfo
+        place = (sinfo.relative_path, sinfo.offset)
+        if place not in self._sound:
+            with zipfile.ZipFile(_Window(file, sinfo.offset, sinfo.length)) as archive:
+                if record := archive.testzip():
+                    raise ValueError(f"the CRC-32 of {record} is another")
+            self._sound.add(place)
+        return super()._slice_file(file, sinfo)
+
+    def _bytes_told(self) -> str:
+        if self._reading is None:
+            return "it holds no tensors of DCP"
+        start, stop = self._reading.offset, self._reading.offset + self._reading.length
+        names = sorted({index.fqn for index, info in self.storage_data.items() if info == self._reading})
+        return f"bytes {start} to {stop}, part of {' and '.join(names)}, are not what was saved (CRC-32)"
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of an open file, as a file; it is read in place, an item may be large.
+
+    Args:
+        file: open for reading.
+        start: first byte.
+        length: bytes.
+    """
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if at < 0:  # where a damaged archive may point
+            raise ValueError(f"byte {at} is before the window")
+        self._at = at
+        return at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        found = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(found)
+        return found

@@ -1,0 +1,108 @@
+"""One byte of a checkpoint that is not what was saved: told with file, tensor and what to do, or without effect."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from megatron5d.checkpoint.folder import fault_of, newest, step_folder
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.load import Reader, load_tensors
+from megatron5d.checkpoint.save import Saver
+from megatron5d.checkpoint.weights import SavedWeights
+
+VALUES = {"model.a": torch.randn(6, 4, dtype=torch.float64), "model.b": torch.randn(10)}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("whole")
+    saver = Saver(directory, keep=0)
+    parts = {key: [((0,) * x.dim(), x[:4]), ((4, *(0,) * (x.dim() - 1)), x[4:])] for key, x in VALUES.items()}
+    for step in (1, 2):
+        tensors = {key: ShardedTensor(x.shape, parts[key], x.dtype) for key, x in VALUES.items()}
+        saver.save(step, tensors, {"progress": {"step": step}})
+    return directory
+
+
+@pytest.fixture
+def place(two_steps, tmp_path):
+    return shutil.copytree(two_steps, tmp_path / "checkpoints")
+
+
+def loaded(folder):
+    found = {key: torch.zeros_like(x) for key, x in VALUES.items()}
+    load_tensors(folder, {key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype) for key, x in found.items()})
+    return found
+
+
+def flip(file, at):
+    content = bytearray(file.read_bytes())
+    content[at] ^= 0x10
+    file.write_bytes(content)
+
+
+def is_whole(found):
+    return all(torch.equal(found[key], x) for key, x in VALUES.items())
+
+
+def test_wherever_a_tensors_file_changed_no_wrong_value_is_read(place):
+    folder, first = step_folder(place, 2), step_folder(place, 1)
+    file = folder / "__0_0.distcp"
+    content, messages = file.read_bytes(), []
+    for at in range(0, len(content), 17):
+        flip(file, at)
+        try:
+            assert is_whole(loaded(folder)), f"byte {at}"
+        except ValueError as error:
+            messages.append(str(error))
+        file.write_bytes(content)
+    assert is_whole(loaded(folder))
+    assert len(messages) > 50
+    for message in messages:
+        assert f"{file} is damaged: bytes " in message and f"checkpoint.resume={first}" in message
+    assert {key for key in VALUES if any(f"part of {key}, are not" in message for message in messages)} == set(VALUES)
+
+
+def test_a_part_of_a_tensor_is_checked_with_the_item_it_lies_in(place):
+    folder = step_folder(place, 2)
+    where = Reader(folder).read_metadata().storage_data
+    lower = next(info for index, info in where.items() if index.fqn == "model.a" and index.offset[0] == 4)
+    content = (folder / lower.relative_path).read_bytes()
+    last_row = VALUES["model.a"][5].numpy().tobytes()
+    flip(folder / lower.relative_path, content.index(last_row, lower.offset))
+    weights = SavedWeights(folder)
+    assert torch.equal(weights.read("a", (1, 0), (2, 4)), VALUES["model.a"][1:3]), "its item is sound"
+    with pytest.raises(ValueError, match="is damaged: bytes .* part of model.a, are not"):
+        weights.read("a", (4, 0), (1, 4))
+
+
+def test_files_without_tensors(place):
+    second, first = step_folder(place, 2), step_folder(place, 1)
+    metadata = second / ".metadata"
+    content = metadata.read_bytes()
+    for at in (0, len(content) // 2, len(content) - 1):
+        flip(metadata, at)
+        with pytest.raises(ValueError, match=r"\.metadata is damaged: .*checkpoint\.resume=.*step-00000001"):
+            loaded(second)
+        metadata.write_bytes(content)
+    for name in ("run.json", "files.json"):
+        file = second / name
+        content = file.read_bytes()
+        flip(file, content.index(b"1" if name == "files.json" else b"2"))
+        assert f"{file} is damaged" in fault_of(second) or "bytes were saved" in fault_of(second)
+        assert newest(place) == first, "a run starts from the one before"
+        file.write_bytes(content)
+    flip(first / ".metadata", 0)
+    with pytest.raises(ValueError, match="There is no whole checkpoint before it"):
+        loaded(first)
+
+
+def test_a_checkpoint_without_checksums_of_its_files_is_read(place):
+    folder = step_folder(place, 2)
+    manifest = folder / "files.json"
+    entries = json.loads(manifest.read_text())
+    assert {name for name, entry in entries.items() if "crc32" in entry} == {".metadata", "run.json"}
+    manifest.write_text(json.dumps({name: entry["bytes"] for name, entry in entries.items()}))
+    assert fault_of(folder) is None and is_whole(loaded(folder))
