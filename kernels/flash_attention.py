@@ -29,6 +29,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
         raise ValueError(f"{q.shape[0]} queries and {k.shape[0]} keys: give k_documents beside documents")
 
 
+def _open(rule: AttentionRule, s: int, t: int) -> AttentionRule:
+    """Without a window that closes nowhere: its sums with positions could overflow, and its mask costs time."""
+    hides_nothing = rule.window is not None and rule.window >= max(s, t)
+    return replace(rule, window=None) if hides_nothing and rule.q_positions is rule.k_positions is None else rule
+
+
 def _aligned(rule: AttentionRule, s: int, t: int) -> AttentionRule:
     """Drop the positions where they mean no more than an aligned causal mask, or none: the fast kernels know those."""
     if not rule.causal or rule.window is not None or (rule.q_positions is None and rule.k_positions is None):
@@ -153,7 +159,7 @@ def attention(
     """
     rule = AttentionRule(scale, causal, window, softcap, documents, k_documents, q_positions, k_positions)
     _check(q, k, v, rule)
-    return _Attention.apply(q, k, v, sinks, rule)
+    return _Attention.apply(q, k, v, sinks, _open(rule, q.shape[0], k.shape[0]))
 
 
 def attention_backward(
@@ -188,4 +194,4 @@ def attention_backward(
     """
     rule = AttentionRule(scale, causal, window, softcap, documents, k_documents, q_positions, k_positions)
     _check(q, k, v, rule)
-    return _backward(dout, q, k, v, out, lse, rule)
+    return _backward(dout, q, k, v, out, lse, _open(rule, q.shape[0], k.shape[0]))

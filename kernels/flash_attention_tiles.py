@@ -23,9 +23,13 @@ def takes(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy where the copy engine could not read it: it wants neighbours in memory and 16-byte strides."""
+    """x, or a copy where the copy engine could not read it: it wants neighbours in memory and 16-byte strides.
+
+    `contiguous` would not do: it gives back what begins anywhere, and any stride of a dim of size 1.
+    """
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    return x if fits and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1]) else x.contiguous()
+    fits = fits and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def reach(tensors: list[Tensor], described: bool) -> int:

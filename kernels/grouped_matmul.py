@@ -70,6 +70,7 @@ def _rows_kernel(
     w_rows,
     SCALED: tl.constexpr,
     TURNED: tl.constexpr,
+    CUT: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -94,7 +95,10 @@ def _rows_kernel(
             block = (expert.to(tl.int64) * blocks + column // BLOCK_K) * groups + step
             total += part * (scale * tl.load(w_scales_ptr + block))[:, None]
         elif TURNED:
-            total = tl.dot(x, w_desc.load([base + step * BLOCK_K, column]), total)
+            w = w_desc.load([base + step * BLOCK_K, column])
+            if CUT:  # the last tile ends in the next expert's rows: zeros of x times their infinities are not zero
+                w = tl.where((step * BLOCK_K + tl.arange(0, BLOCK_K) < k)[:, None], w, tl.zeros_like(w))
+            total = tl.dot(x, w, total)
         else:
             total = tl.dot(x, w_desc.load([base + column, step * BLOCK_K]).T, total)
     out_column = column + tl.arange(0, BLOCK_N)
@@ -158,7 +162,8 @@ def launch_rows(x, weight, offsets, n: int, k: int, turned: bool, scales: tuple 
     num_tiles = cdiv(rows, block_m) + experts
     x_scales, w_scales = scales or (offsets, offsets)
     sizes = (num_tiles, experts, n, k, weight.shape[1])
-    flags = {"SCALED": scales is not None, "TURNED": turned, "EXPERTS": next_power_of_2(experts)}
+    flags = {"SCALED": scales is not None, "TURNED": turned, "CUT": turned and k % block_k != 0}
+    flags["EXPERTS"] = next_power_of_2(experts)
     grid = (num_tiles * cdiv(n, block_n),)
     _rows_kernel[grid](x_desc, w_desc, x_scales, w_scales, y, offsets, *sizes, **flags, **config)
     return y

@@ -94,16 +94,19 @@ def _row_dots_kernel(dy_ptr, rows_ptr, token_ptr, out_ptr, width, dy_stride, row
 
 @jit
 def _topk_kernel(scores_ptr, values_ptr, indices_ptr, num_experts, stride, K: tl.constexpr, EXPERTS: tl.constexpr):
-    """The K largest of a row, largest first; of equals the one with the lower index."""
+    """The K largest of a row, largest first; of equals the one with the lower index. NaN counts as infinity."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, EXPERTS)
     scores = tl.load(scores_ptr + row * stride + lane, lane < num_experts, other=float("-inf")).to(tl.float32)
+    # NaN equals nothing, so a row of it would choose an expert that does not exist, whose rows lie anywhere.
+    order = tl.where(scores == scores, scores, float("inf"))
     taken = lane >= num_experts
     for j in tl.static_range(K):
-        best = tl.max(tl.where(taken, float("-inf"), scores), 0)
+        best = tl.max(tl.where(taken, float("-inf"), order), 0)
         # Among the free lanes, so that a row of -inf still yields K different experts.
-        index = tl.min(tl.where((scores == best) & ~taken, lane, EXPERTS), 0)
-        tl.store(values_ptr + row * K + j, best.to(values_ptr.dtype.element_ty))
+        index = tl.min(tl.where((order == best) & ~taken, lane, EXPERTS), 0)
+        value = tl.sum(tl.where(lane == index, scores, 0.0), 0)
+        tl.store(values_ptr + row * K + j, value.to(values_ptr.dtype.element_ty))
         tl.store(indices_ptr + row * K + j, index.to(tl.int64))
         taken = taken | (lane == index)
 

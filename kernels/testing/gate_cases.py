@@ -14,7 +14,7 @@ from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
 from kernels.fp8_turn import turn
 from kernels.gather_matmul import gather_matmul
-from kernels.grouped_matmul import grouped_matmul
+from kernels.grouped_matmul import grouped_input_grad, grouped_matmul
 from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 from kernels.signals import Arrivals, Patience, raise_flags, wait_flag
@@ -112,7 +112,9 @@ def _fp8_quantised() -> None:
 
 def _grouped() -> None:
     x, weight = meta(8192, 2048, grad=True), meta(64, 1408, 2048, grad=True)
-    forward_and_backward(grouped_matmul(x, weight, meta(65, dtype=torch.int64)))
+    offsets = meta(65, dtype=torch.int64)
+    forward_and_backward(grouped_matmul(x, weight, offsets))
+    grouped_input_grad(meta(4096, 1000), meta(64, 1000, 2048), offsets)  # the last tile ends in another expert
 
 
 def _grouped_fp8() -> None:

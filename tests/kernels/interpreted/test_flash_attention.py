@@ -51,6 +51,7 @@ RULES = {
     "causal": {},
     "full": {"causal": False},
     "window": {"window": 17},
+    "window_of_everything": {"window": 2**31 - 1},
     "two_sided_window": {"causal": False, "window": 40},
     "documents": {"documents": torch.stack((DOCUMENTS, SHUFFLED))},
     "documents_full": {"documents": torch.stack((DOCUMENTS, SHUFFLED)), "causal": False},
@@ -99,6 +100,13 @@ def test_views_into_one_qkv():
     qkv = torch.randn(50, 2, 6, 32).bfloat16()
     check(*(x.detach() for x in qkv.split((4, 1, 1), dim=2)))
     check(*(x.transpose(0, 1) for x in inputs(s=2, b=50)))
+
+
+@pytest.mark.parametrize("s", [1, 40])
+def test_what_begins_anywhere_and_dims_of_size_one_with_any_stride(s):
+    """Both are contiguous to torch, and not for the copy engine."""
+    check(*(torch.randn(s * 32 + 1).bfloat16()[1:].view(s, 1, 1, 32) for _ in range(3)))
+    check(*(torch.randn(s, 32).bfloat16().as_strided((s, 1, 1, 32), (32, 1, 3, 1)) for _ in range(3)))
 
 
 def test_keys_in_two_parts_as_on_a_ring():

@@ -45,6 +45,13 @@ def test_weight_grad_adds_and_ignores_the_neighbours_infinities():
     assert relative(main - 1, dy[:70].double().t() @ x[:70].double()) < 1e-5
 
 
+def test_the_neighbours_infinite_weights_stay_theirs():
+    weight, offsets = torch.randn(3, 40, 72).bfloat16(), torch.tensor([0, 5, 5, 9])
+    weight[1] = float("inf")  # an expert without tokens
+    assert grouped.grouped_matmul(torch.randn(9, 72).bfloat16(), weight, offsets).isfinite().all()
+    assert grouped.grouped_input_grad(torch.randn(9, 40).bfloat16(), weight, offsets).isfinite().all()
+
+
 def test_grouped_fp8():
     counts, n, k = [70, 0, 3], 200, 272
     offsets = torch.tensor([0, *counts]).cumsum(0)
@@ -112,5 +119,9 @@ def test_top_k(n, experts, k):
 def test_top_k_ties_and_impossible_scores():
     scores = torch.tensor([[1.0, 2.0, 2.0, 1.0], [float("-inf")] * 4])
     assert moe.top_k(scores, 3)[1].tolist() == [[1, 2, 0], [0, 1, 2]]
+    scores = torch.tensor([[float("nan")] * 3, [5.0, float("nan"), 7.0]])  # experts that exist, and NaN goes on
+    values, indices = moe.top_k(scores, 2)
+    assert indices.tolist() == [[0, 1], [1, 2]] == scores.sort(dim=1, descending=True, stable=True)[1][:, :2].tolist()
+    assert values.isnan().tolist() == [[True, True], [True, False]] and values[1, 1] == 7
     with pytest.raises(ValueError, match="cannot choose 5"):
         moe.top_k(scores, 5)
