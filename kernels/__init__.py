@@ -23,7 +23,7 @@ from kernels.normalization import (
     rms_norm_backward,
     rms_norm_reference,
 )
-from kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_projection
+from kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_ends, apply_rope_to_projection
 from kernels.vocab_cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
@@ -42,6 +42,7 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "apply_rope_reference",
+    "apply_rope_to_ends",
     "apply_rope_to_projection",
     "attention",
     "attention_backward",

@@ -102,6 +102,10 @@ def _rope_kernel(
     k_stride_s,
     k_stride_b,
     k_stride_a,
+    q_out_stride_s,
+    q_out_stride_b,
+    k_out_stride_s,
+    k_out_stride_b,
     table_stride_s,
     table_stride_b,
     BACKWARD: tl.constexpr,
@@ -117,8 +121,9 @@ def _rope_kernel(
     cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, BACKWARD, HALF)
     q = q_ptr + s * q_stride_s + b * q_stride_b
     k = k_ptr + s * k_stride_s + b * k_stride_b
-    q_out = q_out_ptr + token * q_heads * q_dim
-    k_out = k_out_ptr + token * k_heads * k_dim
+    q_out = q_out_ptr + s * q_out_stride_s + b * q_out_stride_b
+    k_out = k_out_ptr + s * k_out_stride_s + b * k_out_stride_b
+    # Perhaps in place: both numbers of a pair are loaded before either is stored, and no other thread touches them.
     _turn_heads(q, q_out, cos, sin, q_heads, q_dim, q_stride_a, half, INTERLEAVED, HEADS, HALF, Q_REST)
     _turn_heads(k, k_out, cos, sin, k_heads, k_dim, k_stride_a, half, INTERLEAVED, HEADS, HALF, K_REST)
 
@@ -128,21 +133,45 @@ def _rest(head_dim: int, half: int) -> int:
     return next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0
 
 
-def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Turn q and k in one launch, forwards or back; strided views are read where they lie."""
-    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
-    sin = sin if sin.stride() == cos.stride() else sin.contiguous()
-    cos = cos if sin.stride() == cos.stride() else cos.contiguous()
+def _launch(
+    inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, backward: bool,
+    interleaved: bool,
+) -> None:  # fmt: skip
+    """Turn q and k into two tensors, or in place, in one launch, forwards or back; views are read where they lie.
+
+    Outputs have neighbours in memory along a head; heads of an output that is not its input have no gaps.
+    """
+    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (*inputs, cos, sin))
+    cos, sin, steps = _tables(cos, sin)
     s, b = q.shape[:2]
     half = cos.shape[-1]
-    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    sizes = (b, q.shape[2], k.shape[2], q.shape[3], k.shape[3], half)
-    strides = (*q.stride()[:3], *k.stride()[:3], cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1))
+    q_out, k_out = outputs
+    sizes = (b, q.shape[2], k.shape[2], q_out.stride(2), k_out.stride(2), half)
+    strides = (*q.stride()[:3], *k.stride()[:3], *q_out.stride()[:2], *k_out.stride()[:2], *steps)
     flags = {"BACKWARD": backward, "INTERLEAVED": interleaved, "HALF": next_power_of_2(half)}
-    rest = {"Q_REST": _rest(q.shape[3], half), "K_REST": _rest(k.shape[3], half)}
+    # What passes through is where it belongs already, in place.
+    rest = {
+        "Q_REST": 0 if q_out is q else _rest(q.shape[3], half),
+        "K_REST": 0 if k_out is k else _rest(k.shape[3], half),
+    }
     config = tuning.select("rope", q.device)
     _rope_kernel[(s * b,)](q, k, cos, sin, q_out, k_out, *sizes, *strides, **flags, **rest, **config)
-    return q_out, k_out
+
+
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Contiguous tables, and their strides by token and by row of the batch."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, (cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1))
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
+    outputs = _like(q), _like(k)
+    _launch((q, k), outputs, cos, sin, backward, interleaved)
+    return outputs
 
 
 class _Rope(torch.autograd.Function):
@@ -150,12 +179,12 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _launch(q, k, cos, sin, False, interleaved)
+        return _turned(q, k, cos, sin, False, interleaved)
 
     @staticmethod
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        return (*_launch(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
+        return (*_turned(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -190,30 +219,69 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     return _Rope.apply(q, k, cos, sin, interleaved)
 
 
-@jit
-def _rope_in_place_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    batch,
-    heads,
-    half,
-    stride_s,
-    stride_b,
-    stride_a,
-    table_stride_s,
-    table_stride_b,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    s, b = token // batch, token % batch
-    row = s * table_stride_s + b * table_stride_b
-    cos, sin = _angles(cos_ptr + row, sin_ptr + row, half, False, HALF)
-    x = x_ptr + s * stride_s + b * stride_b
-    # Both numbers of a pair are loaded before either is stored, and no other thread touches them.
-    _turn_heads(x, x, cos, sin, heads, stride_a, stride_a, half, INTERLEAVED, HEADS, HALF, 0)
+def _turn_ends(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> Tensor:
+    """Turn the last dims of q's heads where they lie; returns k turned."""
+    ends = q[..., -k.shape[-1] :]
+    if dispatch.runs_triton(q) and q.stride(-1) == 1:
+        k_out = _like(k)
+        _launch((ends, k), (ends, k_out), cos, sin, backward, interleaved)
+        return k_out
+    sin = -sin if backward else sin
+    ends.copy_(_rotate(ends, cos, sin, interleaved))
+    return _rotate(k, cos, sin, interleaved)
+
+
+class _RopeOfEnds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, interleaved):
+        turned = q.detach()
+        k_out = _turn_ends(turned, k, cos, sin, False, interleaved)
+        torch.autograd.graph.increment_version(q)  # whoever has kept it for a backward is refused
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return turned, k_out
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        cos, sin = ctx.saved_tensors
+        dq = dq.clone(memory_format=torch.contiguous_format)
+        dk = _turn_ends(dq, dk, cos, sin, True, ctx.interleaved)
+        return dq, dk, None, None, None
+
+
+def _check_overwritten(x: Tensor, name: str) -> None:
+    if x.is_leaf and x.requires_grad:
+        raise ValueError(f"the leaf {tuple(x.shape)} would be overwritten by its turned heads: clone it first")
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        raise ValueError(
+            f"{name} {tuple(x.shape)} with strides {x.stride()} shares memory between elements: clone it first"
+        )
+
+
+def apply_rope_to_ends(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Turn the last `dr` dims of q's heads where they lie, and k, all of it, into a copy: what latent attention wants.
+
+    The old q is gone: autograd refuses a backward that needs it.
+
+    Args:
+        q: `[s, b, a, d]`; a tensor or a view whose elements do not share memory.
+        k: `[s, b, g, dr]`.
+        cos, sin, interleaved: as in `apply_rope`.
+
+    Returns:
+        q, the same memory, and the turned k.
+
+    Raises:
+        ValueError: k is not as wide as the rotary dim, it exceeds q's head dim, the tables do not fit, q is a leaf, or
+            its elements share memory.
+    """
+    _check(q, k, cos, sin)
+    if k.shape[-1] != 2 * cos.shape[-1]:
+        raise ValueError(f"k {tuple(k.shape)} is turned whole: its heads have the rotary dim, {2 * cos.shape[-1]}")
+    _check_overwritten(q, "q")
+    return _RopeOfEnds.apply(q, k, cos, sin, interleaved)
 
 
 @jit
@@ -256,21 +324,14 @@ def _join_kernel(
         tl.store(dv_out + head.to(tl.int64) * dim + column, value, live)
 
 
-def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Contiguous tables, and their strides by token and by row of the batch."""
-    cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, (cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1))
-
-
-def _turn_in_place(x: Tensor, heads: int, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    if not dispatch.runs_triton(x) or x.stride(-1) != 1:
-        part = x[:, :, :heads]
-        part.copy_(_rotate(part, cos, sin, interleaved))
+def _turn_in_place(qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    a, g = heads
+    q, k = qkv[:, :, :a], qkv[:, :, a : a + g]
+    if dispatch.runs_triton(qkv) and qkv.stride(-1) == 1:
+        _launch((q, k), (q, k), cos, sin, False, interleaved)
         return
-    cos, sin, steps = _tables(cos, sin)
-    sizes = (x.shape[1], heads, cos.shape[-1], *x.stride()[:3], *steps)
-    flags = {"INTERLEAVED": interleaved, "HALF": next_power_of_2(cos.shape[-1])}
-    _rope_in_place_kernel[(x.shape[0] * x.shape[1],)](x, cos, sin, *sizes, **flags, **tuning.select("rope", x.device))
+    for part in (q, k):
+        part.copy_(_rotate(part, cos, sin, interleaved))
 
 
 def _join_turned_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -295,7 +356,7 @@ class _RopeOfProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, heads, cos, sin, interleaved):
         a, g = heads
-        _turn_in_place(qkv.detach(), a + g, cos, sin, interleaved)
+        _turn_in_place(qkv.detach(), heads, cos, sin, interleaved)
         torch.autograd.graph.increment_version(qkv)  # whoever has kept it for a backward is refused
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
@@ -331,10 +392,5 @@ def apply_rope_to_projection(
     a, g = heads
     if a + 2 * g != qkv.shape[2]:
         raise ValueError(f"{a} heads of q and {g} each of k and v are not the {qkv.shape[2]} of {tuple(qkv.shape)}")
-    if qkv.is_leaf and qkv.requires_grad:
-        raise ValueError(f"the leaf {tuple(qkv.shape)} would be overwritten by its turned heads: clone it first")
-    if any(stride == 0 and size > 1 for stride, size in zip(qkv.stride(), qkv.shape)):
-        raise ValueError(
-            f"qkv {tuple(qkv.shape)} with strides {qkv.stride()} shares memory between elements: clone it first"
-        )
+    _check_overwritten(qkv, "qkv")
     return _RopeOfProjection.apply(qkv, (a, g), cos, sin, interleaved)

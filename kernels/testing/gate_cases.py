@@ -71,6 +71,7 @@ def _rope(rotary_dim: int, q_dim: int, interleaved: bool) -> None:
     cos, sin = (meta(4096, 1, rotary_dim // 2, dtype=torch.float32) for _ in range(2))
     forward_and_backward(kernels.apply_rope(q, k, cos, sin, interleaved))
     forward_and_backward(kernels.apply_rope_to_projection(q * 1, (24, 4), cos, sin, interleaved))
+    forward_and_backward(kernels.apply_rope_to_ends(q * 1, k[..., :rotary_dim], cos, sin, interleaved))
 
 
 def _vocabulary() -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import accumulate_weight_grad, apply_rope
+from kernels import accumulate_weight_grad, apply_rope_to_ends
 from megatron5d.comm.collectives import copy_to, gather_from
 from megatron5d.config.schema import ModelConfig
 from megatron5d.context_parallel.attention import ContextAttention
@@ -112,10 +112,8 @@ class Mla(nn.Module):
         """q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents travel, q and them."""
         dn, dr, dv = self.dims
         q = _product(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))
-        q_nope, q_pe = q.split([dn, dr], -1)
         tables = self.rope(batch.positions)
-        q_pe, k_pe = apply_rope(q_pe, k_pe.unsqueeze(2), *tables, interleaved=self.interleaved)
-        q = torch.cat((q_nope, q_pe), -1)
+        q, k_pe = apply_rope_to_ends(q, k_pe.unsqueeze(2), *tables, interleaved=self.interleaved)
         if self.compress:
             return q, torch.cat((c_kv, k_pe.squeeze(2)), -1)
         kv = _product(c_kv, self.kv_up.weight, defer).unflatten(-1, (self.num_heads, dn + dv))

@@ -96,8 +96,8 @@ FAULTS = {
     "too few heads": (
         "rope",
         rope_of_projection,
-        "_turn_in_place(qkv.detach(), a + g,",
-        "_turn_in_place(qkv.detach(), a,",
+        "qkv[:, :, a : a + g]\n",
+        "qkv[:, :, a : a + g].clone()\n",
     ),
     "not turned back": ("rope", rope_of_projection, "half, True, HALF)", "half, False, HALF)"),
     "v on top of k": ("rope", rope_of_projection, "dv_out = dk_out + k_heads * dim", "dv_out = dk_out"),

@@ -116,6 +116,29 @@ def test_rope_of_a_projection(interleaved, a, g, d, half, tables):
     assert torch.equal(torch.autograd.grad(got, x, dy)[0], d_want) and all(map(torch.equal, dy, kept))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("a, g, d, half, tables", [(4, 1, 24, 4, 1), (17, 2, 10, 3, 2), (1, 1, 2, 1, 2)])
+def test_rope_of_the_ends(interleaved, a, g, d, half, tables):
+    """The same bits as of a turned copy beside what passes, forward and backward."""
+    q, k = torch.randn(5, 2, a, d).bfloat16().requires_grad_(), torch.randn(5, 2, g, 2 * half).bfloat16()
+    k, angle = k.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(), torch.randn(5, tables, half)
+    tables = angle.cos(), angle.sin()
+    ends, k_want = kernels.apply_rope(q[..., d - 2 * half :], k, *tables, interleaved)
+    want = torch.cat((q[..., : d - 2 * half], ends), -1), k_want
+    dy = [torch.randn(each.transpose(0, 2).shape).bfloat16().transpose(0, 2) for each in want]
+    d_want = torch.autograd.grad(want, (q, k), dy)
+    held = (q * 1).flatten(2)
+    got = kernels.apply_rope_to_ends(held.unflatten(2, (-1, d)), k, *tables, interleaved)
+    assert got[0].data_ptr() == held.data_ptr() and all(map(torch.equal, got, want))
+    kept = [each.clone() for each in dy]
+    assert all(map(torch.equal, torch.autograd.grad(got, (q, k), dy), d_want)) and all(map(torch.equal, dy, kept))
+    plain_q, plain_k = (x.detach().double() for x in (q, k))
+    found = kernels.apply_rope_to_ends(plain_q, plain_k, *tables, interleaved)
+    assert found[0].data_ptr() == plain_q.data_ptr()
+    for one, other in zip(found, want):
+        torch.testing.assert_close(one.bfloat16(), other, rtol=1e-2, atol=1e-2)
+
+
 def test_rope_of_a_projection_where_it_is_not_allowed():
     angle = torch.randn(5, 1, 4)
     x = torch.randn(5, 2, 3, 8, requires_grad=True)
@@ -129,5 +152,10 @@ def test_rope_of_a_projection_where_it_is_not_allowed():
         squares.sum().backward()
     with pytest.raises(ValueError, match="shares memory"):
         turn(torch.randn(5, 1, 3, 8).expand(5, 2, 3, 8))
+    k = torch.randn(5, 2, 1, 8)
+    with pytest.raises(ValueError, match="leaf"):
+        kernels.apply_rope_to_ends(x, k, angle.cos(), angle.sin())
+    with pytest.raises(ValueError, match="is turned whole"):
+        kernels.apply_rope_to_ends(x * 1, k, angle.cos()[..., :3], angle.sin()[..., :3])
     with pytest.raises(ValueError, match="2 heads of q and 1 each of k and v are not the 3"):
         turn(x * 1, (2, 1))
