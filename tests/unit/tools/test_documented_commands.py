@@ -1,0 +1,112 @@
+"""Every command that the documents show is understood: its flags by the program's parser, its overrides by the laws."""
+
+import argparse
+import contextlib
+import importlib
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron5d.config.fault import ConfigError
+from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+READERS_OWN = ("~/my-conf", "one_at_a_time")  # folders and schedules that a reader makes as the document says
+REFUSED = "train.stepz"  # docs/configuration.md shows how it is refused
+
+
+class Parsed(Exception):
+    """The program has read its command line, and would begin."""
+
+
+def commands_in(text):
+    """Shell commands and lines of overrides of the blocks, and the commands of the prose, without what is left open."""
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = re.sub(r"\s*\\\n\s*", " ", "\n".join(blocks)).splitlines()
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines += re.findall(r"`((?:python|bash|sbatch) [^`]*)`", prose.replace("\n", " "))
+    for line in lines:
+        line = re.sub(r"^(\$ )?([A-Z_\d]+=\S+ )*|\s#.*", "", line.strip())
+        line = re.split(r"\s{2,}(?=[^\s-])", line)[0]  # what follows explains
+        if re.match(r"(python|bash|sbatch) |[a-z]+\.[a-z_\d]+=", line):
+            line = re.sub(r"(?<= )((\S+=)?\.\.\.|--\w+ …|<\w+>)(?= |$)", "", line)
+            yield shlex.split(line)
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{path.name}: {' '.join(words)}"[:110])
+    for path in DOCUMENTS
+    for words in commands_in(path.read_text())
+    if not any(own in word for own in READERS_OWN for word in words)
+]
+
+
+def follow_laws(overrides, world):
+    load_config(overrides, world=world, model_from_hf=lambda folder: {}, without=FILE_LAWS)
+
+
+def parsed(name, arguments, monkeypatch):
+    """What a program makes of its command line."""
+    found = {}
+
+    def stop(parser, args=None, namespace=None):
+        found["options"], rest = parser.parse_known_args(args, namespace)
+        if rest:
+            parser.error(f"unrecognized arguments: {rest}")
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    main = importlib.import_module(name).main
+    with pytest.raises(Parsed):
+        main(*([arguments] if main.__code__.co_argcount else []))
+    return found["options"]
+
+
+def check_python(words, monkeypatch):
+    if words[:2] == ["-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words[2:])
+    elif words[0] == "pretrain.py":
+        with contextlib.suppress(SystemExit):  # after --help and --cfg
+            follow_laws(words[1:], 1)
+    else:
+        name = words[1] if words[0] == "-m" else words[0].removesuffix(".py").replace("/", ".")
+        arguments = words[2:] if words[0] == "-m" else words[1:]
+        options = parsed(name, arguments, monkeypatch)
+        if getattr(options, "overrides", None):
+            follow_laws(options.overrides, options.world or 8)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_command_is_understood(words, monkeypatch, capsys):
+    program, *rest = words
+    if any(REFUSED in word for word in words):
+        with pytest.raises(ConfigError) as refused:
+            follow_laws(rest[2:], int(rest[1]))
+        shown = (ROOT / "docs" / "configuration.md").read_text()
+        assert all(line in shown for line in str(refused.value).splitlines())
+    elif program == "python":
+        check_python(rest, monkeypatch)
+    elif program == "sbatch":
+        (at,) = (i for i, word in enumerate(rest) if word.endswith(".sbatch"))
+        nodes, gpus = (int(word.split("=")[1]) for word in rest[:at])
+        follow_laws(rest[at + 1 :], nodes * gpus)
+    elif program == "bash" and rest[0] == "launch/local.sh":
+        if rest[1].isdigit():
+            follow_laws(rest[2:], int(rest[1]))
+    elif program == "bash":
+        assert (ROOT / rest[0]).exists()
+    else:
+        follow_laws(words, None)
+
+
+def test_commands_are_found():
+    block = ["```bash", "$ A=1 python x.py --a 1 \\", "  b=2   # why", "bash y.sh 3 ...    and so on", "```"]
+    text = "\n".join([*block, "say `python z.py <op>`, not `x`"])
+    assert list(commands_in(text)) == [["python", "x.py", "--a", "1", "b=2"], ["bash", "y.sh", "3"], ["python", "z.py"]]
+    assert len(COMMANDS) > 40
