@@ -1,7 +1,7 @@
 """Runs a configuration on any layout and brings back, in global coordinates, what the parity tests compare.
 
-`reference_run` is one process with plain autograd (reference_gpt.py) and torch's own AdamW and clipping;
-`layout_run` is the real model, data parallelism and optimiser on forked ranks.
+`reference_run` is one process with plain autograd (reference_gpt.py), torch's own AdamW and clipping, and Muon on a
+page (reference_muon.py); `layout_run` is the real model, data parallelism and optimiser on forked ranks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import reference_gpt
+import reference_muon
 import torch
 
 from megatron5d.config.schema import Config, ParallelConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.optim.adamw import decays
 from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.optim.slices import decays
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard import spec_of
 from megatron5d.train.build import sizes_of
@@ -52,13 +53,9 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
         for name, parameter in model.named_specs()
     }
     o = config.optim
-    groups = [
-        {
-            "params": [w for n, w in weights.items() if decays(specs[n], o.decay_exclude)],
-            "weight_decay": o.weight_decay,
-        },
-        {"params": [w for n, w in weights.items() if not decays(specs[n], o.decay_exclude)], "weight_decay": 0.0},
-    ]
+    decay = {name: o.weight_decay * decays(specs[name], o.decay_exclude) for name in weights}
+    muon = reference_muon.Muon(weights, decay, config)
+    groups = [{"params": [w], "weight_decay": decay[name]} for name, w in weights.items() if name not in muon.names]
     optimizer = torch.optim.AdamW(groups, betas=tuple(o.betas), eps=o.eps)
     outcome = Outcome([], [], [], {}, {})
     gbs = config.train.gbs
@@ -69,7 +66,8 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
         loss, objective, book = reference_gpt.losses(
             state, config.model, batch, config.train, config.moe, config.train.mbs
         )
-        optimizer.zero_grad()
+        for weight in weights.values():
+            weight.grad = None
         objective.backward()
         if step == 0:
             outcome.grads = {name: w.grad.clone() for name, w in weights.items()}
@@ -78,6 +76,7 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(o, step + 1, config.train.steps)
         optimizer.step()
+        muon.step(learning_rate(o, step + 1, config.train.steps))
         outcome.losses.append(loss.item())
         outcome.z_losses.append(book.pop("z_loss").item())
         outcome.routers.append({name: value.item() for name, value in book.items() if name.endswith("_loss")})

@@ -27,6 +27,7 @@ from megatron5d.train.shrink import faults_of
 def random_config(seed: int) -> tuple[Config, int, float]:
     """The configuration of this number, its world, and the share of padding in its data; lawful."""
     dice = random.Random(seed)
+    name = random.Random(f"optimiser {seed}").choice(["adamw", "muon"])
     while True:
         world, model = dice.choice([2, 4, 4, 8, 8]), _model(dice)
         config = Config(
@@ -38,8 +39,8 @@ def random_config(seed: int) -> tuple[Config, int, float]:
                 z_loss=dice.choice([0.0, 1e-2]),
             ),
             optim=OptimConfig(
-                lr=1e-2, warmup_steps=2, clip=dice.choice([0.0, 0.5]), decay_exclude=dice.choice([[], ["*norm*"]]),
-                offload=dice.random() < 0.1,
+                name=name, lr=1e-2, warmup_steps=2, clip=dice.choice([0.0, 0.5]),
+                decay_exclude=dice.choice([[], ["*norm*"]]), offload=dice.random() < 0.1,
             ),
             precision=PrecisionConfig(dtype="fp64"),
             recompute=_recompute(dice, model),

@@ -115,6 +115,18 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     return Pending(out, _reduce_scatter_single(out, x, group=axis.group, async_op=True), keep=x)
 
 
+def gather_objects(mine: Any, axis: Axis) -> list[Any]:
+    """What each rank of the axis says, in their order, for set-up; on an axis without a group all say the same.
+
+    Comm: all_gather_object, outside the ledger.
+    """
+    if axis.group is None:
+        return [mine] * axis.size
+    said: list[Any] = [None] * axis.size
+    dist.all_gather_object(said, mine, group=axis.group)
+    return said
+
+
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return start_all_reduce(x, axis, op).wait()
 

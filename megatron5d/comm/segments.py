@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.language import HAS_TRITON
+from megatron5d.comm.collectives import gather_objects
 from megatron5d.topology.axis import Axis
 
 _KNOB = "parallel.tp_overlap=fused"
@@ -39,16 +40,9 @@ def open_segments(axis: Axis, num_bytes: int, device: torch.device) -> list[Tens
     return _in_files(axis, num_bytes) if device.type == "cpu" else _on_gpus(axis, num_bytes, device)
 
 
-def _told(axis: Axis, mine: object) -> list:
-    """What each rank has to say."""
-    said: list = [None] * axis.size
-    dist.all_gather_object(said, mine, group=axis.group)
-    return said
-
-
 def _refuse(axis: Axis, reasons: list[str]) -> None:
     """Raises on every rank if any rank has a reason."""
-    given = sorted({reason for reason in _told(axis, reasons) for reason in reason})
+    given = sorted({reason for reason in gather_objects(reasons, axis) for reason in reason})
     if given:
         raise ValueError(
             f"{_KNOB} writes into the memory of all {axis.size} ranks of {axis.name}, which cannot be done here: "
@@ -62,7 +56,7 @@ def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
     handle, name = tempfile.mkstemp(prefix="megatron5d-segment-", dir=folder)
     try:
         reasons = _without_room(handle, name, num_bytes)
-        places = _told(axis, (socket.gethostname(), name))
+        places = gather_objects((socket.gethostname(), name), axis)
         hosts = sorted({host for host, _ in places})
         lost = [path for _, path in places if not Path(path).exists()]
         if len(hosts) > 1:
@@ -93,7 +87,7 @@ def _on_gpus(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     mine, own = torch.empty(0), torch.cuda.current_device() if device.index is None else device.index
-    peers = _told(axis, (socket.gethostname(), own))
+    peers = gather_objects((socket.gethostname(), own), axis)
     reasons = [] if HAS_TRITON else ["triton, whose kernels raise and await flags, is not installed"]
     if len({host for host, _ in peers}) == 1:
         blind = [peer for _, peer in peers if peer != own and not _sees(own, peer)]

@@ -21,7 +21,7 @@ AT_LEAST = {
         model.rope_scaling.original_max_positions model.q_lora_rank model.kv_lora_rank model.qk_nope_head_dim
         model.qk_rope_head_dim model.v_head_dim parallel.tp parallel.cp parallel.cp_inner parallel.pp parallel.vpp
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
-        recompute.num_layers recompute.group_layers recompute.logit_tokens log.every model.top_k
+        recompute.num_layers optim.ns_steps recompute.group_layers recompute.logit_tokens log.every model.top_k
         model.moe_ffn_hidden_size model.moe_interval model.num_groups model.top_groups moe.log_every parallel.ep_inner
         moe.planned_imbalance""",
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations pipeline.flops_per_byte
@@ -52,7 +52,7 @@ WORDS: dict[str, Sequence[str]] = {
     "parallel.tp_overlap": ("none", "chunked", "fused"),
     "parallel.regather": ("per_microbatch", "per_step"),
     "parallel.reduce": ("per_microbatch", "per_step"),
-    "optim.name": ("adamw",),
+    "optim.name": ("adamw", "muon"),
     "optim.schedule": ("cosine", "linear", "wsd", "constant"),
     "optim.on_nonfinite": ("stop", "skip"),
     "optim.implementation": ("auto", "torch", "apex", "kernel"),
@@ -172,6 +172,8 @@ SHAPES = (
            lambda c: "null"),
     _shape("optim.betas", lambda c: len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
            "two numbers, each at least 0 and below 1", lambda c: _spelled(Config().optim.betas)),
+    _shape("optim.momentum", lambda c: 0 <= c.optim.momentum < 1, "at least 0 and below 1",
+           lambda c: "0" if c.optim.momentum < 0 else "0.95"),
     _shape("moe.jitter", lambda c: 0 <= c.moe.jitter < 1, "at least 0 and below 1",
            lambda c: "0" if c.moe.jitter < 0 else "0.01"),
     _shape("moe.balance", lambda c: all(word in BALANCES for word in c.moe.balance)

@@ -153,7 +153,7 @@ class TrainConfig:
 class OptimConfig:
     """The optimiser and its schedule."""
 
-    name: str = "adamw"  # adamw
+    name: str = "adamw"  # adamw | muon
     lr: float = 3e-4
     min_lr: float = 3e-5  # reached exactly at the last step
     schedule: str = "cosine"  # cosine | linear | wsd | constant
@@ -163,6 +163,11 @@ class OptimConfig:
     decay_exclude: list[str] = field(default_factory=list)  # parameter-name globs that are not decayed
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
+    momentum: float = 0.95  # muon: of the gradients, looked ahead by (Nesterov)
+    ns_steps: int = 5  # muon: steps of the Newton-Schulz iteration
+    muon_exclude: list[str] = field(  # muon: globs of parameters that AdamW updates, besides norms and biases
+        default_factory=lambda: ["*embedding.*", "head.*", "*.router.*"]
+    )
     clip: float = 1.0  # global gradient norm; 0 = no clipping
     on_nonfinite: str = "stop"  # a loss or gradient that is not finite: stop | skip the update
     skip_norm: float = 0.0  # gradient norm above which the update is skipped; 0 = never

@@ -169,6 +169,15 @@ class Bucket:
                 parts.append((parameter, Segment(spec_of(parameter), tuple(parameter.shape), local, owned)))
         return parts
 
+    def shares(self) -> list[list[tuple[int, int]]]:
+        """Of each parameter, the flat range of it that each rank of `shard` owns, which may be empty."""
+        edges = [rank * self.slice_numel for rank in range(self.shard.size + 1)]
+        shares = []
+        for parameter, offset in zip(self.parameters, self.offsets):
+            cuts = [min(max(edge - offset, 0), parameter.numel()) for edge in edges]
+            shares.append(list(zip(cuts, cuts[1:])))
+        return shares
+
     def copies(self) -> list[tuple[str, Tensor]]:
         """(axis, view of `grad_slice`) of gradients that are still to be added up over copies (norms under sp)."""
         return [

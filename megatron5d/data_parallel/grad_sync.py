@@ -33,7 +33,7 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -46,7 +46,7 @@ from megatron5d.data_parallel.zero import GatheredWeights
 from megatron5d.precision.fp8 import is_quantized
 from megatron5d.topology.axis import Axis, single
 from megatron5d.topology.mesh import Mesh
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard import ShardSpec, spec_of
 
 
 def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> tuple[Axis, Axis]:
@@ -80,11 +80,14 @@ class GradSync:
         reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every micro-batch.
         gather_per_step: ZeRO-3 keeps gathered weights until their last backward of a step.
         gather_eight_bits: ZeRO-3 gathers in 8 bits what is multiplied so, in a bucket of its own.
+        apart: says of a parameter whether it belongs with those of its unit for which it says the same: what is updated
+            by another rule has buckets of its own.
     """
 
     def __init__(
         self, units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype, *,
         reduce_per_step: bool = False, gather_per_step: bool = False, gather_eight_bits: bool = False,
+        apart: Callable[[ShardSpec], bool] = lambda spec: False,
     ) -> None:  # fmt: skip
         self.zero, self.buckets = zero, list[Bucket]()
         self._mesh = mesh
@@ -94,7 +97,10 @@ class GradSync:
         home: dict[nn.Parameter, int] = {}
         for unit in units:
             own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in home}
-            kinds = {parameter: _kind(parameter, gather_eight_bits and zero == 3) for parameter in own}
+            kinds = {
+                parameter: (*_kind(parameter, gather_eight_bits and zero == 3), apart(spec_of(parameter)))
+                for parameter in own
+            }
             for kind in sorted(set(kinds.values())):
                 parameters = [parameter for parameter in own if kinds[parameter] == kind]
                 home |= dict.fromkeys(parameters, len(self.buckets))

@@ -72,7 +72,8 @@ class Experts(nn.Module):
                 for e in range(self.num_local)
                 for part in range(halves)
             )
-        up = ShardSpec(f"{name}.up.weight", (config.num_experts, halves * f, h), pieces, True, init=config.init_std)
+        shape, stack = (config.num_experts, halves * f, h), (f,) * halves
+        up = ShardSpec(f"{name}.up.weight", shape, pieces, True, init=config.init_std, stack=stack)
         self.up = new_parameter(rows, up, **factory)
         rows = (self.num_local, h, inner)
         pieces = (Piece((first, 0, etp.rank * inner), rows),)

@@ -11,9 +11,7 @@ where it is really there (the package of that name on PyPI is something else).
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,38 +19,9 @@ from torch import Tensor
 
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 from megatron5d.config.schema import OptimConfig
-from megatron5d.data_parallel.buckets import Bucket, Segment
+from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.optim.rounding import store_rounded
-from megatron5d.topology.shard import ShardSpec
-
-
-@dataclass
-class SliceState:
-    """Optimiser state of one bucket's owned slice, flat."""
-
-    bucket: Bucket
-    segments: list[Segment]
-    master: Tensor  # the weights themselves where they are wide enough and not on the host
-    grads: Tensor  # what the update reads: the reduced gradients, or their copy on the host
-    reduced: Tensor  # this slice of the bucket's main gradients
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    rounded: bool = False  # the weights are narrow and updated in place
-
-    @property
-    def on_host(self) -> bool:
-        """The update runs on copies in the host's memory."""
-        return self.grads is not self.reduced
-
-    @property
-    def has_master(self) -> bool:
-        """Master weights are a copy of their own, wider than the weights."""
-        return self.master.dtype != self.bucket.weights.dtype
-
-
-def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
-    """Weight decay applies to parameters of two and more dims that no glob excludes."""
-    return spec.decay and len(spec.shape) >= 2 and not any(fnmatch.fnmatch(spec.name, glob) for glob in exclude)
+from megatron5d.optim.slices import SliceOptimizer, SliceState, decays
 
 
 def apex_adam() -> type | None:
@@ -67,25 +36,13 @@ def apex_adam() -> type | None:
     return FusedAdam if hasattr(amp_C, "multi_tensor_adam") else None
 
 
-def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for a tensor in the host's memory, pinned where a GPU copies to it; nowhere for one on the meta device."""
-    device = "meta" if tensor.is_meta else "cpu"
-    return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=tensor.is_cuda)
+class AdamW(SliceOptimizer):
+    """Arguments as of SliceOptimizer; of the config also betas, eps, weight_decay, decay_exclude, implementation."""
 
-
-class AdamW:
-    """
-    Args:
-        buckets: whose owned slices are updated; their gradients must be reduced.
-        config: betas, eps, weight_decay, decay_exclude, implementation, offload (master weights and moments stay on the
-            host; every step the gradients travel there, and new weights back).
-        rounding_seed: bf16 weights have no masters, and their updates are rounded at random from this seed; None = they
-            have.
-    """
+    kinds = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, buckets: Sequence[Bucket], config: OptimConfig, rounding_seed: int | None = None) -> None:
-        self.config, self.rounding_seed = config, rounding_seed
-        self.slices = [self._slice(bucket) for bucket in buckets]
+        super().__init__(buckets, config, rounding_seed)
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         self._grads: list[tuple[Tensor, Tensor]] = []  # (view of the master, view of the main gradient)
         states: dict[Tensor, dict[str, Tensor]] = {}
@@ -97,33 +54,22 @@ class AdamW:
                 view = state.master[span]
                 groups[decays(segment.spec, config.decay_exclude)].append(view)
                 self._grads.append((view, state.grads[span]))
-                states[view] = {"exp_avg": state.exp_avg[span], "exp_avg_sq": state.exp_avg_sq[span]}
+                states[view] = {kind: moment[span] for kind, moment in state.moments.items()}
         self._optimizer = self._build(groups, states, config)
         self._pass = self._one_pass() if config.implementation == "kernel" else None
 
     def _one_pass(self) -> tuple[TensorTable, Tensor]:
         """Everything that an update reads and writes, segment by segment, and the decay of each."""
         spans = [(state, segment, slice(*segment.owned)) for state in self.slices for segment in state.segments]
-        columns = {
-            name: [getattr(state, name)[span] for state, _, span in spans]
-            for name in ("master", "grads", "exp_avg", "exp_avg_sq")
+        order = {
+            "master": [state.master[span] for state, _, span in spans],
+            "grad": [state.grads[span] for state, _, span in spans],
+            **{kind: [state.moments[kind][span] for state, _, span in spans] for kind in self.kinds},
         }
-        columns["grad"] = columns.pop("grads")
-        order = {name: columns[name] for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
         if all(state.has_master for state in self.slices):
             order["copy"] = [state.bucket.weight_slice[span] for state, _, span in spans]
         decay = [self.config.weight_decay * decays(each.spec, self.config.decay_exclude) for _, each, _ in spans]
         return TensorTable(**order), torch.tensor(decay, device=self.slices[0].reduced.device)
-
-    def _slice(self, bucket: Bucket) -> SliceState:
-        owned, reduced = bucket.weight_slice, bucket.grad_slice
-        wide = torch.float64 if owned.dtype == torch.float64 else torch.float32
-        rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
-        grads, master = reduced, owned if owned.dtype == wide or rounded else owned.to(wide)
-        if self.config.offload:
-            grads, master = _host_like(reduced, wide), _host_like(owned, wide).copy_(owned)
-        first, second = (torch.zeros_like(master, dtype=wide) for _ in range(2))
-        return SliceState(bucket, bucket.segments(), master, grads, reduced, first, second, rounded)
 
     def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
         param_groups = [
@@ -138,7 +84,6 @@ class AdamW:
                 "both here, or optim.offload = true leaves the update to the CPU; use optim.implementation=torch"
             )
         param_groups = [group for group in param_groups if group["params"]] or param_groups[:1]
-        self.step_count = 0
         if apex is not None:
             optimizer = apex(param_groups, adam_w_mode=True, **settings)
         else:
@@ -151,12 +96,7 @@ class AdamW:
         return optimizer
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """One update of the owned slices; the weights of other slices are stale until gathered.
-
-        Args:
-            lr: rate of this step.
-            scale: factor of the gradients (clipping), applied in place; optim.implementation=kernel leaves them.
-        """
+        """As of SliceOptimizer; optim.implementation=kernel scales gradients as it reads them and leaves them."""
         if self._pass is not None:
             table, decay = self._pass
             self.step_count += 1
@@ -165,31 +105,41 @@ class AdamW:
             factor = torch.full((), 1.0 if scale is None else scale, dtype=self.slices[0].master.dtype)
             adamw_step(table, settings, factor.to(decay.device), decay)
             return
-        if scale is not None:
-            for state in self.slices:
-                state.bucket.grad_slice.mul_(scale)
-        for state in self.slices:
-            if state.on_host:
-                state.grads.copy_(state.reduced)
-        for view, grad in self._grads:
-            view.grad = grad if grad.dtype == view.dtype else grad.to(view.dtype)
+        self._take_grads(scale)
+        self._hand_grads_over()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self.step_count += 1
-        for view, _ in self._grads:
-            view.grad = None
+        self._drop_grads()
         for state in self.slices:
             if state.rounded and state.segments:
                 self._update_rounded(state, lr)
         self.masters_to_weights()
+
+    def _hand_grads_over(self) -> None:
+        """torch's optimiser reads gradients that are as wide as the masters: others live twice meanwhile."""
+        for view, grad in self._grads:
+            view.grad = grad if grad.dtype == view.dtype else grad.to(view.dtype)
+
+    def _drop_grads(self) -> None:
+        for view, _ in self._grads:
+            view.grad = None
+
+    def rehearse(self) -> None:
+        if self._pass is None:
+            self._hand_grads_over()
+            self._drop_grads()
+        for state in self.slices:
+            if state.rounded:
+                state.bucket.weight_slice.float()
 
     def _update_rounded(self, state: SliceState, lr: float) -> None:
         """The update of weights without masters; a bucket's worth of fp32 lives meanwhile."""
         assert self.rounding_seed is not None
         spans = [slice(*segment.owned) for segment in state.segments]
         weights, grads = state.bucket.weight_slice, state.bucket.grad_slice
-        flat = {"master": weights.float(), "grad": grads, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        flat = {"master": weights.float(), "grad": grads, **state.moments}
         table = TensorTable(**{name: [tensor[span] for span in spans] for name, tensor in flat.items()})
         decay = [self.config.weight_decay * decays(s.spec, self.config.decay_exclude) for s in state.segments]
         beta1, beta2 = self.config.betas
@@ -199,38 +149,12 @@ class AdamW:
         for segment, span in zip(state.segments, spans):
             store_rounded(flat["master"][span], weights[span], segment, self.rounding_seed, self.step_count)
 
-    def masters_to_weights(self) -> None:
-        """Rounds the master weights into the model's owned slices."""
-        for state in self.slices:
-            if state.has_master or state.on_host:
-                state.bucket.weight_slice.copy_(state.master)
-
-    def weights_to_masters(self) -> None:
-        """Takes the model's weights as the truth (after an import)."""
-        for state in self.slices:
-            if state.has_master or state.on_host:
-                state.master.copy_(state.bucket.weight_slice)
-
-    def take_unsaved_masters(self) -> None:
-        """After a resume: masters that are no wider than the weights are saved once, as the weights."""
-        for state in self.slices:
-            if state.on_host and not state.has_master:
-                state.master.copy_(state.bucket.weight_slice)
-
     def set_step_count(self, count: int) -> None:
         """How many updates the moments have seen (bias correction), after a resume."""
-        self.step_count = count
+        super().set_step_count(count)
         for state in self._optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(count)
         for group in self._optimizer.param_groups:
             if "step" in group:
                 group["step"] = count
-
-    def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
-        """(kind, flat tensor over the owned slice, its slice) of everything a checkpoint keeps."""
-        for state in self.slices:
-            if state.has_master:
-                yield "master", state.master, state
-            yield "exp_avg", state.exp_avg, state
-            yield "exp_avg_sq", state.exp_avg_sq, state

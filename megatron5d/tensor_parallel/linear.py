@@ -169,7 +169,8 @@ class ColumnParallelLinear(nn.Module):
         out_features = sum(count * rows for count, rows in blocks)
         self.shape = (out_features, in_features)
         rows, pieces = column_pieces(blocks, (in_features,), tp, copies)
-        spec = ShardSpec(f"{name}.weight", self.shape, pieces, init=init)
+        stack = tuple(count * rows for count, rows in blocks)
+        spec = ShardSpec(f"{name}.weight", self.shape, pieces, init=init, stack=stack)
         self.weight = new_parameter((rows, in_features), spec, **factory)
         self.bias = None
         if bias:

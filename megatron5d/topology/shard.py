@@ -66,6 +66,8 @@ class ShardSpec:
         decay: weight decay applies.
         shared: "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional
             schedule, a tied embedding whose ends lie apart): that rank then counts as data parallel. "" = nobody.
+        stack: rows of each of the matrices that lie one below the other (q, k and v; gate and up), for who treats a
+            matrix as one (Muon); () = it is one matrix.
     """
 
     name: str
@@ -75,6 +77,7 @@ class ShardSpec:
     init: float | str = "zeros"
     decay: bool = field(default=True)
     shared: str = ""
+    stack: tuple[int, ...] = ()
 
 
 def whole(shape: tuple[int, ...], copies: tuple[str, ...] = (), summed: tuple[str, ...] = (), owner: bool = True):

@@ -16,7 +16,8 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.ends import loss_terms
 from megatron5d.model.gpt import DTYPES, Gpt
 from megatron5d.model.hf import load_hf_shards
-from megatron5d.optim.adamw import AdamW
+from megatron5d.optim.muon import takes_muon
+from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.pipeline import Pipeline
 from megatron5d.pipeline_parallel.stage import Relay, Stage
 from megatron5d.topology.grid import Sizes, resolve
@@ -39,7 +40,7 @@ class Run:
     ledger: Ledger
     model: Gpt
     sync: GradSync
-    optimizer: AdamW
+    optimizer: Optimizer
     trainer: Trainer
     progress: Progress
     plan: PipelinePlan
@@ -106,7 +107,7 @@ def build_run(config: Config, process: Process) -> Run:
     )
 
 
-def first_weights(config: Config, sync: GradSync, optimizer: AdamW, model: Gpt) -> list[str]:
+def first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: Gpt) -> list[str]:
     """The weights of a first step: each rank fills the slices that it owns, and nothing else is ever in memory.
 
     Returns:
@@ -154,17 +155,17 @@ def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
     return GradSync(
         model.units, mesh, p.zero, grad_dtype(config),
         reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
-        gather_eight_bits=config.precision.fp8_gather,
+        gather_eight_bits=config.precision.fp8_gather, apart=lambda spec: takes_muon(spec, config.optim),
     )  # fmt: skip
 
 
-def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, AdamW, Trainer]:
+def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
     """Data parallelism, optimiser and pipeline around a model whose weights are there, or will come into the buckets.
 
-    Comm: the pipeline's channels are opened.
+    Comm: the pipeline's channels are opened; as of `build_optimizer`.
     """
     sync = build_sync(config, mesh, model)
-    optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
+    optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
     held = plan.placement.stages_of(mesh["pp"].rank)
     phases = {stage: model.phases_of(stage) for _, stage in held}
     stages = {(way, stage): Stage(phases[stage], sync) if phases[stage] else Relay() for way, stage in held}

@@ -24,8 +24,8 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.ends import loss_terms
 from megatron5d.model.gpt import Gpt
-from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.clip import global_square_sum
+from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, outside_bytes
@@ -111,7 +111,7 @@ class Forecaster:
             with without_memory():
                 model = Gpt(config, mesh, "meta", plan.parts(rank), plan.shared)
             sync = build_sync(config, mesh, model)
-            optimizer = AdamW(sync.buckets, config.optim, rounding_seed(config))
+            optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
             away = _on_host(optimizer, watch)
             apart = away + watch.rounded(model.overlap.box_bytes)
             resident, setup = watch.live_bytes - apart, watch.peak_bytes - apart
@@ -250,13 +250,15 @@ def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:
     return sum(watch.rounded(storage.nbytes()) for storage in storages.values())
 
 
-def _on_host(optimizer: AdamW, watch: MemoryWatch) -> int:
+def _on_host(optimizer: Optimizer, watch: MemoryWatch) -> int:
     """What of the optimiser lies in the host's memory."""
     away = [state for state in optimizer.slices if state.on_host]
-    return _bytes([t for state in away for t in (state.master, state.grads, state.exp_avg, state.exp_avg_sq)], watch)
+    return _bytes([t for state in away for t in (state.master, state.grads, *state.moments.values())], watch)
 
 
-def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatch) -> tuple[int, dict[nn.Module, int]]:
+def _end_of_step(
+    model: Gpt, sync: GradSync, optimizer: Optimizer, watch: MemoryWatch
+) -> tuple[int, dict[nn.Module, int]]:
     """The most, above what stays, while gradients are reduced, the weights updated and gathered.
 
     Also what is left until then of the reduction that each phase's backward starts.
@@ -273,15 +275,13 @@ def _end_of_step(model: Gpt, sync: GradSync, optimizer: AdamW, watch: MemoryWatc
     sync.finish_reduce()
     global_square_sum(sync.buckets)
     rise = watch.peak_bytes - before
-    wide = sum(
-        watch.rounded(state.master.nbytes)
-        for state in optimizer.slices
-        if state.bucket.grads.dtype != state.master.dtype and not state.on_host
-    )  # the update wants gradients as wide as the master weights
+    before = watch.forget_peak()
+    optimizer.rehearse()
+    update = watch.peak_bytes - before
     before = watch.forget_peak()
     sync.start_gather()
     sync.finish_gather()
-    return max(rise, wide, watch.peak_bytes - before), sums
+    return max(rise, update, watch.peak_bytes - before), sums
 
 
 def _num_communicators(mesh: Mesh) -> int:

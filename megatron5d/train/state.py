@@ -17,7 +17,7 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.optim.adamw import AdamW
+from megatron5d.optim.optimizer import Optimizer
 from megatron5d.topology.shard import ShardSpec, spec_of
 
 FORMAT = 1  # of run.json; raised when an older reader would misread it
@@ -47,11 +47,14 @@ def _weights(buckets: list[Bucket], writing: bool) -> Iterator[tuple[ShardSpec, 
             yield segment.spec, sharded_slice(segment, flat, writing=writing)
 
 
-def _optimizer(optimizer: AdamW, kind: str, writing: bool) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
-    for name, flat, state in optimizer.tensors():
-        if name == kind and not (writing and _written_elsewhere(state.bucket)):
-            for segment in state.segments:
-                yield segment.spec, sharded_slice(segment, flat, writing=writing)
+def _optimizer(optimizer: Optimizer, writing: bool) -> dict[str, list[tuple[ShardSpec, ShardedTensor]]]:
+    """By kind: master weights and whichever moments the optimiser keeps of a parameter."""
+    found: dict[str, list[tuple[ShardSpec, ShardedTensor]]] = {}
+    for kind, flat, state in optimizer.tensors():
+        if not (writing and _written_elsewhere(state.bucket)):
+            held = found.setdefault(kind, [])
+            held += [(segment.spec, sharded_slice(segment, flat, writing=writing)) for segment in state.segments]
+    return found
 
 
 def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
@@ -68,9 +71,9 @@ def weight_shards(sync: GradSync, weights: Iterable[Tensor], *, writing: bool) -
 
 
 def run_tensors(
-    sync: GradSync, optimizer: AdamW, weights: Iterable[Tensor], *, writing: bool
+    sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor], *, writing: bool
 ) -> dict[str, ShardedTensor]:
-    """All tensors of a run by key: `model.<name>`, `optim.{master,exp_avg,exp_avg_sq}.<name>`.
+    """All tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master, exp_avg, ... for kind.
 
     Args:
         sync: whose buckets hold the weights.
@@ -79,8 +82,8 @@ def run_tensors(
         writing: only what this rank is the one to write; else all it holds.
     """
     tensors = named("model", weight_shards(sync, weights, writing=writing))
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        tensors |= named(f"optim.{kind}", _optimizer(optimizer, kind, writing))
+    for kind, held in _optimizer(optimizer, writing).items():
+        tensors |= named(f"optim.{kind}", held)
     return tensors
 
 
@@ -89,16 +92,23 @@ def run_record(progress: Progress, config: dict[str, Any]) -> dict[str, Any]:
     return {"format": FORMAT, "version": megatron5d.__version__, "progress": asdict(progress), "config": config}
 
 
-def resume(folder: Path, sync: GradSync, optimizer: AdamW, weights: Iterable[Tensor]) -> Progress:
+def resume(folder: Path, sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor]) -> Progress:
     """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
 
     Raises:
-        ValueError: the checkpoint does not fit the model, or a newer version wrote it.
+        ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it.
     """
     record = read_run(folder)
     if record["format"] > FORMAT:
         raise ValueError(
             f"{folder} has format {record['format']}, this version reads up to {FORMAT}; upgrade megatron5d"
+        )
+    saved = record["config"]["optim"]["name"]
+    if saved != optimizer.name:
+        raise ValueError(
+            f"{folder} was saved with optim.name = {saved}, this run has {optimizer.name}, and moments of the one are "
+            f"none of the other; resume with optim.name={saved}, or take the weights alone: "
+            f"init.from_checkpoint={folder} with another checkpoint.dir"
         )
     load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False))
     progress = Progress(**record["progress"])

@@ -14,8 +14,8 @@ from megatron5d.context_parallel.plan import balance
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.expert_parallel.balance import Balancer
 from megatron5d.model.ends import Term
-from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.clip import clip_coefficient, global_square_sum
+from megatron5d.optim.optimizer import Optimizer
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.pipeline import Pipeline
 from megatron5d.topology.mesh import Mesh
@@ -51,7 +51,7 @@ class Trainer:
     """
 
     def __init__(
-        self, pipeline: Pipeline, sync: GradSync, optimizer: AdamW, mesh: Mesh, terms: Sequence[Term],
+        self, pipeline: Pipeline, sync: GradSync, optimizer: Optimizer, mesh: Mesh, terms: Sequence[Term],
         config: OptimConfig, balancer: Balancer | None = None, *, check: Callable[[], None],
     ) -> None:  # fmt: skip
         self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
@@ -72,9 +72,9 @@ class Trainer:
             TimeoutError: under tp_overlap=fused another rank has not sent its share; nothing was updated here.
 
         Comm: beside the layers' and the pipeline's: all_reduce dp_cp of the number of targets (where the loss is
-            computed, before the first backward), gradient reduction, all_reduce world of a few numbers, all_gather of
-            the weights (left pending); with experts all_reduce of counts over the stage, and over the world on a
-            watched step.
+            computed, before the first backward), gradient reduction, all_reduce world of a few numbers, what the
+            optimiser sends (muon), all_gather of the weights (left pending); with experts all_reduce of counts over the
+            stage, and over the world on a watched step.
         """
         share = self.accumulate(batches, watched)
         self.sync.finish_reduce()

@@ -37,12 +37,12 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=97)
 
 
-def config_of(folder, corpus, *, parallel=None, dtype="fp32", stop_after=0, offload=False, **checkpoint):
+def config_of(folder, corpus, *, parallel=None, dtype="fp32", stop_after=0, offload=False, name="adamw", **checkpoint):
     return Config(
         model=ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8),
         parallel=ParallelConfig(**(SAVED_ON if parallel is None else parallel)),
         train=TrainConfig(steps=STEPS, gbs=8, mbs=2, seq_len=16, stop_after=stop_after),
-        optim=OptimConfig(lr=1e-2, warmup_steps=2, offload=offload),
+        optim=OptimConfig(name=name, lr=1e-2, warmup_steps=2, offload=offload),
         precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(train=[corpus]),
         checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0, **checkpoint),
@@ -66,25 +66,30 @@ def assert_equal(left, right):
         assert torch.equal(left[key], right[key]), f"{key} differs by {(left[key] - right[key]).abs().max()}"
 
 
-@pytest.mark.parametrize(("dtype", "zero", "offload"), [("fp32", 1, True), ("bf16", 3, False)])
-def test_the_same_layout_goes_on_bit_for_bit(tmp_path, corpus, dtype, zero, offload):
+@pytest.mark.parametrize(
+    ("dtype", "zero", "offload", "name"),
+    [("fp32", 1, True, "adamw"), ("bf16", 3, False, "adamw"), ("bf16", 1, True, "muon")],
+)
+def test_the_same_layout_goes_on_bit_for_bit(tmp_path, corpus, dtype, zero, offload, name):
     """With what the optimiser keeps on the host too: in fp32 its masters are saved as the weights alone."""
-    kind = {"dtype": dtype, "parallel": SAVED_ON | {"zero": zero}, "offload": offload}
+    kind = {"dtype": dtype, "parallel": SAVED_ON | {"zero": zero}, "offload": offload, "name": name}
     straight = run(tmp_path / "straight", corpus, **kind)
     broken = run(tmp_path / "broken", corpus, stop_after=STOP, **kind)
     run(tmp_path / "broken", corpus, **kind)
     assert curve(broken / "log.jsonl") == curve(straight / "log.jsonl")
     tensors = whole_tensors(last(straight))
     assert_equal(whole_tensors(last(broken)), tensors)
-    assert any(key.startswith("optim.master.") for key in tensors) == (dtype == "bf16")
+    kinds = {key.split(".")[1] for key in tensors if key.startswith("optim.") and key.endswith(".mlp.up.weight")}
+    moments = {"momentum"} if name == "muon" else {"exp_avg", "exp_avg_sq"}
+    assert kinds == moments | ({"master"} if dtype == "bf16" else set())
 
 
 OTHERS = {
-    "one process": (1, {}),
-    "more tensor parallel": (4, {"tp": 4, "sp": True}),
-    "data parallel alone, whole": (4, {"zero": 0}),
-    "data parallel alone, sharded": (2, {"zero": 2}),
-    "hybrid sharded": (8, {"tp": 2, "zero": 3, "dp_replicate": 2}),
+    "one process": (1, {}, "adamw"),
+    "more tensor parallel": (4, {"tp": 4, "sp": True}, "muon"),
+    "data parallel alone, whole": (4, {"zero": 0}, "adamw"),
+    "data parallel alone, sharded": (2, {"zero": 2}, "muon"),
+    "hybrid sharded": (8, {"tp": 2, "zero": 3, "dp_replicate": 2}, "adamw"),
 }
 
 
@@ -101,12 +106,12 @@ def _held_after_loading(rank, world, config):
 
 @pytest.mark.parametrize("layout", OTHERS)
 def test_another_layout_gets_every_element_and_continues_the_curve(tmp_path, corpus, layout):
-    world, parallel = OTHERS[layout]
-    straight = run(tmp_path / "straight", corpus)
-    moved = run(tmp_path / "moved", corpus, stop_after=STOP)
+    world, parallel, optimiser = OTHERS[layout]
+    straight = run(tmp_path / "straight", corpus, name=optimiser)
+    moved = run(tmp_path / "moved", corpus, stop_after=STOP, name=optimiser)
     saved = whole_tensors(last(moved, STOP))
 
-    config = config_of(moved, corpus, parallel=parallel)
+    config = config_of(moved, corpus, parallel=parallel, name=optimiser)
     for step, rectangles, moments, whole in run_ranks(_held_after_loading, world, config):
         assert step == STOP
         for name, offset, values in rectangles:
@@ -118,7 +123,7 @@ def test_another_layout_gets_every_element_and_continues_the_curve(tmp_path, cor
         for name, values in moments:
             assert torch.isin(values, torch.cat([saved[name].flatten(), torch.zeros(1)])).all(), name
 
-    run(tmp_path / "moved", corpus, world=world, parallel=parallel)
+    run(tmp_path / "moved", corpus, world=world, parallel=parallel, name=optimiser)
     for mine, reference in zip(curve(moved / "log.jsonl"), curve(straight / "log.jsonl"), strict=True):
         assert mine == pytest.approx(reference, rel=2e-5)
     for key, values in whole_tensors(last(straight)).items():
@@ -184,3 +189,5 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
         AssertionError, match=r"model.layers.1.mlp.up.weight: saved \(96, 32\), this model has \(128, 32\)"
     ):
         train_on_ranks(config, 2)
+    with pytest.raises(AssertionError, match=r"optim.name = adamw, this run has muon.*init.from_checkpoint"):
+        train_on_ranks(config_of(folder, corpus, parallel={}, name="muon"), 1)

@@ -34,6 +34,7 @@ BLOCKS = {"hidden_size": 256, "ffn_hidden_size": 512, "num_heads": 4, "num_kv_he
 MOE_BLOCKS = {**BLOCKS, **MOE, "moe_ffn_hidden_size": 256, "shared_ffn_hidden_size": 256}
 BLOCKWISE = {"dtype": "bf16", "fp8": "blockwise"}
 
+MUON = {"name": "muon"}
 PARTS = ["norm", "qkv", "attention", "activation"]
 MOE_PHASES = ["attention", "dispatch", "experts", "combine"]
 
@@ -112,6 +113,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
         model.initialize(1)
         sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
+        time.sleep(0.02)  # gloo's threads let go of what ranks have told each other a moment later
         flags = model.overlap.box_bytes * mesh["tp"].size  # those of all ranks are mapped here
         resident = watch.live_bytes - flags
     storages = [
@@ -123,7 +125,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         )
     ]
     on_host = [state for state in optimizer.slices if state.on_host]
-    away = sum(t.nbytes for state in on_host for t in (state.master, state.grads, state.exp_avg, state.exp_avg_sq))
+    away = sum(t.nbytes for state in on_host for t in (state.master, state.grads, *state.moments.values()))
     t, sharding = config.train, SequenceSharding(config, mesh)
     numbers = micro_batch_samples(0, t.gbs, t.mbs, mesh["dp"].rank, mesh["dp"].size)
     rows = make_rows(config, 1)
@@ -225,6 +227,13 @@ LAYOUTS = {
     "zero2-parts": (2, {"zero": 2, "gbs": 4, "reduce": "per_step", "recompute": RecomputeConfig("selective", PARTS)}),
     "moe-parts": (2, {"ep": 2, "fields": MOE, "recompute": RecomputeConfig("selective", ["experts", "mlp"])}),
     "offload": (1, {"optim": {"offload": True}, "dtype": "bf16"}),
+    # so few tokens that a step's worst moment is the update's
+    "muon": (1, {"optim": MUON, "seq_len": 8, "gbs": 1, "fields": BLOCKS}),
+    "muon-moe": (
+        4,
+        {"optim": MUON, "seq_len": 8, "ep": 2, "tp": 2, "etp": 2, "zero": 1, "fields": MOE_BLOCKS},
+    ),
+    "muon-offload": (2, {"optim": {**MUON, "offload": True}, "seq_len": 8, "zero": 1, "dtype": "bf16"}),
     "offload-phases": (2, {"pp": 2, "gbs": 4, "dtype": "bf16", "recompute": away("none", ["attention", "mlp"])}),
     "offload-moe": (2, {"ep": 2, "fields": MOE, "optim": {"offload": True}, "recompute": away("none", MOE_PHASES)}),
     "offload-inputs": (1, {"recompute": away("full", ["inputs", "mlp"], num_layers=3), "dtype": "bf16"}),

@@ -1,0 +1,151 @@
+"""Makes matrices whole that ranks hold in pieces, each on one rank, and sends what was made of them back.
+
+A matrix is cut twice: by tp (experts: etp) into the parameters of several ranks, and each of these by ZeRO into flat
+slices over the shard axis of its bucket. So it comes together in two all-to-alls, and goes back in two:
+
+    slices  --shard-->  parameter of one tp rank  --tp-->  whole matrix  --tp-->  --shard-->  slices
+
+The matrices are dealt out over shard × tp, largest first, one a rank and round: a rank works on 1/(shard·tp) of them,
+side by side with others of about the same size, and holds one whole matrix at a time. Ranks that hold the same slices
+(`Bucket.replicate`) each do the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron5d.comm.all_to_all import start_all_to_all
+from megatron5d.comm.collectives import gather_objects
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.shard import Piece, ShardSpec
+
+Work = Callable[[ShardSpec, Tensor], None]  # on a whole parameter, in place
+
+
+@dataclass(frozen=True)
+class CutMatrix:
+    """A parameter of two and more dims as this rank has it.
+
+    Args:
+        spec: of the parameter.
+        shape: of the local parameter, the same on every rank of tp.
+        shares: flat range of the local parameter that each rank of the shard axis owns.
+        read: a flat tensor of this rank's share.
+        write: takes what was made of it.
+    """
+
+    spec: ShardSpec
+    shape: tuple[int, ...]
+    shares: list[tuple[int, int]]
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None]
+
+    def share(self, rank: int) -> int:
+        """Elements that a rank of the shard axis owns."""
+        start, stop = self.shares[rank]
+        return stop - start
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the global tensor; of experts, those that this rank has a part of."""
+        *lead, rows, cols = self.spec.shape
+        return (self._last - self._first, rows, cols) if lead else (rows, cols)
+
+    @property
+    def _first(self) -> int:
+        return min((piece.offset[0] for piece in self.spec.pieces), default=0)
+
+    @property
+    def _last(self) -> int:
+        return max((piece.offset[0] + piece.shape[0] for piece in self.spec.pieces), default=0)
+
+    def place(self, piece: Piece) -> tuple[slice, ...]:
+        """Where a piece of any rank lies in the whole."""
+        first = self._first if len(self.spec.shape) > 2 else 0
+        offset = (piece.offset[0] - first, *piece.offset[1:])
+        return tuple(slice(o, o + n) for o, n in zip(offset, piece.shape))
+
+
+class Assembly:
+    """Matrices that are cut over the same two axes.
+
+    Args:
+        matrices: the same ones, cut elsewhere, on every rank of both axes.
+        shard: of their buckets.
+        cut: tp, or etp of experts.
+
+    Comm: all_gather_object over `cut` of the places of pieces, once.
+    """
+
+    def __init__(self, matrices: Sequence[CutMatrix], shard: Axis, cut: Axis) -> None:
+        self.matrices = sorted(matrices, key=lambda each: (-each.numel, each.spec.name))
+        self.shard, self.cut = shard, cut
+        told = gather_objects([matrix.spec.pieces for matrix in self.matrices], cut)
+        names = [matrix.spec.name for matrix in self.matrices]
+        self._pieces: dict[str, list[tuple[Piece, ...]]] = {name: list(each) for name, each in zip(names, zip(*told))}
+
+    def transform(self, work: Work) -> None:
+        """Applies `work` to each whole matrix and hands every rank its part of the result.
+
+        Comm: for each round of shard·tp matrices two all_to_alls over `shard` of this rank's shares, and two over `cut`
+        of a local parameter to each rank of it.
+        """
+        together = self.shard.size * self.cut.size
+        for start in range(0, len(self.matrices), together):
+            self._round(self.matrices[start : start + together], work)
+
+    def _round(self, batch: Sequence[CutMatrix], work: Work) -> None:
+        size = self.shard.size
+        owned = [batch[rank::size] for rank in range(size)]  # by rank of `shard`, in the order of the ranks of `cut`
+        mine = owned[self.shard.rank]
+        there = [sum(matrix.share(self.shard.rank) for matrix in each) for each in owned]
+        here = [sum(matrix.share(rank) for matrix in mine) for rank in range(size)]
+        order = [matrix for each in owned for matrix in each]
+        sent = torch.cat([matrix.read() for matrix in order])
+        flat = start_all_to_all(sent, self.shard, there, here).wait()
+        del sent
+        if mine:
+            flat = self._over_cut(mine, flat, work)
+        made = start_all_to_all(flat, self.shard, here, there).wait()
+        for matrix, part in zip(order, made.split([matrix.share(self.shard.rank) for matrix in order])):
+            matrix.write(part)
+
+    def _over_cut(self, mine: Sequence[CutMatrix], flat: Tensor, work: Work) -> Tensor:
+        """From the slices of up to one local parameter for each rank of `cut` to those of the results."""
+        lengths = [matrix.share(rank) for rank in range(self.shard.size) for matrix in mine]
+        slices = flat.split(lengths)
+        flat = torch.cat([part for k in range(len(mine)) for part in slices[k :: len(mine)]])
+        there = [matrix.numel for matrix in mine] + [0] * (self.cut.size - len(mine))
+        here = [there[self.cut.rank]] * self.cut.size
+        parts = start_all_to_all(flat, self.cut, there, here).wait()
+        del flat, slices
+        if self.cut.rank < len(mine):
+            self._whole(mine[self.cut.rank], parts, work)
+        made = start_all_to_all(parts, self.cut, here, there).wait().split(there)
+        by_matrix = [part.split([matrix.share(rank) for rank in range(self.shard.size)])
+                     for matrix, part in zip(mine, made)]  # fmt: skip
+        return torch.cat([shares[rank] for rank in range(self.shard.size) for shares in by_matrix])
+
+    def _whole(self, matrix: CutMatrix, parts: Tensor, work: Work) -> None:
+        """Puts the local parameters of all ranks of `cut` together, and writes the result over them."""
+        local = parts.view(self.cut.size, *matrix.shape)
+        whole = parts.new_empty(matrix.whole_shape)
+        places = [
+            (matrix.place(piece), local[rank][piece.row : piece.row + piece.shape[0]])
+            for rank, pieces in enumerate(self._pieces[matrix.spec.name])
+            for piece in pieces
+        ]
+        for place, part in places:
+            whole[place] = part
+        work(matrix.spec, whole)
+        for place, part in places:
+            part.copy_(whole[place])

@@ -1,0 +1,86 @@
+"""The optimiser of a run: a bucket belongs to one of its parts, which updates it by its own rule (`optim.name`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from megatron5d.config.schema import OptimConfig
+from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.optim.adamw import AdamW
+from megatron5d.optim.muon import Muon, takes_muon
+from megatron5d.optim.slices import SliceOptimizer, SliceState
+from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.shard import spec_of
+
+
+class Optimizer:
+    """
+    Args:
+        name: `optim.name`.
+        parts: each over buckets of its own; together over all of this rank.
+    """
+
+    def __init__(self, name: str, parts: Sequence[SliceOptimizer]) -> None:
+        self.name, self.parts = name, list(parts)
+
+    @property
+    def slices(self) -> list[SliceState]:
+        """The state of every bucket."""
+        return [state for part in self.parts for state in part.slices]
+
+    @property
+    def step_count(self) -> int:
+        """Updates made, those before a resume among them."""
+        return self.parts[0].step_count
+
+    def step(self, lr: float, scale: float | None = None) -> None:
+        """One update, as of SliceOptimizer. Comm: as of the parts."""
+        for part in self.parts:
+            part.step(lr, scale)
+
+    def rehearse(self) -> None:
+        """Allocates what a step does for a while, on the meta device."""
+        for part in self.parts:
+            part.rehearse()
+
+    def weights_to_masters(self) -> None:
+        """Takes the model's weights as the truth (after an import)."""
+        for part in self.parts:
+            part.weights_to_masters()
+
+    def take_unsaved_masters(self) -> None:
+        """After a resume: masters that are no wider than the weights are saved once, as the weights."""
+        for part in self.parts:
+            part.take_unsaved_masters()
+
+    def set_step_count(self, count: int) -> None:
+        """How many updates the moments have seen, after a resume."""
+        for part in self.parts:
+            part.set_step_count(count)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
+        """(kind, flat tensor over the owned slice, its slice) of everything a checkpoint keeps."""
+        for part in self.parts:
+            yield from part.tensors()
+
+
+def build_optimizer(
+    buckets: Sequence[Bucket], config: OptimConfig, mesh: Mesh, rounding_seed: int | None = None
+) -> Optimizer:
+    """The optimiser of `optim.name` over buckets in which `takes_muon` says the same of all parameters.
+
+    Args:
+        buckets: of this rank, at least one.
+        config: which rule, and its numbers.
+        mesh: whose tp and etp cut matrices.
+        rounding_seed: as of SliceOptimizer.
+
+    Comm: under Muon all_gather_object over tp and etp of the places of pieces, once.
+    """
+    whole = [bucket for bucket in buckets if takes_muon(spec_of(bucket.parameters[0]), config)]
+    rest = [bucket for bucket in buckets if bucket not in whole]
+    parts: list[SliceOptimizer] = [AdamW(rest, config, rounding_seed)] if rest else []
+    parts += [Muon(whole, config, mesh, rounding_seed)] if whole else []
+    return Optimizer(config.name, parts)
