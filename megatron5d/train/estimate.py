@@ -35,10 +35,12 @@ class Estimator:
             plan: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
 
         Raises:
-            ValueError: of its optimiser in the host's memory nothing is known.
+            ValueError: of an optimiser in the host's memory, or of Muon's matrix products, nothing is known.
         """
         if config.optim.offload:
             raise ValueError("optim.offload = true: how long the host takes for the update is not predicted")
+        if config.optim.name == "muon":
+            raise ValueError("optim.name = muon: how long its matrix products take is not predicted")
         plan = plan or planned_pipeline(config, world)
         program = plan.program_of(micro_batch_counts(config, world)[-1])
         lines = lines_of(sizes_of(config, world), 0, config.model.num_kv_heads)

@@ -88,6 +88,7 @@ def test_a_cluster_that_cannot_be_is_refused(capsys):
         (["--network-gbps", "-1"], "--network-gbps -1 is not above 0"),
         (["--imbalance", "0.5"], "--imbalance 0.5"),
         (["optim.offload=true"], "optim.offload = true"),
+        (["optim.name=muon"], "optim.name = muon"),
         (["parallel.tp=3"], "the configuration is refused"),
     ):
         assert main([*STEP, *wrong]) == 2
