@@ -4,6 +4,7 @@
     python tools/plan.py memory --world 4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 train.gbs=2048
     python tools/plan.py memory --world 64 --json model=llama3_8b train.seq_len=1048576 parallel.cp=64 train.gbs=1
     python tools/plan.py step --world 64 --device h100 experiment=llama3_8b
+    python tools/plan.py search --world 256 --device h100 experiment=llama3_70b
     python tools/plan.py context --world 64 --node 8 model=llama3_8b train.seq_len=131072 parallel.tp=2 parallel.cp=16
     python tools/plan.py memory --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 parallel.tp=4 train.gbs=64
 
@@ -19,20 +20,23 @@ import sys
 import time
 from dataclasses import asdict, replace
 
+from tqdm import tqdm
+
 from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
 from megatron5d.config.fault import ConfigError
 from megatron5d.config.schema import Config
 from megatron5d.plan.cluster import CLUSTERS, Cluster, cluster_called
 from megatron5d.plan.conventions import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
 from megatron5d.plan.memory import RankMemory, gigabytes, table
-from megatron5d.plan.report import step_record, step_table
+from megatron5d.plan.report import layout_record, layouts_table, step_record, step_table
 from megatron5d.train.build import sizes_of
 from megatron5d.train.device import eight_bit_faults
 from megatron5d.train.estimate import Estimator
 from megatron5d.train.fitting import nearest_fit, told
 from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.layouts import LIMIT, LayoutSearch
 from megatron5d.train.memory import shortage
-from megatron5d.train.planned import planned_config
+from megatron5d.train.planned import planned_config, unplanned_config
 from megatron5d.train.schedule import micro_batch_counts
 
 
@@ -66,6 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
     step = commands.add_parser("step", help="time of a step by kind, tokens/s and MFU, on a device and its network")
     _add_cluster(step)
     step.set_defaults(run=_step)
+    search = commands.add_parser(
+        "search", help="the fastest layouts that fit; keys given as key=value stay as they are"
+    )
+    _add_cluster(search)
+    search.add_argument("--device-gb", type=float, metavar="X", help="memory of one device in 10⁹ bytes")
+    search.add_argument("--count", type=int, default=5, metavar="N", help="layouts to show (default 5)")
+    search.set_defaults(run=_search)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -116,6 +127,33 @@ def _step(options: argparse.Namespace) -> int:
     else:
         print(step_table(cost, cluster))
     return 0
+
+
+def _search(options: argparse.Namespace) -> int:
+    cluster = _cluster(options)
+    for name, value in (("--device-gb", options.device_gb), ("--count", options.count)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} {value:g} is not above 0")
+    have = cluster.memory_bytes if options.device_gb is None else round(options.device_gb * 1e9)
+    config = unplanned_config(options.overrides, options.world)
+    fixed = {override.lstrip("+").partition("=")[0] for override in options.overrides}
+    search = LayoutSearch(config, options.world, cluster, options.imbalance, fixed)
+    with tqdm(desc="shapes", unit="", leave=False, disable=None) as bar:
+        candidates = search.candidates(have, bar.update)
+    if not search.found_legal:
+        planned_config(options.overrides, options.world)  # says what is wrong
+    with tqdm(desc="times and memory", total=LIMIT, unit="", leave=False, disable=None) as bar:
+        found = search.best(candidates, have, options.count, bar.update)
+    layouts = [(each, told(search.overrides(each))) for each in found]
+    if options.json:
+        records = [layout_record(each, line) for each, line in layouts]
+        print(json.dumps({"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2))
+    elif found:
+        print(layouts_table(layouts))
+        print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {gigabytes(have)} each.")
+    else:
+        print(f"No layout that was looked at fits {gigabytes(have)}: try more ranks, or recompute.offload.")
+    return 0 if found else 1
 
 
 def _memory(options: argparse.Namespace) -> int:

@@ -179,7 +179,8 @@ def _counts(program: Program) -> np.ndarray:
 def _waiting(found: Simulation, rank: int) -> dict[str, float]:
     """What a rank's passes do not fill of the makespan."""
     ep, p2p = float(found.exposed_a2a[rank]), float(found.exposed_p2p[rank])
-    return {"ep": ep, "p2p": p2p, "bubble": found.makespan - float(found.work[rank]) - ep - p2p}
+    idle = found.makespan - float(found.work[rank]) - ep - p2p
+    return {"ep": ep, "p2p": p2p, "bubble": max(0.0, idle)}  # below 0 by rounding
 
 
 def _passing(spent: np.ndarray, program: Program, rank: int) -> tuple[float, float]:

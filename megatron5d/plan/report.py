@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron5d.plan.cluster import Cluster
 from megatron5d.plan.cost import StepCost
+from megatron5d.plan.search import Candidate
 
 _TOLD = {
     "products": "products of matrices",
@@ -47,6 +48,28 @@ def step_table(cost: StepCost, cluster: Cluster) -> str:
         f"{cost.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {cost.tflops_per_gpu:,.0f} TFLOP/s/GPU, MFU {cost.mfu:.1%} of "
         f"{cluster.flops / 1e12:,.0f} TFLOP/s on {cluster.name}, {cluster.node} in a node"
     )
+    return "\n".join(lines)
+
+
+def layout_record(candidate: Candidate[StepCost], overrides: str) -> dict[str, Any]:
+    """One object for programs: of a layout that was priced."""
+    assert candidate.cost is not None
+    return {"overrides": overrides, "needed_bytes": candidate.needed, **step_record(candidate.cost)}
+
+
+def layouts_table(layouts: Sequence[tuple[Candidate[StepCost], str]]) -> str:
+    """Layouts, the best first.
+
+    Args:
+        layouts: each with its overrides as one line; empty = as it was given.
+    """
+    lines = [f"{'step':>11}{'tokens/s/GPU':>14}{'MFU':>8}{'bubble':>8}{'memory':>10}  overrides"]
+    for each, overrides in layouts:
+        cost = each.cost
+        assert cost is not None
+        figures = f"{cost.step_s:>9.3f} s{cost.tokens_per_s_per_gpu:>14,.0f}{cost.mfu:>8.1%}"
+        bubble = f"{cost.seconds['bubble'] / cost.step_s:>8.1%}"
+        lines.append(f"{figures}{bubble}{each.needed / 1e9:>7.1f} GB  {overrides or '(as given)'}")
     return "\n".join(lines)
 
 

@@ -30,6 +30,8 @@ class Sharding:
         parallel, dtype = config.parallel, config.precision.dtype
         self.zero, self.sizes = parallel.zero, sizes
         self.weight, self.grad = _WIDTHS[dtype], 8 if dtype == "fp64" else _WIDTHS[config.precision.grad_dtype]
+        masters = 4 if dtype == "bf16" and config.precision.master_weights else 0
+        self.optimizer = masters + 2 * (8 if dtype == "fp64" else 4)
         self.reduces_each = self.zero >= 2 and parallel.reduce == "per_microbatch"
         self.gathers_each = self.zero == 3 and parallel.regather == "per_microbatch"
 
@@ -81,6 +83,17 @@ class Sharding:
         if self.zero == 0:
             return _dense(units) + _expert(units)
         return sum(elements / self.sizes[shard] for shard, _, elements in self._lines(units))
+
+    def state_bytes(self, units: Iterable[Unit]) -> float:
+        """Of what stays: weights, gradients, optimiser; buffers and what fills buckets up not counted."""
+        units = list(units)
+        lines = [(elements, self.sizes[shard]) for shard, _, elements in self._lines(units)]
+        per_element = {"weights": (self.weight, 3), "gradients": (self.grad, 2), "optimizer": (self.optimizer, 1)}
+        return sum(
+            elements * width / (n if self.zero >= cut else 1)
+            for elements, n in lines
+            for width, cut in per_element.values()
+        )
 
     def _lines(self, units: Sequence[Unit]) -> Sequence[tuple[str, str, int]]:
         return ("dp_shard_cp", "dp_replicate", _dense(units)), ("edp_shard", "edp_replicate", _expert(units))

@@ -24,7 +24,7 @@ class Estimator:
 
     def __init__(self, cluster: Cluster, imbalance: float = 1.0) -> None:
         self.cluster = cluster
-        self._workloads = Workloads(Target(cluster.architecture, imbalance))
+        self.workloads = Workloads(Target(cluster.architecture, imbalance))
 
     def step(self, config: Config, world: int, plan: PipelinePlan | None = None) -> StepCost:
         """The time of a step.
@@ -44,6 +44,6 @@ class Estimator:
         plan = plan or planned_pipeline(config, world)
         program = plan.program_of(micro_batch_counts(config, world)[-1])
         lines = lines_of(sizes_of(config, world), 0, config.model.num_kv_heads)
-        stages = self._workloads.stages(config, parts_of(plan.layout))
+        stages = self.workloads.stages(config, parts_of(plan.layout))
         flops = flops_per_token(config.model, config.train.seq_len)
         return step_cost(Prices(self.cluster, config, lines), program, stages, world, flops)

@@ -96,4 +96,5 @@ def _need(config: Config, world: int, target: Target) -> int | None:
 
 def told(change: Change) -> str:
     """As it stands on a command line."""
-    return " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
+    said = {key: "null" if value is None else str(value).lower() for key, value in change.items()}
+    return " ".join(f"{key}={value}" for key, value in said.items())

@@ -24,8 +24,7 @@ def planned_config(overrides: Sequence[str], world: int, without: Sequence[Law] 
         ConfigError: it could not run.
         ValueError: no rank at all.
     """
-    if world < 1:
-        raise ValueError(f"--world {world}: a run has at least 1 rank")
+    _check_world(world)
     return load_config(
         overrides,
         world=world,
@@ -34,3 +33,22 @@ def planned_config(overrides: Sequence[str], world: int, without: Sequence[Law] 
         checks=[pipeline_faults],
         without=without,
     )
+
+
+def unplanned_config(overrides: Sequence[str], world: int) -> Config:
+    """What a command line says, before anybody has asked whether it could run: a layout is still to be found.
+
+    Args:
+        overrides, world: as of `planned_config`.
+
+    Raises:
+        ConfigError: it is spelled wrong.
+        ValueError: no rank at all.
+    """
+    _check_world(world)
+    return load_config(overrides, model_from_hf=model_config_from_hf)
+
+
+def _check_world(world: int) -> None:
+    if world < 1:
+        raise ValueError(f"--world {world}: a run has at least 1 rank")

@@ -82,6 +82,11 @@ class Workloads:
         """
         return [[self._unit(config, kind) for kind in _kinds(config, stage, part)] for stage, part in enumerate(parts)]
 
+    def counted(self, config: Config) -> list[tuple[Unit, int]]:
+        """The units of the whole model, and how many there are of each kind."""
+        kinds = Counter(_kinds(config, 0, Part(range(config.model.num_layers), True, True)))
+        return [(self._unit(config, kind), count) for kind, count in kinds.items()]
+
     def _unit(self, config: Config, kind: Kind) -> Unit:
         alone = _alone(config, kind[2])
         known = self._known.setdefault(repr(alone), {})

@@ -93,3 +93,19 @@ def test_a_cluster_that_cannot_be_is_refused(capsys):
     ):
         assert main([*STEP, *wrong]) == 2
         assert said in capsys.readouterr().err
+
+
+SEARCH = ["search", "--world", "4", "model=tiny", "train.gbs=8", "precision.dtype=bf16", "parallel.cp=1"]
+
+
+def test_search_for_layouts(capsys):
+    assert main([*SEARCH, "parallel.tp=2", "--count", "2", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert [each["step_time_s"] for each in layouts] == sorted(each["step_time_s"] for each in layouts)
+    assert len(layouts) == 2 and all("parallel.tp" not in each["overrides"] for each in layouts)
+    line = layouts[0]["overrides"].split()
+    assert main(["step", *SEARCH[1:], "parallel.tp=2", *line, "--json"]) == 0  # as it can be pasted
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == pytest.approx(layouts[0]["step_time_s"])
+    assert main([*SEARCH, "--device-gb", "0.3"]) == 1 and "No layout that was looked at fits" in capsys.readouterr().out
+    assert main([*SEARCH, "parallel.tp=3"]) == 2 and "the configuration is refused" in capsys.readouterr().err
+    assert main([*SEARCH, "--count", "0"]) == 2 and "--count 0 is not above 0" in capsys.readouterr().err

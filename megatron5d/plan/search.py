@@ -1,0 +1,208 @@
+"""Which layouts there are for a model and a world, and the best of those that fit: enumeration and order, no laws.
+
+Layouts are proposed by size alone; what is legal the laws say, how long a step takes and what it needs the caller's
+functions say. The dear questions are asked last and in the order of a cheap estimate, and few of them: a layout that
+keeps more than one that was found too large is not asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Generic, TypeVar
+
+from megatron5d.config.schema import Config
+from megatron5d.pipeline_parallel.registry import find_schedule
+
+Change = dict[str, Any]  # key of the configuration -> value
+Price = TypeVar("Price")
+
+MODES = ("none", "selective", "full")  # of recompute, from what keeps most
+SCHEDULES = (  # schedule, chunks a rank
+    ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb_h1", 1), ("zb_v", 1),
+    ("dualpipe_v", 1),
+)  # fmt: skip
+SHORTEST_SLICE = 4096  # tokens of a rank below which cp is not tried
+DEEPEST = 32  # pipeline ranks
+MOST_EXPERTS = 32  # of one rank
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+FAR = 1.5
+PATIENCE = 3
+_WAYS = ("pipeline.schedule", "parallel.vpp")
+
+
+class Proposals:
+    """Combinations of values worth a look; many of them break some law.
+
+    Args:
+        config: what is given.
+        world: number of ranks.
+        node: ranks that share fast links: tp stays inside.
+        fixed: keys that keep their values.
+    """
+
+    def __init__(self, config: Config, world: int, node: int, fixed: Iterable[str] = ()) -> None:
+        self.config, self.world, self.node, self.fixed = config, world, node, set(fixed)
+
+    def _free(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
+        group, name = key.split(".")
+        return [getattr(getattr(self.config, group), name)] if key in self.fixed else values
+
+    def shapes(self) -> Iterator[Change]:
+        """Sizes of the axes, and ZeRO."""
+        model, world = self.config.model, self.world
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        tps = [n for n in divisors if n <= self.node and model.num_heads % n == 0]
+        cps = [n for n in divisors if n == 1 or self.config.train.seq_len // n >= SHORTEST_SLICE]
+        pps = [n for n in divisors if n <= min(DEEPEST, model.num_layers)]
+        experts = [n for n in divisors if model.num_experts % n == 0 and n * MOST_EXPERTS >= model.num_experts]
+        for tp, cp, pp in product(
+            *(self._free(f"parallel.{n}", v) for n, v in (("tp", tps), ("cp", cps), ("pp", pps)))
+        ):
+            if world % (tp * cp * pp):
+                continue
+            shards = world // (tp * pp)
+            axes = {
+                "parallel.sp": [tp > 1],
+                "parallel.ep": [n for n in experts if shards * tp % n == 0] if model.num_experts else [1],
+                "parallel.etp": [1 if model.num_experts else self.config.parallel.etp],
+                "parallel.zero": [0] if shards == 1 else [1, 3] if pp == 1 else [1],
+            }
+            for values in product(*(self._free(key, values) for key, values in axes.items())):
+                yield {"parallel.tp": tp, "parallel.cp": cp, "parallel.pp": pp, **dict(zip(axes, values))}
+
+    def batches(self, dp: int) -> Iterator[Change]:
+        """Micro-batches and what is kept of them.
+
+        Args:
+            dp: data-parallel ranks.
+        """
+        sizes = [n for n in MICRO_BATCHES if self.config.train.gbs % (n * dp) == 0]
+        for mbs, mode in product(self._free("train.mbs", sizes), self._free("recompute.mode", MODES)):
+            yield {"train.mbs": mbs, "recompute.mode": mode}
+
+    def schedules(self, pp: int) -> list[Change]:
+        """Schedules of a pipeline, and chunks a rank."""
+        deepest = self.config.model.num_layers // pp
+        pairs = [
+            (name, vpp) for name, vpp in SCHEDULES if pp > 1 and max(vpp, find_schedule(name).chunks) <= deepest
+        ] or SCHEDULES[:1]
+        ways = [{"pipeline.schedule": name, "parallel.vpp": vpp} for name, vpp in pairs]
+        kept = {key: self._free(key, ())[0] for key in ways[0] if key in self.fixed}
+        return [way for way in ways if way | kept == way] or [ways[0] | kept]
+
+
+@dataclass
+class Candidate(Generic[Price]):
+    """A legal layout.
+
+    Args:
+        change: what it changes.
+        guess_s: seconds of a step, cheaply; candidates are looked at in this order.
+        cost: what it costs, once it is known.
+        needed: bytes of the rank that needs most, once they are known.
+    """
+
+    change: Change
+    guess_s: float
+    cost: Price | None = None
+    seconds: float = 0.0
+    needed: int = 0
+
+
+@dataclass(frozen=True)
+class Questions(Generic[Price]):
+    """What the search asks of a candidate.
+
+    Args:
+        runs: it is legal, and has a Program.
+        price: what a step costs, and its seconds.
+        need: bytes of the rank that needs most, or of any that needs more than there is.
+    """
+
+    runs: Callable[[Change], bool]
+    price: Callable[[Change], tuple[Price, float]]
+    need: Callable[[Change], int]
+
+
+@dataclass
+class Misfits:
+    """Layouts that were too large, so that what needs more is known to be."""
+
+    _known: dict[tuple, list[tuple[int, int, int]]] = field(default_factory=dict)
+
+    def add(self, change: Change, excess: float) -> None:
+        """
+        Args:
+            change: the layout.
+            excess: what it needs, of what there is; with FAR no schedule helps.
+        """
+        same, size = self._parts(change, anyhow=excess > FAR)
+        self._known.setdefault(same, []).append(size)
+
+    def cover(self, change: Change) -> bool:
+        """One of them differs only in keeping as much or less, or in the schedule where that cannot help."""
+        for anyhow in (False, True):
+            same, size = self._parts(change, anyhow)
+            if any(all(a <= b for a, b in zip(small, size)) for small in self._known.get(same, ())):
+                return True
+        return False
+
+    def _parts(self, change: Change, anyhow: bool) -> tuple[tuple, tuple[int, int, int]]:
+        """What must be equal, and what is smaller where less is kept: micro-batch, what is kept of it, whole state."""
+        sizes = {"train.mbs", "recompute.mode", "parallel.zero"} | ({*_WAYS} if anyhow else set())
+        same = tuple((key, value) for key, value in sorted(change.items()) if key not in sizes)
+        kept = len(MODES) - MODES.index(change["recompute.mode"])
+        return same, (change["train.mbs"], kept, 3 - change["parallel.zero"])
+
+
+def best(
+    candidates: Sequence[Candidate[Price]],
+    questions: Questions[Price],
+    *,
+    have: int,
+    count: int,
+    limit: int,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Candidate[Price]]:
+    """The fastest that fit.
+
+    Args:
+        candidates: legal ones.
+        questions: that find out about each.
+        have: bytes of one device.
+        count: how many are wanted.
+        limit: after how many that were looked at the search ends; after PATIENCE times as many if none fits.
+        progress: called for each.
+
+    Returns:
+        At most `count`, the fastest first.
+    """
+    found: list[Candidate[Price]] = []
+    misfits = Misfits()
+    looked = 0
+    for candidate in sorted(candidates, key=lambda each: each.guess_s):
+        if misfits.cover(candidate.change):
+            continue
+        full = len(found) == count
+        if looked >= (limit if found else PATIENCE * limit) or (full and candidate.guess_s > 1.1 * found[-1].seconds):
+            break
+        if not questions.runs(candidate.change):
+            continue
+        looked += 1
+        progress()
+        if full and not _priced(candidate, questions, below=found[-1].seconds):
+            continue
+        candidate.needed = questions.need(candidate.change)
+        if candidate.needed > have:
+            misfits.add(candidate.change, candidate.needed / have)
+        elif full or _priced(candidate, questions):
+            found = sorted([*found, candidate], key=lambda each: each.seconds)[:count]
+    return found
+
+
+def _priced(candidate: Candidate[Price], questions: Questions[Price], below: float = float("inf")) -> bool:
+    """Finds the price; whether it is lower."""
+    candidate.cost, candidate.seconds = questions.price(candidate.change)
+    return candidate.seconds < below

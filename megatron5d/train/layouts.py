@@ -1,0 +1,175 @@
+"""The best layouts of a model on a cluster: the search of plan/search.py, with our laws, times and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from megatron5d.config.context_cost import recommended
+from megatron5d.config.law import data_parallel
+from megatron5d.config.laws import broken_laws
+from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.schema import Config
+from megatron5d.plan.cluster import Cluster
+from megatron5d.plan.cost import Prices, StepCost
+from megatron5d.plan.search import Candidate, Change, Proposals, Questions, best
+from megatron5d.plan.work import Unit
+from megatron5d.topology.mesh import lines_of
+from megatron5d.train.build import sizes_of
+from megatron5d.train.estimate import Estimator
+from megatron5d.train.fitting import changed, told
+from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.schedule import PipelinePlan, planned_pipeline
+
+# Of the bytes that a forward makes, what a micro-batch keeps at least (measured on four models): dense layers, mixtures
+KEPT = {"none": (0.6, 0.4), "selective": (0.42, 0.34)}
+BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, about
+LIMIT = 60  # layouts whose memory or exact time is asked for
+
+
+class LayoutSearch:
+    """
+    Args:
+        config: model, batch and all that is not searched for.
+        world: number of ranks.
+        cluster: on which.
+        imbalance: rows that the busiest rank's experts are sent, of an even share.
+        fixed: keys that keep their values.
+
+    Attributes:
+        found_legal: `candidates` has met a shape that the laws admit, whether it fits or not.
+    """
+
+    def __init__(
+        self, config: Config, world: int, cluster: Cluster, imbalance: float = 1.0, fixed: Iterable[str] = ()
+    ) -> None:
+        self.config, self.world, self.cluster, self.fixed = config, world, cluster, set(fixed)
+        self._proposals = Proposals(config, world, cluster.node, self.fixed)
+        self._target = Target(cluster.architecture, imbalance)
+        self._estimator = Estimator(cluster, imbalance)
+        self.found_legal = False
+        self._plans: dict[str, PipelinePlan] = {}
+
+    def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate[StepCost]]:
+        """Layouts that are not too large at a glance, with a first guess of their time, and the given one.
+
+        Args:
+            have: bytes of one device.
+            progress: called for each shape that is looked at.
+        """
+        found = [Candidate[StepCost](self._given(), 0.0)]
+        for shape in self._proposals.shapes():
+            progress()
+            shape = self._with_context(shape)
+            if self._is_legal(shape):
+                self.found_legal = True
+                found += [each for each in self._glances(shape, have) if self.overrides(each)]
+        return found
+
+    def overrides(self, candidate: Candidate[StepCost]) -> Change:
+        """What a candidate says otherwise than the configuration: empty for the given one."""
+        return {key: value for key, value in candidate.change.items() if value != _value(self.config, key)}
+
+    def best(
+        self,
+        candidates: Sequence[Candidate[StepCost]],
+        have: int,
+        count: int,
+        progress: Callable[[], None] = lambda: None,
+    ) -> list[Candidate[StepCost]]:
+        """The fastest that fit: each time from its Program, each memory as a run's own forecast has it.
+
+        Args:
+            candidates: of `candidates`.
+            have: bytes of one device.
+            count: how many are wanted.
+            progress: called for each layout that is looked at.
+        """
+        questions = Questions[StepCost](self._runs, self._price, lambda change: self._need(change, have))
+        return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
+
+    def _given(self) -> Change:
+        """The layout of the configuration itself, with which the others compete."""
+        names = ("tp", "cp", "pp", "sp", "ep", "etp", "zero", "cp_method", "cp_inner", "vpp")
+        keys = [*(f"parallel.{name}" for name in names), "train.mbs", "recompute.mode", "pipeline.schedule"]
+        return {key: _value(self.config, key) for key in keys}
+
+    def _with_context(self, shape: Change) -> Change:
+        """How attention is spread over cp, where nobody says so: what sends least between nodes."""
+        if shape["parallel.cp"] == 1 or {"parallel.cp_method", "parallel.cp_inner"} & self.fixed:
+            return shape
+        method, inner = recommended(changed(self.config, shape), self.cluster.node)
+        return {**shape, "parallel.cp_method": method, "parallel.cp_inner": inner}
+
+    def _is_legal(self, shape: Change) -> bool:
+        """With some schedule and some micro-batch, in which laws of the axes have no part."""
+        dp = data_parallel(changed(self.config, shape), self.world)
+        batch = next(self._proposals.batches(dp), None)
+        return batch is not None and any(
+            not broken_laws(changed(self.config, {**shape, **batch, **way}), self.world, without=FILE_LAWS)
+            for way in self._proposals.schedules(shape["parallel.pp"])
+        )
+
+    def _glances(self, shape: Change, have: int) -> Iterator[Candidate[StepCost]]:
+        """A first guess of the time of a shape with every micro-batch and schedule: equal ranks, no messages."""
+        config = changed(self.config, shape)
+        prices = Prices(self.cluster, config, lines_of(sizes_of(config, self.world), 0, config.model.num_kv_heads))
+        pp, dp = config.parallel.pp, data_parallel(config, self.world)
+        for batch in self._proposals.batches(dp):
+            laid = changed(config, batch)
+            units = self._estimator.workloads.counted(laid)
+            m = laid.train.gbs // (laid.train.mbs * dp)
+            if _least_bytes(laid, prices, units, m) > have:
+                continue
+            passes = sum(count * _seconds(prices, unit) for unit, count in units) / pp
+            for way in self._proposals.schedules(pp):
+                bubble = (pp - 1) * BUBBLES.get(way["pipeline.schedule"], 1.0) / way["parallel.vpp"]
+                yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
+
+    def _runs(self, change: Change) -> bool:
+        """Whether it is legal, schedule, layers and tied embedding included."""
+        key, config = told(change), changed(self.config, change)
+        if not broken_laws(config, self.world, without=FILE_LAWS):
+            with suppress(ValueError):
+                self._plans[key] = planned_pipeline(config, self.world)
+        return key in self._plans
+
+    def _price(self, change: Change) -> tuple[StepCost, float]:
+        cost = self._estimator.step(changed(self.config, change), self.world, self._plans[told(change)])
+        return cost, cost.step_s
+
+    def _need(self, change: Change, have: int) -> int:
+        """Bytes of the rank that needs most; the ends of the pipeline, which usually do, are asked first."""
+        config, plan = changed(self.config, change), self._plans[told(change)]
+        forecaster, most = Forecaster(config, self.world, self._target, plan), 0
+        for rank in dict.fromkeys((0, config.parallel.pp - 1, *range(config.parallel.pp))):
+            most = max(most, forecaster.rank(rank).needed)
+            if most > have:
+                break
+        return most
+
+
+def _value(config: Config, key: str) -> Any:
+    group, name = key.split(".")
+    return getattr(getattr(config, group), name)
+
+
+def _seconds(prices: Prices, unit: Unit) -> float:
+    """One micro-batch's forward and backward of a unit, its all-to-alls with it."""
+    total = 0.0
+    for op in "FB":
+        kinds, a2a = prices.stage([unit], op)
+        total += sum(kinds.values()) + a2a
+    return total
+
+
+def _least_bytes(config: Config, prices: Prices, units: Sequence[tuple[Unit, int]], m: int) -> float:
+    """Less than what a rank needs: its state, and of the micro-batches in flight what is surely kept."""
+    pp, mode = config.parallel.pp, config.recompute.mode
+    state = sum(count * prices.sharding.state_bytes([unit]) for unit, count in units) / pp
+    if mode == "full":
+        kept = float(config.model.num_layers * prices.message()[0])
+    else:
+        kept = sum(count * unit.passes["F"].made_bytes * KEPT[mode][unit.expert > 0] for unit, count in units)
+    return state + kept * min(1.0, m / pp)
