@@ -72,7 +72,14 @@ def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
 
 def _ways_out(config: Config, world: int) -> str:
     """Overrides that lower what a rank needs, the cheapest first; tools/plan.py tries which of them are enough."""
-    ways = [told(step) for step in steps(config) if not broken_laws(changed(config, step), world, without=FILE_LAWS)]
+    p = config.parallel
+    divides = world > p.tp * p.pp * p.dp_replicate or config.model.num_experts > 0  # ZeRO, over dp_shard·cp or edp
+    ways = [
+        told(step)
+        for step in steps(config)
+        if (divides or "parallel.zero" not in step)
+        and not broken_laws(changed(config, step), world, without=FILE_LAWS)
+    ]
     return ", ".join([*ways, "a larger parallel.pp or cp; log.memory_check=warn to try all the same"])
 
 

@@ -134,6 +134,20 @@ def test_queries_that_see_nothing():
     assert not out[:20].any() and bool((lse[..., :20] == float("-inf")).all()) and bool(lse[..., 20:].isfinite().all())
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_far_below_zero(causal):
+    """What lies past the last key has score 0, and would be infinitely likely beside them."""
+    q, k, v = inputs(s=37, b=1)
+    leaves = [x.bfloat16().requires_grad_() for x in (q.abs() + 3, -k.abs() - 3, v)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    want, _ = kernels.attention_reference(*wide, AttentionRule(0.2, causal))
+    got, _ = kernels.attention(*leaves, scale=0.2, causal=causal)
+    dout = torch.randn(want.shape).bfloat16()
+    wanted = torch.autograd.grad(want, wide, dout.double())
+    for one, expected in zip(torch.autograd.grad(got, leaves, dout), wanted):
+        assert relative(one, expected) < 5e-2  # every key is nearly the same: differences of large numbers
+
+
 def test_the_kernel_really_runs(monkeypatch):
     monkeypatch.setattr(flash_attention_forward, "_forward_kernel", None)
     with pytest.raises(TypeError):

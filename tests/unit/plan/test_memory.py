@@ -101,6 +101,9 @@ def test_what_cannot_fit_is_refused_where_that_is_asked_for():
     assert memory_faults(refusing(0.1, "warn"), 1) == []
     (fault,) = memory_faults(refusing(0.1), 1)
     assert fault.id == "memory" and "pipeline rank 0 needs" in fault.reason and "recompute.mode=full" in fault.fix
+    assert "parallel.zero" not in fault.fix, "there is nobody to share with"
+    (fault,) = memory_faults(refusing(0.1), 2)
+    assert "parallel.zero=3" in fault.fix
 
 
 def test_a_shortage_names_the_worst_rank_and_its_largest_kinds():
