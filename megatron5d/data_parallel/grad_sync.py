@@ -116,7 +116,7 @@ class GradSync:
         self._per_microbatch = not reduce_per_step
         self._missing: dict[int, int] = {}
         self._queue: list[int] = []  # shared buckets whose sum with the mirror's is to start, in this order
-        self._reducing: list[int] = []  # buckets whose sum over the shard axis is under way
+        self._reducing: dict[int, bool] = {}  # buckets whose sum over the shard axis is under way; is it the step's last?
         self._summing: list[Pending] = []  # sums over replicas under way
         self._shared = [i for i, bucket in enumerate(self.buckets) if spec_of(bucket.parameters[0]).shared]
         # torch's DETAIL checks make every collective wait for all ranks to call it, also one that is to run later: then
@@ -201,7 +201,7 @@ class GradSync:
                 self._summing.append(bucket.start_sum_replicas())
         elif not (shared and self.zero == 1):
             bucket.start_reduce()
-            self._reducing.append(index)
+            self._reducing[index] = self._missing[index] == 0
 
     def _take_in(self, everything: bool = False) -> None:
         """Waits for sums over shard axes, and starts those over replicas of what is complete.
@@ -210,15 +210,16 @@ class GradSync:
         Where nothing is given back and nobody waits for the sum, it is left alone until the end of the step. So is one
         that the mirrored rank takes part in: it may have to come here first for what it still owes.
         """
-        left = []
-        for index in self._reducing:
+        left = {}
+        for index, is_last in self._reducing.items():
             bucket = self.buckets[index]
             mirrored = index in self._shared and self.zero == 1
             if not (everything or bucket.shards_grads or (bucket.replicate.size > 1 and not mirrored)):
-                left.append(index)
+                left[index] = is_last
                 continue
             bucket.finish_reduce()
-            if self._missing[index] == 0 and not (index in self._shared and self.zero != 1):
+            # The step's last gradient may have come by now, and still wait for its own sum over the shard axis.
+            if is_last and not (index in self._shared and self.zero != 1):
                 self._summing.append(bucket.start_sum_replicas())
         self._reducing = left
 
@@ -228,7 +229,7 @@ class GradSync:
             index = self._queue.pop(0)
             if self.zero == 1 and self.buckets[index].shard.size > 1:
                 self.buckets[index].start_reduce()
-                self._reducing.append(index)
+                self._reducing[index] = True
             else:
                 self._summing.append(self.buckets[index].start_sum_replicas())
 

@@ -41,6 +41,8 @@ SCHEDULES = {
     "zb_h1": {"zero": 3},
     "zb_v": {"zero": 2},
     "interleaved": PER_STEP,
+    # chunks of one layer: a unit's last two gradients come with nothing of another unit between them
+    "interleaved_zb": {"zero": 3, "dp": 4, "dp_replicate": 2},
     "dualpipe_v": {"zero": 3, "recompute": RecomputeConfig("full")},
     "dualpipe": {"zero": 3, "dp": 4, "dp_replicate": 2},
 }
