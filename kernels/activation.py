@@ -105,7 +105,8 @@ class _SwiGLU(torch.autograd.Function):
 
 class _GELU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, tanh):
+    def forward(ctx, x, tanh, overwrite):
+        ctx.overwrite = overwrite and x.is_contiguous()
         x = x.contiguous()
         y = torch.empty_like(x)
         config = tuning.select("gelu", x.device)
@@ -117,11 +118,20 @@ class _GELU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        dx = torch.empty_like(x)
+        if ctx.overwrite:  # each program reads its numbers before it writes them
+            torch.autograd.graph.increment_version(x)
+            dx = x.detach()
+        else:
+            dx = torch.empty_like(x)
         config = tuning.select("gelu", x.device)
         grid = (cdiv(x.numel(), config["BLOCK"]),)
         _gelu_backward_kernel[grid](dy.contiguous(), x, dx, x.numel(), TANH=ctx.tanh, **config)
-        return dx, None
+        return dx, None, None
+
+
+def _check_overwrite(x: Tensor, overwrite: bool) -> None:
+    if overwrite and x.is_leaf and x.requires_grad:
+        raise ValueError(f"overwrite=True would write the gradient of the leaf {tuple(x.shape)} over its value")
 
 
 def swiglu(gate_up: Tensor, overwrite: bool = False) -> Tensor:
@@ -140,8 +150,7 @@ def swiglu(gate_up: Tensor, overwrite: bool = False) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"swiglu splits the last dim in two halves (gate, up); {gate_up.shape[-1]} is odd")
-    if overwrite and gate_up.is_leaf and gate_up.requires_grad:
-        raise ValueError(f"overwrite=True would write the gradient of the leaf {tuple(gate_up.shape)} over its value")
+    _check_overwrite(gate_up, overwrite)
     return _SwiGLU.apply(gate_up, overwrite) if dispatch.runs_triton(gate_up) else swiglu_reference(gate_up)
 
 
@@ -170,22 +179,26 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor, overwrite: bool = False) -> Ten
     return d_gate_up
 
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, approximate: str = "none", overwrite: bool = False) -> Tensor:
     """The Gaussian error linear unit.
 
     Args:
         x: any shape, any floating dtype.
         approximate: "none" (erf) or "tanh".
+        overwrite: as of `swiglu`.
 
     Returns:
         The shape and dtype of `x`, computed in float32 (float64 for float64).
 
     Raises:
-        ValueError: an unknown approximation.
+        ValueError: an unknown approximation, or a leaf would be overwritten.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu knows approximate='none' and 'tanh', not {approximate!r}")
-    return _GELU.apply(x, approximate == "tanh") if dispatch.runs_triton(x) else gelu_reference(x, approximate)
+    _check_overwrite(x, overwrite)
+    return (
+        _GELU.apply(x, approximate == "tanh", overwrite) if dispatch.runs_triton(x) else gelu_reference(x, approximate)
+    )
 
 
 def activate(x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
@@ -206,4 +219,4 @@ def activate(x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         return swiglu(x, overwrite)
     if kind not in ("gelu", "gelu_tanh"):
         raise ValueError(f"activate knows swiglu, gelu and gelu_tanh, not {kind!r}")
-    return gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return gelu(x, "tanh" if kind == "gelu_tanh" else "none", overwrite)

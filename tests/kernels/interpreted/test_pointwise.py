@@ -75,20 +75,21 @@ def test_rope_of_views_into_one_qkv():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 5, 14), (2, 258)])
-def test_swiglu_backward_over_its_input(shape):
+def test_activations_backward_over_their_input(kind, shape):
     leaf = torch.randn(shape).bfloat16().requires_grad_()
-    dy = torch.randn(*shape[:-1], shape[-1] // 2).bfloat16()
-    (want,) = torch.autograd.grad(kernels.swiglu(leaf), leaf, dy)
+    dy = torch.randn(*shape[:-1], shape[-1] // (2 if kind == "swiglu" else 1)).bfloat16()
+    (want,) = torch.autograd.grad(kernels.activate(leaf, kind), leaf, dy)
     held = leaf.clone()
-    got = torch.autograd.grad(kernels.swiglu(held, overwrite=True), held, dy, retain_graph=True)[0]
+    got = torch.autograd.grad(kernels.activate(held, kind, True), held, dy, retain_graph=True)[0]
     assert torch.equal(got, want) and got.data_ptr() == held.data_ptr()
-    y = kernels.swiglu(held, overwrite=True)
+    y = kernels.activate(held, kind, True)
     y.backward(dy, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(dy)
     with pytest.raises(ValueError, match="the leaf"):
-        kernels.swiglu(leaf, overwrite=True)
+        kernels.activate(leaf, kind, True)
 
 
 def test_swiglu_of_a_slice_is_never_overwritten():
