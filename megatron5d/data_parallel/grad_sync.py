@@ -116,7 +116,7 @@ class GradSync:
         self._per_microbatch = not reduce_per_step
         self._missing: dict[int, int] = {}
         self._queue: list[int] = []  # shared buckets whose sum with the mirror's is to start, in this order
-        self._reducing: dict[int, bool] = {}  # buckets whose sum over the shard axis is under way; is it the step's last?
+        self._reducing: dict[int, bool] = {}  # sums over the shard axis under way: bucket -> the step's last?
         self._summing: list[Pending] = []  # sums over replicas under way
         self._shared = [i for i, bucket in enumerate(self.buckets) if spec_of(bucket.parameters[0]).shared]
         # torch's DETAIL checks make every collective wait for all ranks to call it, also one that is to run later: then

@@ -77,8 +77,7 @@ def _ways_out(config: Config, world: int) -> str:
     ways = [
         told(step)
         for step in steps(config)
-        if (divides or "parallel.zero" not in step)
-        and not broken_laws(changed(config, step), world, without=FILE_LAWS)
+        if (divides or "parallel.zero" not in step) and not broken_laws(changed(config, step), world, without=FILE_LAWS)
     ]
     return ", ".join([*ways, "a larger parallel.pp or cp; log.memory_check=warn to try all the same"])
 
