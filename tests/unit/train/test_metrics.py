@@ -41,39 +41,56 @@ def test_a_fresh_run_starts_a_fresh_file(tmp_path):
 
 
 def wandb_records(folder):
-    """Yields the protobuf records of an offline run: LevelDB framing, 32 KiB blocks, parts joined by their type."""
+    """Yields the protobuf records of offline runs: LevelDB framing, 32 KiB blocks, parts joined by their type."""
     from wandb.proto import wandb_internal_pb2 as pb
 
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    data, at, joined = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        if left < 7 or kind == 0:
-            at += left
-            continue
-        part, at = data[at + 7 : at + 7 + length], at + 7 + length
-        joined = part if kind in (1, 2) else joined + part
-        if kind in (1, 4):
-            record = pb.Record()
-            record.ParseFromString(joined)
-            yield record
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):  # their names begin with the second
+        data, at, joined = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            left = 32768 - at % 32768
+            _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+            if left < 7 or kind == 0:
+                at += left
+                continue
+            part, at = data[at + 7 : at + 7 + length], at + 7 + length
+            joined = part if kind in (1, 2) else joined + part
+            if kind in (1, 4):
+                record = pb.Record()
+                record.ParseFromString(joined)
+                yield record
 
 
-def test_wandb_offline_holds_every_figure_and_the_run_keeps_its_id(tmp_path):
+def items(entries):
+    return {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in entries}
+
+
+def test_wandb_offline_holds_what_the_log_holds_and_a_resumed_run_keeps_its_id(tmp_path):
     log = LogConfig(dir=str(tmp_path), wandb=WandbConfig(mode="offline", project="p", name="n"))
-    run = Wandb(log, {"train": {"steps": 3}}, run_id="abc123")
-    for step in (1, 2):
-        run.write({"step": step, "loss": 1.5 / step, "mfu": None})
-    run.close()
-    assert run.run_id == "abc123"
-    rows: list[dict] = []
+    config = {"train": {"steps": 3, "betas": [0.9, 0.95]}, "name": "tiny"}
+    run_id, rows = None, list[dict]()
+    jsonl = JsonLines(tmp_path / "log.jsonl", done=0)
+    for life in ((1, 2), (3,)):
+        run = Wandb(log, config, run_id)
+        for step in life:
+            record = {"step": step, "loss": 1.5 / step, "mfu": None, "aux_loss": 1e-30, "tokens": 2**40 + step}
+            jsonl.write(record)
+            run.write(record)
+        run.close()
+        assert run_id in (None, run.run_id)
+        run_id = run.run_id
+        time.sleep(1)  # the second is part of the file's name
+    jsonl.close()
     deadline = time.monotonic() + 30  # W&B's own process writes the file a moment after the run is closed
-    while len(rows) < 2 and time.monotonic() < deadline:
-        found = [r for r in wandb_records(tmp_path) if r.WhichOneof("record_type") == "history"]
-        rows = [{i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in found]
-    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.5), (2, 0.75)]
-    assert all("mfu" not in row for row in rows)
+    while len(rows) < 3 and time.monotonic() < deadline:
+        found = list(wandb_records(tmp_path))
+        rows = [items(r.history.item) for r in found if r.WhichOneof("record_type") == "history"]
+    assert [row["_step"] for row in rows] == [1, 2, 3]
+    logged = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
+    assert logged == [{k: v for k, v in line.items() if v is not None} for line in lines(tmp_path / "log.jsonl")]
+    runs = [r.run for r in found if r.WhichOneof("record_type") == "run"]
+    assert {run.run_id for run in runs} == {run_id}
+    for run in runs:
+        assert {k: v for k, v in items(run.config.update).items() if k != "_wandb"} == config
 
 
 @pytest.mark.parametrize(
