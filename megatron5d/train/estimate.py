@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import flops_per_token
 from megatron5d.model.partition import parts_of
-from megatron5d.plan.cluster import Cluster
+from megatron5d.plan.cluster import Cluster, cluster_of
 from megatron5d.plan.cost import Prices, StepCost, step_cost
 from megatron5d.topology.mesh import lines_of
 from megatron5d.train.build import sizes_of
@@ -47,3 +47,24 @@ class Estimator:
         stages = self.workloads.stages(config, parts_of(plan.layout))
         flops = flops_per_token(config.model, config.train.seq_len)
         return step_cost(Prices(self.cluster, config, lines), program, stages, world, flops)
+
+
+def step_on(device: str, config: Config, world: int, plan: PipelinePlan) -> StepCost | str | None:
+    """The time of a step of a run that begins, for its log.
+
+    Args:
+        device: as CUDA calls it.
+        config: of the run.
+        world: number of ranks.
+        plan: of its pipeline.
+
+    Returns:
+        The time; why there is none; or None where the device is not known or the batch grows.
+    """
+    cluster = cluster_of(device)
+    if cluster is None or config.train.gbs_ramp is not None:
+        return None
+    try:
+        return Estimator(cluster).step(config, world, plan)
+    except Exception as error:  # a layer that needs values cannot be counted; it trains all the same
+        return f"the time of a step is not predicted: {error}"

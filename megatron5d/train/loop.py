@@ -69,6 +69,8 @@ def _introduce(run: Run, reporter: Reporter) -> None:
     )
     for note in run.notes:
         reporter.say(note)
+    if reporter.active and (expected := reporter.expect()) is not None:
+        reporter.say(expected)
     if reporter.active and (memory := reporter.memory.predicted()) is not None:
         reporter.say(memory)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+
 from megatron5d.config.convert import to_dict
 from megatron5d.model.flops import flops_per_token
+from megatron5d.plan.cost import StepCost
 from megatron5d.train.build import Run
+from megatron5d.train.estimate import step_on
 from megatron5d.train.memory import MEASURED_AFTER, MemoryReport
 from megatron5d.train.metrics import Bar, JsonLines, Wandb, memory_gb, peak_tflops
 from megatron5d.train.step import StepResult
@@ -26,6 +30,7 @@ class Reporter:
         self.active = run.process.rank == 0
         self._peak = peak_tflops(config.log, run.process.device)
         self.memory = MemoryReport(run)
+        self._cost: StepCost | None = None  # expected of a step
         self._steps_here = 0
         self._flops = flops_per_token(config.model, config.train.seq_len)
         self._pending: dict[str, Any] = {}
@@ -37,6 +42,21 @@ class Reporter:
             self._wandb = Wandb(config.log, to_dict(config), progress.wandb_id)
             progress.wandb_id = self._wandb.run_id
         self._since = time.perf_counter()
+
+    def expect(self) -> str | None:
+        """Predicts a step's time, to stand beside what is measured; what to tell of it. On rank 0.
+
+        On a CPU, and on devices that plan/cluster.py does not know, nothing is predicted.
+        """
+        run = self.run
+        if run.process.device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(run.process.device)
+        cost = step_on(name, run.config, run.process.world, run.plan)
+        if not isinstance(cost, StepCost):
+            return cost
+        self._cost = cost
+        return f"predicted: {cost.step_s:.3g} s a step, MFU {cost.mfu:.1%}; experts evenly loaded (docs/planning.md)"
 
     def start_clock(self) -> None:
         """Leaves out of the next step's time what came before (evaluation, saving)."""
@@ -91,6 +111,8 @@ class Reporter:
             "memory_predicted_gb": self.memory.predicted_gb,
             "consumed_samples": run.progress.consumed_samples,
         }
+        if self._cost is not None:
+            record |= {"step_time_predicted_s": self._cost.step_s, "mfu_predicted": self._cost.mfu}
         if config.train.z_loss:
             record["z_loss"] = result.sums["z_loss"]
         record |= {name: value for name, value in result.sums.items() if name not in ("loss", "z_loss")}

@@ -13,9 +13,10 @@ from megatron5d.data.sampler import micro_batch_samples
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.plan.cluster import cluster_called
+from megatron5d.plan.cost import StepCost
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.estimate import Estimator
+from megatron5d.train.estimate import Estimator, step_on
 from megatron5d.train.schedule import plan_pipeline
 
 # every token chooses every expert: the only routing whose counts are known beforehand
@@ -111,6 +112,16 @@ def test_faster_machines_and_better_ways_cost_less():
     few, many = (cost(pp=4, gbs=gbs, schedule="1f1b") for gbs in (64, 256))
     bubble, more = (each.seconds["bubble"] for each in (few, many))
     assert more == pytest.approx(bubble, rel=0.2) and many.mfu > few.mfu  # behind four times the work
+
+
+def test_a_run_expects_a_time_where_its_device_is_known():
+    config = layout(pp=2)
+    plan = plan_pipeline(config, 2)
+    found = step_on("NVIDIA H100 80GB HBM3", config, 2, plan)
+    assert isinstance(found, StepCost) and found.step_s == pytest.approx(Estimator(H100).step(config, 2).step_s)
+    assert step_on("Tesla T4", config, 2, plan) is None
+    offloaded = dataclasses.replace(config, optim=dataclasses.replace(config.optim, offload=True))
+    assert "optim.offload = true" in str(step_on("NVIDIA H100 80GB HBM3", offloaded, 2, plan))
 
 
 @pytest.mark.parametrize(("op", "size", "near", "rate"), [
