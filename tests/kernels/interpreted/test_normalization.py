@@ -51,10 +51,11 @@ def test_layer_norm(shape, has_bias):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("added", [True, False])
-def test_the_stream_beside_the_norm(added, centred, dtype):
-    """With a residual, and without one; gradients of both results, and of either alone."""
+@pytest.mark.parametrize("width", [33, 1500])
+def test_the_stream_beside_the_norm(width, added, centred, dtype):
+    """With a residual, and without one; gradients of both results, and of either alone. Wide rows have their kernel."""
     names = ["x", *(["residual"] if added else []), "weight", *(["bias"] if centred else [])]
-    leaves = {n: torch.randn((33,) if n in ("weight", "bias") else (3, 3, 33)).to(dtype) for n in names}
+    leaves = {n: torch.randn((width,) if n in ("weight", "bias") else (3, 3, width)).to(dtype) for n in names}
     leaves = {n: t.requires_grad_() for n, t in leaves.items()}
     wide = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
     x, residual, weight, bias = (leaves.get(n) for n in ("x", "residual", "weight", "bias"))
@@ -64,7 +65,7 @@ def test_the_stream_beside_the_norm(added, centred, dtype):
         y, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
     want_total = wide["x"] + wide["residual"] if added else wide["x"] * 1
     exact = F.layer_norm if centred else F.rms_norm
-    want = exact(want_total, (33,), *(wide[n] for n in names if n in ("weight", "bias")), eps=1e-5)
+    want = exact(want_total, (width,), *(wide[n] for n in names if n in ("weight", "bias")), eps=1e-5)
     assert torch.equal(total, x + residual if added else x) and relative(y, want) < 2 * TOLERANCE[dtype]
     dy, dtotal = torch.randn(y.shape).to(dtype), torch.randn(y.shape).to(dtype)
     for ours, theirs, grads in (
