@@ -18,9 +18,9 @@ from megatron5d.plan.work import Unit
 from megatron5d.topology.mesh import lines_of
 from megatron5d.train.build import sizes_of
 from megatron5d.train.estimate import Estimator
-from megatron5d.train.fitting import changed, told
+from megatron5d.train.fitting import changed
 from megatron5d.train.forecast import Forecaster, Target
-from megatron5d.train.schedule import PipelinePlan, planned_pipeline
+from megatron5d.train.schedule import PipelinePlan, micro_batch_counts, planned_pipeline
 
 # Of the bytes that a forward makes, what a micro-batch keeps at least (measured on four models): dense layers, mixtures
 KEPT = {"none": (0.6, 0.4), "selective": (0.42, 0.34)}
@@ -49,7 +49,7 @@ class LayoutSearch:
         self._target = Target(cluster.architecture, imbalance)
         self._estimator = Estimator(cluster, imbalance)
         self.found_legal = False
-        self._plans: dict[str, PipelinePlan] = {}
+        self._plans: dict[tuple, PipelinePlan | None] = {}
 
     def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate[StepCost]]:
         """Layouts that are not too large at a glance, with a first guess of their time, and the given one.
@@ -127,22 +127,30 @@ class LayoutSearch:
                 bubble = (pp - 1) * BUBBLES.get(way["pipeline.schedule"], 1.0) / way["parallel.vpp"]
                 yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
 
-    def _runs(self, change: Change) -> bool:
-        """Whether it is legal, schedule, layers and tied embedding included."""
-        key, config = told(change), changed(self.config, change)
-        if not broken_laws(config, self.world, without=FILE_LAWS):
+    def _plan(self, config: Config) -> PipelinePlan | None:
+        """None where the schedule, the layers or a tied embedding do not fit together; many layouts share one."""
+        parallel, schedule = config.parallel, config.pipeline.schedule
+        key = parallel.pp, parallel.vpp, schedule, tuple(micro_batch_counts(config, self.world))
+        if key not in self._plans:
+            self._plans[key] = None
             with suppress(ValueError):
                 self._plans[key] = planned_pipeline(config, self.world)
-        return key in self._plans
+        return self._plans[key]
+
+    def _runs(self, change: Change) -> bool:
+        """Whether it is legal, schedule, layers and tied embedding included."""
+        config = changed(self.config, change)
+        return not broken_laws(config, self.world, without=FILE_LAWS) and self._plan(config) is not None
 
     def _price(self, change: Change) -> tuple[StepCost, float]:
-        cost = self._estimator.step(changed(self.config, change), self.world, self._plans[told(change)])
+        config = changed(self.config, change)
+        cost = self._estimator.step(config, self.world, self._plan(config))
         return cost, cost.step_s
 
     def _need(self, change: Change, have: int) -> int:
         """Bytes of the rank that needs most; the ends of the pipeline, which usually do, are asked first."""
-        config, plan = changed(self.config, change), self._plans[told(change)]
-        forecaster, most = Forecaster(config, self.world, self._target, plan), 0
+        config = changed(self.config, change)
+        forecaster, most = Forecaster(config, self.world, self._target, self._plan(config)), 0
         for rank in dict.fromkeys((0, config.parallel.pp - 1, *range(config.parallel.pp))):
             most = max(most, forecaster.rank(rank).needed)
             if most > have:
