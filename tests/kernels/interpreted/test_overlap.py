@@ -5,6 +5,7 @@ import mmap
 import os
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -170,6 +171,14 @@ def test_a_rank_that_never_sends_is_given_up(dtype):
         assert quiet.polls.item() == 0
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
             scatter.sum_arrived(x, Arrivals(flags, 8, quiet))
+
+
+def test_a_kernel_waits_on_while_a_flag_is_of_an_earlier_use():
+    flags = torch.ones(1, dtype=torch.int32)
+    late = arrivals(flags, 3)
+    Timer(0.3, flags.fill_, (3,)).start()
+    signals._wait_kernel[(1,)](flags, 0, late.epoch, late.patience.kernel_arguments)
+    assert int(flags) == 3 and late.patience.given_up() is None
 
 
 def test_flags_are_raised_and_awaited_by_kernels_of_their_own():
