@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.search.clock import Clock
 from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
 from megatron5d.pipeline_parallel.search.evolve import Evolution
-from megatron5d.pipeline_parallel.search.list_scheduler import STUCK
-from megatron5d.pipeline_parallel.search.problem import Problem
+from megatron5d.pipeline_parallel.search.problem import Contender, Problem
 from megatron5d.pipeline_parallel.search.shipped import starting_points
 
+FINALISTS = 2
+"""Policies of each arm left at the end whose Programs are made, where there is time for several."""
 ELITES = 8
 """Policies that go on from one size of the problem to the next."""
 STEP = 0.3
@@ -66,8 +66,8 @@ class Arm:
         return makespan
 
 
-def evolve(levels: Sequence[Sequence[Problem]], seed: int, clock: Clock, until: float) -> list[tuple[Program, Problem]]:
-    """Return the best Program of the last level, called `auto`, and what it solves; nothing where all get stuck.
+def evolve(levels: Sequence[Sequence[Problem]], seed: int, clock: Clock, until: float, count: int) -> list[Contender]:
+    """Return the best Programs of the last level, called `auto`, the fastest first; nothing where all get stuck.
 
     Args:
         levels: The same problems in every level, from the smallest size to the one that is asked for; only those that
@@ -75,17 +75,22 @@ def evolve(levels: Sequence[Sequence[Problem]], seed: int, clock: Clock, until: 
         seed: Of all chance.
         clock: What may be spent.
         until: Share of it that all levels together may spend; most of that goes to the first.
+        count: The most Programs to return.
     """
     pools = {index: starting_points(problem.num_lanes) for index, problem in enumerate(levels[0])}
-    arms: dict[int, Arm] = {}
+    alive: list[Arm] = []
     for level, problems in enumerate(levels):
         arms = {index: Arm(problems[index], pool, (seed, level, index), clock) for index, pool in pools.items()}
         share = until * (1 - 0.3 ** (level + 1) if level + 1 < len(levels) else 1.0)
         alive = _take_turns(list(arms.values()), clock, share)
         pools = {index: [numbers for _, numbers in arm.elites] for index, arm in arms.items() if arm in alive}
-    winner = min(arms.values(), key=lambda arm: arm.best)
-    program = None if winner.best >= STUCK else winner.problem.program(winner.elites[0][1], "auto")
-    return [] if program is None else [(program, winner.problem)]
+    finalists = [(*elite, arm.problem) for arm in alive for elite in arm.elites[:FINALISTS]]
+    contenders: list[Contender] = []
+    for makespan, numbers, problem in sorted(finalists, key=lambda finalist: finalist[0])[:count]:
+        program = problem.program(numbers, "auto")
+        if program is not None:
+            contenders.append(Contender(program, problem, makespan))
+    return contenders
 
 
 def _take_turns(alive: list[Arm], clock: Clock, until: float) -> list[Arm]:

@@ -12,7 +12,7 @@ class Clock:
     """
 
     def __init__(self, seconds: float | None, evaluations: int | None) -> None:
-        self.seconds, self.limit, self.used = seconds, evaluations, 0
+        self.seconds, self.limit, self.used = seconds, evaluations, 0.0
         self._start = time.monotonic()
 
     @property

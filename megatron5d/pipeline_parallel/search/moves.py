@@ -11,7 +11,7 @@ FARTHEST = 6
 REACH = 24
 """Positions within which a slot looks for a partner."""
 EQUAL = 1e-9
-JUMP, JOIN, PART = 0, 1, 2
+JUMP, JOIN, PART, GIVE, TAKE = 0, 1, 2, 3, 4
 
 
 @compiled
@@ -98,7 +98,7 @@ def _critical(graph, run, times, makespan, kind):
             behind = times.end[run.order[position - 1]] >= begin - EQUAL
         suits = behind and not awaited
         if kind != JUMP:
-            suits = run.joined[action] == (kind == PART)
+            suits = run.joined[action] == (kind in (PART, GIVE))
         if suits:
             seen += 1
             if _draw(run, seen) == 0:
@@ -117,7 +117,7 @@ def _move(graph, run, times, makespan):
     """Make a move; return the window that it rewrote, empty where none was possible."""
     kind = JUMP
     if graph.pairing:
-        kind = max(0, _draw(run, 4) - 1)
+        kind = max(0, _draw(run, 6) - 1)
     position = _critical(graph, run, times, makespan, kind)
     if position < 0:
         return 0, 0
@@ -125,6 +125,8 @@ def _move(graph, run, times, makespan):
     first, stop = graph.rank_start[rank], graph.rank_start[rank + 1]
     if kind == JOIN:
         return _join(graph, run, position, first, stop)
+    if kind in (GIVE, TAKE):
+        return _hand_over(graph, run, position, first, stop)
     far = 1 + _draw(run, FARTHEST) if _draw(run, 2) == 0 else 1
     if kind == PART:
         return _part(run, position, stop, far - 1)
@@ -181,6 +183,46 @@ def _part(run, position, stop, far):
 
 
 @compiled_part
+def _gains(graph, one, two):
+    """Whether two actions may overlap, and take less time then."""
+    if graph.microbatch[one] == graph.microbatch[two] or not graph.allowed[graph.op[one], graph.op[two]]:
+        return False
+    apart = graph.compute[one] + graph.a2a[one] + graph.compute[two] + graph.a2a[two]
+    return apart > EQUAL + duration(graph, one, two)
+
+
+@compiled_part
+def _hand_over(graph, run, position, first, stop):
+    """Let one action of a pair leave it for a single one nearby: the pair or the single one is what was drawn."""
+    other = position - REACH + _draw(run, 2 * REACH + 1)
+    if other < first or other >= stop:
+        return 0, 0
+    other = _slot_start(run, other)
+    pair, single = (position, other) if run.joined[run.order[position]] else (other, position)
+    if not run.joined[run.order[pair]] or run.joined[run.order[single]]:
+        return 0, 0
+    one, two, host = run.order[pair], run.order[pair + 1], run.order[single]
+    guest, left = (one, two) if _draw(run, 2) == 0 else (two, one)
+    if not _gains(graph, host, guest):
+        return 0, 0
+    low, high = min(pair, single), max(pair + 2, single + 1)
+    _keep(run, low, high)
+    run.joined[one] = False
+    run.joined[host] = True
+    at = low
+    for k in range(high - low):
+        action = run.kept[k]
+        if action == guest:
+            continue
+        run.order[at], run.place[action] = action, at
+        at += 1
+        if action == host:
+            run.order[at], run.place[guest] = guest, at
+            at += 1
+    return low, high
+
+
+@compiled_part
 def _join(graph, run, position, first, stop):
     """Join a single action with another one of its rank, which moves to it."""
     action = run.order[position]
@@ -188,12 +230,7 @@ def _join(graph, run, position, first, stop):
     if partner < first or partner >= stop or partner == position:
         return 0, 0
     other = run.order[partner]
-    apart = graph.microbatch[action] != graph.microbatch[other] and graph.allowed[graph.op[action], graph.op[other]]
-    if not apart or run.joined[other] or is_second(run, other):
-        return 0, 0
-    if graph.compute[action] + graph.a2a[action] + graph.compute[other] + graph.a2a[other] <= EQUAL + duration(
-        graph, action, other
-    ):
+    if run.joined[other] or is_second(run, other) or not _gains(graph, action, other):
         return 0, 0
     low, high = min(position, partner), max(position, partner) + 1
     _keep(run, low, high)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,3 +84,11 @@ class Problem:
             microbatch=actions["microbatch"] + first[actions["lane"] // self.placement.num_stages],
         )
         return program_from_table(name, self.placement, self.direction, table)
+
+
+class Contender(NamedTuple):
+    """A Program that may become the result."""
+
+    program: Program
+    problem: Problem
+    makespan: float

@@ -2,7 +2,8 @@
 
 The makespan is the longest path through the slots of all ranks. Where a slot on it waits for the slot before it on its
 rank although its input is there already, one of the two jumps over the other, or over several. Where there is an
-all-to-all to hide, slots on that path also take up a partner, or let theirs go. Every Program on the way is legal.
+all-to-all to hide, slots on that path also take up a partner, let theirs go, or pass it on. Every Program on the way is
+legal.
 
 Source: van Laarhoven, Aarts, Lenstra 1992, Job shop scheduling by simulated annealing, for moves on the critical path.
 """
@@ -20,6 +21,8 @@ from megatron5d.pipeline_parallel.simulate import wiring
 
 ACTIONS = 1 << 20
 """Actions that are timed anew between two looks at the clock."""
+MOVE = 1 / 32
+"""What a move counts for beside a list schedule of all actions: it times only those anew that come after it."""
 
 
 def refine(
@@ -32,7 +35,7 @@ def refine(
         costs: Of its stages.
         memory: `[num_ranks]` the most activations a rank may hold.
         pairs: Which actions may be overlapped anew, such as F&I.
-        clock: Counts a move as an evaluation.
+        clock: Counts a move as MOVE evaluations.
         until: Share of the clock at which to end.
     """
     graph, run = _graph(program, costs, memory, pairs), _begin(program)
@@ -41,7 +44,7 @@ def refine(
     count = max(1, min(100, ACTIONS // len(run.order)))
     while clock.share() < until:
         makespan = try_moves(graph, run, (now, trial), makespan, count)
-        clock.used += count
+        clock.used += count * MOVE
     return _program(program, run.order, run.joined)
 
 

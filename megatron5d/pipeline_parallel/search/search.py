@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
-from megatron5d.pipeline_parallel.program import Program, loop_placement
+from megatron5d.pipeline_parallel.program import loop_placement
 from megatron5d.pipeline_parallel.search.arms import evolve
 from megatron5d.pipeline_parallel.search.cache import file_for, load, store
 from megatron5d.pipeline_parallel.search.clock import Clock
@@ -18,7 +18,7 @@ from megatron5d.pipeline_parallel.search.model import CostModel, are_equal, cost
 from megatron5d.pipeline_parallel.search.named import best_named
 from megatron5d.pipeline_parallel.search.placements import called, candidates, placement_called
 from megatron5d.pipeline_parallel.search.policy import flat, plain_policy
-from megatron5d.pipeline_parallel.search.problem import Problem
+from megatron5d.pipeline_parallel.search.problem import Contender, Problem
 from megatron5d.pipeline_parallel.search.refine import refine
 from megatron5d.pipeline_parallel.search.result import SearchResult
 from megatron5d.pipeline_parallel.simulate import lower_bound, simulate
@@ -28,6 +28,12 @@ SMALL_RANKS = 16
 """Policies for more ranks than this are first searched for at this many, where all stages are alike."""
 EVOLUTION = 0.25
 """Share of what may be spent that evolution gets; the rest is for the local search, which gains where it ends."""
+HEATS = 0.6
+"""Share at which the local search goes on with one Program alone, the fastest of those that it tried."""
+TRIED = 4
+"""Programs that the local search tries: which of them it makes fastest, their makespans do not tell."""
+LARGE = 1 << 17
+"""Actions of a problem from which on there is time for one Program alone."""
 
 
 def search_program(
@@ -73,9 +79,10 @@ def search_program(
         return _checked(load(file), problems)
     _compile()
     clock = Clock(seconds, evaluations)
-    floor = _fastest(list(_named(problems, splits)))
-    contenders = floor + evolve(_levels(problems, splits, num_microbatches), seed, clock, EVOLUTION)
-    contenders += [_refined(*contender, clock) for contender in _fastest(contenders)]
+    floor = _fastest(list(_named(problems, splits)), 1)
+    tried = 1 if max(problem.num_actions for problem in problems) >= LARGE else TRIED
+    contenders = floor + evolve(_levels(problems, splits, num_microbatches), seed, clock, EVOLUTION, tried)
+    contenders += _refined(_fastest(contenders, tried), clock)
     result = _best(contenders, len(floor), problems[0].memory, clock)
     if file:
         store(file, result)
@@ -130,15 +137,16 @@ def _check(pp: int, num_microbatches: int, copies: int, seconds: float | None, e
         raise ValueError("seconds=None and evaluations=None: one of them must end the search; set seconds=10")
 
 
-def _named(problems: list[Problem], splits: Sequence[CostModel | StageCosts]) -> Iterator[tuple[Program, Problem]]:
-    """Yield the best named schedule for every split, if any fits, and what it solves."""
+def _named(problems: list[Problem], splits: Sequence[CostModel | StageCosts]) -> Iterator[Contender]:
+    """Yield the best named schedule for every split, if any fits."""
     for split, costs in enumerate(splits):
         mine = {problem.name: problem for problem in problems if problem.split == split}
         for problem in list(mine.values())[:1]:
             pp = problem.placement.num_ranks
             program = best_named(pp, problem.num_microbatches, costs, problem.memory, mine)
             if program is not None:
-                yield program, mine[called(program.placement)]
+                problem = mine[called(program.placement)]
+                yield Contender(program, problem, simulate(program, problem.costs).makespan)
 
 
 def _levels(
@@ -165,21 +173,35 @@ def _resized(problem: Problem, costs: CostModel | StageCosts, pp: int, num_micro
     return replace(problem, placement=placement, num_microbatches=num_microbatches, costs=stage_costs, memory=memory)
 
 
-def _fastest(contenders: list[tuple[Program, Problem]]) -> list[tuple[Program, Problem]]:
-    """Return the fastest Program in a list with its problem, or none."""
-    times = [simulate(program, problem.costs).makespan for program, problem in contenders]
-    return contenders[times.index(min(times)) :][:1] if times else []
+def _fastest(contenders: list[Contender], count: int) -> list[Contender]:
+    """Return the fastest of some Programs, each once, the fastest first."""
+    distinct: list[Contender] = []
+    for contender in sorted(contenders, key=lambda contender: contender.makespan):
+        if len(distinct) < count and all(contender.program != other.program for other in distinct):
+            distinct.append(contender)
+    return distinct
 
 
-def _refined(program: Program, problem: Problem, clock: Clock) -> tuple[Program, Problem]:
-    return refine(program, problem.costs, problem.memory, problem.pairs, clock, 1.0), problem
+def _refined(tried: list[Contender], clock: Clock) -> list[Contender]:
+    """Return what the local search makes of some Programs, and then of the one that it made fastest."""
+    begin, refined = clock.share(), list[Contender]()
+    heats = tried if len(tried) > 1 else []
+    for place, contender in enumerate(heats, 1):
+        refined.append(_moved_on(contender, clock, begin + (HEATS - begin) * place / len(heats)))
+    return refined + [_moved_on(contender, clock, 1.0) for contender in _fastest(refined or tried, 1)]
 
 
-def _best(contenders: list[tuple[Program, Problem]], named: int, caps: np.ndarray, clock: Clock) -> SearchResult:
+def _moved_on(contender: Contender, clock: Clock, until: float) -> Contender:
+    problem = contender.problem
+    program = refine(contender.program, problem.costs, problem.memory, problem.pairs, clock, until)
+    return Contender(program, problem, simulate(program, problem.costs).makespan)
+
+
+def _best(contenders: list[Contender], named: int, caps: np.ndarray, clock: Clock) -> SearchResult:
     """Return the figures of the fastest contender, after `verify` has accepted it; the named one where they tie.
 
     Args:
-        contenders: Programs and what they solve; a named one first.
+        contenders: A named one first.
         named: How many of them are named ones, 0 or 1.
         caps: `[pp]` the most activations a rank may hold.
         clock: What was spent.
@@ -190,8 +212,8 @@ def _best(contenders: list[tuple[Program, Problem]], named: int, caps: np.ndarra
             f"no schedule found holds at most {caps.min():g} micro-batches of one rank's layers at parallel.pp={pp}; "
             f"raise the memory (1f1b holds {pp}), or name placements with more chunks"
         )
-    results = [(simulate(program, problem.costs), program, problem) for program, problem in contenders]
-    result, program, problem = min(results, key=lambda item: round(item[0].makespan, 9))
+    program, problem, _ = min(contenders, key=lambda contender: round(contender.makespan, 9))
+    result = simulate(program, problem.costs)
     verify(program, caps.tolist(), problem.costs)
     cap = float(caps.max())
     return SearchResult(
@@ -202,9 +224,9 @@ def _best(contenders: list[tuple[Program, Problem]], named: int, caps: np.ndarra
         peak=result.peak_activations,
         lower_bound=lower_bound(program.placement, problem.costs, program.num_microbatches, cap),
         placement=called(program.placement),
-        evaluations=clock.used,
+        evaluations=round(clock.used),
         elapsed_s=clock.elapsed_s,
         compiled=IS_COMPILED,
-        named=(contenders[0][0].name, results[0][0].makespan) if named else None,
+        named=(contenders[0].program.name, contenders[0].makespan) if named else None,
         split=problem.split,
     )
