@@ -23,9 +23,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--copies", type=int, default=1, choices=(1, 2), help="most copies of the parameters")
     parser.add_argument("--seconds", type=float, default=10.0, help="time limit of the evolution (default 10)")
-    parser.add_argument(
-        "--evaluations", type=int, metavar="N", help="end after N list schedules, or 32 moves each; repeats exactly"
-    )
+    parser.add_argument("--evaluations", type=int, metavar="N", help="end after N list schedules; repeats exactly")
     parser.add_argument("--seed", type=int, default=0, help="of all chance")
     parser.add_argument(
         "--placements", metavar="LIST", help=f"such as loop:4,zigzag:2; default: {','.join(DEFAULT)} as copies admit"

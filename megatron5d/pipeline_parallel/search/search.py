@@ -62,7 +62,8 @@ def search_program(
         memory: The most activations a rank may hold, in micro-batches of one rank's layers; one number or one a rank.
         copies: The most copies of every parameter; 2 admits the bidirectional placement.
         seconds: Time limit of the evolution; None = none.
-        evaluations: The most list schedules to try; None = as the time admits. 0 = only the policies known before.
+        evaluations: The most list schedules to try, or moves of the local search, of which 32 count as one; None = as
+            the time admits. 0 = only the policies known before.
         seed: Of all chance.
         placements: Names such as `loop:4`, `zigzag:2`, `mirrored`; None = all usual ones.
         pairs: Which actions may overlap, of F&I, F&W, I&W.
@@ -79,8 +80,7 @@ def search_program(
         return _checked(load(file), problems)
     _compile()
     clock = Clock(seconds, evaluations)
-    floor = _fastest(list(_named(problems, splits)), 1)
-    tried = 1 if max(problem.num_actions for problem in problems) >= LARGE else TRIED
+    floor, tried = _fastest(list(_named(problems, splits)), 1), _num_tried(problems)
     contenders = floor + evolve(_levels(problems, splits, num_microbatches), seed, clock, EVOLUTION, tried)
     contenders += _refined(_fastest(contenders, tried), clock)
     result = _best(contenders, len(floor), problems[0].memory, clock)
@@ -171,6 +171,10 @@ def _resized(problem: Problem, costs: CostModel | StageCosts, pp: int, num_micro
     assert stage_costs is not None
     memory = problem.memory[:pp] * (pp / problem.placement.num_ranks)
     return replace(problem, placement=placement, num_microbatches=num_microbatches, costs=stage_costs, memory=memory)
+
+
+def _num_tried(problems: list[Problem]) -> int:
+    return 1 if max(problem.num_actions for problem in problems) >= LARGE else TRIED
 
 
 def _fastest(contenders: list[Contender], count: int) -> list[Contender]:
