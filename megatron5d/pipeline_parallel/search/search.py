@@ -62,8 +62,7 @@ def search_program(
         memory: The most activations a rank may hold, in micro-batches of one rank's layers; one number or one a rank.
         copies: The most copies of every parameter; 2 admits the bidirectional placement.
         seconds: Time limit of the evolution; None = none.
-        evaluations: The most list schedules to try, or moves of the local search, of which 32 count as one; None = as
-            the time admits. 0 = only the policies known before.
+        evaluations: The most list schedules to try (32 moves count as one); None = no limit, 0 = only known policies.
         seed: Of all chance.
         placements: Names such as `loop:4`, `zigzag:2`, `mirrored`; None = all usual ones.
         pairs: Which actions may overlap, of F&I, F&W, I&W.
