@@ -1,5 +1,6 @@
 """Reading the launchers' variables, and meeting the other ranks."""
 
+import errno
 import os
 import time
 
@@ -9,7 +10,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron5d.topology import process
-from megatron5d.topology.process import Environment, first_host, read_environment, start_process, stop_process
+from megatron5d.topology.process import (
+    Environment,
+    first_host,
+    preempt_nobody,
+    read_environment,
+    start_process,
+    stop_process,
+)
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SLURM = {
@@ -112,13 +120,34 @@ def test_ranks_meet_by_file_and_part(tmp_path):
     meeting = f"file://{tmp_path}/meeting"
 
     def fn(rank):
+        policies = []  # asked for, each with whether gloo's threads are there
+        os.sched_getscheduler = lambda pid: os.SCHED_OTHER  # what a launcher starts; this rank was forked as another
+        os.sched_setscheduler = lambda pid, policy, _: policies.append((policy, dist.is_initialized()))
         me = start_process(30.0, Environment(rank, 3, rank, meeting))
         x = torch.tensor(float(me.rank))
         dist.all_reduce(x)
         stop_process()
-        return x.item(), dist.is_initialized(), os.sched_getscheduler(0)
+        return x.item(), dist.is_initialized(), policies
 
-    assert forked_without_group(fn, 3) == [(3.0, False, os.SCHED_BATCH)] * 3  # no rank pushes another off its core
+    # no rank pushes another off its core
+    assert forked_without_group(fn, 3) == [(3.0, False, [(os.SCHED_BATCH, False)])] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has this policy alone")
+def test_another_policy_is_kept_and_a_sandbox_without_policies_is_no_obstacle(monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EINVAL, "Invalid argument")  # as gVisor does
+
+    changes = []
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *args: changes.append(args))
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_IDLE)
+    preempt_nobody()
+    assert not changes
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_OTHER)
+    preempt_nobody()
+    assert [policy for _, policy, _ in changes] == [os.SCHED_BATCH]
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    preempt_nobody()
 
 
 def test_a_group_that_exists_is_used_and_left_alone():
