@@ -93,6 +93,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, ta
             result = run.trainer.step(batches, lr, stop=bool(stop), watched=watched)
             seconds = reporter.stop_clock()
             progress.step += 1
+            progress.skipped += result.skipped is not None
             progress.consumed_samples = loader.consumed_samples
             progress.tokens += result.num_targets
             stopped = result.stop

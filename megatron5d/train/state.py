@@ -27,7 +27,8 @@ FORMAT = 1  # of run.json; raised when an older reader would misread it
 class Progress:
     """How far the run is. The random state is the seed and these counts: nothing else is drawn."""
 
-    step: int = 0  # optimiser steps done
+    step: int = 0  # steps done
+    skipped: int = 0  # of these, steps whose update was left out
     consumed_samples: int = 0  # sequences of all steps so far
     tokens: int = 0  # target tokens of all steps so far
     wandb_id: str | None = None
@@ -113,7 +114,7 @@ def resume(folder: Path, sync: GradSync, optimizer: Optimizer, weights: Iterable
     load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False))
     progress = Progress(**record["progress"])
     optimizer.take_unsaved_masters()
-    optimizer.set_step_count(progress.step)
+    optimizer.set_step_count(progress.step - progress.skipped)
     sync.start_gather()
     sync.finish_gather()
     return progress

@@ -7,7 +7,9 @@ import torch
 from ranks import RankFailure, run_ranks
 from runs import records, write_corpus
 
+from megatron5d.checkpoint.folder import step_folder
 from megatron5d.config.schema import (
+    CheckpointConfig,
     Config,
     DataConfig,
     LogConfig,
@@ -75,8 +77,12 @@ def test_a_run_stops_and_names_where_it_first_was_not_finite(tmp_path, corpus):
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(tmp_path, corpus, zero):
+    """A resumed one too, to the same bits: bias correction counts updates, not steps."""
+    saved = CheckpointConfig(dir=str(tmp_path / "checkpoints"), every=2, keep=0)
     config = config_of(tmp_path, corpus, zero, on_nonfinite="skip", max_skipped=1)
-    for seen in run_ranks(poisoned_run, WORLD, config, {2}):
+    config = dataclasses.replace(config, checkpoint=saved)
+    straight = run_ranks(poisoned_run, WORLD, config, {2})
+    for seen in straight:
         assert [skipped is not None for skipped, _ in seen] == [False, True, False, False]
         weights = [slices for _, slices in seen]
         equal = [all(map(torch.equal, *pair)) for pair in zip(weights, weights[1:])]
@@ -84,6 +90,11 @@ def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(tmp_path, corpus, 
     log = records(tmp_path / "log.jsonl")
     assert [record["update_skipped"] for record in log] == [False, True, False, False]
     assert log[1]["loss"] is None and log[1]["grad_norm"] > 0
+    second = dataclasses.replace(saved, resume=str(step_folder(tmp_path / "checkpoints", 2)))
+    resumed = run_ranks(poisoned_run, WORLD, dataclasses.replace(config, checkpoint=second), set())
+    for seen, again in zip(straight, resumed, strict=True):
+        for (_, weights), (_, found) in zip(seen[2:], again, strict=True):
+            assert all(map(torch.equal, weights, found))
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus):
