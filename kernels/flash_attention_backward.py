@@ -320,7 +320,7 @@ def _delta(dout: Tensor, out: Tensor) -> Tensor:
 def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as `flash_attention.attention_backward` describes them."""
     q, k, v = (aligned(x) for x in (q, k, v))
-    dout, lse = dout.contiguous(), lse.contiguous()
+    dout, lse = aligned(dout.contiguous()), lse.contiguous()
     rows = (lse, _delta(dout, out.contiguous()))
     s, b, a, d = q.shape
     t, g, dv_dim = k.shape[0], k.shape[2], v.shape[3]

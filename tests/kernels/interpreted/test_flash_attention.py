@@ -104,9 +104,16 @@ def test_views_into_one_qkv():
 
 @pytest.mark.parametrize("s", [1, 40])
 def test_what_begins_anywhere_and_dims_of_size_one_with_any_stride(s):
-    """Both are contiguous to torch, and not for the copy engine."""
-    check(*(torch.randn(s * 32 + 1).bfloat16()[1:].view(s, 1, 1, 32) for _ in range(3)))
-    check(*(torch.randn(s, 32).bfloat16().as_strided((s, 1, 1, 32), (32, 1, 3, 1)) for _ in range(3)))
+    """Both are contiguous to torch, and not for the copy engine; what arrives in the backward too."""
+    anywhere = [torch.randn(s * 32 + 1).bfloat16()[1:].view(s, 1, 1, 32) for _ in range(4)]
+    odd = [torch.randn(s, 32).bfloat16().as_strided((s, 1, 1, 32), (32, 1, 3, 1)) for _ in range(4)]
+    for *leaves, dout in (anywhere, odd):
+        check(*leaves)
+        q, k, v = (x.detach() for x in leaves)
+        out, lse = kernels.attention(q, k, v, scale=0.2)
+        plain = dout.clone(memory_format=torch.contiguous_format)
+        found, wanted = (kernels.attention_backward(each, q, k, v, out, lse, scale=0.2) for each in (dout, plain))
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_keys_in_two_parts_as_on_a_ring():
