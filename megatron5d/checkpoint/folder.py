@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import zlib
@@ -106,13 +108,33 @@ def newest_before(folder: Path) -> Path | None:
     return step_folder(folder.parent, steps[-1]) if steps else None
 
 
+def _reach_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, would outlive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if not (path.is_dir() and error.errno == errno.EINVAL):  # some network file systems know it of files alone
+            raise
+    finally:
+        os.close(handle)
+
+
 def commit(temporary: Path, keep: int) -> Path:
-    """Makes a finished `.tmp` folder the newest checkpoint and removes those beyond `keep` (0 keeps all)."""
+    """Makes a finished `.tmp` folder the newest checkpoint and removes those beyond `keep` (0 keeps all).
+
+    None is removed before all of the new one is on disk: DCP waits for its own files.
+    """
     write_manifest(temporary)
+    for path in temporary.iterdir():
+        if path.suffix != TENSORS:
+            _reach_disk(path)
+    _reach_disk(temporary)
     final = temporary.with_suffix("")
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
+    _reach_disk(final.parent)
     pointer = final.parent / "latest.tmp"
     pointer.write_text(final.name + "\n")
     pointer.rename(final.parent / "latest")

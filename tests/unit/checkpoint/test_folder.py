@@ -1,5 +1,11 @@
 """When a folder is a checkpoint, which one is the newest, which may go."""
 
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
 import pytest
 
 from megatron5d.checkpoint.folder import commit, fault_of, faults_of_newer, newest, read_run, saved_steps, step_folder
@@ -33,6 +39,41 @@ def test_keep_removes_the_oldest_whole_ones(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=2)
     assert saved_steps(tmp_path) == [3, 4]
+
+
+def test_none_goes_before_the_new_one_is_on_disk(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    events, fsync, rmtree = [], os.fsync, shutil.rmtree
+
+    def noted_fsync(handle):
+        events.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    def noted_rmtree(path):
+        events.append(f"{path.name} removed")
+        rmtree(path)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(shutil, "rmtree", noted_rmtree)
+    save(tmp_path, 2, keep=1)
+    assert sorted(events[:2]) == ["files.json", "run.json"]
+    assert events[2:] == ["step-00000002.tmp", tmp_path.name, "step-00000001 removed"]
+
+
+def test_file_systems_that_wait_for_files_alone(tmp_path, monkeypatch):
+    def refuse(*, folders):
+        def fsync(handle):
+            if stat.S_ISDIR(os.fstat(handle).st_mode) == folders:
+                raise OSError(errno.EINVAL, "Invalid argument")
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", refuse(folders=True))
+    assert fault_of(save(tmp_path, 1)) is None
+    monkeypatch.setattr(os, "fsync", refuse(folders=False))
+    with pytest.raises(OSError, match="Invalid argument"):
+        save(tmp_path, 2)
+    assert saved_steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize(
