@@ -139,19 +139,23 @@ class Reader(dcp.FileSystemReader):
         earlier = newest_before(self._folder)
         if earlier is None:
             return "There is no whole checkpoint before it"
-        return f"The newest whole one before it: checkpoint.resume={earlier}"
+        return (
+            f"The newest whole one before it: checkpoint.resume={earlier}; auto takes it once {self._folder.name} is "
+            "moved away"
+        )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             wanted.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in wanted.items():
+            self._reading = None
             try:
                 super().read_data(dataclasses.replace(plan, items=items), planner).wait()
             except OSError as error:
                 raise OSError(f"{self._folder / name}: {error}") from error
             except Exception as error:  # torch's own words for a damaged archive are about other things
-                raise ValueError(f"{self._folder / name} is damaged: {self._bytes_told()}") from error
+                raise ValueError(f"{self._folder / name} {self._fault_told(error)}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -167,12 +171,16 @@ class Reader(dcp.FileSystemReader):
             self._sound.add(place)
         return super()._slice_file(file, sinfo)
 
-    def _bytes_told(self) -> str:
+    def _fault_told(self, error: Exception) -> str:
+        """Damage, or what else stopped a read of sound values (no memory for them, a damaged header before them)."""
         if self._reading is None:
-            return "it holds no tensors of DCP"
+            return f"cannot be read: {error}"
         start, stop = self._reading.offset, self._reading.offset + self._reading.length
         names = sorted({index.fqn for index, info in self.storage_data.items() if info == self._reading})
-        return f"bytes {start} to {stop}, part of {' and '.join(names)}, are not what was saved (CRC-32)"
+        where = f"bytes {start} to {stop}, part of {' and '.join(names)},"
+        if (self._reading.relative_path, start) in self._sound:
+            return f"cannot be read: {where} have the right CRC-32, but: {error}"
+        return f"is damaged: {where} are not what was saved (CRC-32)"
 
 
 class _Window(io.RawIOBase):
