@@ -19,7 +19,7 @@ class Difference:
     """How far some ranks are from one process, in one tensor or one figure.
 
     Args:
-        quantity: loss, grad_norm, ...; routers: what they did; gradient, weight, exp_avg, exp_avg_sq.
+        quantity: loss, grad_norm, ...; routers: what they did; gradient, weight, or a kind of the optimiser's tensors.
         name: the parameter's global name, or the step of a figure.
         relative: the largest |difference|, of the largest value in the whole tensor; inf where nobody holds an element.
         rank: that is furthest off; None where nobody holds the element.
