@@ -1,10 +1,12 @@
 """Devices and networks as data: peaks of vendors' data sheets, and what share of them training reaches.
 
 Sources, all dense (no sparsity) and one way: NVIDIA A100 data sheet (312 TFLOP/s bf16, 1,555 and 2,039 GB/s, NVLink
-600 GB/s both ways), H100 (SXM 989 and 1,979 TFLOP/s in 8 bits, 3.35 TB/s, NVLink 900 GB/s; NVL 835, 3.9 TB/s; PCIe 756,
-2 TB/s), H200 (4.8 TB/s, 141 GB), DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB), GB200
-NVL72 (2,500 and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink). Between nodes: one adapter a device, HDR InfiniBand
-(200 Gbit/s) for A100, NDR (400 Gbit/s) for the later ones. Latencies are assumptions.
+600 GB/s both ways; PCIe 1,935 GB/s), H100 (SXM 989 and 1,979 TFLOP/s in 8 bits, 3.35 TB/s, NVLink 900 GB/s; NVL 835,
+3.9 TB/s, bridges of 600 GB/s between two; PCIe 756, 2 TB/s), H200 (4.8 TB/s, 141 GB; NVL 835, bridges of 900 GB/s
+between up to four), DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB), GB200 NVL72 (2,500
+and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink). PCIe without a bridge: 64 GB/s both ways (A100), 128 (H100).
+Between nodes: one adapter a device, HDR InfiniBand (200 Gbit/s) for A100, NDR (400 Gbit/s) for the later ones.
+Latencies are assumptions.
 """
 
 from __future__ import annotations
@@ -80,8 +82,9 @@ class Cluster:
     def seconds(self, line: Line, op: str, calls: float, num_bytes: float) -> float:
         """Time of collectives that nothing hides.
 
-        A ring passes a node once, over as many adapters as the line has ranks there. An all-to-all sends to each rank
-        of the line alike, to other nodes over the rank's own adapter.
+        A collective's ring passes a node once, over as many adapters as the line has ranks there. In a shift or a send
+        one rank of the node sends to the next, over its own. An all-to-all sends to each rank of the line alike, to
+        other nodes over the rank's own adapter.
 
         Args:
             line: over which.
@@ -100,7 +103,7 @@ class Cluster:
         if op == "all_to_all":
             outside = (line.size - line.near) / (line.size - 1)
             return latency + max(num_bytes * outside / far, num_bytes * (1 - outside) / near)
-        adapters = 1 if op in ("shift", "send") and line.near == 1 else line.near
+        adapters = 1 if op in ("shift", "send") else line.near
         return latency + num_bytes / min(near, far * adapters)
 
 
@@ -119,26 +122,29 @@ _A100 = Cluster(
 _H100 = Cluster("h100_sxm", 989e12, 1979e12, 80 * GB, 3350e9, 450e9, part="H100")
 _H200 = replace(_H100, name="h200", memory_bytes=141 * GB, memory_rate=4800e9, part="H200")
 _B200 = Cluster("b200", 2250e12, 4500e12, 180 * GB, 8000e9, 900e9, architecture="sm_100", part="B200")
-_NVL = replace(_H100, flops=835e12, flops_8bit=1671e12, link_rate=300e9)
+_NVL = replace(_H100, flops=835e12, flops_8bit=1671e12)
 
 CLUSTERS: Mapping[str, Cluster] = {
     cluster.name: cluster
     for cluster in (  # the first whose part is found in a device's name is meant
         replace(_B200, name="gb200", flops=2500e12, flops_8bit=5000e12, memory_bytes=186 * GB, node=72, part="GB200"),
         _B200,
-        replace(_NVL, name="h200_nvl", memory_bytes=141 * GB, memory_rate=4800e9, part="H200 NVL"),
+        replace(_NVL, name="h200_nvl", memory_bytes=141 * GB, memory_rate=4800e9, node=4, part="H200 NVL"),
         _H200,
-        replace(_NVL, name="h100_nvl", memory_bytes=94 * GB, memory_rate=3900e9, part="H100 NVL"),
+        replace(
+            _NVL, name="h100_nvl", memory_bytes=94 * GB, memory_rate=3900e9, link_rate=300e9, node=2, part="H100 NVL"
+        ),
         Cluster("h100_pcie", 756e12, 1513e12, 80 * GB, 2000e9, 64e9, part="H100 PCIe"),
         _H100,
         replace(_A100, name="a100_40gb", memory_bytes=40 * GB, memory_rate=1555e9, part="A100-SXM4-40GB"),
+        replace(_A100, name="a100_pcie", memory_rate=1935e9, link_rate=32e9, part="A100 80GB PCIe"),
         _A100,
     )
 }
 
 
 def cluster_called(name: str) -> Cluster:
-    """The entry of that name, or the only one that it begins (`h100` is the SXM device).
+    """The entry of that name; `a100` is the one of 80 GB, `h100` the SXM device.
 
     Raises:
         ValueError: none.
