@@ -120,7 +120,9 @@ class Prices:
     def transfers(self, sent: Mapping[tuple[str, str], float], calls: int) -> float:
         """Seconds of collectives of data parallelism, one after the other."""
         return sum(
-            self.cluster.seconds(self.lines[axis], name, calls, num_bytes) for (axis, name), num_bytes in sent.items()
+            self.cluster.seconds(self.lines[axis], name, calls, num_bytes)
+            for (axis, name), num_bytes in sent.items()
+            if num_bytes  # a dense model has experts' axes, and nothing to send there
         )
 
     def message(self) -> tuple[int, float]:
