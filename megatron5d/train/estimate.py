@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import flops_per_token
 from megatron5d.model.partition import parts_of
@@ -35,18 +37,32 @@ class Estimator:
             plan: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
 
         Raises:
-            ValueError: of an optimiser in the host's memory, or of Muon's matrix products, nothing is known.
+            ValueError: it has something of which nothing is known (`check_predictable`).
         """
-        if config.optim.offload:
-            raise ValueError("optim.offload = true: how long the host takes for the update is not predicted")
-        if config.optim.name == "muon":
-            raise ValueError("optim.name = muon: how long its matrix products take is not predicted")
+        check_predictable(config)
         plan = plan or planned_pipeline(config, world)
         program = plan.program_of(micro_batch_counts(config, world)[-1])
         lines = lines_of(sizes_of(config, world), 0, config.model.num_kv_heads)
         stages = self.workloads.stages(config, parts_of(plan.layout))
         flops = flops_per_token(config.model, config.train.seq_len)
         return step_cost(Prices(self.cluster, config, lines), program, stages, world, flops)
+
+
+def check_predictable(config: Config) -> None:
+    """
+    Raises:
+        ValueError: of products wider than 16 bits, of an optimiser in the host's memory, or of Muon's matrix products
+            nothing is known.
+    """
+    if config.precision.dtype != "bf16":
+        raise ValueError(
+            f"precision.dtype = {config.precision.dtype}: what share of its peak a device reaches is known in 16 bits "
+            "alone; set precision.dtype=bf16"
+        )
+    if config.optim.offload:
+        raise ValueError("optim.offload = true: how long the host takes for the update is not predicted")
+    if config.optim.name == "muon":
+        raise ValueError("optim.name = muon: how long its matrix products take is not predicted")
 
 
 def step_on(device: str, config: Config, world: int, plan: PipelinePlan) -> StepCost | str | None:
@@ -59,12 +75,15 @@ def step_on(device: str, config: Config, world: int, plan: PipelinePlan) -> Step
         plan: of its pipeline.
 
     Returns:
-        The time; why there is none; or None where the device is not known or the batch grows.
+        The time, with MFU of `log.peak_tflops` where that is given, as it is measured; why there is no time; or None
+        where the device is not known or the batch grows.
     """
     cluster = cluster_of(device)
     if cluster is None or config.train.gbs_ramp is not None:
         return None
     try:
-        return Estimator(cluster).step(config, world, plan)
+        cost = Estimator(cluster).step(config, world, plan)
     except Exception as error:  # a layer that needs values cannot be counted; it trains all the same
         return f"the time of a step is not predicted: {error}"
+    peak = config.log.peak_tflops
+    return cost if peak is None else replace(cost, mfu=cost.tflops_per_gpu / peak)

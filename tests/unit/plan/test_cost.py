@@ -8,23 +8,27 @@ from parity_configs import config_of
 from ranks import run_ranks
 
 from megatron5d.comm.ledger import Ledger
-from megatron5d.config.schema import PipelineConfig, PrecisionConfig, RecomputeConfig
+from megatron5d.config.pattern import blocks
+from megatron5d.config.schema import LogConfig, PipelineConfig, PrecisionConfig, RecomputeConfig
 from megatron5d.data.sampler import micro_batch_samples
 from megatron5d.model.context import SequenceSharding
+from megatron5d.model.flops import core_flops, flops_per_token
 from megatron5d.model.gpt import Gpt
 from megatron5d.plan.cluster import cluster_called
 from megatron5d.plan.cost import StepCost
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.estimate import Estimator, step_on
+from megatron5d.train.forecast import Target
 from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.workload import Workloads
 
 # every token chooses every expert: the only routing whose counts are known beforehand
 MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}
 H100 = cluster_called("h100")
 
 
-def layout(*, schedule=None, fields=None, dtype="bf16", **options):
+def layout(*, schedule=None, fields=None, **options):
     """Tensors that dwarf the scalars beside them, and parameters that dwarf what fills their buckets up."""
     config = config_of(**{"gbs": 4, **options})
     size = {"vocab_size": 512, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "head_dim": 16}
@@ -32,7 +36,7 @@ def layout(*, schedule=None, fields=None, dtype="bf16", **options):
         config,
         model=dataclasses.replace(config.model, **{**size, **(fields or {})}),
         train=dataclasses.replace(config.train, seq_len=64),
-        precision=PrecisionConfig(dtype=dtype),
+        precision=PrecisionConfig(dtype="bf16"),
         pipeline=PipelineConfig(schedule) if schedule else PipelineConfig(),
     )
 
@@ -61,7 +65,7 @@ def sent_on_rank(rank: int, world: int, config) -> tuple[int, dict[str, int]]:
 FULL, PARTS = RecomputeConfig("full"), RecomputeConfig("selective", ["norm", "mlp", "attention"], num_layers=2)
 LAYOUTS = {
     "tp-cp-zero1": (8, {"tp": 2, "sp": True, "cp": 2, "zero": 1}),
-    "tp-mbs": (2, {"tp": 2, "mbs": 2, "dtype": "fp32"}),
+    "tp-mbs": (2, {"tp": 2, "mbs": 2}),
     "ulysses-zero3": (4, {"cp": 2, "cp_method": "ulysses", "zero": 3, "recompute": PARTS}),
     "zero2-interleaved": (4, {"pp": 2, "vpp": 2, "zero": 2, "schedule": "interleaved", "recompute": FULL, "gbs": 8}),
     "moe-zb": (4, {"pp": 2, "ep": 2, "zero": 1, "schedule": "zb_h1", "fields": MOE}),
@@ -84,6 +88,20 @@ def test_bytes_are_those_of_the_ledger(name):
         assert large <= set(mine), (mine, counted)
         for axis in {*large, *mine}:
             assert mine[axis] == pytest.approx(counted.get(axis, 0), rel=0.02, abs=4096), (axis, mine, counted)
+
+
+@pytest.mark.parametrize("name", ["tp-cp-zero1", "tp-mbs", "moe-etp", "mla"])
+def test_products_are_those_of_the_models_formula(name):
+    """Over the ranks that share them: forward once, backward twice, and attention's scores made again."""
+    config = layout(**LAYOUTS[name][1])
+    model, seq_len = config.model, config.train.seq_len
+    units = Workloads(Target()).counted(config)
+    counted = {op: sum(count * unit.passes[op].flops for unit, count, _ in units) for op in "FBIW"}
+    forward, core = flops_per_token(model, seq_len) / 3, len(blocks(model)) * core_flops(model, seq_len) / 3
+    on_rank = config.train.mbs * seq_len / config.parallel.tp / config.parallel.cp
+    assert counted["F"] == pytest.approx(forward * on_rank, rel=0.02)
+    assert counted["B"] == pytest.approx((2 * forward + core / 2) * on_rank, rel=0.02)
+    assert counted["I"] + counted["W"] == pytest.approx(counted["B"])
 
 
 def cost(world=64, cluster=H100, **options):
@@ -122,14 +140,20 @@ def test_a_run_expects_a_time_where_its_device_is_known():
     assert step_on("Tesla T4", config, 2, plan) is None
     offloaded = dataclasses.replace(config, optim=dataclasses.replace(config.optim, offload=True))
     assert "optim.offload = true" in str(step_on("NVIDIA H100 80GB HBM3", offloaded, 2, plan))
+    wide = dataclasses.replace(config, precision=PrecisionConfig(dtype="fp32"))
+    assert "precision.dtype = fp32" in str(step_on("NVIDIA H100 80GB HBM3", wide, 2, plan))
+    halved = dataclasses.replace(config, log=LogConfig(peak_tflops=H100.flops / 2e12))
+    measured_so = step_on("NVIDIA H100 80GB HBM3", halved, 2, plan)
+    assert isinstance(measured_so, StepCost) and measured_so.step_s == found.step_s
+    assert measured_so.mfu == pytest.approx(2 * found.mfu)
 
 
 @pytest.mark.parametrize(("op", "size", "near", "rate"), [
     ("all_gather", 8, 8, 450e9), ("all_gather", 16, 8, 400e9), ("all_gather", 8, 1, 50e9), ("shift", 2, 1, 50e9),
-    ("all_to_all", 16, 8, 50e9 * 15 / 8),
+    ("shift", 8, 8, 450e9), ("shift", 16, 8, 50e9), ("all_to_all", 16, 8, 50e9 * 15 / 8),
 ])  # fmt: skip
 def test_the_slowest_link_of_a_line_counts(op, size, near, rate):
-    """A ring leaves a node over as many adapters as it has ranks there; an all-to-all sends 8 of 15 parts outside."""
+    """A ring leaves a node over an adapter for each rank there, a shift over one; an all-to-all sends 8 of 15 out."""
     line = H100.line([rank if rank < near else 8 * rank for rank in range(size)] if near < size else range(size))
     assert (line.size, line.near) == (size, near)
     small, large = (H100.seconds(line, op, 1, num_bytes) for num_bytes in (0, 10**9))
