@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from megatron5d.config.context_cost import recommended
 from megatron5d.config.law import data_parallel
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.plan.cluster import Cluster
 from megatron5d.plan.cost import Prices, StepCost
-from megatron5d.plan.search import Candidate, Change, Proposals, Questions, best
+from megatron5d.plan.search import MODES, Candidate, Change, Proposals, Questions, best
 from megatron5d.plan.work import Unit
 from megatron5d.topology.mesh import lines_of
 from megatron5d.train.build import sizes_of
-from megatron5d.train.estimate import Estimator
+from megatron5d.train.estimate import Estimator, check_predictable
 from megatron5d.train.fitting import changed
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.schedule import PipelinePlan, micro_batch_counts, planned_pipeline
@@ -25,6 +26,8 @@ from megatron5d.train.schedule import PipelinePlan, micro_batch_counts, planned_
 # Of the bytes that a forward makes, what a micro-batch keeps at least (measured on four models): dense layers, mixtures
 KEPT = {"none": (0.6, 0.4), "selective": (0.42, 0.34)}
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, about
+# Micro-batches that the fullest rank holds at least, of 1F1B's; what is searched or read from a file may hold any
+IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3, "auto": 0.0, "file": 0.0}
 LIMIT = 60  # layouts whose memory or exact time is asked for
 
 
@@ -34,20 +37,26 @@ class LayoutSearch:
         config: model, batch and all that is not searched for.
         world: number of ranks.
         cluster: on which.
-        imbalance: rows that the busiest rank's experts are sent, of an even share.
+        imbalance: rows that the busiest rank's experts are sent, of an even share; None = an even share for the time,
+            `moe.planned_imbalance` for the memory, as the run itself forecasts it.
         fixed: keys that keep their values.
 
     Attributes:
         found_legal: `candidates` has met a shape that the laws admit, whether it fits or not.
+
+    Raises:
+        ValueError: no layout's time can be predicted (`check_predictable`).
     """
 
     def __init__(
-        self, config: Config, world: int, cluster: Cluster, imbalance: float = 1.0, fixed: Iterable[str] = ()
+        self, config: Config, world: int, cluster: Cluster, imbalance: float | None = None, fixed: Iterable[str] = ()
     ) -> None:
+        check_predictable(config)
         self.config, self.world, self.cluster, self.fixed = config, world, cluster, set(fixed)
         self._proposals = Proposals(config, world, cluster.node, self.fixed)
-        self._target = Target(cluster.architecture, imbalance)
-        self._estimator = Estimator(cluster, imbalance)
+        careful = config.moe.planned_imbalance if imbalance is None else imbalance
+        self._target = Target(cluster.architecture, careful)
+        self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
         self.found_legal = False
         self._plans: dict[tuple, PipelinePlan | None] = {}
 
@@ -61,7 +70,7 @@ class LayoutSearch:
         found = [Candidate[StepCost](self._given(), 0.0)]
         for shape in self._proposals.shapes():
             progress()
-            shape = self._with_context(shape)
+            shape = self._with_lines(shape)
             if self._is_legal(shape):
                 self.found_legal = True
                 found += [each for each in self._glances(shape, have) if self.overrides(each)]
@@ -95,19 +104,26 @@ class LayoutSearch:
         keys = [*(f"parallel.{name}" for name in names), "train.mbs", "recompute.mode", "pipeline.schedule"]
         return {key: _value(self.config, key) for key in keys}
 
-    def _with_context(self, shape: Change) -> Change:
-        """How attention is spread over cp, where nobody says so: what sends least between nodes."""
-        if shape["parallel.cp"] == 1 or {"parallel.cp_method", "parallel.cp_inner"} & self.fixed:
-            return shape
-        method, inner = recommended(changed(self.config, shape), self.cluster.node)
-        return {**shape, "parallel.cp_method": method, "parallel.cp_inner": inner}
+    def _with_lines(self, shape: Change) -> Change:
+        """How cp and ep are parted, where nobody says so: attention as sends least between nodes, experts as given."""
+        parallel = self.config.parallel
+        if not {"parallel.cp_method", "parallel.cp_inner"} & self.fixed:
+            method, inner = parallel.cp_method, parallel.cp_inner
+            if shape["parallel.cp"] > 1:
+                method, inner = recommended(changed(self.config, shape), self.cluster.node)
+            elif inner > 1:  # the given one parts a longer line
+                method, inner = "ring", 1
+            shape = {**shape, "parallel.cp_method": method, "parallel.cp_inner": inner}
+        if "parallel.ep_inner" not in self.fixed and shape["parallel.ep"] % parallel.ep_inner:
+            shape = {**shape, "parallel.ep_inner": 1}
+        return shape
 
     def _is_legal(self, shape: Change) -> bool:
-        """With some schedule and some micro-batch, in which laws of the axes have no part."""
+        """With some schedule and some recomputation of the smallest micro-batch: laws of the axes ask for neither."""
         dp = data_parallel(changed(self.config, shape), self.world)
-        batch = next(self._proposals.batches(dp), None)
-        return batch is not None and any(
+        return any(
             not broken_laws(changed(self.config, {**shape, **batch, **way}), self.world, without=FILE_LAWS)
+            for batch in islice(self._proposals.batches(dp), len(MODES))
             for way in self._proposals.schedules(shape["parallel.pp"])
         )
 
@@ -120,17 +136,24 @@ class LayoutSearch:
             laid = changed(config, batch)
             units = self._estimator.workloads.counted(laid)
             m = laid.train.gbs // (laid.train.mbs * dp)
-            if _least_bytes(laid, prices, units, m) > have:
-                continue
-            passes = sum(count * _seconds(prices, unit) for unit, count in units) / pp
-            for way in self._proposals.schedules(pp):
+            state = sum(count * prices.sharding.state_bytes([unit]) for unit, count, _ in units) / pp
+            kept = _kept_bytes(laid, prices, [(unit, n) for unit, n, is_layer in units if is_layer or pp == 1], m)
+            ways = [
+                way
+                for way in self._proposals.schedules(pp)
+                if state + kept * IN_FLIGHT.get(way["pipeline.schedule"].partition(":")[0], 1.0) <= have
+            ]
+            passes = sum(count * _seconds(prices, unit) for unit, count, _ in units) / pp if ways else 0.0
+            for way in ways:
                 bubble = (pp - 1) * BUBBLES.get(way["pipeline.schedule"], 1.0) / way["parallel.vpp"]
                 yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
 
     def _plan(self, config: Config) -> PipelinePlan | None:
         """None where the schedule, the layers or a tied embedding do not fit together; many layouts share one."""
         parallel, schedule = config.parallel, config.pipeline.schedule
-        key = parallel.pp, parallel.vpp, schedule, tuple(micro_batch_counts(config, self.world))
+        key: tuple = parallel.pp, parallel.vpp, schedule, tuple(micro_batch_counts(config, self.world))
+        if schedule == "auto":  # it weighs communication against computation
+            key += repr(parallel), repr(config.train)
         if key not in self._plans:
             self._plans[key] = None
             with suppress(ValueError):
@@ -172,12 +195,21 @@ def _seconds(prices: Prices, unit: Unit) -> float:
     return total
 
 
-def _least_bytes(config: Config, prices: Prices, units: Sequence[tuple[Unit, int]], m: int) -> float:
-    """Less than what a rank needs: its state, and of the micro-batches in flight what is surely kept."""
-    pp, mode = config.parallel.pp, config.recompute.mode
-    state = sum(count * prices.sharding.state_bytes([unit]) for unit, count in units) / pp
-    if mode == "full":
-        kept = float(config.model.num_layers * prices.message()[0])
+def _kept_bytes(config: Config, prices: Prices, units: Sequence[tuple[Unit, int]], m: int) -> float:
+    """What the first rank of 1F1B surely keeps of its micro-batches.
+
+    Args:
+        config: with the micro-batch and what is recomputed of it.
+        prices: of the layout.
+        units: that the rank may hold all of, and how many of each: the layers; without a pipeline also the ends.
+        m: micro-batches of a step.
+    """
+    mode, parts = config.recompute.mode, config.recompute.parts
+    if config.recompute.offload:
+        return 0.0
+    if mode == "full" or parts != RecomputeConfig().parts:  # of other parts no share was measured
+        of_one = prices.message()[0] // prices.config.train.mbs  # the prices' own micro-batch is the given one
+        kept = float(config.model.num_layers * of_one * config.train.mbs)
     else:
         kept = sum(count * unit.passes["F"].made_bytes * KEPT[mode][unit.expert > 0] for unit, count in units)
-    return state + kept * min(1.0, m / pp)
+    return kept * min(1.0, m / config.parallel.pp)

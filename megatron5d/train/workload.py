@@ -36,7 +36,7 @@ from megatron5d.train.build import sizes_of
 from megatron5d.train.forecast import Target, planned_batch, set_load
 from megatron5d.train.schedule import boundary_form
 
-EMBEDDING, HEAD = "embedding", "head"
+EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
 
 
 Kind = tuple[str, frozenset[str], bool]
@@ -82,10 +82,10 @@ class Workloads:
         """
         return [[self._unit(config, kind) for kind in _kinds(config, stage, part)] for stage, part in enumerate(parts)]
 
-    def counted(self, config: Config) -> list[tuple[Unit, int]]:
-        """The units of the whole model, and how many there are of each kind."""
+    def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
+        """The units of the whole model: of each kind one, how many there are, and whether it is a layer or an end."""
         kinds = Counter(_kinds(config, 0, Part(range(config.model.num_layers), True, True)))
-        return [(self._unit(config, kind), count) for kind, count in kinds.items()]
+        return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
     def _unit(self, config: Config, kind: Kind) -> Unit:
         alone = _alone(config, kind[2])

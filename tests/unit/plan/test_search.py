@@ -53,10 +53,37 @@ def test_layouts_are_lawful_fit_and_keep_what_is_fixed():
         laid = changed(given, search.overrides(each))
         assert laid == changed(given, each.change) and (laid.parallel.tp, laid.train.mbs) == (2, 1)
         assert not broken_laws(laid, world, without=FILE_LAWS) and not pipeline_faults(laid, world)
-        needed = max(memory.needed for memory in Forecaster(laid, world, Target("sm_90")).ranks().values())
+        careful = Target("sm_90", given.moe.planned_imbalance)  # as the run itself forecasts it
+        needed = max(memory.needed for memory in Forecaster(laid, world, careful).ranks().values())
         assert needed == each.needed <= have
         assert Estimator(CLUSTER).step(laid, world).step_s == pytest.approx(each.seconds)
     assert not search.best(candidates[:2], 10**8, 1)  # CUDA's own context takes more
+
+
+def proposed(change, have=150_000_000, **kept):
+    """Changes that are proposed besides the given layout; `kept` are axes that stay."""
+    kept = {f"parallel.{name}": value for name, value in kept.items()}
+    given = changed(config(), {"parallel.tp": 1, **kept, **change})
+    fixed = {*kept, *(key for key in change if key in ("pipeline.schedule", "recompute.offload"))}
+    return [each.change for each in LayoutSearch(given, 8, CLUSTER, fixed=fixed).candidates(have)[1:]]
+
+
+def test_what_is_proposed_does_not_depend_on_what_is_not_fixed():
+    one, many = (proposed({"train.mbs": mbs, "parallel.zero": 0}, tp=1, pp=1, ep=1) for mbs in (1, 16))
+    assert one == many and {each["recompute.mode"] for each in one} >= {"full"}
+    partly = {"recompute.mode": "full", "recompute.num_layers": 1}  # a law refuses that with `none`
+    found = proposed(partly, have=2_000_000_000, tp=1, pp=2, ep=1)
+    assert {each["recompute.mode"] for each in found} >= {"selective", "full"}
+    parted = {"parallel.cp": 2, "parallel.cp_method": "two_level", "parallel.cp_inner": 2, "parallel.ep": 4}
+    found = proposed({**parted, "parallel.ep_inner": 2}, tp=1, pp=2)
+    assert {each["parallel.cp"] for each in found} == {1, 2} and {each["parallel.ep"] for each in found} == {1, 2, 4}
+
+
+def test_only_what_is_surely_kept_rules_a_layout_out():
+    plain = {"pipeline.schedule": "1f1b"}
+    few = proposed(plain, tp=1, pp=4, ep=1)
+    for kept_less in ({"pipeline.schedule": "v_half"}, {**plain, "recompute.offload": ["attention"]}):
+        assert len(proposed(kept_less, tp=1, pp=4, ep=1)) > len(few)
 
 
 @pytest.mark.parametrize("experiment", ["gpt2_124m", "llama3_8b"])
