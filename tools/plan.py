@@ -92,10 +92,11 @@ def _add_cluster(command: argparse.ArgumentParser) -> None:
     command.add_argument("--node", type=int, metavar="N", help="ranks that share fast links")
     command.add_argument("--network-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to other nodes")
     command.add_argument("--link-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to others of its node")
-    command.add_argument("--tflops", type=float, metavar="X", help="peak of a device in 16 bits")
+    command.add_argument("--tflops", type=float, metavar="X", help="peak of a device in 16 bits; in 8 in proportion")
     command.add_argument(
-        "--imbalance", type=float, default=1.0, metavar="X",
-        help="rows that the busiest rank's experts are sent, of an even share (default 1)",
+        "--imbalance", type=float, metavar="X",
+        help="rows that the busiest rank's experts are sent, of an even share (default: 1 for the time, "
+        "moe.planned_imbalance for the memory)",
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON object, in seconds and bytes")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
@@ -113,15 +114,33 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} {value:g} is not above 0")
-    if not options.imbalance >= 1:
-        raise ValueError(f"--imbalance {options.imbalance:g}: the busiest rank is sent at least an even share, 1")
-    return replace(cluster_called(options.device), **{name: value for name, value in said.items() if value})
+    if options.imbalance is not None:
+        _check_imbalance(options.imbalance)
+    named = cluster_called(options.device)
+    if said["flops"]:
+        said["flops_8bit"] = said["flops"] * named.flops_8bit / named.flops
+    return replace(named, **{name: value for name, value in said.items() if value})
+
+
+def _check_imbalance(imbalance: float) -> None:
+    if not 1 <= imbalance < float("inf"):
+        raise ValueError(f"--imbalance {imbalance:g}: the busiest rank is sent at least an even share, 1")
+
+
+def _check_eight_bits(config: Config, architecture: str) -> None:
+    """
+    Raises:
+        ConfigError: the architecture has no 8-bit kernels, and the configuration wants them.
+    """
+    if faults := eight_bit_faults(config, architecture):
+        raise ConfigError(faults)
 
 
 def _step(options: argparse.Namespace) -> int:
     cluster = _cluster(options)
     config = planned_config(options.overrides, options.world)
-    cost = Estimator(cluster, options.imbalance).step(config, options.world)
+    _check_eight_bits(config, cluster.architecture)
+    cost = Estimator(cluster, options.imbalance or 1.0).step(config, options.world)
     if options.json:
         print(json.dumps({"world": options.world, "device": asdict(cluster), **step_record(cost)}, indent=2))
     else:
@@ -136,6 +155,7 @@ def _search(options: argparse.Namespace) -> int:
             raise ValueError(f"{name} {value:g} is not above 0")
     have = cluster.memory_bytes if options.device_gb is None else round(options.device_gb * 1e9)
     config = unplanned_config(options.overrides, options.world)
+    _check_eight_bits(config, cluster.architecture)
     fixed = {override.lstrip("+").partition("=")[0] for override in options.overrides}
     search = LayoutSearch(config, options.world, cluster, options.imbalance, fixed)
     with tqdm(desc="shapes", unit="", leave=False, disable=None) as bar:
@@ -159,13 +179,12 @@ def _search(options: argparse.Namespace) -> int:
 def _memory(options: argparse.Namespace) -> int:
     config = planned_config(options.overrides, options.world)
     imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
-    if not imbalance >= 1:
-        raise ValueError(f"--imbalance {imbalance:g}: the busiest rank is sent at least an even share, 1")
+    _check_imbalance(imbalance)
     if options.device_gb is not None and not options.device_gb > 0:
         raise ValueError(f"--device-gb {options.device_gb:g} is not above 0")
     target = _target(options.device, imbalance)
-    if target.architecture is not None and (faults := eight_bit_faults(config, target.architecture)):
-        raise ConfigError(faults)
+    if target.architecture is not None:
+        _check_eight_bits(config, target.architecture)
     since = time.perf_counter()
     ranks = _ranks(config, options.world, target, options.convention)
     have = None if options.device_gb is None else round(options.device_gb * 1e9)

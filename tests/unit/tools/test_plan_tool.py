@@ -77,6 +77,9 @@ def test_time_of_a_step(capsys):
     assert sum(told["seconds"].values()) == pytest.approx(told["step_time_s"]) and len(told["sent_bytes"]) == 2
     assert main([*STEP, "--device", "h100", "--node", "1", "--network-gbps", "1"]) == 0
     slow = capsys.readouterr().out
+    assert main([*STEP, "--tflops", "100", "--json"]) == 0
+    device = json.loads(capsys.readouterr().out)["device"]
+    assert (device["flops"], device["flops_8bit"]) == (1e14, pytest.approx(1e14 * 1979 / 989))
     assert "bubble of the pipeline" in slow and "on h100_sxm, 1 in a node" in slow
     assert float(slow.split()[3]) > 2 * told["step_time_s"]
 
@@ -89,6 +92,8 @@ def test_a_cluster_that_cannot_be_is_refused(capsys):
         (["--imbalance", "0.5"], "--imbalance 0.5"),
         (["optim.offload=true"], "optim.offload = true"),
         (["optim.name=muon"], "optim.name = muon"),
+        (["precision.dtype=fp32"], "precision.dtype = fp32"),
+        (["precision.fp8=tensorwise", "parallel.tp=1", "--device", "a100"], "needs 8-bit kernels"),
         (["parallel.tp=3"], "the configuration is refused"),
     ):
         assert main([*STEP, *wrong]) == 2
