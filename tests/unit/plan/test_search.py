@@ -86,6 +86,21 @@ def test_only_what_is_surely_kept_rules_a_layout_out():
         assert len(proposed(kept_less, tp=1, pp=4, ep=1)) > len(few)
 
 
+@pytest.mark.parametrize("tp", [1, 8])
+def test_nothing_that_fits_is_ruled_out_at_a_glance(tp):
+    """On a device that has just what the forecast says; what tp gathers is not kept."""
+    sizes = ["model.num_layers=8", "train.seq_len=8192", "train.gbs=64", "train.mbs=8", "precision.dtype=bf16"]
+    kept = {f"parallel.{name}": value for name, value in {"tp": tp, "sp": tp > 1, "pp": 1, "cp": 1, "zero": 1}.items()}
+    given = planned_config(["model=llama3_8b", *sizes, *(f"{key}={value}" for key, value in kept.items())], 8)
+    search = LayoutSearch(
+        changed(given, {"recompute.mode": "full"}), 8, CLUSTER, fixed={*kept, "train.mbs", "pipeline.schedule"}
+    )
+    for mode in ("none", "selective"):
+        laid = changed(given, {"recompute.mode": mode})
+        needed = max(memory.needed for memory in Forecaster(laid, 8, Target("sm_90")).ranks().values())
+        assert mode in {each.change["recompute.mode"] for each in search.candidates(needed)[1:]}
+
+
 @pytest.mark.parametrize("experiment", ["gpt2_124m", "llama3_8b"])
 def test_the_best_is_no_worse_than_what_ships(experiment):
     """Most of the larger one's keys are kept, because a whole search takes half a minute."""
