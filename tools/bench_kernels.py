@@ -16,11 +16,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
 
-from kernels.testing.bench_row import Benchmark  # noqa: E402
-from kernels.testing.benchmarks import BENCHMARKS  # noqa: E402
-from kernels.testing.measure import copy_gb_s, gemm_tflop_s, median_ms, peak_bytes  # noqa: E402
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("substrings", nargs="*", help="only rows whose names contain one of these")
+    parser.add_argument("--list", action="store_true", help="print the rows and stop")
+    parser.add_argument("--sets", type=int, default=3, help="sets of inputs")
+    parser.add_argument("--repeats", type=int, default=50, help="timed calls a provider")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+
+import torch
+
+from kernels.testing.bench_row import Benchmark
+from kernels.testing.benchmarks import BENCHMARKS
+from kernels.testing.measure import copy_gb_s, gemm_tflop_s, median_ms, peak_bytes
 
 PER_MS = {"TFLOP/s": 1e9, "GB/s": 1e6}
 
@@ -56,16 +70,6 @@ def table(name: str, rows: dict[str, dict], limits: dict[str, float]) -> str:
             f"{row['peak_bytes'] / 2**20:9.1f} MiB  {ratio}"
         )
     return "\n".join(lines)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("substrings", nargs="*", help="only rows whose names contain one of these")
-    parser.add_argument("--list", action="store_true", help="print the rows and stop")
-    parser.add_argument("--sets", type=int, default=3, help="sets of inputs")
-    parser.add_argument("--repeats", type=int, default=50, help="timed calls a provider")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    return parser.parse_args()
 
 
 def main() -> int:

@@ -27,20 +27,6 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-
-from megatron5d.config.fault import ConfigError, refuse  # noqa: E402
-from megatron5d.config.laws import broken_laws  # noqa: E402
-from megatron5d.config.load import load_config  # noqa: E402
-from megatron5d.config.schema import Config  # noqa: E402
-from megatron5d.data.batch import make_micro_batch  # noqa: E402
-from megatron5d.model.flops import flops_per_token, parameter_count  # noqa: E402
-from megatron5d.model.hf_export import hf_config_from_model  # noqa: E402
-from megatron5d.topology.process import Process  # noqa: E402
-from megatron5d.train.build import build_run  # noqa: E402
-from megatron5d.train.forecast import Forecaster, Target  # noqa: E402
-from megatron5d.train.memory import device_bytes, target_here  # noqa: E402
-from megatron5d.train.metrics import memory_gb, peak_tflops  # noqa: E402
 
 CASES = {
     "1b": ["model=llama3_1b", "train.seq_len=8192", "train.mbs=2"],
@@ -49,6 +35,43 @@ CASES = {
         "model=qwen3_30b_a3b", "model.num_layers=16", "model.num_experts=32", "train.seq_len=4096", "train.mbs=4",
     ],
 }  # fmt: skip
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; none = all")
+    parser.add_argument("--model", help="another model of conf/model instead")
+    parser.add_argument("--seq-len", type=int, default=4096, help="its tokens a sequence")
+    parser.add_argument("--mbs", type=int, default=1, help="its sequences a step")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any override, for ours")
+    parser.add_argument("--only", choices=["ours", "peer"], help="measure one side")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    if unknown := [case for case in arguments.cases if case not in CASES]:
+        parser.error(f"no case {unknown[0]!r}: {', '.join(CASES)}, or --model NAME")
+    return arguments
+
+
+if __name__ == "__main__":
+    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+
+import torch
+
+from megatron5d.config.fault import ConfigError, refuse
+from megatron5d.config.laws import broken_laws
+from megatron5d.config.load import load_config
+from megatron5d.config.schema import Config
+from megatron5d.data.batch import make_micro_batch
+from megatron5d.model.flops import flops_per_token, parameter_count
+from megatron5d.model.hf_export import hf_config_from_model
+from megatron5d.topology.process import Process
+from megatron5d.train.build import build_run
+from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.memory import device_bytes, target_here
+from megatron5d.train.metrics import memory_gb, peak_tflops
+
 LEARNING_RATE = 1e-4
 ROOM = 0.9  # of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its weights
 
@@ -183,23 +206,6 @@ def table(name: str, config: Config, results: dict[str, Figures | str]) -> str:
             f"loss {row.first_loss:.3f} -> {row.last_loss:.3f}  {ratio if provider != 'ours' else ''}".rstrip()
         )
     return "\n".join(lines)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; none = all")
-    parser.add_argument("--model", help="another model of conf/model instead")
-    parser.add_argument("--seq-len", type=int, default=4096, help="its tokens a sequence")
-    parser.add_argument("--mbs", type=int, default=1, help="its sequences a step")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any override, for ours")
-    parser.add_argument("--only", choices=["ours", "peer"], help="measure one side")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    arguments = parser.parse_args()
-    if unknown := [case for case in arguments.cases if case not in CASES]:
-        parser.error(f"no case {unknown[0]!r}: {', '.join(CASES)}, or --model NAME")
-    return arguments
 
 
 def main() -> int:

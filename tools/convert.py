@@ -24,35 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from megatron5d.checkpoint.folder import read_run, saved_steps
-from megatron5d.checkpoint.hf import Entry, SafetensorsFolder
-from megatron5d.checkpoint.hf_save import save_folder, stored_tensors
-from megatron5d.checkpoint.load import whole_checkpoint
-from megatron5d.checkpoint.save import Saver
-from megatron5d.checkpoint.weights import SavedWeights
-from megatron5d.config.convert import from_dict, to_dict
-from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
-from megatron5d.model.gpt import DTYPES
-from megatron5d.model.hf import hf_weights, prediction_layers, unread
-from megatron5d.model.hf_config import read_hf_config, read_model_config
-from megatron5d.model.hf_export import hf_config_from_model
-from megatron5d.model.hf_names import hf_copies, hf_entries
-from megatron5d.model.upcycle import upcycled, upcycled_weights
-from megatron5d.train.state import Progress, run_record
-
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
-_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16"}  # without loss
-
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    dtype: dict[str, Any] = {"choices": list(DTYPES), "help": "of the written weights (default: as they are stored)"}
+    dtype: dict[str, Any] = {
+        "choices": ["fp64", "fp32", "bf16"],
+        "help": "of the written weights (default: as they are stored)",
+    }
     read = commands.add_parser("from-hf", help="a Hugging Face folder becomes a checkpoint of ours")
     read.add_argument("--hf", type=Path, required=True, metavar="DIR", help="config.json and safetensors files")
     read.add_argument(
@@ -83,6 +62,34 @@ def _add_upcycle(command: argparse.ArgumentParser) -> None:
     add("--first-k-dense", type=int, default=0, metavar="N", help="layers at the bottom that stay dense (default 0)")
     add("--noise", type=float, default=0.0, help="added to the experts, in standard deviations of the MLP's weights")
     add("--seed", type=int, default=1234, help="of routers and noise (default 1234)")
+
+
+if __name__ == "__main__":
+    parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
+
+from tqdm import tqdm
+
+from megatron5d.checkpoint.folder import read_run, saved_steps
+from megatron5d.checkpoint.hf import Entry, SafetensorsFolder
+from megatron5d.checkpoint.hf_save import save_folder, stored_tensors
+from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.checkpoint.save import Saver
+from megatron5d.checkpoint.weights import SavedWeights
+from megatron5d.config.convert import from_dict, to_dict
+from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
+from megatron5d.model.gpt import DTYPES
+from megatron5d.model.hf import hf_weights, prediction_layers, unread
+from megatron5d.model.hf_config import read_hf_config, read_model_config
+from megatron5d.model.hf_export import hf_config_from_model
+from megatron5d.model.hf_names import hf_copies, hf_entries
+from megatron5d.model.upcycle import upcycled, upcycled_weights
+from megatron5d.train.state import Progress, run_record
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16"}  # without loss
 
 
 def from_hf(hf: Path, out: Path, dtype: str | None, mtp: bool = False) -> Path:

@@ -15,9 +15,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
 
-from megatron5d.config.schema import (  # noqa: E402
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500, help="optimiser steps of each run, at least 10")
+    parser.add_argument("--json", action="store_true", help="the table as JSON")
+    args = parser.parse_args()
+    if args.steps < 10:
+        parser.error(f"--steps {args.steps} is below 10")
+    return args
+
+
+if __name__ == "__main__":
+    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+
+import torch
+
+from megatron5d.config.schema import (
     Config,
     ModelConfig,
     MoeConfig,
@@ -25,12 +39,12 @@ from megatron5d.config.schema import (  # noqa: E402
     PrecisionConfig,
     TrainConfig,
 )
-from megatron5d.data.batch import make_micro_batch  # noqa: E402
-from megatron5d.model.gpt import Gpt  # noqa: E402
-from megatron5d.optim.lr_schedule import learning_rate  # noqa: E402
-from megatron5d.topology.mesh import build_mesh  # noqa: E402
-from megatron5d.train.build import build_trainer, sizes_of  # noqa: E402
-from megatron5d.train.schedule import plan_pipeline  # noqa: E402
+from megatron5d.data.batch import make_micro_batch
+from megatron5d.model.gpt import Gpt
+from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.train.build import build_trainer, sizes_of
+from megatron5d.train.schedule import plan_pipeline
 
 RECIPES = ("none", "blockwise", "tensorwise")
 BOUNDS = {"blockwise": 0.005, "tensorwise": 0.01}  # how far from bf16 a recipe may end, relative
@@ -92,12 +106,7 @@ def compare(steps: int, recipes: tuple[str, ...] = RECIPES) -> dict[str, dict[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500, help="optimiser steps of each run, at least 10")
-    parser.add_argument("--json", action="store_true", help="the table as JSON")
-    args = parser.parse_args()
-    if args.steps < 10:
-        parser.error(f"--steps {args.steps} is below 10")
+    args = _arguments()
     table = compare(args.steps)
     if args.json:
         print(json.dumps({"steps": args.steps, "recipes": table, "bounds": BOUNDS}))

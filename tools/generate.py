@@ -15,13 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
-from megatron5d.config.schema import Config
-from megatron5d.data.tokenizer import Tokenizer, load_tokenizer
-from megatron5d.model.inference import Predictor, Source, open_predictor
-from megatron5d.topology.process import read_environment, start_process, stop_process
-
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -38,6 +31,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
     parser.add_argument("--json", action="store_true", help="print {prompt, text, tokens} instead of the text")
     return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
+
+from tqdm import tqdm
+
+from megatron5d.config.schema import Config
+from megatron5d.data.tokenizer import Tokenizer, load_tokenizer
+from megatron5d.model.inference import Predictor, Source, open_predictor
+from megatron5d.topology.process import read_environment, start_process, stop_process
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> Tokenizer:

@@ -14,15 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-from tqdm import tqdm
-
-from megatron5d.comm.collectives import all_gather
-from megatron5d.model.inference import Predictor, Source, open_predictor
-from megatron5d.topology.process import read_environment, start_process, stop_process
-
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,6 +28,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sp", action="store_true", help="sequence parallelism over the tp ranks")
     parser.add_argument("--mbs", type=int, default=1, metavar="N", help="rows per forward pass and rank (default 1)")
     return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron5d.comm.collectives import all_gather
+from megatron5d.model.inference import Predictor, Source, open_predictor
+from megatron5d.topology.process import read_environment, start_process, stop_process
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:

@@ -28,21 +28,47 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
 
-from megatron5d.config.fault import ConfigError, refuse  # noqa: E402
-from megatron5d.config.laws_files import FILE_LAWS  # noqa: E402
-from megatron5d.config.schema import Config  # noqa: E402
-from megatron5d.topology.forked_ranks import RankFailure  # noqa: E402
-from megatron5d.train.ablate import Ablation, ablations  # noqa: E402
-from megatron5d.train.build import sizes_of  # noqa: E402
-from megatron5d.train.certificate import FORMAT, code_here, configuration_hash, strays_of  # noqa: E402
-from megatron5d.train.data import end_of_document, first_rows  # noqa: E402
-from megatron5d.train.differences import Difference, axes_of, differences  # noqa: E402
-from megatron5d.train.parity import ROWS_SEED, RankRecord, alone, make_rows, short_run  # noqa: E402
-from megatron5d.train.parity_report import plain, told, worst_of  # noqa: E402
-from megatron5d.train.planned import planned_config  # noqa: E402
-from megatron5d.train.shrink import differing, exact, faults_of, shrink  # noqa: E402
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="parity.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimiser steps (default 3)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-10, metavar="X", help="largest relative difference (default 1e-10)"
+    )
+    parser.add_argument("--no-shrink", action="store_true", help="sizes of model and batch as configured")
+    parser.add_argument("--data", action="store_true", help="the first tokens of data.train instead of random ones")
+    parser.add_argument("--bisect", action="store_true", help="on a difference: without which dimension is there none?")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one run (default 600)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--certificate", type=Path, metavar="FILE", help="write what was found, and of what, as JSON")
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="does this certificate belong to code and overrides?"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    return parser
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # answers --help and refuses bad options before the seconds that the imports below take
+
+import torch
+
+from megatron5d.config.fault import ConfigError, refuse
+from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.schema import Config
+from megatron5d.topology.forked_ranks import RankFailure
+from megatron5d.train.ablate import Ablation, ablations
+from megatron5d.train.build import sizes_of
+from megatron5d.train.certificate import FORMAT, code_here, configuration_hash, strays_of
+from megatron5d.train.data import end_of_document, first_rows
+from megatron5d.train.differences import Difference, axes_of, differences
+from megatron5d.train.parity import ROWS_SEED, RankRecord, alone, make_rows, short_run
+from megatron5d.train.parity_report import plain, told, worst_of
+from megatron5d.train.planned import planned_config
+from megatron5d.train.shrink import differing, exact, faults_of, shrink
 
 IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens
 
@@ -65,28 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"parity.py: error: {error}", file=sys.stderr)
         return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="parity.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--world", type=int, metavar="N", help="number of ranks")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimiser steps (default 3)")
-    parser.add_argument(
-        "--tolerance", type=float, default=1e-10, metavar="X", help="largest relative difference (default 1e-10)"
-    )
-    parser.add_argument("--no-shrink", action="store_true", help="sizes of model and batch as configured")
-    parser.add_argument("--data", action="store_true", help="the first tokens of data.train instead of random ones")
-    parser.add_argument("--bisect", action="store_true", help="on a difference: without which dimension is there none?")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one run (default 600)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--certificate", type=Path, metavar="FILE", help="write what was found, and of what, as JSON")
-    parser.add_argument(
-        "--check", type=Path, metavar="FILE", help="does this certificate belong to code and overrides?"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
-    return parser
 
 
 def _compare(options: argparse.Namespace) -> int:

@@ -20,28 +20,10 @@ import sys
 import time
 from dataclasses import asdict, replace
 
-from tqdm import tqdm
-
-from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
-from megatron5d.config.fault import ConfigError
-from megatron5d.config.schema import Config
 from megatron5d.plan.cluster import CLUSTERS, Cluster, cluster_called
-from megatron5d.plan.conventions import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
-from megatron5d.plan.memory import RankMemory, gigabytes, table
-from megatron5d.plan.report import layout_record, layouts_table, step_record, step_table
-from megatron5d.train.build import sizes_of
-from megatron5d.train.device import eight_bit_faults
-from megatron5d.train.estimate import Estimator
-from megatron5d.train.fitting import nearest_fit, told
-from megatron5d.train.forecast import Forecaster, Target
-from megatron5d.train.layouts import LIMIT, LayoutSearch
-from megatron5d.train.memory import shortage
-from megatron5d.train.planned import planned_config, unplanned_config
-from megatron5d.train.schedule import micro_batch_counts
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs one subcommand and returns the exit code."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,29 +42,21 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     memory.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     memory.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
-    memory.set_defaults(run=_memory)
     context = commands.add_parser("context", help="bytes that each parallel.cp_method sends, the best first")
     context.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     context.add_argument("--node", type=int, default=8, metavar="N", help="ranks that share fast links (default 8)")
     context.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     context.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
-    context.set_defaults(run=_context)
-    step = commands.add_parser("step", help="time of a step by kind, tokens/s and MFU, on a device and its network")
-    _add_cluster(step)
-    step.set_defaults(run=_step)
+    _add_cluster(
+        commands.add_parser("step", help="time of a step by kind, tokens/s and MFU, on a device and its network")
+    )
     search = commands.add_parser(
         "search", help="the fastest layouts that fit; keys given as key=value stay as they are"
     )
     _add_cluster(search)
     search.add_argument("--device-gb", type=float, metavar="X", help="memory of one device in 10⁹ bytes")
     search.add_argument("--count", type=int, default=5, metavar="N", help="layouts to show (default 5)")
-    search.set_defaults(run=_search)
-    options = parser.parse_args(arguments)
-    try:
-        return options.run(options)
-    except (ConfigError, ValueError, OSError) as error:
-        print(f"plan.py: error: {error}", file=sys.stderr)
-        return 2
+    return parser
 
 
 def _add_cluster(command: argparse.ArgumentParser) -> None:
@@ -100,6 +74,39 @@ def _add_cluster(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON object, in seconds and bytes")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+
+
+if __name__ == "__main__":
+    _parser().parse_args()  # answers --help and refuses bad options before the seconds that the imports below take
+
+from tqdm import tqdm
+
+from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
+from megatron5d.config.fault import ConfigError
+from megatron5d.config.schema import Config
+from megatron5d.plan.conventions import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
+from megatron5d.plan.memory import RankMemory, gigabytes, table
+from megatron5d.plan.report import layout_record, layouts_table, step_record, step_table
+from megatron5d.train.build import sizes_of
+from megatron5d.train.device import eight_bit_faults
+from megatron5d.train.estimate import Estimator
+from megatron5d.train.fitting import nearest_fit, told
+from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.layouts import LIMIT, LayoutSearch
+from megatron5d.train.memory import shortage
+from megatron5d.train.planned import planned_config, unplanned_config
+from megatron5d.train.schedule import micro_batch_counts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one subcommand and returns the exit code."""
+    options = _parser().parse_args(arguments)
+    commands = {"memory": _memory, "context": _context, "step": _step, "search": _search}
+    try:
+        return commands[options.command](options)
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"plan.py: error: {error}", file=sys.stderr)
+        return 2
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:

@@ -20,12 +20,24 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
 
-from kernels import tuning  # noqa: E402
-from kernels.fp8_quantize import Quantized  # noqa: E402
-from kernels.testing.benchmarks import BENCHMARKS  # noqa: E402
-from kernels.testing.measure import median_ms  # noqa: E402
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operations", nargs="*", help="what --list names; without any, all of them")
+    parser.add_argument("--list", action="store_true", help="print operations and how many candidates each has")
+    parser.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
+
+import torch
+
+from kernels import tuning
+from kernels.fp8_quantize import Quantized
+from kernels.testing.benchmarks import BENCHMARKS
+from kernels.testing.measure import median_ms
 
 WARPS_STAGES = {"num_warps": (4, 8), "num_stages": (2, 3, 4)}
 ATTENTION = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "DESCRIBED": (True, False), **WARPS_STAGES}
@@ -197,11 +209,7 @@ def tune(operation: str, dry_run: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("operations", nargs="*", help=f"of {', '.join(SPACE)}; all where none is named")
-    parser.add_argument("--list", action="store_true", help="print operations and how many candidates each has")
-    parser.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
-    args = parser.parse_args()
+    args = _arguments()
     wanted = args.operations or list(SPACE)
     if unknown := [o for o in wanted if o not in SPACE]:
         print(f"unknown operation {', '.join(unknown)}; there are {', '.join(SPACE)}", file=sys.stderr)

@@ -1,0 +1,30 @@
+"""`--help` and refused options of every tool come before torch is imported, which takes seconds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = sorted((Path(__file__).resolve().parents[3] / "tools").glob("*.py"))
+RUN = """
+import runpy, sys
+sys.modules["torch"] = None  # importing it fails
+for tool in {tools}:
+    sys.argv = [tool, "{option}"]
+    try:
+        runpy.run_path(tool, run_name="__main__")
+    except SystemExit as left:
+        print("left with", left.code)
+"""
+
+
+@pytest.mark.parametrize("option, code", [("--help", 0), ("--no-such-option", 2)])
+def test_tools_answer_without_torch(option, code):
+    source = RUN.format(tools=[str(tool) for tool in TOOLS], option=option)
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    left = [line for line in run.stdout.splitlines() if line.startswith("left with")]
+    assert len(TOOLS) >= 13 and left == [f"left with {code}"] * len(TOOLS)
+    said = run.stdout if code == 0 else run.stderr
+    assert said.count("usage: ") == len(TOOLS)
