@@ -6,6 +6,7 @@ import dataclasses
 import io
 import warnings
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +19,8 @@ from torch.futures import Future
 
 from megatron5d.checkpoint.folder import METADATA, changed, fault_of, faults_of_newer, newest, newest_before
 from megatron5d.checkpoint.layout import ShardedTensor
+
+LISTED = 40  # tensors that do not fit and are named
 
 
 def find_checkpoint(directory: str | None, resume: str) -> Path | None:
@@ -57,15 +60,17 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
     return Path(folder)
 
 
-def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
+def load_tensors(folder: Path, tensors: dict[str, ShardedTensor], differing: Sequence[str] = ()) -> None:
     """Fills the parts of `tensors` from a checkpoint.
 
     Args:
         folder: a whole checkpoint.
         tensors: by key; their parts are written in place.
+        differing: keys of the model that differ from the saved ones, as text; said where tensors do not fit.
 
     Raises:
-        ValueError: keys or global shapes disagree; lists all of them. Or a file of tensors cannot be read; names it.
+        ValueError: keys or global shapes disagree; lists the first and counts the rest. Or a file of tensors cannot
+            be read; names it.
 
     Comm: DCP's planning over the world.
     """
@@ -77,7 +82,8 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
         if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
             faults.append(f"{key}: saved {tuple(entry.size)}, this model has {tuple(tensor.shape)}")
     if faults:
-        raise ValueError(f"{folder} does not fit this model:\n  " + "\n  ".join(sorted(faults)))
+        shown = sorted(faults)[:LISTED] + [f"and {len(faults) - LISTED} more"] * (len(faults) > LISTED)
+        raise ValueError("\n  ".join([f"{folder} does not fit this model:", *differing, *shown]))
     read(reader, tensors, alone=not dist.is_initialized())
 
 

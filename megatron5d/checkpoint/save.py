@@ -27,10 +27,18 @@ class Saver:
         keep: newest ones kept; 0 = all.
         background: return as soon as the tensors are copied; the files are written by a thread.
         timeout_s: of the group that the background save talks over.
+
+    Raises:
+        OSError: the directory cannot be made; at the start of a run, not at its first save hours later.
     """
 
     def __init__(self, directory: str | Path, keep: int, background: bool = False, timeout_s: float = 1800.0) -> None:
         self.directory, self.keep, self.background = Path(directory), keep, background
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OSError(f"no checkpoint can be saved in {directory}: {error}") from error
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: Any = None

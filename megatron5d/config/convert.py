@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from megatron5d.config.fault import ConfigError, Fault, closest, closest_key
+from megatron5d.config.fault import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
 from megatron5d.config.schema import Config
 
 _BAD = object()  # what a value of the wrong type becomes until the field's default takes its place
@@ -102,6 +102,9 @@ def unknown(key: str) -> Fault:
     """The fault of a key that the schema does not have."""
     group = key.rpartition(".")[0]
     groups = [name for name in keys() if "." not in name]
+    if key.rpartition(".")[2] in DATA_PARALLEL and group in ("", "parallel"):
+        reason = f"{key} is no key of the configuration: dp is what parallel.tp·cp·pp leave of the ranks"
+        return Fault("unknown-key", (key,), reason, "leave it out, and start dp·tp·cp·pp ranks")
     meant = None if group else closest(key, [*groups, "experiment"], 0.8)
     if meant:
         fix = f"did you mean {meant}=...?"

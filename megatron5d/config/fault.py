@@ -12,16 +12,28 @@ REFUSED = 2  # exit code of a refused configuration
 
 # Names people bring from other code bases, where no spelling distance would find ours.
 ELSEWHERE = {
-    "tensor_model_parallel_size": "parallel.tp",
+    "tensor": "parallel.tp",
+    "tensor_parallel": "parallel.tp",
+    "tensor_parallel_size": "parallel.tp",
     "tensor_parallel_degree": "parallel.tp",
+    "tensor_model_parallel_size": "parallel.tp",
     "sequence_parallel": "parallel.sp",
+    "context": "parallel.cp",
+    "context_parallel": "parallel.cp",
     "context_parallel_size": "parallel.cp",
     "context_parallel_degree": "parallel.cp",
+    "pipeline_parallel": "parallel.pp",
+    "pipeline_parallel_size": "parallel.pp",
     "pipeline_model_parallel_size": "parallel.pp",
     "pipeline_parallel_degree": "parallel.pp",
+    "expert": "parallel.ep",
+    "expert_parallel": "parallel.ep",
+    "expert_parallel_size": "parallel.ep",
+    "expert_parallel_degree": "parallel.ep",
     "expert_model_parallel_size": "parallel.ep",
     "expert_tensor_parallel_size": "parallel.etp",
     "zero_stage": "parallel.zero",
+    "batch_size": "train.gbs",
     "global_batch_size": "train.gbs",
     "micro_batch_size": "train.mbs",
     "rampup_batch_size": "train.gbs_ramp",
@@ -50,6 +62,9 @@ ELSEWHERE = {
     "max_position_embeddings": "model.max_positions",
     "recompute_granularity": "recompute.mode",
 }
+
+# What other code bases let people set, and what follows from the number of ranks here.
+DATA_PARALLEL = ("dp", "dp_size", "data", "data_parallel", "data_parallel_size", "data_parallel_degree")
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,7 @@ def closest_key(written: str, legal: Iterable[str]) -> str | None:
         return closest(written, same_name) or same_name[0]
     if "." in written:
         group = written[: written.rindex(".") + 1]
-        near = closest(name, [key.removeprefix(group) for key in keys if key.startswith(group)])
+        near = closest(name, [key.removeprefix(group) for key in keys if key.startswith(group)], 0.6)
         return group + near if near else closest(written, keys, 0.75)
     matched = closest(name, sorted({key.rpartition(".")[2] for key in keys}), 0.6)
     return next((key for key in keys if matched and key.rpartition(".")[2] == matched), None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 
 from megatron5d.config.convert import value_of
+from megatron5d.config.fault import listed
 from megatron5d.config.law import Law
 from megatron5d.config.schema import Config
 
@@ -167,15 +169,25 @@ def _blocked(name: str | None, as_folder: bool) -> str | None:
     if name is None:
         return None
     path = Path(name).absolute()
-    if path.exists() and path.is_dir() != as_folder:
+    if os.path.exists(path) and path.is_dir() != as_folder:
         return str(path)
-    return next((str(parent) for parent in path.parents if parent.exists() and not parent.is_dir()), None)
+    return next((str(parent) for parent in path.parents if os.path.isfile(parent)), None)
 
 
-def _writable(knob: str, as_folder: bool = True) -> Law:
+def _locked(name: str | None) -> str | None:
+    """The folder in which `name` would be made, where this user may not write; None = it may."""
+    if name is None:
+        return None
+    path = Path(name).absolute()
+    there = next(parent for parent in (path, *path.parents) if os.path.isdir(parent))
+    return None if os.access(there, os.W_OK | os.X_OK) else str(there)
+
+
+def _writable(knob: str, as_folder: bool = True) -> tuple[Law, Law]:
     kind, other = ("folder", "file") if as_folder else ("file", "folder")
-    return Law(
-        knob.replace(".", "-").replace("_", "-") + "-path",
+    name = knob.replace(".", "-").replace("_", "-")
+    in_the_way = Law(
+        f"{name}-path",
         (knob,),
         lambda c, w: _blocked(value_of(c, knob), as_folder) is not None,
         lambda c, w: (
@@ -184,6 +196,14 @@ def _writable(knob: str, as_folder: bool = True) -> Law:
         ),
         lambda c, w: f"{knob}={_blocked(value_of(c, knob), as_folder)}.new, or null",
     )
+    not_allowed = Law(
+        f"{name}-allowed",
+        (knob,),
+        lambda c, w: _locked(value_of(c, knob)) is not None,
+        lambda c, w: f"{knob} = {value_of(c, knob)}: this user may not write in {_locked(value_of(c, knob))}",
+        lambda c, w: f"{knob}=PATH in a folder that this user may write in, or null",
+    )
+    return in_the_way, not_allowed
 
 
 def _file(knob: str) -> Law:
@@ -204,7 +224,7 @@ def _schedule_file(c: Config) -> Path | None:
 def _newest_checkpoints(c: Config) -> str:
     folder = Path(c.checkpoint.dir or "")
     found = sorted(folder.iterdir()) if c.checkpoint.dir and folder.is_dir() else []
-    return f"checkpoint.resume=auto, none{''.join(f', or {path}' for path in found[-1:])}"
+    return f"checkpoint.resume={listed(['auto', 'none', *found[-1:]])}"
 
 
 PATH_LAWS = (
@@ -225,11 +245,11 @@ PATH_LAWS = (
         lambda c, w: "init.from_hf=null, or init.from_checkpoint=null",
     ),
     _file("data.tokenizer"),
-    _writable("data.cache_dir"),
-    _writable("checkpoint.dir"),
-    _writable("log.dir"),
-    _writable("log.wandb.dir"),
-    _writable("log.jsonl", as_folder=False),
+    *_writable("checkpoint.dir"),
+    *_writable("log.dir"),
+    *_writable("log.wandb.dir"),
+    *_writable("log.jsonl", as_folder=False),
+    _writable("data.cache_dir")[0],  # where it may not be written, each rank builds its own and says so
     Law(
         "checkpoint-resume-folder",
         ("checkpoint.resume",),

@@ -54,6 +54,16 @@ def _stages(c: Config) -> int:
     return c.parallel.pp * c.parallel.vpp
 
 
+def _fewer_stages(c: Config, world: int) -> str:
+    """The override under which every stage has a layer: fewer chunks, and where that is not enough fewer ranks."""
+    layers = c.model.num_layers
+    if c.parallel.pp <= layers:
+        return f"parallel.vpp={layers // c.parallel.pp}"
+    others = max(1, c.parallel.tp) * max(1, c.parallel.cp)
+    sizes = [pp for pp in range(1, layers + 1) if world % (pp * others) == 0]
+    return f"parallel.pp={nearest(c.parallel.pp, sizes)} parallel.vpp=1"
+
+
 RANK_LAWS = (
     Law(
         "world-fits",
@@ -179,7 +189,7 @@ STAGE_LAWS = (
             f"model.num_layers = {c.model.num_layers} is fewer than the parallel.pp·vpp = "
             f"{c.parallel.pp}·{c.parallel.vpp} = {_stages(c)} stages"
         ),
-        lambda c, w: f"parallel.pp={min(c.parallel.pp, c.model.num_layers)} parallel.vpp=1",
+        lambda c, w: _fewer_stages(c, w),
     ),
     Law(
         "layout-counts-stages",

@@ -89,7 +89,7 @@ def build_program(name: str, num_ranks: int, num_microbatches: int, chunks: int 
         raise ValueError(f"pipeline.schedule={name} interleaves chunks, but parallel.vpp={chunks}; set parallel.vpp=2")
     if not found.any_chunks and chunks != found.chunks:
         raise ValueError(
-            f"pipeline.schedule={name} has {found.chunks} stage(s) per rank, but parallel.vpp={chunks}; "
+            f"pipeline.schedule={name} cuts the layers of a rank into {found.chunks}, but parallel.vpp={chunks}; "
             f"set parallel.vpp={found.chunks}"
         )
     return found.generator(num_ranks, num_microbatches, chunks)

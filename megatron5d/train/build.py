@@ -101,7 +101,8 @@ def build_run(config: Config, process: Process) -> Run:
     if checkpoint is None:
         notes += first_weights(config, sync, optimizer, model)
     else:
-        progress = resume(checkpoint, sync, optimizer, model.weights())
+        progress, changed = resume(checkpoint, sync, optimizer, model.weights(), config)
+        notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
     return Run(
         config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, [note for note in notes if note]
     )

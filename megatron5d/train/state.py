@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,30 @@ def run_record(progress: Progress, config: dict[str, Any]) -> dict[str, Any]:
     return {"format": FORMAT, "version": megatron5d.__version__, "progress": asdict(progress), "config": config}
 
 
-def resume(folder: Path, sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor]) -> Progress:
+def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]) -> list[str]:
+    """Each key of some groups that has another value than in a saved configuration, with both, as text.
+
+    Args:
+        saved: `config` of a checkpoint's run.json; keys that are gone or new since do not count.
+        config: of this run.
+        groups: fields of Config, such as model.
+    """
+    here = to_dict(config)
+    return [
+        f"{group}.{key} = {here[group][key]}, saved with {value}"
+        for group in groups
+        for key, value in saved[group].items()
+        if key in here[group] and here[group][key] != value
+    ]
+
+
+def resume(
+    folder: Path, sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor], config: Config
+) -> tuple[Progress, list[str]]:
     """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
+
+    Returns:
+        How far the run is; and the keys that decide on numbers and have changed since, for the log.
 
     Raises:
         ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it.
@@ -111,13 +133,15 @@ def resume(folder: Path, sync: GradSync, optimizer: Optimizer, weights: Iterable
             f"none of the other; resume with optim.name={saved}, or take the weights alone: "
             f"init.from_checkpoint={folder} with another checkpoint.dir"
         )
-    load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False))
+    changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
+    architecture = [line for line in changed if line.startswith("model.")]
+    load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False), architecture)
     progress = Progress(**record["progress"])
     optimizer.take_unsaved_masters()
     optimizer.set_step_count(progress.step - progress.skipped)
     sync.start_gather()
     sync.finish_gather()
-    return progress
+    return progress, changed
 
 
 def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]], config: Config) -> list[str]:
@@ -136,11 +160,7 @@ def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]],
         ValueError: no whole checkpoint there, or one that does not fit the model.
     """
     found = whole_checkpoint(folder, "init.from_checkpoint")
-    load_tensors(found, named("model", held))
-    saved, here = read_run(found)["config"]["model"], to_dict(config)["model"]
-    passive = {"name", "from_hf", "init_std", "init_scale_output", "max_positions"}
-    return [
-        f"model.{field}: {here[field]} here, {saved[field]} in {found}"
-        for field in saved
-        if field in here and field not in passive and saved[field] != here[field]
-    ]
+    changed = changed_keys(read_run(found)["config"], config, ["model"])
+    load_tensors(found, named("model", held), changed)
+    passive = tuple(f"model.{key} " for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions"))
+    return [f"{line} in {found}" for line in changed if not line.startswith(passive)]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron5d.checkpoint.folder import commit, fault_of, faults_of_newer, newest, read_run, saved_steps, step_folder
 from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.checkpoint.save import Saver
 
 
 def save(directory, step, keep=0):
@@ -27,6 +28,12 @@ def test_saved_folders_are_whole_and_the_newest_is_found(tmp_path):
     assert newest(tmp_path) == tmp_path / "step-123456789"
     assert (tmp_path / "latest").read_text() == "step-123456789\n"
     assert read_run(tmp_path / "step-00000005") == {"progress": {}}
+
+
+def test_a_place_that_cannot_be_made_is_refused_before_anything_is_saved(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="no checkpoint can be saved in .*file/inside"):
+        Saver(tmp_path / "file" / "inside", keep=0)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):

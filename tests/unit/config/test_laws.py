@@ -21,10 +21,15 @@ BY_ID = {law.id: law for law in LAWS}
 
 @pytest.fixture(autouse=True)
 def corpus(tmp_path, monkeypatch, request):
-    """Makes a folder with one dataset and a release the working directory; what is installed must not matter."""
+    """Makes a folder with one dataset, a release and a locked folder the working directory.
+
+    What is installed must not matter, nor that root may write everywhere.
+    """
     for name, content in (("corpus", b"\0\0"), ("empty", b"")):
         (tmp_path / f"{name}.bin").write_bytes(content)
         (tmp_path / f"{name}.idx").write_bytes(b"")
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("megatron5d.config.laws_files.os.access", lambda path, mode: "locked" not in str(path))
     (tmp_path / "released").mkdir()
     (tmp_path / "released" / "model.safetensors").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
@@ -130,6 +135,8 @@ def test_a_law_is_not_asked_about_a_value_that_is_illegal_by_itself():
         ({"parallel.dp_replicate": 5}, 8, "parallel.dp_replicate=4"),
         ({"optim.schedule": "wsd", "train.steps": 400}, 8, "optim.decay_steps=40"),
         ({"pipeline.layout": [2, 1, 2], "parallel.pp": 3, "model.num_layers": 7}, 12, "pipeline.layout=[3,2,2]"),
+        ({"parallel.pp": 2, "parallel.vpp": 4, "model.num_layers": 5}, 8, "parallel.vpp=2"),
+        ({"parallel.pp": 4, "model.num_layers": 3}, 4, "parallel.pp=2 parallel.vpp=1"),
     ],
 )  # fmt: skip
 def test_fix_is_the_nearest_legal_value(values, world, fix):

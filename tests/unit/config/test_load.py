@@ -90,11 +90,19 @@ def test_a_file_with_a_stranger_is_refused():
         ("parallel.tensor_model_parallel_size", "parallel.tp"),
         ("checkpoint.async_save", "checkpoint.async"),
         ("warmup_step", "optim.warmup_steps"),
+        ("parallel.tensor", "parallel.tp"),
+        ("parallel.expert_parallel", "parallel.ep"),
     ],
 )
 def test_unknown_keys_come_with_the_key_that_was_meant(written, meant):
     fault = faults([f"{written}=1"])["unknown-key"]
     assert written in fault.reason and fault.fix == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize("written", ["dp", "parallel.dp", "parallel.data_parallel_size"])
+def test_dp_is_explained_and_nothing_else_is_suggested(written):
+    fault = faults([f"{written}=2"])["unknown-key"]
+    assert "dp is what parallel.tp·cp·pp leave of the ranks" in fault.reason and "did you mean" not in fault.fix
 
 
 def test_no_key_is_suggested_for_nonsense():
