@@ -5,7 +5,9 @@ import os
 if os.environ.get("TRITON_INTERPRET") == "1":
     from kernels.testing.interpreter_checks import install_checks
     from kernels.testing.interpreter_numbers import repair_numbers
+    from kernels.testing.interpreter_types import make_types_once
 
+    make_types_once()
     repair_numbers()
     install_checks()
 else:

@@ -185,3 +185,13 @@ def test_tensor_descriptors_cut_at_the_edge():
     block = [32, 32]
     tiles[(2, 3)](TensorDescriptor.from_tensor(x, block), TensorDescriptor.from_tensor(out, block), ROWS=32, COLUMNS=32)
     assert torch.equal(out, x)
+
+
+def test_types_made_once_are_checked_as_before():
+    floats, integers = tl.block_type(tl.float32, [4, 8]), tl.block_type(tl.int32, [tl.constexpr(4), 8])
+    assert floats.shape is integers.shape and floats != integers and str(integers) == "<['4', '8'], int32>"
+    assert integers == tl.block_type(tl.int32, [4, 8]) and integers.numel == 32
+    assert [floats.shape[i] for i in range(2)] == [4, 8] and floats.shape.type == tl.tuple([4, 8]).type
+    for wrong in ([4.0, 8], [3, 8], [], (4, 8)):
+        with pytest.raises((TypeError, ValueError, AssertionError)):
+            tl.block_type(tl.float32, wrong)

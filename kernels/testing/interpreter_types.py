@@ -1,0 +1,84 @@
+"""Spare Triton's interpreter what it makes anew for every operation, which is most of its time.
+
+An operation makes the type of its result, a tuple for its shape, a constant for each size, and of each tuple a type of
+its own that is spelt out as text and never read. Every call of a device function lists all members of the language
+again. Types of the same shape are made once here, tuples' types when they are asked for, lists of members once. What
+is refused is refused as before: whatever is not made of plain integers goes the interpreter's own way.
+"""
+
+import inspect
+import math
+from functools import cache
+
+from triton.language import core
+from triton.runtime import interpreter
+
+_make_block_type = core.block_type.__init__
+_find_np_dtype = interpreter._get_np_dtype
+_shapes: dict[tuple[int, ...], core.block_type] = {}  # the first type of each shape; others share its tuple
+_np_dtypes: dict[str, object] = {}
+
+
+def _block_type(self, element_ty, shape) -> None:
+    plain = isinstance(shape, list | core.tuple)  # Triton's own tuple: a Python one is refused
+    sizes = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape) if plain else ()
+    plain = plain and all(type(size) is int for size in sizes)  # 4.0 == 4 would find the type of 4
+    if plain and sizes in _shapes:
+        first = _shapes[sizes]
+        self.element_ty, self.shape, self.numel = element_ty, first.shape, first.numel
+        self.name = f"<{self.shape}, {self.element_ty}>"
+    else:
+        _make_block_type(self, element_ty, shape)
+        if plain:
+            _shapes[sizes] = self
+
+
+@cache
+def _constants(sizes: tuple[int, ...]) -> tuple[core.constexpr, core.tuple]:
+    return core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(size) for size in sizes])
+
+
+def _tensor(self, handle, type) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _constants(tuple(type.shape) if type.is_block() else ())
+
+
+def _tuple(self, args, type=None) -> None:
+    self.values = list(args)
+    if type is not None:
+        self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+
+def _type_of_tuple(self):
+    if "_type" not in vars(self):
+        self._type = core._type_for_tuple_values(self.values)
+    return self._type
+
+
+def _np_dtype(dtype):
+    name = dtype.scalar.name
+    if name not in _np_dtypes:
+        _np_dtypes[name] = _find_np_dtype(dtype)
+    return _np_dtypes[name]
+
+
+@cache
+def _builtins(package) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+
+def _patch_builtin(package, builder, scope) -> None:
+    for name in _builtins(package):
+        member = getattr(package, name)
+        if core.is_builtin(member):  # else it is patched already, by the kernel that calls this function
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+
+def make_types_once() -> None:
+    """Replace how the interpreter makes types; call once, before the first kernel runs."""
+    core.block_type.__init__ = _block_type
+    core.tensor.__init__ = _tensor
+    core.tuple.__init__ = _tuple
+    core.tuple.type = property(_type_of_tuple, lambda self, type: vars(self).update(_type=type))
+    interpreter._get_np_dtype = _np_dtype
+    interpreter._patch_builtin = _patch_builtin
