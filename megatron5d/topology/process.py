@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 MET = "met"
 RENDEZVOUS_TIMEOUT_S = 300.0  # for the last rank to appear; nodes of one job boot minutes apart, not half hours
+SAY_WAITING_S = 20.0  # after which, again and again, rank 0 says for whom it waits
 _FIRST_PORT, _NUM_PORTS = 12000, 20000  # below the ephemeral range, so no outgoing connection holds it
 
 
@@ -201,20 +202,33 @@ def _choose_device(local_rank: int) -> torch.device:
 
 def _meet(environment: Environment) -> dist.Store:
     """The store that all ranks share, once all of them are there."""
-    if environment.meeting.startswith("tcp://"):
-        _check_resolves(environment.meeting.removeprefix("tcp://").rsplit(":", 1)[0])
-    elif environment.meeting == "env://":
-        _check_resolves(os.environ["MASTER_ADDR"])
-    timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    where = environment.meeting
+    if where == "env://":
+        where = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store, _, _ = next(dist.rendezvous(environment.meeting, environment.rank, environment.world, timeout=timeout))
+        store = _store(environment, where)
     except RuntimeError as error:  # torch's network and store errors
         raise TimeoutError(
-            f"rank {environment.rank} could not reach rank 0 at {environment.meeting} "
+            f"rank {environment.rank} could not reach rank 0 at {where} "
             f"within {RENDEZVOUS_TIMEOUT_S:g} s (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
     _roll_call(store, environment.rank, environment.world, RENDEZVOUS_TIMEOUT_S)
     return store
+
+
+def _store(environment: Environment, where: str) -> dist.Store:
+    """A store at an address, which rank 0 hosts; a file's, or that of torchrun's agent, as torch makes it.
+
+    torch's own way to an address makes rank 0 wait inside for all ranks, and where one is absent says how many came
+    instead of who is missing.
+    """
+    timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    if where.startswith("tcp://"):
+        host, _, port = where.removeprefix("tcp://").rpartition(":")
+        _check_resolves(host)
+        if environment.meeting != "env://" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return dist.TCPStore(host, int(port), None, environment.rank == 0, timeout, wait_for_workers=False)
+    return next(dist.rendezvous(environment.meeting, environment.rank, environment.world, timeout=timeout))[0]
 
 
 def _check_resolves(host: str) -> None:
@@ -232,20 +246,29 @@ def _roll_call(store: dist.Store, rank: int, world: int, timeout_s: float) -> No
     """Everyone signs, rank 0 reads the list: an absent rank is named instead of being waited for in silence."""
     store.set(f"here/{rank}", "")
     if rank:
-        store.wait(["roll_call"], timedelta(seconds=timeout_s + 10))  # rank 0's list comes first
+        store.set_timeout(timedelta(seconds=timeout_s + 10))  # rank 0's list comes first
         absent = store.get("roll_call").decode()
     else:
         absent = _absent(store, world, time.monotonic() + timeout_s)
         store.set("roll_call", absent)
+        if absent:
+            time.sleep(1.0)  # the others read the list before the store ends with this process
     if absent:
         raise TimeoutError(f"of {world} ranks these did not appear within {timeout_s:g} s: {absent}")
 
 
 def _absent(store: dist.Store, world: int, deadline: float) -> str:
-    missing = list(range(world))
+    missing, say_at = list(range(world)), time.monotonic() + SAY_WAITING_S
     while missing and time.monotonic() < deadline:
         missing = [r for r in missing if not store.check([f"here/{r}"])]
+        if missing and time.monotonic() > say_at:
+            print(f"rank 0 of {world} waits for ranks {_first_of(missing)}", file=sys.stderr, flush=True)
+            say_at += SAY_WAITING_S
         if missing:
             time.sleep(0.02)
-    shown = ", ".join(map(str, missing[:16]))
-    return f"{shown} and {len(missing) - 16} more" if len(missing) > 16 else shown
+    return _first_of(missing)
+
+
+def _first_of(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown

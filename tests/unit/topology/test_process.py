@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import time
 
 import pytest
@@ -116,6 +117,12 @@ def forked_without_group(fn, world):
     return run_ranks(start, world)
 
 
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def test_ranks_meet_by_file_and_part(tmp_path):
     meeting = f"file://{tmp_path}/meeting"
 
@@ -188,17 +195,23 @@ def test_an_unknown_host_fails_at_once_and_is_named():
     assert time.monotonic() - start < 30
 
 
-def test_absent_ranks_are_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by", ["file", "address", "variables"])
+def test_absent_ranks_are_named(tmp_path, monkeypatch, capfd, by):
     monkeypatch.setattr(process, "RENDEZVOUS_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(process, "SAY_WAITING_S", 1.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
+    meeting = {"file": f"file://{tmp_path}/meeting", "address": f"tcp://127.0.0.1:{port}", "variables": "env://"}[by]
 
     def fn(rank):
         if rank == 1:
             return "absent"
         with pytest.raises(TimeoutError, match="of 3 ranks these did not appear within 3 s: 1$"):
-            start_process(600.0, Environment(rank, 3, rank, f"file://{tmp_path}/meeting"))
+            start_process(600.0, Environment(rank, 3, rank, meeting))
         return "told"
 
     assert forked_without_group(fn, 3) == ["told", "absent", "told"]
+    assert "rank 0 of 3 waits for ranks 1\n" in capfd.readouterr().err
 
 
 def test_nobody_at_the_address_is_told(monkeypatch):
