@@ -133,6 +133,11 @@ class Reader(dcp.FileSystemReader):
         self._reading: Any = None  # DCP's note of where the item lies that is read now
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
+        """As DCP's, read once.
+
+        Raises:
+            ValueError: the file of metadata is not what was saved.
+        """
         if self._metadata is None:
             fault = changed(self._folder, METADATA)
             if fault:
@@ -151,6 +156,12 @@ class Reader(dcp.FileSystemReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As DCP's, file by file, so that a fault names its file.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: a file is damaged.
+        """
         wanted: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             wanted.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)

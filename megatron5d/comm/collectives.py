@@ -38,6 +38,7 @@ class Pending:
         self._keep = keep  # the input must outlive the transfer
 
     def wait(self) -> Tensor:
+        """The result, once it is there; may be called again."""
         if self._work is not None:
             self._work.wait()
         self._work = self._keep = None
@@ -128,14 +129,23 @@ def gather_objects(mine: Any, axis: Axis) -> list[Any]:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """`start_all_reduce` and its end: `x`, overwritten. Comm: all_reduce, 2·(n-1)/n·numel elements per rank."""
     return start_all_reduce(x, axis, op).wait()
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """`start_all_gather` and its end: `[n, ...]` -> `[size·n, ...]`.
+
+    Comm: all_gather, (size-1)·numel elements per rank.
+    """
     return start_all_gather(x, axis).wait()
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """`start_reduce_scatter` and its end: `[n, ...]` -> `[n/size, ...]`.
+
+    Comm: reduce_scatter, (size-1)/size·numel elements per rank.
+    """
     return start_reduce_scatter(x, axis).wait()
 
 
@@ -146,7 +156,10 @@ def local_slice(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_last_dim(x: Tensor, axis: Axis) -> Tensor:
-    """Concatenates every rank's `x` along its last dim (for reports and tools, not differentiable)."""
+    """Concatenates every rank's `x` along its last dim (for reports and tools, not differentiable).
+
+    Comm: all_gather, (size-1)·numel elements per rank.
+    """
     return all_gather(x.movedim(-1, 0), axis).movedim(0, -1)
 
 

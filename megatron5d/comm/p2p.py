@@ -85,6 +85,9 @@ class Outbox(_End):
         Args:
             x: of the form that the other end expects; not to be changed before `settle` or `finish`.
 
+        Raises:
+            PeerLost: the other end is gone.
+
         Comm: one message of numel elements.
         """
         x = x.contiguous()
@@ -125,7 +128,11 @@ class Inbox(_End):
         self._posted: deque[tuple[Any, Tensor]] = deque()
 
     def post(self, form: Form) -> None:
-        """Starts receiving the channel's next message into memory of its own."""
+        """Starts receiving the channel's next message into memory of its own.
+
+        Raises:
+            PeerLost: the other end is gone; here, or where the message is taken.
+        """
         x = torch.empty(form.shape, dtype=form.dtype, device=form.device)
         try:
             work = self._group.recv([x], self.peer, self._tag)
@@ -134,7 +141,11 @@ class Inbox(_End):
         self._posted.append((work, x))
 
     def take(self) -> Tensor:
-        """The oldest message that was posted and not yet taken, once it is there."""
+        """The oldest message that was posted and not yet taken, once it is there.
+
+        Raises:
+            PeerLost: the other end is gone.
+        """
         work, x = self._posted.popleft()
         try:
             work.wait()

@@ -66,10 +66,12 @@ class SequenceLayout:
 
     @property
     def size(self) -> int:
+        """Ranks of the whole cp axis."""
         return self.outer * self.inner
 
     @property
     def num_chunks(self) -> int:
+        """Equal pieces that the outer ranks share: two each, or one where there is a single outer rank."""
         return 2 * self.outer if self.outer > 1 else 1
 
     def held(self, outer_rank: int) -> tuple[int, ...]:
@@ -106,6 +108,9 @@ def layout_of(method: str, cp: int, seq_len: int, inner: int = 1) -> SequenceLay
         cp: size of the axis.
         seq_len: rows of the whole sequence.
         inner: parallel.cp_inner, for two_level.
+
+    Raises:
+        ValueError: the sequence or cp is not divisible as the method needs.
     """
     if method == "ulysses":
         return SequenceLayout(seq_len, 1, cp)

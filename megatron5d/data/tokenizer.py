@@ -70,7 +70,11 @@ def load_tokenizer(path: str | os.PathLike[str], eod: str | int | None = None) -
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """The file that `load_tokenizer` would read: `path` itself, or the one inside a folder."""
+    """The file that `load_tokenizer` would read: `path` itself, or the one inside a folder.
+
+    Raises:
+        ValueError: there is no such file.
+    """
     path = Path(path)
     if path.is_dir():
         for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "qwen.tiktoken"):

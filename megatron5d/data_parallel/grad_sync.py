@@ -162,6 +162,7 @@ class GradSync:
         self.weights.before(phase, True)
 
     def after_forward(self, phase: nn.Module) -> None:
+        """Lets go of the weights that this phase has read, under ZeRO-3."""
         self.weights.after(phase, True)
 
     def before_recompute(self, phase: nn.Module) -> None:
@@ -173,6 +174,7 @@ class GradSync:
         self.weights.before(phase, False)
 
     def after_backward(self, phase: nn.Module) -> None:
+        """Lets go of the weights that the input gradient of this phase has read, under ZeRO-3."""
         self.weights.after(phase, False)
 
     def after_weight_grads(self, phase: nn.Module) -> None:

@@ -38,6 +38,10 @@ class Embedding(nn.Module):
             )  # fmt: skip
 
     def forward(self, x: Tensor | None, batch: MicroBatch, defer: Defer) -> Tensor:
+        """`batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`); `x` is not read.
+
+        Comm: reduce_scatter tp with sp, else all_reduce, of s/cp·b·h elements / all_gather with sp, else none.
+        """
         hidden = self.tokens(batch.tokens, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
         if self.positions is None:
             return hidden
@@ -127,12 +131,16 @@ class Head(nn.Module):
         self.output = OutputMatrix(config, self.tp, sp=sp, tied=tied, slice_tokens=slice_tokens, **factory)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The whole vocabulary's logits `[s/cp, b, vocab_size]`, for tools; all_gather tp."""
+        """The whole vocabulary's logits, for tools: `[s/cp/tp, b, h]` -> `[s/cp, b, vocab_size]`.
+
+        Comm: all_gather tp of s/cp·b·h elements with sp, and of s/cp·b·v/tp elements.
+        """
         local = self.output.local_logits(self.norm(x))
         return gather_last_dim(local, self.tp)[..., : self.output.vocab.vocab_size]
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        hidden = self.norm(x)
+        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> sums `[2]`, and with prediction blocks the normed x too."""
+        hidden = self.norm(x)  # [s/cp/tp, b, h]
         sums = self.output.losses(hidden, batch.labels, batch.loss_mask, self.z_loss, defer)
         return sums if self.is_last else (sums, hidden)
 

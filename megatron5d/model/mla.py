@@ -177,18 +177,21 @@ class Latents:
         self.value_dim = dims[2]
 
     def share(self, rank: int, size: int) -> Latents:
+        """The same for the heads of one of `size` ranks that exchange heads."""
         dn, _, dv = self.dims
         n = self.num_heads // size
         rows = n * (dn + dv)
         return Latents(self.weight, n, self.dims, slice(rank * rows, (rank + 1) * rows)) if size > 1 else self
 
     def open(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents `[t, b, r+dr]` -> k `[t, b, a/tp, dn+dr]`, v `[t, b, a/tp, dv]` of the heads that are opened."""
         dn, dr, dv = self.dims
         c_kv, k_pe = block.split([block.shape[-1] - dr, dr], -1)
         kv = F.linear(c_kv, self.weight[self.rows]).unflatten(-1, (self.num_heads, dn + dv))
         return _keys_values(kv, k_pe.unsqueeze(2), dn)
 
     def close(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """The gradient of `open` -> `[t, b, r+dr]`; adds the up-projection's weight gradient to its buffer."""
         dn, dr, _ = self.dims
         dk_nope, dk_pe = dk.split([dn, dr], -1)
         dkv = torch.cat((dk_nope, dv), -1).flatten(2).to(block.dtype)  # [t, b, a·(dn+dv)]

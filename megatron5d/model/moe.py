@@ -142,6 +142,11 @@ class MoeDispatch(nn.Module):
         self.dispatcher = dispatcher_of(config.num_experts, mesh, EightBitRows() if moe.fp8_dispatch else None)
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> State:
+        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> State; n = s/cp/tp·b tokens are routed here either way.
+
+        Comm: none / without sp all_gather tp of n·h elements; for balancing all_reduce cp_tp of E counts a sequence;
+        the dispatcher's `send`.
+        """
         normed, x = self.norm.branch(x)
         mine = self.share.take(normed)  # [n, h]
         tokens = self.share.tokens(x.shape, batch)
@@ -244,6 +249,7 @@ class MoeExperts(nn.Module):
             self.shared = SharedExpert(config, f"layers.{layer}.shared_expert", mesh["tp"], sp=sp, **factory)
 
     def forward(self, state: State, batch: MicroBatch, defer: Defer) -> State:
+        """State -> State: waits for r rows `[r, h]` of this rank's experts, and starts their way home."""
         x, ticket, weights, normed, trip = state
         shared = None
         if self.shared is not None and normed is not None:
@@ -271,6 +277,10 @@ class MoeCombine(nn.Module):
         self.dispatcher, self.share = dispatcher, share
 
     def forward(self, state: State, batch: MicroBatch, defer: Defer) -> Tensor:
+        """State -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`).
+
+        Comm: without sp all_gather tp of n·h elements / none; the dispatcher's `combine`.
+        """
         x, ticket, weights, shared, trip = state
         y = self.share.give(self.dispatcher.combine(ticket, weights, trip), x)
         return x + y if shared is None else x + (y + shared)

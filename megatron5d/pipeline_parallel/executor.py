@@ -32,18 +32,24 @@ _DONE = object()
 class Runnable(Protocol):
     """What the executor needs of a stage (`stage.Stage` is one)."""
 
-    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Tensor]: ...
+    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Tensor]:
+        """F, phase by phase; the last value is the output. `x` is None on the first stage."""
 
-    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Tensor | None]: ...
+    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Tensor | None]:
+        """B, or with `split` I, phase by phase; the last value is the input's gradient, None on the first stage."""
 
-    def weight_steps(self, microbatch: int) -> Iterator[None]: ...
+    def weight_steps(self, microbatch: int) -> Iterator[None]:
+        """W, phase by phase: what I has put off."""
 
-    def expect(self, op: str) -> None: ...
+    def expect(self, op: str) -> None:
+        """The action after the one that starts now is this one: its weights may be gathered meanwhile."""
 
-    def evaluate(self, x: Tensor | None, batch: Any) -> Tensor: ...
+    def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
+        """A forward without gradients, which keeps nothing."""
 
     @property
-    def num_in_flight(self) -> int: ...
+    def num_in_flight(self) -> int:
+        """Micro-batches whose backward is not over yet."""
 
 
 class PipelineError(RuntimeError):

@@ -23,9 +23,11 @@ class PhaseHooks(Protocol):
     def expect(self, phase: nn.Module, forward: bool) -> None:
         """The action after the one that starts now begins with this phase."""
 
-    def before_forward(self, phase: nn.Module) -> None: ...
+    def before_forward(self, phase: nn.Module) -> None:
+        """Its weights are about to be read."""
 
-    def after_forward(self, phase: nn.Module) -> None: ...
+    def after_forward(self, phase: nn.Module) -> None:
+        """Its weights are not needed before the next action that passes it."""
 
     def before_recompute(self, phase: nn.Module) -> None:
         """A backward runs the phase forward again; its weights stay until `after_backward`."""
@@ -33,7 +35,8 @@ class PhaseHooks(Protocol):
     def before_backward(self, phase: nn.Module) -> None:
         """In B or I. W reads no weights."""
 
-    def after_backward(self, phase: nn.Module) -> None: ...
+    def after_backward(self, phase: nn.Module) -> None:
+        """The gradient of its input is made; its weights are not needed before the next action."""
 
     def after_weight_grads(self, phase: nn.Module) -> None:
         """In B or W, after `after_backward`: the micro-batch has added all that this phase owes."""
@@ -53,6 +56,7 @@ class WeightGrads:
             self.waiting.append(closure)
 
     def run(self) -> None:
+        """W: adds up all that was put off, in the order in which it was."""
         with torch.no_grad():  # as in the backward that has kept them: their inputs still ask for gradients
             for closure in self.waiting:
                 closure()

@@ -66,7 +66,10 @@ class SlicedLoss:
         return _SlicedLoss.apply(x, weight, labels, self, defer)
 
     def gather(self, operand: Operand) -> list[Pending]:
-        """Each part of what is multiplied, of all positions; all_gather tp with sp."""
+        """Each part of what is multiplied, of all positions: `[s/cp/tp, b, h]` -> `[s/cp, b, h]` with sp.
+
+        Comm: all_gather tp of s/cp·b·h elements with sp, else none.
+        """
         return [start_all_gather(part, self.tp) if self.sp else Pending(part) for part in operand]
 
     def slices(self, positions: int, batch: int) -> Iterator[slice]:

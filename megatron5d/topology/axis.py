@@ -32,6 +32,7 @@ class Axis:
 
     @property
     def size(self) -> int:
+        """Number of ranks; 1 where this dimension cuts nothing."""
         return len(self.ranks)
 
     def divide(self, n: int, what: str) -> int:

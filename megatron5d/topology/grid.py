@@ -33,14 +33,17 @@ class Sizes:
 
     @property
     def dp(self) -> int:
+        """Ranks that see other sequences: replicas times shards."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def world(self) -> int:
+        """All ranks of the run."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def edp(self) -> int:
+        """Copies of each expert: what ep·etp leave of dp·cp·tp."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property

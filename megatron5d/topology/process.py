@@ -122,7 +122,11 @@ def _from_slurm(variables: Mapping[str, str]) -> Environment:
 
 
 def first_host(node_list: str) -> str:
-    """The first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07"."""
+    """The first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07".
+
+    Raises:
+        ValueError: the list names no node.
+    """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
     if first is None:
         raise ValueError(f"SLURM's node list is {node_list!r}: no host in it")
