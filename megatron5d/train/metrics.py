@@ -1,4 +1,4 @@
-"""What a run tells about itself: JSON lines, Weights & Biases, a progress bar. Rank 0 alone writes."""
+"""What a run tells about itself: JSON lines, Weights & Biases, its progress. Rank 0 alone writes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +16,8 @@ from tqdm import tqdm
 
 from megatron5d.config.schema import LogConfig
 from megatron5d.plan.cluster import cluster_of
+
+LINE_EVERY_S = 10.0  # at most, where progress goes to a file
 
 
 def peak_tflops(log: LogConfig, device: torch.device) -> float | None:
@@ -105,18 +108,36 @@ class Wandb:
         self._run.finish()
 
 
-class Bar:
-    """The progress bar: loss, tokens/s, time left."""
+class ProgressDisplay:
+    """How far the steps are, on stderr: a bar on a terminal, and a line now and then in a job's log.
+
+    Args:
+        total: steps of the run.
+        done: of these, before this process began.
+        enabled: False shows nothing, and `say` still speaks.
+    """
 
     def __init__(self, total: int, done: int, enabled: bool) -> None:
-        columns = None if sys.stderr.isatty() else 100
+        on_terminal = sys.stderr.isatty()
         self._bar = tqdm(
-            total=total, initial=done, disable=not enabled, unit="step", desc="train", ncols=columns, mininterval=0.5
+            total=total, initial=done, disable=not (enabled and on_terminal), unit="step", desc="train", mininterval=0.5
         )
+        self._lines = enabled and not on_terminal
+        self._total = total
+        self._begun_with, self._done = done, done
+        self._since, self._said_at = time.perf_counter(), -math.inf
 
-    def update(self, loss: float, tokens_per_s: float) -> None:
-        self._bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
+    def update(self, loss: float, grad_norm: float, tokens_per_s: float) -> None:
+        """One more step is done."""
+        self._done += 1
+        told = f"loss {loss:.4f}, grad norm {grad_norm:.3f}, {tokens_per_s:,.0f} tokens/s"
+        self._bar.set_postfix_str(told, refresh=False)
         self._bar.update()
+        now = time.perf_counter()
+        if self._lines and (self._done == self._total or now - self._said_at >= LINE_EVERY_S):
+            self._said_at = now
+            left = (self._total - self._done) * (now - self._since) / (self._done - self._begun_with)
+            self.say(f"step {self._done}/{self._total}: {told}, {tqdm.format_interval(left)} left")
 
     def say(self, text: str) -> None:
         """A line above the bar; printed plainly where there is no bar."""

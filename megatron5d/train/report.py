@@ -13,7 +13,7 @@ from megatron5d.plan.cost import StepCost
 from megatron5d.train.build import Run
 from megatron5d.train.estimate import step_on
 from megatron5d.train.memory import MEASURED_AFTER, MemoryReport
-from megatron5d.train.metrics import Bar, JsonLines, Wandb, memory_gb, peak_tflops
+from megatron5d.train.metrics import JsonLines, ProgressDisplay, Wandb, memory_gb, peak_tflops
 from megatron5d.train.step import StepResult
 
 
@@ -35,7 +35,7 @@ class Reporter:
         self._flops = flops_per_token(config.model, config.train.seq_len)
         self._pending: dict[str, Any] = {}
         self._jsonl = self._wandb = None
-        self._bar = Bar(config.train.steps, progress.step, self.active and config.log.progress)
+        self._display = ProgressDisplay(config.train.steps, progress.step, self.active and config.log.progress)
         if self.active and config.log.jsonl:
             self._jsonl = JsonLines(config.log.jsonl, progress.step)
         if self.active and config.log.wandb.mode != "disabled":
@@ -82,7 +82,8 @@ class Reporter:
         if not self.active:
             return
         record = self._record(result, lr, seconds)
-        self._bar.update(record["loss"], record["tokens_per_s_per_gpu"] * self.run.process.world)
+        tokens_per_s = record["tokens_per_s_per_gpu"] * self.run.process.world
+        self._display.update(record["loss"], record["grad_norm"], tokens_per_s)
         config, step = self.run.config, self.run.progress.step
         if step % config.log.every == 0 or step in (1, config.train.steps) or self._pending:
             record |= self._pending
@@ -130,10 +131,10 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line on the console of rank 0."""
         if self.active:
-            self._bar.say(text)
+            self._display.say(text)
 
     def close(self) -> None:
-        self._bar.close()
+        self._display.close()
         for writer in (self._jsonl, self._wandb):
             if writer is not None:
                 writer.close()

@@ -10,7 +10,7 @@ import torch
 from megatron5d.config.schema import LogConfig, ModelConfig, WandbConfig
 from megatron5d.model.flops import flops_per_token, parameter_count
 from megatron5d.train import metrics
-from megatron5d.train.metrics import JsonLines, Wandb
+from megatron5d.train.metrics import JsonLines, ProgressDisplay, Wandb
 
 
 def lines(path):
@@ -29,6 +29,26 @@ def test_a_resumed_run_takes_back_the_steps_it_will_do_again(tmp_path):
     second.write({"step": 4, "life": 2})
     second.close()
     assert [(r["step"], r["life"]) for r in lines(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+
+
+def test_in_a_file_progress_is_a_line_now_and_then(capsys, monkeypatch):
+    clock = iter(range(0, 60, 4))  # seconds: the start, then every step
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))
+    display = ProgressDisplay(total=9, done=1, enabled=True)
+    for step in range(2, 10):
+        display.update(loss=1 / step, grad_norm=2.0, tokens_per_s=1234.0)
+    display.close()
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "step 2/9: loss 0.5000, grad norm 2.000, 1,234 tokens/s, 00:28 left"
+    assert [line.split(":")[0] for line in shown] == ["step 2/9", "step 5/9", "step 8/9", "step 9/9"]
+
+
+def test_without_progress_what_is_said_is_still_shown(capsys):
+    display = ProgressDisplay(total=2, done=0, enabled=False)
+    display.update(1.0, 1.0, 1.0)
+    display.say("resumed")
+    display.close()
+    assert capsys.readouterr().err == "resumed\n"
 
 
 def test_a_fresh_run_starts_a_fresh_file(tmp_path):
