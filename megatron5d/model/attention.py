@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        normed, x = self.norm.branch(x, gemms_of(self.qkv.weight))
+        normed, x = self.norm.branch(x, gemms_of(self.qkv.weight))  # [s/cp/tp, b, h]
         q, k, v = self.parts("qkv", partial(self._heads, batch=batch, defer=defer), normed)
         core = self.parts("attention", partial(self.core, batch=batch), q, k, v)  # [s/cp, b, a·d/tp]
         return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
@@ -84,11 +84,12 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
         """Turned q `[s/cp, b, a/tp, d]` and k, v `[s/cp, b, g/tp, d]` from normalised hidden states."""
         d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x, defer).unflatten(-1, (a + 2 * g, d))  # [s/cp, b, (a+2g)·d/tp]  all_gather tp
+        qkv = self.qkv(x, defer)  # [s/cp/tp, b, h] -> [s/cp, b, (a+2g)·d/tp]  all_gather tp
+        qkv = qkv.unflatten(-1, (a + 2 * g, d))  # [s/cp, b, (a+2g)/tp, d]
         if self.turns_in_place and self.rope is not None:
             tables = self.rope(batch.positions)
             return apply_rope_to_projection(qkv, (a, g), *tables, interleaved=self.config.rope_interleaved)
-        q, k, v = qkv.split([a, g, g], dim=2)
+        q, k, v = qkv.split([a, g, g], dim=2)  # [s/cp, b, a/tp, d], 2× [s/cp, b, g/tp, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:

@@ -111,13 +111,14 @@ class Mla(nn.Module):
     def _up(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
         """q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents travel, q and them."""
         dn, dr, dv = self.dims
-        q = _product(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))
+        q = _product(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))  # [s/cp, b, a/tp, dn+dr]
         tables = self.rope(batch.positions)
         q, k_pe = apply_rope_to_ends(q, k_pe.unsqueeze(2), *tables, interleaved=self.interleaved)
         if self.compress:
-            return q, torch.cat((c_kv, k_pe.squeeze(2)), -1)
-        kv = _product(c_kv, self.kv_up.weight, defer).unflatten(-1, (self.num_heads, dn + dv))
-        k, v = _keys_values(kv, k_pe, dn)
+            return q, torch.cat((c_kv, k_pe.squeeze(2)), -1)  # [s/cp, b, r+dr]
+        kv = _product(c_kv, self.kv_up.weight, defer)  # [s/cp, b, a·(dn+dv)/tp]
+        kv = kv.unflatten(-1, (self.num_heads, dn + dv))  # [s/cp, b, a/tp, dn+dv]
+        k, v = _keys_values(kv, k_pe, dn)  # [s/cp, b, a/tp, dn+dr], [s/cp, b, a/tp, dv]
         return q, k, v.contiguous()  # a view would keep all of kv alive for the backward
 
     def _core(self, q: Tensor, *keys: Tensor, batch: MicroBatch) -> Tensor:
@@ -132,9 +133,9 @@ class Mla(nn.Module):
             x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         q = x
         if self.q_down is not None and self.q_norm is not None:
-            q = self.q_norm(_product(x, self.q_down, defer))
+            q = self.q_norm(_product(x, self.q_down, defer))  # [s/cp/tp, b, rq], and s/cp where not late
         _, kv_rank, dr = self.latents
-        c_kv, k_pe = _product(x, self.kv_down, defer).split([kv_rank, dr], -1)
+        c_kv, k_pe = _product(x, self.kv_down, defer).split([kv_rank, dr], -1)  # cut along s as q is
         c_kv = self.kv_norm(c_kv)
         if self.late:
             joined = self._enter(torch.cat((q, c_kv, k_pe), -1))  # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp

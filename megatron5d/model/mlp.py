@@ -48,8 +48,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        normed, x = self.norm.branch(x, gemms_of(self.up.weight))
-        inner = self.parts("mlp", partial(self._inner, defer=defer), normed)
+        normed, x = self.norm.branch(x, gemms_of(self.up.weight))  # [s/cp/tp, b, h]
+        inner = self.parts("mlp", partial(self._inner, defer=defer), normed)  # [s/cp, b, f/tp]
         return x + self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _inner(self, x: Tensor, defer: Defer) -> Tensor:

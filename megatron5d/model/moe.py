@@ -147,7 +147,7 @@ class MoeDispatch(nn.Module):
         Comm: none / without sp all_gather tp of n·h elements; for balancing all_reduce cp_tp of E counts a sequence;
         the dispatcher's `send`.
         """
-        normed, x = self.norm.branch(x)
+        normed, x = self.norm.branch(x)  # [s/cp/tp, b, h]
         mine = self.share.take(normed)  # [n, h]
         tokens = self.share.tokens(x.shape, batch)
         logits = self.router.logits(self._jittered(mine, tokens), defer)  # [n, E]
@@ -258,7 +258,7 @@ class MoeExperts(nn.Module):
         if self.shared is not None and shared is not None:
             shared = self.shared.leave(shared, defer)  # and under the second half of it
         rows, trip = self.dispatcher.receive(ticket, trip)  # [r, h]
-        y = self.experts(rows, trip.offsets, defer)
+        y = self.experts(rows, trip.offsets, defer)  # [r, h], partial over etp
         return x, self.dispatcher.send_back(y, weights, trip), weights, shared, trip
 
 
@@ -282,5 +282,5 @@ class MoeCombine(nn.Module):
         Comm: without sp all_gather tp of n·h elements / none; the dispatcher's `combine`.
         """
         x, ticket, weights, shared, trip = state
-        y = self.share.give(self.dispatcher.combine(ticket, weights, trip), x)
+        y = self.share.give(self.dispatcher.combine(ticket, weights, trip), x)  # [n, h] -> [s/cp/tp, b, h]
         return x + y if shared is None else x + (y + shared)

@@ -63,7 +63,8 @@ def _train(config: Config, process: Process, taken: Snapshots) -> int:
 def _introduce(run: Run, reporter: Reporter) -> None:
     s, progress = run.mesh.sizes, run.progress
     reporter.say(
-        f"{run.config.model.name}: {parameter_count(run.config.model):,} parameters on {s.world} ranks "
+        f"{run.config.model.name}: {parameter_count(run.config.model):,} parameters on {s.world} rank"
+        f"{'' if s.world == 1 else 's'} "
         f"(dp {s.dp}, tp {s.tp}, cp {s.cp}, pp {s.pp}, ep {s.ep}), {run.config.precision.dtype}, "
         f"zero {run.config.parallel.zero}" + (f"; resumed at step {progress.step}" if progress.step else "")
     )
