@@ -23,7 +23,7 @@ class Efficiency:
     """Shares of the peaks, fitted on recorded runs of other code bases (docs/planning.md says on which).
 
     Args:
-        products: of the FLOP/s, that a large product of matrices reaches.
+        products: of the FLOP/s, that a product of matrices reaches beside what its bytes take.
         attention: the same of attention between queries, keys and values.
         memory: of the device's memory bandwidth.
         links: of a link's bandwidth; an assumption.
@@ -32,13 +32,13 @@ class Efficiency:
 
     products: float
     attention: float
-    memory: float = 0.49
+    memory: float = 0.62
     links: float = 0.75
     kernel_s: float = 8.6e-6
 
 
-AMPERE = Efficiency(products=0.66, attention=0.30)
-HOPPER = Efficiency(products=0.55, attention=0.21)  # later devices too: of them no run was fitted on
+AMPERE = Efficiency(products=0.80, attention=0.29)
+HOPPER = Efficiency(products=0.56, attention=0.31)  # later devices too: of them no run was fitted on
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Of one pass of one stage, by kind:
 
-    products    each: the longer of FLOPs / (peak · products) and bytes / (bandwidth · memory), and a kernel
+    products    each: FLOPs / (peak · products) + bytes / (bandwidth · memory), and a kernel: small ones reach less
     attention   its FLOPs / (peak · attention)
     memory      2 · bytes of all tensors made / (bandwidth · memory), and a kernel for each: written once, read once
     tp          collectives inside the layers, less what runs under products (HIDDEN_TP)
@@ -84,7 +84,7 @@ class Prices:
         products = 0.0
         for each in work.products:
             peak = cluster.flops_8bit if each.eight_bits else cluster.flops
-            products += share.kernel_s + max(each.flops / (peak * share.products), each.num_bytes / memory)
+            products += share.kernel_s + each.flops / (peak * share.products) + each.num_bytes / memory
         attention = work.core_flops / (cluster.flops * share.attention)
         return products, attention, 2 * work.made_bytes / memory + work.made * share.kernel_s
 

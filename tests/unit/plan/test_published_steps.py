@@ -6,8 +6,12 @@ PyTorch (torchtitan 2024, arXiv:2410.06511; the PyTorch blog of March 2024), and
 MPT throughputs, of 16 bits and full shards). Left out are runs whose recomputation or vocabulary has no counterpart
 here, other precisions, and the ultra-scale playbook's sweep, where equal layouts differ fiftyfold by the ZeRO stage.
 
-Five shares and a kernel's time were fitted on the models whose CRC-32 is even (`fitted`), and not changed after the
-others were looked at.
+Two things of those runs are not ours and are given to the prediction: LayerNorm's kernel takes rows wider than ours
+does (Megatron's persistent one: 20,480 and 25,600), and the first two papers' attention, older than FlashAttention,
+has its scores in memory, with dropout.
+
+Five shares and a kernel's time were fitted on the models whose CRC-32 is even (`fitted`), as was the choice that a
+product's FLOPs and bytes add up; the others only say how good that is.
 """
 
 import csv
@@ -18,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels import normalization
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import (
@@ -31,6 +36,8 @@ from megatron5d.config.schema import (
 )
 from megatron5d.plan.cluster import cluster_called
 from megatron5d.train.estimate import Estimator
+from megatron5d.train.forecast import Target
+from megatron5d.train.workload import Workloads
 
 RUNS = list(csv.DictReader((Path(__file__).parent / "published_steps.csv").read_text().splitlines()))
 
@@ -64,16 +71,55 @@ def config_of(run) -> Config:
     )  # fmt: skip
 
 
+class OldAttention(Workloads):
+    """Scores `[a, s, s]` are made in memory, as before FlashAttention.
+
+    Bytes of a score, in 16 bits: in a forward 2 of QKᵀ and the 5 that are kept (softmax, dropout's mask, its result;
+    Korthikanti et al. 2022, equation 2); in a backward 2 each before dropout, behind it and behind the softmax.
+    """
+
+    def stages(self, config, parts):
+        t, model = config.train, config.model
+        scores = t.mbs * t.seq_len**2 * model.num_heads // config.parallel.tp
+        made = {"F": 7 * scores, "B": (6 + 7 * (config.recompute.mode != "none")) * scores}
+
+        def old(unit):
+            passes = {
+                op: dataclasses.replace(work, made_bytes=work.made_bytes + made[op])
+                for op, work in unit.passes.items()
+                if work.core_flops and op in made
+            }
+            return dataclasses.replace(unit, passes={**unit.passes, **passes})
+
+        return [[old(unit) for unit in units] for units in super().stages(config, parts)]
+
+
+def is_old(run) -> bool:
+    """Of the papers of 2021 and 2022, which pad the vocabulary to 51,200."""
+    return run["family"] == "megatron" and run["vocab"] == "51200"
+
+
 @pytest.fixture(scope="module")
 def errors():
     """(run, relative error of the predicted time)."""
-    estimators: dict[str, Estimator] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(normalization, "MAX_WIDTH", 65536)
+        return _errors()
+
+
+def _errors():
+    estimators: dict[tuple[str, bool], Estimator] = {}
     found = []
     for run in RUNS:
         config, world = config_of(run), int(run["world"])
         assert not broken_laws(config, world, without=FILE_LAWS)
         cluster = dataclasses.replace(cluster_called(run["device"]), network_rate=float(run["network_gbps"]) * 1e9 / 8)
-        estimator = estimators.setdefault(run["device"], Estimator(cluster))
+        key = run["device"], is_old(run)
+        if key not in estimators:
+            estimators[key] = Estimator(cluster)
+            if is_old(run):
+                estimators[key].workloads = OldAttention(Target(cluster.architecture))
+        estimator = estimators[key]
         estimator.cluster = cluster
         found.append((run, estimator.step(config, world).step_s / float(run["step_s"]) - 1))
     for family in ("megatron", "fsdp", "mpt"):
@@ -94,12 +140,12 @@ def figures(errors: list[float]) -> tuple[str, str, str]:
 def test_runs_that_were_fitted_on(errors):
     mine = [error for run, error in errors if fitted(run)]
     print("fitted", len(mine), *figures(mine))
-    assert len(mine) == 34 and statistics.median(map(abs, mine)) < 0.07
-    assert sum(abs(error) < 0.15 for error in mine) > 0.75 * len(mine)
+    assert len(mine) == 34 and statistics.median(map(abs, mine)) < 0.055
+    assert sum(abs(error) < 0.15 for error in mine) > 0.9 * len(mine) and max(map(abs, mine)) < 0.26
 
 
 def test_runs_that_were_not(errors):
     mine = [error for run, error in errors if not fitted(run)]
     print("held out", len(mine), *figures(mine))
-    assert len(mine) == 71 and statistics.median(map(abs, mine)) < 0.12
-    assert sum(abs(error) < 0.15 for error in mine) > 0.6 * len(mine)
+    assert len(mine) == 71 and statistics.median(map(abs, mine)) < 0.07
+    assert sum(abs(error) < 0.15 for error in mine) > 0.8 * len(mine) and max(map(abs, mine)) < 0.26
