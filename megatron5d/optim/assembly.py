@@ -54,25 +54,24 @@ class CutMatrix:
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Of the global tensor; of experts, those that this rank has a part of."""
-        *lead, rows, cols = self.spec.shape
-        return (self._last - self._first, rows, cols) if lead else (rows, cols)
-
-    @property
-    def _first(self) -> int:
-        return min((piece.offset[0] for piece in self.spec.pieces), default=0)
-
-    @property
-    def _last(self) -> int:
-        return max((piece.offset[0] + piece.shape[0] for piece in self.spec.pieces), default=0)
-
     def place(self, piece: Piece) -> tuple[slice, ...]:
         """Where a piece of any rank lies in the whole."""
-        first = self._first if len(self.spec.shape) > 2 else 0
+        first = _rows_of(self.spec)[0] if len(self.spec.shape) > 2 else 0
         offset = (piece.offset[0] - first, *piece.offset[1:])
         return tuple(slice(o, o + n) for o, n in zip(offset, piece.shape))
+
+
+def _rows_of(spec: ShardSpec) -> tuple[int, int]:
+    """The first place of dim 0 that this rank has a part of, and the one behind the last."""
+    spans = [(piece.offset[0], piece.offset[0] + piece.shape[0]) for piece in spec.pieces]
+    return min((start for start, _ in spans), default=0), max((stop for _, stop in spans), default=0)
+
+
+def whole_shape(spec: ShardSpec) -> tuple[int, ...]:
+    """Of a parameter that was made whole: the global one; of experts, those that this rank has a part of."""
+    *lead, rows, cols = spec.shape
+    first, last = _rows_of(spec)
+    return (last - first, rows, cols) if lead else (rows, cols)
 
 
 class Assembly:
@@ -138,7 +137,7 @@ class Assembly:
     def _whole(self, matrix: CutMatrix, parts: Tensor, work: Work) -> None:
         """Puts the local parameters of all ranks of `cut` together, and writes the result over them."""
         local = parts.view(self.cut.size, *matrix.shape)
-        whole = parts.new_empty(matrix.whole_shape)
+        whole = parts.new_empty(whole_shape(matrix.spec))
         places = [
             (matrix.place(piece), local[rank][piece.row : piece.row + piece.shape[0]])
             for rank, pieces in enumerate(self._pieces[matrix.spec.name])

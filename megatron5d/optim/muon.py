@@ -42,6 +42,17 @@ def takes_muon(spec: ShardSpec, config: OptimConfig) -> bool:
     return config.name == "muon" and len(spec.shape) >= 2 and not excluded
 
 
+def to_update(spec: ShardSpec, whole: Tensor, steps: int) -> None:
+    """Each matrix of a whole parameter `[..., rows, cols]` becomes its update at rate 1."""
+    matrices = whole if whole.ndim == 3 else whole[None]
+    row = 0
+    for height in spec.stack or (matrices.shape[1],):
+        matrix = matrices[:, row : row + height]
+        scale = _RMS * math.sqrt(max(matrix.shape[1:]))
+        matrix.copy_(orthogonalize(matrix, steps).mul_(scale))
+        row += height
+
+
 class Muon(SliceOptimizer):
     """
     Args:
@@ -80,7 +91,7 @@ class Muon(SliceOptimizer):
         for state in self.slices:
             state.moments["momentum"].mul_(self.config.momentum).add_(state.grads)
         for assembly in self._assemblies:
-            assembly.transform(self._orthogonalize)
+            assembly.transform(partial(to_update, steps=self.config.ns_steps))
         self.masters_to_weights()
 
     def rehearse(self) -> None:
@@ -94,16 +105,6 @@ class Muon(SliceOptimizer):
             return weights.new_empty(0)
         span = slice(*segment.owned)
         return torch.add(state.grads[span], state.moments["momentum"][span], alpha=self.config.momentum).to(weights)
-
-    def _orthogonalize(self, spec: ShardSpec, whole: Tensor) -> None:
-        """Each matrix of a whole parameter `[..., rows, cols]` becomes its update at rate 1."""
-        matrices = whole if whole.ndim == 3 else whole[None]
-        row = 0
-        for height in spec.stack or (matrices.shape[1],):
-            matrix = matrices[:, row : row + height]
-            scale = _RMS * math.sqrt(max(matrix.shape[1:]))
-            matrix.copy_(orthogonalize(matrix, self.config.ns_steps).mul_(scale))
-            row += height
 
     def _move(self, state: SliceState, segment: Segment | None, update: Tensor) -> None:
         """Decays the weights of a segment and takes the update off; those without masters are rounded at random."""

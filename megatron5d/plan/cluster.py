@@ -5,6 +5,9 @@ Sources, all dense (no sparsity) and one way: NVIDIA A100 data sheet (312 TFLOP/
 3.9 TB/s, bridges of 600 GB/s between two; PCIe 756, 2 TB/s), H200 (4.8 TB/s, 141 GB; NVL 835, bridges of 900 GB/s
 between up to four), DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB), GB200 NVL72 (2,500
 and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink). PCIe without a bridge: 64 GB/s both ways (A100), 128 (H100).
+To the host, one way: PCIe 4.0 and 5.0, 32 GB/s (A100) and 64 (later ones); GB200 225 (NVLink-C2C, 900 GB/s both ways
+for two devices). The host's memory, a device's share: DGX A100 (16 channels of DDR4-3200, 410 GB/s), DGX H100 (16 of
+DDR5-4800, 614 GB/s), Grace (512 GB/s for two devices).
 Between nodes: one adapter a device, HDR InfiniBand (200 Gbit/s) for A100, NDR (400 Gbit/s) for the later ones.
 Latencies are assumptions.
 """
@@ -54,6 +57,8 @@ class Cluster:
         link_rate: bytes/s that a device sends to others of its node.
         node: ranks that share those links.
         network_rate: bytes/s that a device sends to other nodes.
+        host_rate: bytes/s between a device and the host, one way.
+        host_memory_rate: bytes/s of the host's memory, one device's share.
         link_s, network_s: latency of a hop inside a node and between nodes, seconds.
         architecture: of the kernels, as the memory forecast takes it.
         efficiency: what of all that is reached.
@@ -68,6 +73,8 @@ class Cluster:
     link_rate: float
     node: int = 8
     network_rate: float = 50 * GB
+    host_rate: float = 64 * GB
+    host_memory_rate: float = 76.8e9
     link_s: float = 3e-6
     network_s: float = 10e-6
     architecture: str = "sm_90"
@@ -116,8 +123,8 @@ class Line:
 
 
 _A100 = Cluster(
-    "a100_80gb", 312e12, 312e12, 80 * GB, 2039e9, 300e9, network_rate=25e9, architecture="sm_80", efficiency=AMPERE,
-    part="A100",
+    "a100_80gb", 312e12, 312e12, 80 * GB, 2039e9, 300e9, network_rate=25e9, host_rate=32 * GB, host_memory_rate=51.2e9,
+    architecture="sm_80", efficiency=AMPERE, part="A100",
 )  # fmt: skip
 _H100 = Cluster("h100_sxm", 989e12, 1979e12, 80 * GB, 3350e9, 450e9, part="H100")
 _H200 = replace(_H100, name="h200", memory_bytes=141 * GB, memory_rate=4800e9, part="H200")
@@ -127,7 +134,17 @@ _NVL = replace(_H100, flops=835e12, flops_8bit=1671e12)
 CLUSTERS: Mapping[str, Cluster] = {
     cluster.name: cluster
     for cluster in (  # the first whose part is found in a device's name is meant
-        replace(_B200, name="gb200", flops=2500e12, flops_8bit=5000e12, memory_bytes=186 * GB, node=72, part="GB200"),
+        replace(
+            _B200,
+            name="gb200",
+            flops=2500e12,
+            flops_8bit=5000e12,
+            memory_bytes=186 * GB,
+            node=72,
+            part="GB200",
+            host_rate=225 * GB,
+            host_memory_rate=256e9,
+        ),
         _B200,
         replace(_NVL, name="h200_nvl", memory_bytes=141 * GB, memory_rate=4800e9, node=4, part="H200 NVL"),
         _H200,

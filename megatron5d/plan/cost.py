@@ -7,6 +7,7 @@ Of one pass of one stage, by kind:
     memory      2 · bytes of all tensors made / (bandwidth · memory), and a kernel for each: written once, read once
     tp          collectives inside the layers, less what runs under products (HIDDEN_TP)
     cp          hops of a ring less the attention they run under; all of what is exchanged before or after it
+    host        copies of `recompute.offload` there and back, as far as they take longer than the pass itself
     dp          ZeRO-2 and 3: what gathering weights and reducing gradients take longer than the pass itself
 
 All-to-alls of experts go to the simulator, which lets an overlapped action hide them, as messages do. It gives the
@@ -28,12 +29,12 @@ from megatron5d.pipeline_parallel.program import OPS, Program
 from megatron5d.pipeline_parallel.simulate import Simulation, simulate
 from megatron5d.plan.cluster import Cluster
 from megatron5d.plan.sharding import Sharding
+from megatron5d.plan.update import assembled, carried_bytes, passed_bytes, rounds
 from megatron5d.plan.work import Unit, Work, together
 
-KINDS = ("products", "attention", "memory", "tp", "cp", "dp")  # of a pass
-REST = ("ep", "p2p", "bubble", "optimizer")  # of the step besides
+KINDS = ("products", "attention", "memory", "tp", "cp", "host", "dp")  # of a pass
+REST = ("ep", "p2p", "bubble", "optimizer", "muon", "muon_sent")  # of the step besides
 EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes over which tokens travel
-BYTES_PER_UPDATE = 34  # gradient twice (its norm), master and two moments read and written, the weight written
 # Shares of tp's bytes in flight under products, (with sp, without): a column's input is gathered under dx, and its
 # gradient is summed under dW where that runs in the same pass (tensor_parallel/linear.py).
 HIDDEN_TP = {"F": (0.0, 0.0), "B": (2 / 3, 1.0), "I": (1 / 3, 0.0), "W": (0.0, 0.0)}
@@ -103,6 +104,8 @@ class Prices:
             "tp": self._exposed_tp(op, taken["tp"], products),
             "cp": taken["cp"] + max(0.0, taken["ring"] - attention),
         }  # fmt: skip
+        copied = work.host_bytes / (self.cluster.host_rate * self.cluster.efficiency.links)
+        spent["host"] = max(0.0, copied - sum(spent.values()))
         spent["dp"] = max(0.0, self._sharded(units, op) - sum(spent.values()))
         return spent, taken["ep"]
 
@@ -161,8 +164,8 @@ def step_cost(
     seconds |= _waiting(found, busiest)
     held = [[stages[stage] for _, stage in program.placement.stages_of(rank)] for rank in range(program.num_ranks)]
     ends = [_end(prices, mine, *_passing(spent.sum(0), program, rank)) for rank, mine in enumerate(held)]
-    seconds["dp"] += max(exposed for exposed, _ in ends)
-    seconds["optimizer"] = max(update for _, update in ends)
+    for kind in ends[0]:
+        seconds[kind] = seconds.get(kind, 0.0) + max(end[kind] for end in ends)
     rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
     flops = rate * token_flops
     sent = tuple(sent_bytes(prices, program, stages, rank, counts[rank]) for rank in range(program.num_ranks))
@@ -192,20 +195,34 @@ def _passing(spent: np.ndarray, program: Program, rank: int) -> tuple[float, flo
     return float(spent[OPS.index("F")][stages].sum()), float(whole[stages].sum())
 
 
-def _end(prices: Prices, held: Sequence[Sequence[Unit]], forward: float, backward: float) -> tuple[float, float]:
-    """What data parallelism adds to a step of a rank, and what the optimiser takes.
+def _end(prices: Prices, held: Sequence[Sequence[Unit]], forward: float, backward: float) -> dict[str, float]:
+    """Seconds by kind that data parallelism and the optimiser add to a step of a rank.
 
     Reductions start as the last backward makes gradients, whose last unit nothing follows; weights are gathered in the
     order in which the next forward wants them.
     """
     units = [unit for stage in held for unit in stage]
-    sharding, cluster = prices.sharding, prices.cluster
+    sharding = prices.sharding
     reduced, gathered = sharding.reduced(units), sharding.gathered(units)
     last = max((prices.transfers(sharding.reduced([unit]), 1) for unit in units), default=0.0)
     exposed = max(last, prices.transfers(reduced, len(units)) - backward)
     exposed += max(0.0, prices.transfers(gathered, len(units)) - forward)
-    update = sharding.owned(units) * BYTES_PER_UPDATE
-    return exposed, update / (cluster.memory_rate * cluster.efficiency.memory)
+    return {"dp": exposed, **_update(prices, units)}
+
+
+def _update(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
+    """Seconds of the optimiser by kind: its passes, Muon's iterations and all-to-alls, and what the host adds."""
+    cluster, sharding, share = prices.cluster, prices.sharding, prices.cluster.efficiency
+    passed = passed_bytes(units, sharding) / share.memory
+    found = {"optimizer": passed / cluster.memory_rate, "muon": 0.0, "muon_sent": 0.0, "host": 0.0}
+    if prices.config.optim.offload:
+        found["optimizer"] = passed / cluster.host_memory_rate
+        found["host"] = carried_bytes(units, sharding) / (cluster.host_rate * share.links)
+    for each in rounds(units, sharding):
+        found["muon"] += sum(prices.compute(each.matrices[0].work))
+        sent = each.sent(sharding.sizes[each.cut], sharding.weight)
+        found["muon_sent"] += prices.transfers(sent, 2)
+    return found
 
 
 def sent_bytes(
@@ -236,7 +253,13 @@ def sent_bytes(
                 // sum(line[stage] == rank for line in program.placement.route)
             )
     units = [unit for stage in program.placement.stages_of(rank) for unit in stages[stage[1]]]
-    for sent in (sharding.reduced(units), sharding.gathered(units), sharding.turned(units, program)):
+    ends = (
+        sharding.reduced(units),
+        sharding.gathered(units),
+        sharding.turned(units, program),
+        assembled(units, sharding),
+    )
+    for sent in ends:
         for (axis, _), num_bytes in sent.items():
             sums[axis] += round(num_bytes)
     return {axis: num_bytes for axis, num_bytes in sums.items() if num_bytes}

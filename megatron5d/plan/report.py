@@ -19,7 +19,10 @@ _TOLD = {
     "p2p": "waits for messages between stages",
     "bubble": "bubble of the pipeline",
     "dp": "exposed reductions and gathers of dp and ZeRO",
+    "host": "exposed copies to the host and back",
     "optimizer": "optimiser",
+    "muon": "Muon's iterations on whole matrices",
+    "muon_sent": "Muon's all-to-alls, to whole matrices and back",
 }
 
 

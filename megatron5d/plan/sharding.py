@@ -31,7 +31,8 @@ class Sharding:
         self.zero, self.sizes = parallel.zero, sizes
         self.weight, self.grad = _WIDTHS[dtype], 8 if dtype == "fp64" else _WIDTHS[config.precision.grad_dtype]
         masters = 4 if dtype == "bf16" and config.precision.master_weights else 0
-        self.optimizer = masters + 2 * (8 if dtype == "fp64" else 4)
+        wide = 8 if dtype == "fp64" else 4
+        self.optimizer, self.moment = (0, 0) if config.optim.offload else (masters + 2 * wide, wide)
         self.reduces_each = self.zero >= 2 and parallel.reduce == "per_microbatch"
         self.gathers_each = self.zero == 3 and parallel.regather == "per_microbatch"
 
@@ -84,16 +85,23 @@ class Sharding:
             return _dense(units) + _expert(units)
         return sum(elements / self.sizes[shard] for shard, _, elements in self._lines(units))
 
+    def owned_matrices(self, units: Iterable[Unit]) -> float:
+        """Those of them that Muon updates."""
+        found = [matrix for unit in units for matrix in unit.matrices]
+        shards = {False: self.sizes["dp_shard_cp"], True: self.sizes["edp_shard"]}
+        return sum(matrix.elements / (shards[matrix.expert] if self.zero else 1) for matrix in found)
+
     def state_bytes(self, units: Iterable[Unit]) -> float:
         """Of what stays: weights, gradients, optimiser; buffers and what fills buckets up not counted."""
         units = list(units)
         lines = [(elements, self.sizes[shard]) for shard, _, elements in self._lines(units)]
         per_element = {"weights": (self.weight, 3), "gradients": (self.grad, 2), "optimizer": (self.optimizer, 1)}
-        return sum(
+        whole = sum(
             elements * width / (n if self.zero >= cut else 1)
             for elements, n in lines
             for width, cut in per_element.values()
         )
+        return whole - self.owned_matrices(units) * self.moment  # Muon has one
 
     def _lines(self, units: Sequence[Unit]) -> Sequence[tuple[str, str, int]]:
         return ("dp_shard_cp", "dp_replicate", _dense(units)), ("edp_shard", "edp_replicate", _expert(units))

@@ -52,6 +52,7 @@ class Work:
         made_bytes: of tensors that the pass makes.
         made: how many.
         sent: by axis and operation.
+        host_bytes: of tensors on their way to the host or back.
     """
 
     products: tuple[Product, ...] = ()
@@ -59,6 +60,7 @@ class Work:
     made_bytes: float = 0.0
     made: int = 0
     sent: Sent = field(default_factory=dict)
+    host_bytes: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -71,7 +73,23 @@ class Work:
             for key, each in self.sent.items()
         }
         products = tuple(replace(product, rows=product.rows * sequences) for product in self.products)
-        return Work(products, self.core_flops * sequences, self.made_bytes * sequences, self.made, sent)
+        return Work(products, self.core_flops * sequences, self.made_bytes * sequences, self.made, sent,
+                    self.host_bytes * sequences)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter whose update Muon makes orthogonal, whole and on one rank.
+
+    Args:
+        elements: of this rank's part.
+        expert: it belongs to routed experts.
+        work: the iteration of the whole.
+    """
+
+    elements: int
+    expert: bool
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -83,12 +101,14 @@ class Unit:
         dense: parameters of this rank that dp and cp share.
         expert: those of routed experts, which edp shares.
         copied: axis -> those of which its ranks hold copies whose gradients are added up (norms under sp).
+        matrices: among them those that Muon updates.
     """
 
     passes: Mapping[str, Work]
     dense: int
     expert: int
     copied: Mapping[str, int] = field(default_factory=dict)
+    matrices: tuple[Matrix, ...] = ()
 
     def times(self, sequences: int) -> Unit:
         return replace(self, passes={op: work.times(sequences) for op, work in self.passes.items()})
@@ -110,4 +130,5 @@ def together(works: Iterable[Work]) -> Work:
         sum(work.made_bytes for work in works),
         sum(work.made for work in works),
         sent,
+        sum(work.host_bytes for work in works),
     )

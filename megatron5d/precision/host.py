@@ -9,11 +9,17 @@ A tensor of n bytes moves n bytes each way, once a micro-batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+WATCH: ContextVar[Callable[[int], None] | None] = ContextVar(
+    "WATCH", default=None
+)  # is told the bytes of every copy that begins
 
 
 @cache
@@ -33,6 +39,8 @@ class HostCopy:
         self._back: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         self._form: dict[str, Any] = {"size": tensor.shape, "dtype": tensor.dtype}
+        if (watch := WATCH.get()) is not None:
+            watch(self.num_bytes)
         if not tensor.is_cuda:
             self.host = tensor.new_empty(0) if tensor.is_meta else tensor.clone()
             return

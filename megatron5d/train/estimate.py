@@ -51,18 +51,13 @@ class Estimator:
 def check_predictable(config: Config) -> None:
     """
     Raises:
-        ValueError: of products wider than 16 bits, of an optimiser in the host's memory, or of Muon's matrix products
-            nothing is known.
+        ValueError: of products wider than 16 bits nothing is known.
     """
     if config.precision.dtype != "bf16":
         raise ValueError(
             f"precision.dtype = {config.precision.dtype}: what share of its peak a device reaches is known in 16 bits "
             "alone; set precision.dtype=bf16"
         )
-    if config.optim.offload:
-        raise ValueError("optim.offload = true: how long the host takes for the update is not predicted")
-    if config.optim.name == "muon":
-        raise ValueError("optim.name = muon: how long its matrix products take is not predicted")
 
 
 def step_on(device: str, config: Config, world: int, plan: PipelinePlan) -> StepCost | str | None:

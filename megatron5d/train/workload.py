@@ -20,16 +20,19 @@ from torch import Tensor, nn
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.matrices import quantised_matrices
 from megatron5d.config.pattern import is_moe
-from megatron5d.config.schema import Config, RecomputeConfig
+from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.model.ends import loss_terms
 from megatron5d.model.flops import core_flops
 from megatron5d.model.gpt import Gpt, is_recomputed
 from megatron5d.model.partition import Part
+from megatron5d.optim.assembly import whole_shape
+from megatron5d.optim.muon import takes_muon, to_update
 from megatron5d.pipeline_parallel.stage import Stage, segments_of
 from megatron5d.plan.watch import MemoryWatch
-from megatron5d.plan.work import Product, Unit, Work, together
+from megatron5d.plan.work import Matrix, Product, Unit, Work, together
 from megatron5d.precision.fp8 import is_quantized
 from megatron5d.precision.gemms import ExpertGemms, Gemms, expert_gemms_of, gemms_of
+from megatron5d.precision.host import WATCH
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard import spec_of, without_memory
 from megatron5d.train.build import sizes_of
@@ -49,17 +52,33 @@ class _Counter(MemoryWatch):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self.ledger, self.products = ledger, list[Product]()
-        self.made = self.made_bytes = 0
+        self.made = self.made_bytes = self.host_bytes = 0
 
     def _made(self, tensor: Tensor, operation: str) -> None:
         self.made += 1
         self.made_bytes += tensor.nbytes
 
     def take(self, core_flops: float) -> Work:
-        work = Work(tuple(self.products), core_flops, self.made_bytes, self.made, dict(self.ledger.totals))
+        sent = dict(self.ledger.totals)
+        work = Work(tuple(self.products), core_flops, self.made_bytes, self.made, sent, self.host_bytes)
         self.ledger.clear()
-        self.products, self.made, self.made_bytes = [], 0, 0
+        self.products, self.made, self.made_bytes, self.host_bytes = [], 0, 0, 0
         return work
+
+    def copied(self, num_bytes: int) -> None:
+        """A tensor travels to the host."""
+        self.host_bytes += num_bytes
+
+
+class _IterationCounter(_Counter):
+    """The same of Newton-Schulz iterations, whose products are torch's own."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+            first, second = args[-2:]
+            stack, rows, inputs = first.shape
+            self.products.append(Product(stack * rows, inputs, second.shape[2], stack))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Workloads:
@@ -123,9 +142,10 @@ def _block(config: Config, i: int, again: bool) -> Kind:
 def _alone(config: Config, again: bool) -> Config:
     """The same layers for one sequence, without pipeline and with the least data parallelism that the experts need."""
     parallel, old = config.parallel, config.recompute
-    recompute = dataclasses.replace(old, num_layers=None, stage_layers=None, group_layers=1)
+    smallest = -(-old.offload_min_bytes // config.train.mbs) if old.offload else old.offload_min_bytes
+    recompute = dataclasses.replace(old, num_layers=None, stage_layers=None, group_layers=1, offload_min_bytes=smallest)
     if not again:
-        recompute = RecomputeConfig(logit_tokens=old.logit_tokens)
+        recompute = RecomputeConfig(logit_tokens=old.logit_tokens, offload=old.offload, offload_min_bytes=smallest)
     return Config(
         model=config.model,
         parallel=dataclasses.replace(
@@ -134,6 +154,9 @@ def _alone(config: Config, again: bool) -> Config:
         ),
         train=dataclasses.replace(config.train, mbs=1, gbs=1, gbs_ramp=None),
         precision=config.precision, recompute=recompute, moe=config.moe, data=config.data,
+        optim=OptimConfig(
+            name=config.optim.name, ns_steps=config.optim.ns_steps, muon_exclude=config.optim.muon_exclude
+        ),
     )  # fmt: skip
 
 
@@ -168,7 +191,11 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
         batch = planned_batch(config, mesh, model, world // dense)
         with _Counter(ledger) as counter:
             _count_products(model, counter)
-            passes = _passes(config, model, batch, counter)
+            watched = WATCH.set(counter.copied)
+            try:
+                passes = _passes(config, model, batch, counter)
+            finally:
+                WATCH.reset(watched)
     counted: set[nn.Parameter] = set()
     found = {}
     for kind, unit in zip(kinds, model.units):
@@ -176,8 +203,21 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
         counted |= own
         dense, expert = (sum(p.numel() for p in own if spec_of(p).expert is kept) for kept in (False, True))
         works = {op: together(each[phase] for phase in unit if phase in each) for op, each in passes.items()}
-        found[kind] = Unit(works, dense, expert, _copied(own))
+        for op in "BI":  # what went there comes back, begun in the backward of another unit (precision/host.py)
+            works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
+        found[kind] = Unit(works, dense, expert, _copied(own), tuple(_matrices(own, config.optim)))
     return found
+
+
+def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterator[Matrix]:
+    """Those that Muon updates, each with its iteration; a glob that excludes them must not name a layer's number."""
+    for parameter in parameters:
+        spec = spec_of(parameter)
+        if takes_muon(spec, optim):
+            whole = torch.empty(whole_shape(spec), dtype=parameter.dtype, device="meta")
+            with _IterationCounter(Ledger()) as counter:
+                to_update(spec, whole, optim.ns_steps)
+            yield Matrix(parameter.numel(), spec.expert, counter.take(0.0))
 
 
 def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
