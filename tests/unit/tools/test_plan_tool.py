@@ -84,14 +84,19 @@ def test_time_of_a_step(capsys):
     assert float(slow.split()[3]) > 2 * told["step_time_s"]
 
 
+def test_muon_and_the_host_have_lines_of_their_own(capsys):
+    assert main([*STEP, "optim.name=muon", "optim.offload=true"]) == 0
+    out = capsys.readouterr().out
+    for line in ("Muon's iterations on whole matrices", "Muon's all-to-alls", "copies to the host and back"):
+        assert line in out
+
+
 def test_a_cluster_that_cannot_be_is_refused(capsys):
     for wrong, said in (
         (["--device", "h101"], "--device h101 is not known: a100,"),
         (["--node", "0"], "--node 0 is not above 0"),
         (["--network-gbps", "-1"], "--network-gbps -1 is not above 0"),
         (["--imbalance", "0.5"], "--imbalance 0.5"),
-        (["optim.offload=true"], "optim.offload = true"),
-        (["optim.name=muon"], "optim.name = muon"),
         (["precision.dtype=fp32"], "precision.dtype = fp32"),
         (["precision.fp8=tensorwise", "parallel.tp=1", "--device", "a100"], "needs 8-bit kernels"),
         (["parallel.tp=3"], "the configuration is refused"),
