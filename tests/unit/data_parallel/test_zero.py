@@ -51,8 +51,15 @@ class OnRank:
         return tuple(sum(each.values()) for each in storages)
 
 
+RECOMPUTE = {
+    "none": RecomputeConfig(),
+    "full": RecomputeConfig("full"),
+    "pairs": RecomputeConfig("full", group_layers=2),
+}
+
+
 def config(zero: int, micro_batches: int, *, world: int = 2, dtype: str = "fp32", recompute: str = "none", **parallel):
-    made = config_of(zero=zero, gbs=micro_batches * world, recompute=RecomputeConfig(recompute), **parallel)
+    made = config_of(zero=zero, gbs=micro_batches * world, recompute=RECOMPUTE[recompute], **parallel)
     return dataclasses.replace(made, precision=PrecisionConfig(dtype=dtype))
 
 
@@ -63,6 +70,7 @@ TRAFFIC = [
     (2, 2, {"reduce": "per_step"}, (1, 1)),
     (3, 1, {}, (2, 1)),  # the paper's 3Ψ
     (3, 1, {"recompute": "full"}, (2, 1)),
+    (3, 1, {"recompute": "pairs"}, (2, 1)),  # a layer that runs again before its backward is next is kept till then
     (3, 3, {}, (6, 3)),
     (3, 3, {"regather": "per_step"}, (1, 3)),
     (3, 3, PER_STEP, (1, 1)),  # 2Ψ however often micro-batches pass
@@ -129,7 +137,7 @@ def test_stages_train_the_same_bits_where_they_reduce_alike():
     free = {"optim": {"clip": 0.0}}
     alike = [
         [(1, 1, free), (0, 1, free), (3, 1, free)],
-        [(1, 1, {}), (2, 1, {}), (3, 1, {}), (3, 1, {"recompute": "full"})],
+        [(1, 1, {}), (2, 1, {}), (3, 1, {}), (3, 1, {"recompute": "full"}), (3, 1, {"recompute": "pairs"})],
         [(1, 3, {}), (2, 3, {"reduce": "per_step"}), (3, 3, {"reduce": "per_step"}), (3, 3, PER_STEP)],
         [(2, 3, {}), (3, 3, {}), (3, 3, {"regather": "per_step"})],
     ]
