@@ -12,6 +12,7 @@ Activations are in micro-batches of one rank's layers. A refused schedule or bad
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def _add_simulate(commands: Any) -> None:
     parser = commands.add_parser("simulate", help="makespan, bubble and peak memory of one schedule")
     _add_program_options(parser)
     parser.add_argument("--activation-bytes", type=float, metavar="N", help="of one micro-batch of one rank's layers")
+    parser.add_argument("--memory", type=float, metavar="X", help="of --balance fit: at most X·pp activations per rank")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_simulate)
 
@@ -126,7 +128,11 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     whole.add_argument("--embedding", type=float, default=0.0, metavar="X", help="compute of the first stage besides")
     whole.add_argument("--head", type=float, default=0.0, metavar="X", help="compute of the last stage besides")
     whole.add_argument("--dense", type=float, default=0.0, metavar="X", help="layers at the bottom without all-to-all")
-    whole.add_argument("--balance", choices=BALANCES, help="what is evened (default: stages; search tries both)")
+    whole.add_argument(
+        "--balance",
+        choices=(*BALANCES, "fit"),
+        help="what is evened (default: stages; search tries both); fit: the split that makes the schedule fastest",
+    )
 
 
 def _add_program_options(parser: argparse.ArgumentParser) -> None:
@@ -149,12 +155,33 @@ def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
         raise ValueError("--stage-scale and --layers both say what stages hold; leave one out")
     if min(ends.values()) < 0:
         raise ValueError("--embedding, --head and --dense are at least 0")
-    ways = [options.balance] if options.balance else BALANCES
+    ways = [options.balance] if options.balance in BALANCES else BALANCES
     return [LayerCosts(_costs(options), options.layers, **ends, balance=balance) for balance in ways]
 
 
-def _stage_costs(options: argparse.Namespace, program: Program) -> StageCosts:
-    return _cost_models(options)[0].of(program.placement)
+def _stage_costs(options: argparse.Namespace, program: Program) -> tuple[StageCosts, list[int] | None]:
+    """Return the costs of the stages of a Program and, where whole layers are dealt to them, how many each has."""
+    models, placement = _cost_models(options), program.placement
+    deals = [model for model in models if isinstance(model, LayerCosts)]
+    if not deals:
+        return models[0].of(placement), None
+    layout = _fitted(options, program, deals) if options.balance == "fit" else deals[0].layout(placement)
+    return deals[0].dealt(layout, placement), layout
+
+
+def _fitted(options: argparse.Namespace, program: Program, deals: list[LayerCosts]) -> list[int]:
+    """Return the layers of each stage for which the Program is fastest under the cap on activations, if any."""
+    from megatron5d.pipeline_parallel.search.fit import fitted  # numba, for which no other option should wait
+
+    starts = []
+    for deal in deals:
+        try:
+            starts.append(deal.layout(program.placement))
+        except ValueError:
+            if deal is deals[-1] and not starts:
+                raise
+    memory = math.inf if getattr(options, "memory", None) is None else options.memory * options.pp
+    return fitted(program, lambda layers: deals[0].dealt(layers, program.placement), starts, memory)
 
 
 def _costs(options: argparse.Namespace) -> Costs:
@@ -176,7 +203,9 @@ def _program(options: argparse.Namespace) -> Program:
     return build_program(options.schedule, options.pp, options.microbatches, options.vpp)
 
 
-def _figures(program: Program, costs: StageCosts, result: Simulation) -> dict[str, Any]:
+def _figures(
+    program: Program, costs: StageCosts, result: Simulation, layout: list[int] | None = None
+) -> dict[str, Any]:
     """Return what a program that reads our output wants to know, in the units of the costs."""
     memory = float(result.peak_activations.max())
     return {
@@ -193,7 +222,7 @@ def _figures(program: Program, costs: StageCosts, result: Simulation) -> dict[st
         "exposed_a2a": _rounded(result.exposed_a2a),
         "exposed_p2p": _rounded(result.exposed_p2p),
         "copies": program.copies,
-    }
+    } | ({"layout": layout} if layout else {})
 
 
 def _rounded(values: Any) -> list[float]:
@@ -203,7 +232,7 @@ def _rounded(values: Any) -> list[float]:
 def _show(options: argparse.Namespace) -> int:
     program = _program(options)
     verify(program)
-    result = simulate(program, _stage_costs(options, program))
+    result = simulate(program, _stage_costs(options, program)[0])
     if options.svg:
         options.svg.write_text(draw_svg(program, result))
     if options.png:
@@ -223,9 +252,9 @@ def _show(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     program = _program(options)
     verify(program)
-    costs = _stage_costs(options, program)
+    costs, layout = _stage_costs(options, program)
     result = simulate(program, costs)
-    figures = _figures(program, costs, result)
+    figures = _figures(program, costs, result, layout)
     if options.activation_bytes:
         figures["peak_bytes"] = [round(peak * options.activation_bytes) for peak in figures["peak_activations"]]
     _print_figures(figures, options.json)
@@ -248,13 +277,13 @@ def _compare(options: argparse.Namespace) -> int:
             label = name if chunks is None else f"{name} v={chunks}"
             try:
                 program = build_program(name, options.pp, options.microbatches, chunks)
-                costs = _stage_costs(options, program)
+                costs, layout = _stage_costs(options, program)
                 result = simulate(program, costs)
             except ValueError as error:
                 refused.append(f"{label}: {error}")
                 continue
             if options.memory is None or result.peak_activations.max() <= options.memory * options.pp + 1e-9:
-                rows.append({**_figures(program, costs, result), "schedule": label})
+                rows.append({**_figures(program, costs, result, layout), "schedule": label})
     rows.sort(key=lambda row: (row["makespan"], max(row["peak_activations"])))
     if options.json:
         print(json.dumps(rows))
@@ -271,13 +300,16 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
+    if options.balance == "fit":
+        raise ValueError(f"--balance fit is for a given schedule; search deals the layers by {' or '.join(BALANCES)}")
     models = _cost_models(options)
     found = run_search(options, models)
     chosen = models[found.split]
     costs = chosen.of(found.program.placement)
-    figures = _figures(found.program, costs, simulate(found.program, costs)) | search_figures(found)
+    layout = chosen.layout(found.program.placement) if isinstance(chosen, LayerCosts) else None
+    figures = _figures(found.program, costs, simulate(found.program, costs), layout) | search_figures(found)
     if isinstance(chosen, LayerCosts):
-        figures |= {"balance": chosen.balance, "layout": chosen.layout(found.program.placement)}
+        figures["balance"] = chosen.balance
     if options.csv:
         options.csv.write_text(write_program(found.program))
     _print_figures(figures, options.json)

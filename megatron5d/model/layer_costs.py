@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +50,11 @@ class LayerCosts:
 
     def of(self, placement: Placement) -> StageCosts:
         """Return the costs of every stage; raises as `layout`."""
-        unit, layout = self.num_layers / placement.num_ranks, self.layout(placement)
+        return self.dealt(self.layout(placement), placement)
+
+    def dealt(self, layout: Sequence[int], placement: Placement) -> StageCosts:
+        """Return the costs of every stage for `[num_stages]` layers in each."""
+        unit = self.num_layers / placement.num_ranks
         above = np.cumsum(layout)  # layers up to the end of each stage
         layers = np.array(layout) / unit
         experts = layers - np.diff(np.minimum(above, round(self.dense * unit)), prepend=0) / unit

@@ -3,11 +3,15 @@
 Positions count the actions of all ranks, rank after rank. Two neighbours run as one slot where the first is `joined`.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron5d.pipeline_parallel.costs import StageCosts
+from megatron5d.pipeline_parallel.program import OPS, Program
 from megatron5d.pipeline_parallel.search.compiled import compiled_part
+from megatron5d.pipeline_parallel.simulate import wiring
 
 STUCK = 1e9
 """A makespan that says that slots wait for each other in a circle, or that a limit is exceeded."""
@@ -59,6 +63,95 @@ class Times(NamedTuple):
     todo: np.ndarray  # [2R] ranks that may go on
     ready: np.ndarray  # [V] when a value is there, or -1
     waiting: np.ndarray  # [V] the rank that waits for it, or -1
+
+
+def graph_of(program: Program, costs: StageCosts, memory: np.ndarray, pairs: Collection[str]) -> Graph:
+    """Return what stays of a Program while its slots move.
+
+    Args:
+        program: A legal Program.
+        costs: Of its stages.
+        memory: `[num_ranks]` the most activations a rank may hold.
+        pairs: Which actions may be overlapped anew, such as F&I; none are where there is no all-to-all to hide.
+    """
+    table = program.table
+    inputs, latencies, outputs, num_values = wiring(program, costs.comm)
+    makers = np.full(num_values, -1)
+    makers[outputs] = np.arange(len(outputs))
+    op = table.op
+    # a full backward stands in one lane with the input gradients, for both send the same message
+    sends = np.where(op == OPS.index("B"), OPS.index("I"), op)
+    direction = np.array(program.direction, dtype=np.int64)[table.microbatch]
+    allowed = np.zeros((len(OPS), len(OPS)), dtype=np.bool_)
+    for pair in pairs if costs.a2a.any() else ():
+        one, two = (OPS.index(name) for name in pair.split("&"))
+        allowed[one, two] = allowed[two, one] = True
+    later = np.zeros(0)
+    graph = Graph(
+        rank_start=table.slot_start[table.rank_start],
+        inputs=np.array(inputs).reshape(-1, 2),
+        latencies=np.array(latencies).reshape(-1, 2),
+        outputs=np.array(outputs),
+        makers=makers,
+        op=op.astype(np.int64),
+        microbatch=table.microbatch.astype(np.int64),
+        lane=(direction * program.num_stages + table.stage) * len(OPS) + sends,
+        compute=later,
+        a2a=later,
+        takes=later,
+        frees=later,
+        cap=np.asarray(memory, dtype=float) + 1e-9,
+        allowed=allowed,
+        pairing=bool(allowed.any()),
+    )
+    return priced(graph, program, costs)
+
+
+def priced(graph: Graph, program: Program, costs: StageCosts) -> Graph:
+    """Return the Graph of the same Program for other costs of its stages; latencies stay."""
+    op, stage = program.table.op, program.table.stage
+    size = costs.activation[stage]
+    return graph._replace(
+        compute=costs.compute[op, stage],
+        a2a=costs.a2a[op, stage],
+        takes=np.where(op == OPS.index("F"), size, 0.0),
+        frees=np.where(np.isin(op, (OPS.index("W"), OPS.index("B"))), size, 0.0),
+    )
+
+
+def begin(program: Program) -> Run:
+    """Return the order in which a Program runs its slots."""
+    table = program.table
+    positions = np.arange(len(table.op))
+    joined = np.zeros(len(positions), dtype=np.bool_)
+    joined[table.slot_start[:-1][np.diff(table.slot_start) == 2]] = True
+    return Run(
+        order=positions.copy(),
+        place=positions.copy(),
+        joined=joined,
+        chance=np.array([12345]),
+        mark=np.zeros_like(positions),
+        window=np.zeros_like(positions),
+        kept=np.zeros_like(positions),
+        kept_joined=np.zeros_like(joined),
+    )
+
+
+def empty_times(graph: Graph) -> Times:
+    """Return room for the times of one order."""
+    num_actions, num_ranks, num_values = len(graph.op), len(graph.cap), len(graph.makers)
+    return Times(
+        start=np.zeros(num_actions),
+        end=np.zeros(num_actions),
+        arrival=np.zeros(num_actions),
+        last=np.zeros(num_actions, dtype=np.int64),
+        free=np.zeros(num_ranks),
+        left=np.zeros(num_ranks),
+        cursor=np.zeros(num_ranks, dtype=np.int64),
+        todo=np.zeros(2 * num_ranks, dtype=np.int64),
+        ready=np.zeros(num_values),
+        waiting=np.zeros(num_values, dtype=np.int64),
+    )
 
 
 @compiled_part

@@ -75,6 +75,17 @@ def test_whole_layers_between_ends_that_weigh_more(capsys):
     assert "leave one out" in both
 
 
+def test_a_split_made_for_one_schedule(capsys):
+    sizes = ("--pp", "4", "--microbatches", "8", "--layers", "30", "--head", "1.5", "--costs", "a2aF=0.5,a2aB=0.5")
+    told = ("--schedule", "v_half", *sizes, "--memory", "1", "--json", "--balance")
+    even, fit = (json.loads(output(capsys, "simulate", *told, balance)) for balance in ("ranks", "fit"))
+    assert fit["makespan"] < even["makespan"] and sum(fit["layout"]) == sum(even["layout"]) == 30
+    assert max(fit["peak_activations"]) <= 4
+    rows = json.loads(output(capsys, "compare", *sizes, "--memory", "1", "--json", "--balance", "fit"))
+    assert {"v_half": fit["layout"]}.items() <= {row["schedule"]: row["layout"] for row in rows}.items()
+    assert "for a given schedule" in refused(capsys, "search", *sizes, "--balance", "fit")
+
+
 def test_compare_lists_every_schedule_best_first(capsys):
     sizes = ("--pp", "4", "--microbatches", "8")
     rows = json.loads(output(capsys, "compare", *sizes, "--json"))
