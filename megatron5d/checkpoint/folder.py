@@ -6,16 +6,20 @@
     run.json                step, samples taken, configuration
     files.json              size of every file, in bytes: a truncated copy is noticed; CRC-32 of those that hold no
                             tensors (tensors bring their own, which load.py checks)
+<dir>/step-00000200.left/   whole, but of a later step than one that was saved after it, because the run went back to an
+                            earlier checkpoint or to its beginning; never read, never removed
 <dir>/latest                name of the newest
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
 import shutil
+import warnings
 import zlib
 from pathlib import Path
 
@@ -24,6 +28,7 @@ MANIFEST = "files.json"
 RUN = "run.json"
 METADATA = ".metadata"  # DCP's: which tensors there are, and where
 TENSORS = ".distcp"  # suffix of the files that hold tensors
+LEFT = ".left"  # after the name of a checkpoint that the run went back behind
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -84,6 +89,11 @@ def saved_steps(directory: Path) -> list[int]:
     return [step for step in _named_steps(directory) if fault_of(step_folder(directory, step)) is None]
 
 
+def saved_after(directory: Path, step: int) -> list[int]:
+    """Steps of the whole checkpoints that are later than a step, ascending."""
+    return [saved for saved in saved_steps(directory) if saved > step]
+
+
 def faults_of_newer(directory: Path) -> list[str]:
     """Why the folders that are named as checkpoints newer than the newest whole one are none, the newest first."""
     found = []
@@ -123,7 +133,8 @@ def _reach_disk(path: Path) -> None:
 def commit(temporary: Path, keep: int) -> Path:
     """Makes a finished `.tmp` folder the newest checkpoint and removes those beyond `keep` (0 keeps all).
 
-    None is removed before all of the new one is on disk: DCP waits for its own files.
+    None is removed before all of the new one is on disk: DCP waits for its own files. Checkpoints of later steps are
+    put aside, not removed: a run that went back has left them, and `auto` must not take it there again.
     """
     write_manifest(temporary)
     for path in temporary.iterdir():
@@ -131,17 +142,44 @@ def commit(temporary: Path, keep: int) -> Path:
             _reach_disk(path)
     _reach_disk(temporary)
     final = temporary.with_suffix("")
-    if final.exists():
-        shutil.rmtree(final)
+    directory, step = final.parent, int(final.name.removeprefix("step-"))
+    for later in saved_after(directory, step):
+        folder = step_folder(directory, later)
+        folder.rename(_unused(folder, LEFT))  # of a future that this run has left: neither resumed nor counted
+    replaced = final.rename(_unused(final, ".replaced")) if _exists(final) else None
     temporary.rename(final)
-    _reach_disk(final.parent)
-    pointer = final.parent / "latest.tmp"
+    _reach_disk(directory)
+    pointer = directory / "latest.tmp"
     pointer.write_text(final.name + "\n")
-    pointer.rename(final.parent / "latest")
-    if keep:
-        for step in saved_steps(final.parent)[:-keep]:
-            shutil.rmtree(step_folder(final.parent, step))
+    pointer.rename(directory / "latest")
+    spare = saved_steps(directory)[:-keep] if keep else []
+    for folder in [*([replaced] if replaced else []), *(step_folder(directory, old) for old in spare)]:
+        _remove(folder)
     return final
+
+
+def _exists(path: Path) -> bool:
+    """Also where it is a link to nothing."""
+    return path.exists() or path.is_symlink()
+
+
+def _unused(folder: Path, suffix: str) -> Path:
+    """The first of `suffix`, `suffix`2, ... after the folder's name that nothing has."""
+    names = (folder.with_name(f"{folder.name}{suffix}{count if count > 1 else ''}") for count in itertools.count(1))
+    return next(name for name in names if not _exists(name))
+
+
+def _remove(folder: Path) -> None:
+    """Removes an old checkpoint, of one that was moved elsewhere the link alone; a run does not end where it cannot."""
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(
+            f"checkpoint.keep: {folder} cannot be removed ({error}); it takes room until you do", stacklevel=2
+        )
 
 
 def read_run(folder: Path) -> dict:

@@ -86,31 +86,40 @@ class Saver:
         alone = not dist.is_initialized()
         first = alone or dist.get_rank() == 0
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
-        if first:
-            if temporary.exists():
-                shutil.rmtree(temporary)
-            temporary.mkdir(parents=True)
-            (temporary / RUN).write_text(json.dumps(run, indent=1))
-        self._barrier(alone)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DCP announces that a single process saves without a group
-            writer = dcp.FileSystemWriter(temporary, overwrite=True)
-            try:
+        try:
+            if first:
+                _begin(temporary, run)
+            self._barrier(alone)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # DCP announces that a single process saves without a group
+                writer = dcp.FileSystemWriter(temporary, overwrite=True)
                 dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
-            except CheckpointException as error:
-                if first:
-                    shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
-                free = shutil.disk_usage(self.directory).free
-                raise OSError(
-                    f"the checkpoint of step {step} could not be written: {failures_told(error)}. {self.directory} has "
-                    f"{free / 1e9:.3f} GB left; checkpoints before this one are whole, and the same command goes on "
-                    "from them"
-                ) from error
-        self._barrier(alone)
-        if first:
-            commit(temporary, self.keep)
-        self._barrier(alone)
+            self._barrier(alone)
+            if first:
+                commit(temporary, self.keep)
+            self._barrier(alone)
+        except (CheckpointException, OSError) as error:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
+            cause = failures_told(error) if isinstance(error, CheckpointException) else str(error)
+            raise OSError(f"the checkpoint of step {step} could not be written: {cause}. {self._room()}") from error
+
+    def _room(self) -> str:
+        """What is left of the disk, and of the run."""
+        there = next((folder for folder in (self.directory, *self.directory.parents) if folder.is_dir()), Path())
+        return (
+            f"{there} has {shutil.disk_usage(there).free / 1e9:.3f} GB left; checkpoints before this one are whole, and "
+            "the same command goes on from them"
+        )
 
     def _barrier(self, alone: bool) -> None:
         if not alone:
             dist.barrier(group=self._group)
+
+
+def _begin(temporary: Path, run: dict[str, Any]) -> None:
+    """The folder that all ranks write to."""
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    (temporary / RUN).write_text(json.dumps(run, indent=1))

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron5d.data.batch import make_micro_batch
+from megatron5d.data.batch import IGNORED, make_micro_batch
 from megatron5d.data.sampler import check_batch_sizes, global_batch_size, micro_batch_samples
 from megatron5d.data.samples import Samples
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
@@ -137,12 +137,20 @@ class Loader:
         return batch.pin_memory() if self._pin_memory else batch
 
     def _check_vocab(self, numbers: range, rows: np.ndarray) -> None:
-        if self._vocab_size is None or int(rows.max()) < self._vocab_size:
+        """Every id is padding or one of the vocabulary: an embedding over several ranks takes any other for zero."""
+        limit = self._vocab_size
+        if limit is None or (int(rows.max()) < limit and int(rows.min()) >= 0):
             return
-        row = int(rows.max(axis=1).argmax())
+        wrong = (rows >= limit) | ((rows < 0) & (rows != IGNORED))
+        if not wrong.any():
+            return
+        row, column = np.argwhere(wrong)[0]
         stream, _ = self.samples.locate(numbers[row])
+        token = int(rows[row, column])
+        if token < 0:
+            way_out = f"ids begin at 0, and {IGNORED} is padding: the file is damaged, or no file of token ids"
+        else:
+            way_out = f"tokenise with the model's tokenizer or set model.vocab_size to at least {int(rows.max()) + 1}"
         raise ValueError(
-            f"{stream.dataset.prefix}: sample {numbers[row]} has token id {int(rows.max())}, model.vocab_size is "
-            f"{self._vocab_size}; tokenise with the model's tokenizer or set model.vocab_size to at least "
-            f"{int(rows.max()) + 1}"
+            f"{stream.dataset.prefix}: sample {numbers[row]} has token id {token}, model.vocab_size is {limit}; {way_out}"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.folder import faults_of_newer
+from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
 from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import Config
@@ -103,6 +103,8 @@ def build_run(config: Config, process: Process) -> Run:
     else:
         progress, changed = resume(checkpoint, sync, optimizer, model.weights(), config)
         notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
+    if process.rank == 0:  # who shows the notes
+        notes += left_behind(config, progress.step)
     return Run(
         config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, [note for note in notes if note]
     )
@@ -136,6 +138,17 @@ def passed_over(config: Config) -> list[str]:
     c = config.checkpoint
     faults = faults_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
     return [f"not resumed from: {fault}" for fault in faults]
+
+
+def left_behind(config: Config, step: int) -> list[str]:
+    """Which checkpoints a run goes back behind that begins at a step: the first it saves puts them aside."""
+    folder = config.checkpoint.dir
+    if folder is None or not (later := saved_after(Path(folder), step)):
+        return []
+    return [
+        f"begins at step {step}, though checkpoint.dir = {folder} holds step {', '.join(map(str, later))}: the next "
+        f"checkpoint renames these to step-*{LEFT}, so that checkpoint.resume=auto goes on from this run's"
+    ]
 
 
 def idle_routers(config: Config) -> list[str]:

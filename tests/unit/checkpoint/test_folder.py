@@ -48,6 +48,37 @@ def test_keep_removes_the_oldest_whole_ones(tmp_path):
     assert saved_steps(tmp_path) == [3, 4]
 
 
+def test_a_run_that_went_back_keeps_what_it_saves_and_goes_on_from_it(tmp_path):
+    """By step the abandoned ones are the newest: counted, they would cost the new one its place, and auto its way."""
+    for step in (100, 200, 300):
+        save(tmp_path, step)
+    assert save(tmp_path, 150, keep=2) == newest(tmp_path)
+    assert saved_steps(tmp_path) == [100, 150]
+    save(tmp_path, 200, keep=2)
+    assert find_checkpoint(str(tmp_path), "auto") == tmp_path / "step-00000200"
+    assert saved_steps(tmp_path) == [150, 200]
+    save(tmp_path, 50)
+    left = ["step-00000150.left", "step-00000200.left", "step-00000200.left2", "step-00000300.left"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000050", *left]
+
+
+def test_old_ones_that_cannot_be_removed_do_not_end_the_run(tmp_path, monkeypatch):
+    """One that was moved elsewhere, a link being in its place, is left alone there."""
+    save(tmp_path, 1).rename(tmp_path / "elsewhere")
+    (tmp_path / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    save(tmp_path, 2, keep=1)
+    assert saved_steps(tmp_path) == [2] and fault_of(tmp_path / "elsewhere") is None
+    assert not (tmp_path / "step-00000001").is_symlink()
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match="step-00000002 cannot be removed"):
+        save(tmp_path, 3, keep=1)
+    assert saved_steps(tmp_path) == [2, 3]
+
+
 def test_none_goes_before_the_new_one_is_on_disk(tmp_path, monkeypatch):
     save(tmp_path, 1)
     events, fsync, rmtree = [], os.fsync, shutil.rmtree
@@ -121,3 +152,17 @@ def test_where_a_run_starts(tmp_path):
     assert find_checkpoint(None, "auto") is None
     assert find_checkpoint(None, str(first)) == first
     assert find_checkpoint(None, str(tmp_path)) == second, "a directory of checkpoints means its newest"
+
+
+def test_a_folder_that_cannot_be_made_or_named_is_told_like_a_tensor_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="the checkpoint of step 3 could not be written: .*file/.* GB left"):
+        Saver(tmp_path / "file" / "checkpoints", keep=1).save(3, {}, {})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megatron5d.checkpoint.folder.write_manifest", full)
+    with pytest.raises(OSError, match="the checkpoint of step 4 could not be written: .*No space left on device"):
+        Saver(tmp_path, keep=1).save(4, {}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -96,6 +96,21 @@ def test_tokens_beyond_the_vocabulary_are_refused_where_they_are_asked_for(sampl
     good.close()
 
 
+def test_negative_ids_other_than_padding_are_refused(tmp_path):
+    """An embedding that is cut over tp would take them for zeros, and the loss would look good."""
+    writer = IndexedWriter(tmp_path / "a", dtype=np.int32)
+    writer.add_document(np.arange(1, 100))
+    writer.finalize()
+    for token, refused in ((-100, False), (-1, True)):
+        (tmp_path / "a.bin").write_bytes(np.array([*range(1, 99), token], "<i4").tobytes())
+        loader = Loader(open_samples([str(tmp_path / "a")], seq_len=98), gbs=1, mbs=1, vocab_size=100, prefetch=0)
+        if refused:
+            with pytest.raises(ValueError, match=r"a: sample 0 has token id -1, .* ids begin at 0"):
+                next(loader)
+        else:
+            assert next(loader)[0].loss_mask.sum() == 97
+
+
 def test_an_order_that_ends_is_refused_only_when_its_end_is_asked_for(tmp_path, samples):
     finite = open_samples([samples.streams[0].dataset.prefix], seq_len=8, order="megatron", num_samples=24)
     loader = Loader(finite, gbs=finite.num_samples, mbs=1)
