@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             checks=[pipeline_faults, device_faults, memory_faults],
         )
     except ConfigError as error:
-        refuse(error.faults, environment.rank)
+        refuse(error.faults, environment.rank, environment.local_rank)
     try:
         return _run(config)
     except (OSError, ValueError, ArithmeticError) as error:

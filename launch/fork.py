@@ -150,7 +150,8 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         while self.alive:
             pid, status = os.waitpid(-1, 0)
-            self.note(self.alive.pop(pid), os.waitstatus_to_exitcode(status))
+            if pid in self.alive:  # as process 1 of a container the launcher inherits what ranks have started, too
+                self.note(self.alive.pop(pid), os.waitstatus_to_exitcode(status))
         signal.alarm(0)
         return self.verdict()
 

@@ -11,7 +11,11 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
-[ -x "$python" ] || python=$(command -v python3)
+if [ -n "${PYTHON:-}" ]; then
+    command -v "$python" >/dev/null || { echo "launch: PYTHON=$PYTHON is no interpreter that can be run" >&2; exit 2; }
+else
+    [ -x "$python" ] || python=$(command -v python3)
+fi
 program=${PROGRAM:-$root/pretrain.py}
 
 if ! [[ ${1:-} =~ ^[1-9][0-9]*$ ]]; then

@@ -202,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             size = to_hf(args.checkpoint, args.out, args.dtype, args.tokenizer, round(args.max_shard_gb * 1e9))
             print(f"wrote {size:,} bytes of weights to {args.out}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2
     return 0

@@ -73,7 +73,7 @@ def continue_text(predictor: Predictor, tokenizer: Tokenizer, args: argparse.Nam
 
 def run(args: argparse.Namespace) -> None:
     environment = read_environment()
-    if args.max_tokens < 1 or args.temperature < 0 or args.top_k < 0:
+    if args.max_tokens < 1 or not args.temperature >= 0 or args.top_k < 0:
         raise ValueError(
             f"--max-tokens {args.max_tokens} must be 1 or more, --temperature {args.temperature} and "
             f"--top-k {args.top_k} 0 or more"
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
         run(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if read_environment().rank == 0:
             print(f"generate: {error}", file=sys.stderr)
         return 2

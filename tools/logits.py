@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
         run(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if read_environment().rank == 0:
             print(f"logits: {error}", file=sys.stderr)
         return 2

@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
         args.run(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"visualize: {error}", file=sys.stderr)
         return 2
     return 0

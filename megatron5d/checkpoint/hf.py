@@ -124,7 +124,10 @@ def _files(folder: Path) -> list[str]:
         return [SINGLE]
     index = folder / INDEX
     if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged, it has no weight_map of tensors and files: {error!r}") from error
     if list(folder.glob("pytorch_model*.bin")):
         raise ValueError(
             f"{folder} holds pytorch_model*.bin only, pickles that are not read here; "

@@ -108,8 +108,8 @@ class Saver:
         """What is left of the disk, and of the run."""
         there = next((folder for folder in (self.directory, *self.directory.parents) if folder.is_dir()), Path())
         return (
-            f"{there} has {shutil.disk_usage(there).free / 1e9:.3f} GB left; checkpoints before this one are whole, and "
-            "the same command goes on from them"
+            f"{there} has {shutil.disk_usage(there).free / 1e9:.3f} GB left; checkpoints before this one are whole, "
+            "and the same command goes on from them"
         )
 
     def _barrier(self, alone: bool) -> None:

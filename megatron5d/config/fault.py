@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -76,12 +77,14 @@ class Fault:
         knobs: config keys that it concerns.
         reason: what is wrong, with the numbers.
         fix: the nearest legal value, with its knob.
+        local: files or devices are not what they should be, which may be so on this node alone.
     """
 
     id: str
     knobs: tuple[str, ...]
     reason: str
     fix: str
+    local: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason}\n    fix: {self.fix}  [{self.id}]"
@@ -101,18 +104,21 @@ def message(faults: Sequence[Fault]) -> str:
     return "\n".join([f"the configuration is refused: {count}", *(f"  - {fault}" for fault in faults)])
 
 
-def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
-    """Ends the process with exit code 2; rank 0 alone says why.
+def refuse(faults: Sequence[Fault], rank: int = 0, local_rank: int = 0) -> NoReturn:
+    """Ends the process with exit code 2; rank 0 says why, and the first rank of any other node what is so there.
 
     Args:
         faults: what is wrong.
         rank: of this process.
+        local_rank: among the processes of its node.
 
     Raises:
         SystemExit: always.
     """
-    if rank == 0:
-        print(message(faults), file=sys.stderr, flush=True)
+    told = faults if rank == 0 else [fault for fault in faults if fault.local and local_rank == 0]
+    if told:
+        where = f"rank {rank} on {socket.gethostname()}: " if rank else ""
+        print(where + message(told), file=sys.stderr, flush=True)
     raise SystemExit(REFUSED)
 
 

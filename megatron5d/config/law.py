@@ -22,6 +22,7 @@ class Law:
         reason: (config, world) -> what is wrong, with the numbers.
         fix: (config, world) -> the nearest legal value, as an override.
         needs: ids of laws without which this one has no meaning.
+        local: as of Fault.
     """
 
     id: str
@@ -30,10 +31,11 @@ class Law:
     reason: Text
     fix: Text
     needs: tuple[str, ...] = ()
+    local: bool = False
 
     def fault(self, config: Config, world: int) -> Fault:
         """What to tell about a configuration that breaks it."""
-        return Fault(self.id, self.knobs, self.reason(config, world), self.fix(config, world))
+        return Fault(self.id, self.knobs, self.reason(config, world), self.fix(config, world), self.local)
 
 
 def data_parallel(config: Config, world: int) -> int:

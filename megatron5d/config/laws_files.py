@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import replace
+from os.path import exists, isdir, isfile  # where a folder is closed to this user they answer, pathlib raises
 from pathlib import Path
 
 from megatron5d.config.convert import value_of
@@ -32,13 +34,13 @@ def _absent(entries: list[str]) -> list[str]:
     bad = _bad_weights(entries)
     prefixes = [_entry(text)[1] for text in entries if text not in bad]
     names = [prefix + ending for prefix in prefixes for ending in (".bin", ".idx")]
-    return [name for name in names if not Path(name).is_file()]
+    return [name for name in names if not isfile(name)]
 
 
 def _empty(entries: list[str]) -> list[str]:
     """The .bin files that are there and hold nothing: a small corpus has no document to hold out, for example."""
     names = [_entry(text)[1] + ".bin" for text in entries if text not in _bad_weights(entries)]
-    return [name for name in names if Path(name).is_file() and Path(name).stat().st_size == 0]
+    return [name for name in names if isfile(name) and Path(name).stat().st_size == 0]
 
 
 def _fuller(knob: str, entries: list[str]) -> str:
@@ -148,7 +150,7 @@ def _missing_in(folder: str | None, *patterns: str) -> str | None:
     """What a Hugging Face folder lacks, as text; None = nothing."""
     if folder is None:
         return None
-    if not Path(folder).is_dir():
+    if not isdir(folder):
         return f"there is no folder {folder}"
     lacking = [pattern for pattern in patterns if not any(Path(folder).glob(pattern))]
     return f"{folder} has no {' and no '.join(lacking)}" if lacking else None
@@ -169,9 +171,9 @@ def _blocked(name: str | None, as_folder: bool) -> str | None:
     if name is None:
         return None
     path = Path(name).absolute()
-    if os.path.exists(path) and path.is_dir() != as_folder:
+    if exists(path) and isdir(path) != as_folder:
         return str(path)
-    return next((str(parent) for parent in path.parents if os.path.isfile(parent)), None)
+    return next((str(parent) for parent in path.parents if isfile(parent)), None)
 
 
 def _locked(name: str | None) -> str | None:
@@ -179,7 +181,7 @@ def _locked(name: str | None) -> str | None:
     if name is None:
         return None
     path = Path(name).absolute()
-    there = next(parent for parent in (path, *path.parents) if os.path.isdir(parent))
+    there = next(parent for parent in (path, *path.parents) if isdir(parent))
     return None if os.access(there, os.W_OK | os.X_OK) else str(there)
 
 
@@ -192,7 +194,7 @@ def _writable(knob: str, as_folder: bool = True) -> tuple[Law, Law]:
         lambda c, w: _blocked(value_of(c, knob), as_folder) is not None,
         lambda c, w: (
             f"{knob} = {value_of(c, knob)} shall be a {kind}, but {_blocked(value_of(c, knob), as_folder)} is "
-            f"in its way, a {other if Path(value_of(c, knob)).exists() else 'file'}"
+            f"in its way, a {other if exists(value_of(c, knob)) else 'file'}"
         ),
         lambda c, w: f"{knob}={_blocked(value_of(c, knob), as_folder)}.new, or null",
     )
@@ -210,7 +212,7 @@ def _file(knob: str) -> Law:
     return Law(
         knob.replace(".", "-") + "-file",
         (knob,),
-        lambda c, w: value_of(c, knob) is not None and not Path(value_of(c, knob)).exists(),
+        lambda c, w: value_of(c, knob) is not None and not exists(value_of(c, knob)),
         lambda c, w: f"{knob}: there is no {value_of(c, knob)} (seen from {Path.cwd()})",
         lambda c, w: f"{knob}=FILE that exists, or null",
     )
@@ -223,7 +225,7 @@ def _schedule_file(c: Config) -> Path | None:
 
 def _newest_checkpoints(c: Config) -> str:
     folder = Path(c.checkpoint.dir or "")
-    found = sorted(folder.iterdir()) if c.checkpoint.dir and folder.is_dir() else []
+    found = sorted(folder.iterdir()) if c.checkpoint.dir and isdir(folder) else []
     return f"checkpoint.resume={listed(['auto', 'none', *found[-1:]])}"
 
 
@@ -233,7 +235,7 @@ PATH_LAWS = (
     Law(
         "init-from-checkpoint-folder",
         ("init.from_checkpoint",),
-        lambda c, w: c.init.from_checkpoint is not None and not Path(c.init.from_checkpoint).is_dir(),
+        lambda c, w: c.init.from_checkpoint is not None and not isdir(c.init.from_checkpoint),
         lambda c, w: f"init.from_checkpoint = {c.init.from_checkpoint}: there is no such folder",
         lambda c, w: "init.from_checkpoint=DIR, a checkpoint or a folder of them, or null",
     ),
@@ -253,7 +255,7 @@ PATH_LAWS = (
     Law(
         "checkpoint-resume-folder",
         ("checkpoint.resume",),
-        lambda c, w: c.checkpoint.resume not in ("auto", "none") and not Path(c.checkpoint.resume).is_dir(),
+        lambda c, w: c.checkpoint.resume not in ("auto", "none") and not isdir(c.checkpoint.resume),
         lambda c, w: f"checkpoint.resume = {c.checkpoint.resume} is neither auto nor none nor a folder that exists",
         lambda c, w: _newest_checkpoints(c),
     ),
@@ -266,4 +268,4 @@ PATH_LAWS = (
     ),
 )
 
-FILE_LAWS = (*DATA_LAWS, *PATH_LAWS)
+FILE_LAWS = tuple(replace(law, local=True) for law in (*DATA_LAWS, *PATH_LAWS))

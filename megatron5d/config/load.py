@@ -159,7 +159,7 @@ class _Spelling:
         except (ValueError, OSError) as error:
             fix = "model.from_hf=DIR where DIR/config.json describes a model of a supported family"
             knobs = ("model", "model.from_hf")
-            self.faults.append(Fault("model-from-hf", knobs, f"model.from_hf = {folder}: {error}", fix))
+            self.faults.append(Fault("model-from-hf", knobs, f"model.from_hf = {folder}: {error}", fix, True))
             return
         said = {key: _at(data, key) for key in self.explicit if key.startswith("model.") and key in leaves()}
         model.update(found)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron5d.data.corpus import Cursor
 from megatron5d.data.indexed import with_suffix
@@ -62,7 +63,7 @@ class Journal:
         present = [with_suffix(output, ".idx") for output in self.outputs if with_suffix(output, ".idx").exists()]
         if not present:
             return None
-        summary = json.loads(self.summary_path.read_text()) if self.summary_path.exists() else {}
+        summary = _read(self.summary_path) if self.summary_path.exists() else {}
         if summary.get("fingerprint") != self.fingerprint or len(present) < len(self.outputs):
             raise ValueError(f"{present[0]} is there already, from other inputs or settings; --overwrite replaces it")
         return summary
@@ -75,7 +76,7 @@ class Journal:
         """
         if not self.path.exists():
             return Progress(self.fingerprint)
-        values = json.loads(self.path.read_text())
+        values = _read(self.path)
         if values["fingerprint"] != self.fingerprint:
             raise ValueError(
                 f"{self.path}: an unfinished run with other inputs or settings wrote {values['documents']} documents; "
@@ -88,10 +89,25 @@ class Journal:
     def save(self, progress: Progress) -> None:
         """Replace the journal, all or nothing."""
         temporary = self.path.with_name(self.path.name + ".new")
-        temporary.write_text(json.dumps(dataclasses.asdict(progress)))
+        with temporary.open("w") as file:
+            json.dump(dataclasses.asdict(progress), file)
+            file.flush()
+            os.fsync(file.fileno())  # or the name could outlive a loss of power, and what it names not
         os.replace(temporary, self.path)
 
     def close(self, summary: dict) -> None:
         """Put the summary in the journal's place."""
         self.summary_path.write_text(json.dumps({"fingerprint": self.fingerprint, **summary}, indent=1) + "\n")
         self.path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict:
+    """One of the two files.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); --overwrite begins anew") from error

@@ -152,5 +152,6 @@ class Loader:
         else:
             way_out = f"tokenise with the model's tokenizer or set model.vocab_size to at least {int(rows.max()) + 1}"
         raise ValueError(
-            f"{stream.dataset.prefix}: sample {numbers[row]} has token id {token}, model.vocab_size is {limit}; {way_out}"
+            f"{stream.dataset.prefix}: sample {numbers[row]} has token id {token}, model.vocab_size is {limit}; "
+            f"{way_out}"
         )

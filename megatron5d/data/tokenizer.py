@@ -137,7 +137,10 @@ class HuggingFaceTokenizer:
     def _eos_of_config(path: Path) -> str:
         """The `eos_token` that stands in tokenizer_config.json beside the file, or ""."""
         config = path.with_name("tokenizer_config.json")
-        eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+        try:
+            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{config} is no JSON object of settings: {error}") from error
         return str(eos.get("content", "") if isinstance(eos, dict) else eos or "")
 
     def encode(self, text: str) -> list[int]:

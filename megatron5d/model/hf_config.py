@@ -118,19 +118,49 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """The folder's config.json with the family's defaults filled in.
 
     Raises:
-        ValueError: no config.json, a model_type that is not one of ours, or two spellings of one key that disagree.
+        ValueError: no config.json or a damaged one, a model_type that is not one of ours, values of another kind than
+            the family's defaults, or two spellings of one key that disagree.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face folder has its architecture there")
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, not an object of settings")
     family = config.get("model_type")
     if family not in DEFAULTS:
         raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
     for other, key in _ALIASES.get(family, {}).items():
         if other in config and config.setdefault(key, config[other]) != config.pop(other):
             raise ValueError(f"{path}: {other} and {key} mean the same and differ")
-    return DEFAULTS[family] | config
+    config = DEFAULTS[family] | config
+    if wrong := [*_of_another_kind(config, DEFAULTS[family]), *_not_positive(config)]:
+        raise ValueError(f"{path} ({family}) describes no model: {'; '.join(wrong)}")
+    return config
+
+
+def _of_another_kind(config: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """Settings that are neither null nor of their default's type; a whole number is a float, too."""
+    kinds = {key: type(value) for key, value in defaults.items() if value is not None}
+    return [
+        f"{key} = {config[key]!r} is no {kind.__name__}"
+        for key, kind in kinds.items()
+        if config[key] is not None and type(config[key]) not in ((int, float) if kind is float else (kind,))
+    ]
+
+
+def _not_positive(config: dict[str, Any]) -> list[str]:
+    sizes = (
+        "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "n_embd", "n_head", "n_layer",
+    )  # fmt: skip
+    return [
+        f"{key} = {config[key]!r} is no number above 0"
+        for key in sizes
+        if key in config and not (isinstance(config[key], int) and config[key] > 0)
+    ]
 
 
 def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
@@ -289,6 +319,9 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
 
 def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:
     """One dict of rope settings; transformers 5 may nest one per kind of layer, which must then be equal."""
+    if not isinstance(rope, dict | None):
+        refused.append(f"rope settings {rope!r}: only an object of them is supported")
+        return {}
     rope = dict(rope or {})
     nested = [value for value in rope.values() if isinstance(value, dict)]
     if nested:
@@ -298,6 +331,9 @@ def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:
     if "type" in rope:
         rope.setdefault("rope_type", rope["type"])
         del rope["type"]
+    for key in [key for key in rope if key not in ("rope_type", "truncate")]:
+        if not isinstance(rope[key], int | float | list | None):
+            refused.append(f"rope {key} = {rope.pop(key)!r}: only numbers are supported")
     return rope
 
 

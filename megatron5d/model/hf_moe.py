@@ -48,7 +48,7 @@ def routing_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]
 
 def _qwen3_moe(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
-    if step < 1:
+    if not step or step < 1:
         refused.append(f"decoder_sparse_step = {step}: at least 1 is supported")
         return {}
     sparse = [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]

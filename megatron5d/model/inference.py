@@ -171,10 +171,16 @@ class Predictor:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample)."""
+    """One token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample).
+
+    Raises:
+        ValueError: a logit is not a number.
+    """
+    if logits.isnan().any():
+        raise ValueError("the model's logits are NaN: its training has diverged; name an earlier checkpoint")
     if temperature == 0:
         return int(logits.argmax())
+    scaled = (logits - logits.max()) / temperature  # at most 0: no temperature makes it overflow
     if 0 < top_k < logits.numel():
-        least = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    return int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator))
+        scaled = scaled.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+    return int(torch.multinomial(torch.softmax(scaled, 0), 1, generator=generator))

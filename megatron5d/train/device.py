@@ -37,7 +37,7 @@ def eight_bit_faults(config: Config, architecture: str) -> list[Fault]:
         "none for that; sm_90 (compute capability 9.0) and newer ones of NVIDIA have them"
     )
     fix = " ".join(f"{knob}={str(EIGHT_BITS[knob][0]).lower()}" for knob in lacking)
-    return [Fault("fp8-needs-its-kernels", tuple(lacking), reason, fix)]
+    return [Fault("fp8-needs-its-kernels", tuple(lacking), reason, fix, local=True)]
 
 
 def device_faults(config: Config, world: int) -> list[Fault]:

@@ -192,3 +192,40 @@ def test_more_ranks_than_gpus_run_on_cpus(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "2 ranks but 1 GPU(s): running on CPUs" in done.stderr
+
+
+def test_an_interpreter_that_is_not_there_is_not_replaced_by_another():
+    environment = os.environ | {"PYTHON": "/nowhere/python"}
+    command = ["bash", "launch/local.sh", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and "PYTHON=/nowhere/python is no interpreter" in done.stderr
+
+
+ORPHAN = """
+import os, time
+
+def main(argv):
+    if os.environ["RANK"] == "0":
+        middle = os.fork()
+        if middle == 0:
+            if os.fork() == 0:
+                os._exit(3)  # a failure of nobody's
+            time.sleep(0.2)
+            os._exit(0)
+        os.waitpid(middle, 0)
+    time.sleep(1)
+    return 0
+"""
+FIRST_PROCESS = """
+import ctypes, runpy, sys
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans below become its children
+sys.argv = ["fork.py", "--program", sys.argv[1], "2"]
+runpy.run_path("launch/fork.py", run_name="__main__")
+"""
+
+
+def test_as_the_first_process_of_a_container_it_passes_over_the_orphans_of_ranks(tmp_path):
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    command = [sys.executable, "-c", FIRST_PROCESS, str(tmp_path / "orphan.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")

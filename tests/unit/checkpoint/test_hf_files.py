@@ -216,6 +216,13 @@ def test_folders_that_are_none(tmp_path):
         SafetensorsFolder(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": [1]}', "[]"])
+def test_a_damaged_index_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="model.safetensors.index.json is damaged"):
+        SafetensorsFolder(tmp_path)
+
+
 def test_save_folder_cuts_files_and_indexes_them(tmp_path):
     tensors = {f"t{i}": torch.randn(size) for i, size in enumerate([10, 10, 10, 40, 1, 1])}
     total = save_folder(tmp_path / "out", tensors.items(), max_shard_bytes=100)

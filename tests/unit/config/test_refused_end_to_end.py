@@ -1,6 +1,7 @@
 """pretrain.py itself refuses: exit code 2, one message from one rank, before anybody is met and anything is written."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def pretrain(folder: Path, *argv: str, rank: int = 0, world: int = 1) -> subprocess.CompletedProcess[str]:
+def pretrain(
+    folder: Path, *argv: str, rank: int = 0, world: int = 1, local_rank: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs one rank; its meeting point is an address where nobody listens, so meeting anybody would fail or hang."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
-    launcher = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+    on_node = rank if local_rank is None else local_rank
+    launcher = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(on_node),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}  # fmt: skip
     env = {**kept, **(launcher if world > 1 else {}), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(ROOT / "pretrain.py"), *argv]
@@ -56,6 +60,15 @@ def test_refused_before_anything_happens(argv, world, words, folder):
 def test_the_other_ranks_are_silent(folder):
     ended = pretrain(folder, "data.train=[corpus]", "train.gbs=3", rank=1, world=2)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+
+
+def test_another_node_says_what_is_missing_there(folder):
+    """Rank 0 may find the files on its own node, and would wait for ranks that left without a word."""
+    for local_rank, said in ((0, True), (1, False)):
+        ended = pretrain(folder, "data.train=[scratch/corpus]", rank=9, world=16, local_rank=local_rank)
+        assert ended.returncode == 2 and ended.stdout == ""
+        assert said == (f"rank 9 on {socket.gethostname()}: the configuration is refused" in ended.stderr)
+        assert said == ("there is no scratch/corpus.bin" in ended.stderr)
 
 
 def test_cfg_and_help_end_well(folder):

@@ -12,6 +12,7 @@ import pytest
 
 from megatron5d.data import preprocess
 from megatron5d.data.indexed import IndexedDataset, finish_partial
+from megatron5d.data.journal import Journal
 from megatron5d.data.tokenize_units import Recipe
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.data.train_tokenizer import train_sentencepiece
@@ -99,6 +100,7 @@ KILLER = """
 import os, signal, sys
 from pathlib import Path
 from megatron5d.data import corpus, preprocess
+from megatron5d.data.journal import Journal
 from megatron5d.data.tokenize_units import Recipe
 if __name__ == "__main__":
     corpus.UNIT_BYTES = 1500
@@ -223,6 +225,13 @@ def test_an_unfinished_run_of_another_job_is_not_mixed_in(tmp_path, tokenizer_fi
         "--input", corpus_file, "--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--valid-fraction", 0.1
     )
     assert refused.returncode == 2 and "unfinished run with other inputs or settings" in refused.stderr
+
+
+def test_a_damaged_journal_is_named(tmp_path):
+    journal = Journal(str(tmp_path / "o"), "", [str(tmp_path / "o")])
+    journal.path.write_text("")  # as a loss of power leaves a file that was never put on disk
+    with pytest.raises(ValueError, match=r"o.preprocess.partial.json is damaged .*--overwrite"):
+        journal.resume()
 
 
 def test_empty_documents_are_counted_and_not_written(tmp_path, tokenizer_file):

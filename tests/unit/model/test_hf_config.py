@@ -164,6 +164,11 @@ REFUSED = {
     "scale_attn_by_inverse_layer_idx": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "add_cross_attention": ("gpt2", {"add_cross_attention": True}),
     "n_head = 5": ("gpt2", {"n_head": 5}),
+    "num_attention_heads = 0": ("llama", {"num_attention_heads": 0}),
+    "vocab_size = 'x'": ("llama", {"vocab_size": "x"}),
+    "rms_norm_eps = '1e-5'": ("llama", {"rms_norm_eps": "1e-5"}),
+    "rope factor = 'two'": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "two"}}),
+    "rope settings 'linear'": ("llama", {"rope_scaling": "linear"}),
 }
 
 
@@ -174,6 +179,13 @@ def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
     with pytest.raises(ValueError) as error:
         model_config_from_hf(tmp_path)
     assert named in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "said"), [('{"model_type"', "is not JSON"), ("[]", "holds a list")])
+def test_a_damaged_file_is_named(text, said, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/config.json {said}"):
+        model_config_from_hf(tmp_path)
 
 
 def test_all_refusals_together(tmp_path):

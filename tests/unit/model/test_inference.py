@@ -117,3 +117,15 @@ def test_draw_among_the_likeliest():
     assert {draw(logits, 10.0, 2, generator) for _ in range(200)} == {1, 3}
     assert {draw(logits, 10.0, 99, generator) for _ in range(500)} == {0, 1, 2, 3, 4}
     assert draw(logits, 0, 0, generator) == 1
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, float("inf")])
+def test_no_temperature_overflows_and_what_is_no_number_is_said(temperature):
+    """The smallest float turns logits into infinities, and their differences into NaN, unless the largest is 0."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([1.0, 800.0, -3.0], dtype=torch.float64)
+    for top_k in (0, 2):
+        drawn = {draw(logits, temperature, top_k, generator) for _ in range(100)}
+        assert drawn == ({1} if temperature < 1 else {0, 1} if top_k else {0, 1, 2})
+    with pytest.raises(ValueError, match="diverged"):
+        draw(logits * float("nan"), temperature, 0, generator)
