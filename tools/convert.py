@@ -77,6 +77,7 @@ from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.weights import SavedWeights
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
+from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.model.gpt import DTYPES
 from megatron5d.model.hf import hf_weights, prediction_layers, unread
 from megatron5d.model.hf_config import read_hf_config, read_model_config
@@ -148,20 +149,32 @@ def to_hf(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None
     folder = whole_checkpoint(checkpoint, "--checkpoint")
     config = from_dict(read_run(folder)["config"])
     dtype = dtype or config.precision.dtype
-    described = hf_config_from_model(config.model, dtype, eos_token_id=config.data.eod)
-    weights, entries = SavedWeights(folder), hf_entries(config.model, described["model_type"])
-    _check_complete(weights, entries, folder)
-    entries += hf_copies(config.model)
     if tokenizer is None and config.data.tokenizer and Path(config.data.tokenizer).exists():
         tokenizer = Path(config.data.tokenizer)
     elif tokenizer is not None and not tokenizer.exists():
         raise ValueError(f"--tokenizer {tokenizer} does not exist")
+    described = hf_config_from_model(config.model, dtype, eos_token_id=_end_of_text(config, tokenizer))
+    weights, entries = SavedWeights(folder), hf_entries(config.model, described["model_type"])
+    _check_complete(weights, entries, folder)
+    entries += hf_copies(config.model)
     bar = tqdm(entries, unit="tensor", disable=not sys.stderr.isatty())
     size = save_folder(out, stored_tensors(bar, weights.read, DTYPES[dtype]), max_shard_bytes)
     (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     if tokenizer is not None:
         _copy_tokenizer(tokenizer, out)
     return size
+
+
+def _end_of_text(config: Config, tokenizer: Path | None) -> int | None:
+    """The token that ended documents in training: data.eod, or the tokenizer's; None where neither names one."""
+    if config.data.eod is not None or tokenizer is None:
+        return config.data.eod
+    try:
+        eod = load_tokenizer(tokenizer).eod
+    except ValueError as error:
+        print(f"config.json will name no eos_token_id, so that generate() does not stop: {error}", file=sys.stderr)
+        return None
+    return eod if eod is not None and eod < config.model.vocab_size else None
 
 
 def _check_complete(weights: SavedWeights, entries: Sequence[Entry], folder: Path) -> None:

@@ -166,6 +166,18 @@ def word_tokenizer(folder):
     return folder / "tokenizer.json"
 
 
+@pytest.mark.parametrize(("text", "eos"), [(None, 60), ("{}", None)])
+def test_an_exported_model_knows_what_ends_a_text(imported, tmp_path, capsys, text, eos):
+    """Else generate() of transformers never stops; where the tokenizer cannot be read, that is said."""
+    tokenizer = word_tokenizer(tmp_path)
+    if text is not None:
+        tokenizer.write_text(text)
+    words = ["to-hf", "--checkpoint", imported[2], "--out", tmp_path / "out", "--tokenizer", tokenizer]
+    assert convert.main([str(word) for word in words]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == eos
+    assert ("no eos_token_id" in capsys.readouterr().err) == (eos is None)
+
+
 def test_generate_greedy_as_transformers(imported, tmp_path, capsys):
     model, _, checkpoints, _ = imported
     words = ["--checkpoint", checkpoints, "--tokenizer", word_tokenizer(tmp_path), "--prompt", "w3 w7", "--json",
