@@ -14,6 +14,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a forked rank must not inherit a thread pool
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".cache" / "hypothesis"))
 
+gc.disable()  # while modules are imported and tests collected nothing becomes garbage, and all of it would be looked at
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -62,4 +63,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """What is there by now stays: collecting garbage among it would copy, after each fork, the pages it is on."""
+    gc.enable()
+    gc.collect()
     gc.freeze()
