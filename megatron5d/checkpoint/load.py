@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import socket
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -38,6 +39,28 @@ def find_checkpoint(directory: str | None, resume: str) -> Path | None:
     if resume == "auto":
         return newest(Path(directory)) if directory else None
     return whole_checkpoint(resume, "checkpoint.resume")
+
+
+def agreed_checkpoint(directory: str | None, resume: str) -> Path | None:
+    """`find_checkpoint`, the same on every rank: what rank 0 finds, where this rank sees it, too.
+
+    Raises:
+        ValueError: as find_checkpoint; or this rank sees other checkpoints than rank 0.
+
+    Comm: a broadcast of a path over the world, where there may be a checkpoint.
+    """
+    found = find_checkpoint(directory, resume)
+    if not dist.is_initialized() or resume == "none" or (resume == "auto" and directory is None):
+        return found
+    chosen = [found]
+    dist.broadcast_object_list(chosen, src=0)
+    here = find_checkpoint(None, str(chosen[0])) if chosen[0] is not None and chosen[0].is_dir() else None
+    if (found is None) != (chosen[0] is None) or here != chosen[0]:
+        raise ValueError(
+            f"rank 0 goes on from {chosen[0] or 'no checkpoint'}, and on {socket.gethostname()} rank {dist.get_rank()} "
+            f"finds {found or 'none'}: checkpoint.dir and checkpoint.resume must be where all nodes see the same files"
+        )
+    return chosen[0]
 
 
 def whole_checkpoint(folder: str | Path, knob: str) -> Path:

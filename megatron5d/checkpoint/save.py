@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import shutil
+import socket
 import threading
+import time
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import failures_told
 
+VISIBLE_S = 20.0  # for a network file system to show a new file on other nodes
+
 
 class Saver:
     """Writes checkpoints of one run, at once or behind its back.
@@ -29,7 +34,10 @@ class Saver:
         timeout_s: of the group that the background save talks over.
 
     Raises:
-        OSError: the directory cannot be made; at the start of a run, not at its first save hours later.
+        OSError: the directory cannot be made, or a rank sees another one under its name; at the start of a run, not at
+            its first save hours later.
+
+    Comm: a broadcast and a barrier over the world, so that all see what rank 0 has put there.
     """
 
     def __init__(self, directory: str | Path, keep: int, background: bool = False, timeout_s: float = 1800.0) -> None:
@@ -39,6 +47,8 @@ class Saver:
                 self.directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise OSError(f"no checkpoint can be saved in {directory}: {error}") from error
+        if dist.is_initialized():
+            _check_shared(self.directory)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: Any = None
@@ -115,6 +125,29 @@ class Saver:
     def _barrier(self, alone: bool) -> None:
         if not alone:
             dist.barrier(group=self._group)
+
+
+def _check_shared(directory: Path) -> None:
+    """Every rank finds what rank 0 writes. Otherwise each node would keep its own files in a folder of its own, and the
+    one with the manifest, which lists what is beside it, would pass for whole."""
+    first = dist.get_rank() == 0
+    name = [f".seen-by-all-{uuid.uuid4().hex}"]
+    if first:
+        (directory / name[0]).touch()
+    dist.broadcast_object_list(name, src=0)
+    deadline = time.monotonic() + VISIBLE_S
+    while not (directory / name[0]).exists():
+        if time.monotonic() > deadline:
+            raise OSError(
+                f"rank {dist.get_rank()} on {socket.gethostname()} does not find in {directory} what rank 0 writes "
+                "there: checkpoint.dir must be on a file system that all nodes share, for all ranks write a checkpoint"
+            )
+        time.sleep(0.1)
+    try:
+        dist.barrier()
+    finally:
+        if first:
+            (directory / name[0]).unlink()
 
 
 def _begin(temporary: Path, run: dict[str, Any]) -> None:

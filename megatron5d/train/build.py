@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
-from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.checkpoint.load import agreed_checkpoint
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import Config
 from megatron5d.context_parallel.layout import layout_of
@@ -96,7 +96,7 @@ def build_run(config: Config, process: Process) -> Run:
     with without_memory():
         model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
-    checkpoint = find_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
+    checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
     notes, progress = [*idle_routers(config), plan.note, *passed_over(config)], Progress()
     if checkpoint is None:
         notes += first_weights(config, sync, optimizer, model)

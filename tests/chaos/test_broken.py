@@ -61,6 +61,21 @@ def test_a_damaged_checkpoint_a_full_disk_and_a_wrong_token_are_named(tmp_path, 
     assert re.search(rf"{corpus}.*token id \d+", told_token) and "model.vocab_size" in told_token
 
 
+def test_nodes_with_checkpoint_folders_of_their_own_are_told_at_the_start(tmp_path, corpus, monkeypatch):
+    """Each would save what its ranks hold, and the folder with the manifest would pass for whole."""
+    monkeypatch.setattr("megatron5d.checkpoint.save.VISIBLE_S", 0.3)
+
+    def run(*places):
+        arguments = [*EXPERIMENT, f"data.train=[{corpus}]", "train.steps=1"]
+        return run_ranks(lambda rank, world: main([*arguments, f"checkpoint.dir={places[rank]}"]), len(places))
+
+    with pytest.raises(RankFailure, match=r"rank 1 on .* does not find in .*b what rank 0 writes there"):
+        run(tmp_path / "a", tmp_path / "b")
+    assert run(tmp_path / "a") == [0]
+    with pytest.raises(RankFailure, match=r"rank 0 goes on from .*a/step-00000001, and on .* rank 1 finds none"):
+        run(tmp_path / "a", tmp_path / "b")
+
+
 def test_what_is_our_mistake_keeps_its_calls():
     """A ValueError out of a library, or any error but those of files and numbers."""
 
