@@ -4,13 +4,15 @@
     python tools/parity.py --world 8 model=tiny_moe parallel.tp=2 parallel.sp=true parallel.ep=4 parallel.zero=2
     python tools/parity.py --world 8 --bisect model=mine parallel.tp=2 parallel.pp=2 pipeline.schedule=zb_h1
     python tools/parity.py --world 8 --certificate parity.json experiment=mine
+    python tools/parity.py --world 8 --precision bf16 experiment=mine
     python tools/parity.py --check parity.json
 
 What follows the options are overrides as pretrain.py takes them. The configuration is trained for a few steps on random
 tokens, on forked ranks and by one process without parallelism, and everything is compared: losses, gradient norm, what
 the routers did, every gradient of the first step, every weight and moment after the last. Sizes are made small first,
 with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not be there,
-but where --data asks for the first tokens of it.
+but where --data asks for the first tokens of it. With --precision bf16 both run as they will be trained, and the
+ranks may be no further from one process in fp64 than twice as far as one process in bf16 is.
 Exit code 0: equal; 1: different, or the ranks failed; 2: refused.
 """
 
@@ -29,15 +31,25 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
+TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}
+STEPS = {"fp64": 3, "bf16": 1}  # after one, a router that chose otherwise leads another way
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="parity.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world", type=int, metavar="N", help="number of ranks")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimiser steps (default 3)")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps (default 3, in bf16 1)")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-10, metavar="X", help="largest relative difference (default 1e-10)"
-    )
+        "--precision", choices=list(TOLERANCES), default="fp64",
+        help="fp64: nothing hides behind rounding (default); bf16: by more than rounding does?",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X",
+        help="largest relative difference (default 1e-10); in bf16 how many times as far from fp64 as one process "
+        "(default 2)",
+    )  # fmt: skip
     parser.add_argument("--no-shrink", action="store_true", help="sizes of model and batch as configured")
     parser.add_argument("--data", action="store_true", help="the first tokens of data.train instead of random ones")
     parser.add_argument("--bisect", action="store_true", help="on a difference: without which dimension is there none?")
@@ -68,6 +80,7 @@ from megatron5d.train.differences import Difference, axes_of, differences
 from megatron5d.train.parity import ROWS_SEED, RankRecord, alone, make_rows, short_run
 from megatron5d.train.parity_report import plain, told, worst_of
 from megatron5d.train.planned import planned_config
+from megatron5d.train.rounding import in_16_bits, rounding_differences, smooth
 from megatron5d.train.shrink import differing, exact, faults_of, shrink
 
 IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens
@@ -94,8 +107,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    if options.steps is None:
+        options.steps = STEPS[options.precision]
     if options.steps < 1:
         raise ValueError(f"--steps {options.steps}: at least 1")
+    if options.tolerance is None:
+        options.tolerance = TOLERANCES[options.precision]
     asked = planned_config(options.overrides, options.world, () if options.data else FILE_LAWS)
     config = exact(asked, options.steps)
     if options.data:
@@ -104,15 +121,22 @@ def _compare(options: argparse.Namespace) -> int:
         raise ConfigError(faults)
     if not options.no_shrink:
         config = shrink(config, options.world, keep=["model.vocab_size"] if options.data else [])
+    exactly = config
+    if options.precision == "bf16":
+        exactly = smooth(config)
+        config = in_16_bits(exactly, asked.precision)
+        if faults := faults_of(config, options.world):
+            raise ConfigError(faults)
     sizes = sizes_of(config, options.world)
     record: dict[str, Any] = {
         "format": FORMAT, "overrides": options.overrides, "world": options.world, "layout": asdict(sizes),
         "configuration_hash": configuration_hash(asked), "changed": differing(asked, config), "device": "cpu",
         "seeds": {"weights": config.train.seed, "tokens": None if options.data else ROWS_SEED}, "steps": options.steps,
-        "tolerance": options.tolerance, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "precision": options.precision, "tolerance": options.tolerance,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
     _say(f"{config.model.name} on {options.world} ranks: {_layout(config, options.world)}")
-    check = Check(config, options)
+    check = Check(config, exactly, options)
     try:
         records, found = check.run(config, options.world)
     except RankFailure as failure:
@@ -136,25 +160,33 @@ class Check:
 
     Args:
         config: of the layout; one process has the same mathematics.
-        options: world, steps, tolerance and timeout.
+        exactly: the same in fp64.
+        options: world, steps, precision, tolerance and timeout.
     """
 
-    def __init__(self, config: Config, options: argparse.Namespace) -> None:
+    def __init__(self, config: Config, exactly: Config, options: argparse.Namespace) -> None:
         self.config, self.options = config, options
         steps = options.steps
         self.rows = first_rows(config, steps) if options.data else make_rows(config, steps, ignored=IGNORED)
-        (self.truth,) = self._train(alone(config), 1)
+        self.coarse = options.precision == "bf16"
+        (self.truth,) = self._train(alone(exactly), 1)
+        self.rounded = self._train(alone(config), 1)[0] if self.coarse else None
 
     def _train(self, config: Config, world: int) -> list[RankRecord]:
         since = time.perf_counter()
-        records = short_run(config, world, self.rows, self.options.steps, timeout=self.options.timeout)
+        records = short_run(
+            config, world, self.rows, self.options.steps, coarse=self.coarse, timeout=self.options.timeout
+        )
         _say(f"{world} rank{'s' if world > 1 else ''}: {time.perf_counter() - since:.1f} s")
         return records
 
     def run(self, config: Config, world: int) -> tuple[list[RankRecord], list[Difference]]:
         """What the ranks of a layout had, and how far it is from one process."""
         records = self._train(config, world)
-        return records, differences(records, self.truth, self.options.tolerance)
+        tolerance = self.options.tolerance
+        if self.rounded is not None:
+            return records, rounding_differences(records, self.rounded, self.truth, tolerance)
+        return records, differences(records, self.truth, tolerance)
 
     def ablations(self) -> Iterator[Ablation]:
         """The configuration without one thing at a time."""

@@ -47,11 +47,12 @@ def joined(rectangles: Rectangles) -> dict[str, Tensor]:
         sizes[name] = tuple(map(max, end, sizes.get(name, end)))
     tensors = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
     for name, offset, values in rectangles:
-        tensors[name][_index(offset, values)] = values.double()
+        tensors[name][index_of(offset, values)] = values.double()
     return tensors
 
 
-def _index(offset: Sequence[int], values: Tensor) -> tuple[slice, ...]:
+def index_of(offset: Sequence[int], values: Tensor) -> tuple[slice, ...]:
+    """Where a rectangle lies in its whole tensor."""
     return tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
 
 
@@ -94,8 +95,8 @@ def tensor_differences(
         for rank, offset, values in by_name[name]:
             if values.numel() == 0:
                 continue
-            missing[_index(offset, values)] = False
-            off = (values - whole[_index(offset, values)]).abs() / scale
+            missing[index_of(offset, values)] = False
+            off = (values - whole[index_of(offset, values)]).abs() / scale
             off = off.nan_to_num(nan=inf, posinf=inf)
             relative = off.max().item()
             if relative > tolerance:

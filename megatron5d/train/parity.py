@@ -70,16 +70,27 @@ def micro_batch(config: Config, rows: Tensor, numbers: Tensor | None = None) -> 
     return replace(batch, samples=numbers)
 
 
-def perturb(parameters) -> None:
-    """Moves vectors off their ones and zeros, the same on any layout, so that every gradient path is seen."""
+def perturb(parameters, coarse: bool = False) -> None:
+    """Moves vectors off their ones and zeros, the same on any layout, so that every gradient path is seen.
+
+    Args:
+        parameters: of a rank.
+        coarse: all of them are rounded to what bf16 has, vectors before and after.
+    """
     for parameter in parameters:
         spec = spec_of(parameter)
+        if coarse:
+            parameter.data.copy_(parameter.data.bfloat16())
         if len(spec.shape) == 1:
             generator = torch.Generator().manual_seed(len(spec.name) * 1009 + spec.shape[0])
             noise = 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64)
             for piece in spec.pieces:
                 span = slice(piece.offset[0], piece.offset[0] + piece.shape[0])
-                parameter.data[piece.row : piece.row + piece.shape[0]] += noise[span].to(parameter.dtype)
+                part = parameter.data[piece.row : piece.row + piece.shape[0]]
+                if coarse:
+                    part.copy_(part.bfloat16() + noise[span].bfloat16())
+                else:
+                    part += noise[span].to(parameter.dtype)
 
 
 def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
@@ -92,7 +103,9 @@ def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
     return found
 
 
-def short_run(config: Config, world: int, rows: Tensor, steps: int, *, timeout: float = 120.0) -> list[RankRecord]:
+def short_run(
+    config: Config, world: int, rows: Tensor, steps: int, *, coarse: bool = False, timeout: float = 120.0
+) -> list[RankRecord]:
     """Trains the real thing on forked ranks.
 
     Args:
@@ -100,6 +113,7 @@ def short_run(config: Config, world: int, rows: Tensor, steps: int, *, timeout: 
         world: number of ranks.
         rows: int64 `[steps·gbs, s+1]`.
         steps: optimiser steps.
+        coarse: it begins with weights that bf16 has, whatever its precision.
         timeout: seconds after which silent ranks are named.
 
     Returns:
@@ -108,15 +122,17 @@ def short_run(config: Config, world: int, rows: Tensor, steps: int, *, timeout: 
     Raises:
         RankFailure: a rank failed.
     """
-    return run_ranks(_train_on_rank, world, config, plan_pipeline(config, world), rows, steps, timeout=timeout)
+    return run_ranks(_train_on_rank, world, config, plan_pipeline(config, world), rows, steps, coarse, timeout=timeout)
 
 
-def _train_on_rank(rank: int, world: int, config: Config, plan: PipelinePlan, rows: Tensor, steps: int) -> RankRecord:
+def _train_on_rank(
+    rank: int, world: int, config: Config, plan: PipelinePlan, rows: Tensor, steps: int, coarse: bool
+) -> RankRecord:
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
     model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
     model.initialize(config.train.seed)
-    perturb(model.weights())
+    perturb(model.weights(), coarse)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     t, dp, sharding, record = config.train, mesh["dp"], SequenceSharding(config, mesh), RankRecord()
     finish_reduce = sync.finish_reduce

@@ -36,7 +36,10 @@ def told(record: dict[str, Any]) -> str:
         lines.append("")
     if record["verdict"] == "equal":
         what = f"{record['compared']} figures and tensors of {record['world']} ranks"
-        return "\n".join([*lines, f"EQUAL: {what} are within {record['tolerance']:g} of one process"])
+        near = f"within {record['tolerance']:g} of one process"
+        if record["precision"] == "bf16":
+            near = f"no further from fp64 than {record['tolerance']:g} times as far as one process in bf16"
+        return "\n".join([*lines, f"EQUAL: {what} are {near}"])
     if record["verdict"] == "different":
         lines += _story(record)
     if None in (without := record["without"]).values():
@@ -62,7 +65,10 @@ def _story(record: dict[str, Any]) -> list[str]:
     counts = [f"{figures} of step 1" for figures in [", ".join(record["first_step"])] if figures]
     kinds = Counter(each["quantity"] for each in tensors)
     counts += [f"{kind} of {count} parameter{'s' if count > 1 else ''}" for kind, count in kinds.items()]
-    lines = [f"DIFFERENT by more than {record['tolerance']:g}: {'; '.join(counts) or 'figures of later steps alone'}"]
+    limit = f"by more than {record['tolerance']:g}"
+    if record["precision"] == "bf16":
+        limit = f"by more than rounding, over {record['tolerance']:g} times as far from fp64 as one process in bf16"
+    lines = [f"DIFFERENT {limit}: {'; '.join(counts) or 'figures of later steps alone'}"]
     if not tensors:
         return lines
     first = tensors[0]

@@ -1,6 +1,7 @@
 """tools/parity.py finds planted faults: it names the parameter that differs first, and the dimension that it needs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from runs import write_corpus
@@ -77,6 +78,37 @@ def test_a_rank_that_reads_the_samples_of_another(monkeypatch, capsys):
     assert record["quantities"]["loss"]["ranks"] == [0, 1, 2, 3] and "embedding.weight" in gradients
     assert "loss" in record["first_step"] and "look at the forward, or the data" in parity_report.told(record)
     assert equal == {"dp=1"}
+
+
+BF16 = ["--precision", "bf16", "precision.dtype=bf16"]
+
+
+def test_in_16_bits_a_layout_is_as_near_to_fp64_as_one_process(capsys):
+    layout = ["parallel.ep=2", "parallel.tp=2", "parallel.sp=true", "parallel.zero=2"]
+    code, record = told(capsys, "--world", "4", *BF16, "model=tiny_moe", *layout)
+    assert (code, record["verdict"], record["tolerance"]) == (0, "equal", 2.0)
+    gradient = record["quantities"]["gradient"]
+    assert {"weight", "master", "exp_avg_sq"} <= set(record["quantities"])
+    assert 1e-4 < gradient["expected"] < 0.05 and 0.8 < gradient["relative"] < 2  # both are rounded, and about alike
+
+
+def test_gradients_that_are_added_up_in_16_bits(monkeypatch, capsys):
+    """On ranks alone, of 64 micro-batches each."""
+    original = parity.build_trainer
+
+    def narrow(config, mesh, *rest):
+        if mesh["dp"].size > 1:
+            config = replace(config, precision=replace(config.precision, grad_dtype="bf16"))
+        return original(config, mesh, *rest)
+
+    monkeypatch.setattr(parity, "build_trainer", narrow)
+    sizes = ["model=tiny", "train.seq_len=16", "train.gbs=128"]
+    code, record = told(capsys, "--world", "2", "--no-shrink", *BF16, *sizes)
+    assert (code, record["verdict"]) == (1, "different") and record["first_step"] == []
+    worst = record["quantities"]["gradient"]
+    assert worst["relative"] > 2 and worst["name"] in {each["name"] for each in record["tensors"]}
+    text = parity_report.told(record)
+    assert "DIFFERENT by more than rounding" in text and "look at a backward, or a sum over ranks" in text
 
 
 def test_a_rank_that_fails_is_told(monkeypatch, capsys):
