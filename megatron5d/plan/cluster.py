@@ -4,7 +4,8 @@ Sources, all dense (no sparsity) and one way: NVIDIA A100 data sheet (312 TFLOP/
 600 GB/s both ways; PCIe 1,935 GB/s), H100 (SXM 989 and 1,979 TFLOP/s in 8 bits, 3.35 TB/s, NVLink 900 GB/s; NVL 835,
 3.9 TB/s, bridges of 600 GB/s between two; PCIe 756, 2 TB/s), H200 (4.8 TB/s, 141 GB; NVL 835, bridges of 900 GB/s
 between up to four), DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB), GB200 NVL72 (2,500
-and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink). PCIe without a bridge: 64 GB/s both ways (A100), 128 (H100).
+and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink), GH200 (H100's peaks, 96 GB, 4 TB/s, one device a node,
+NVLink-C2C of 900 GB/s both ways to Grace). PCIe without a bridge: 64 GB/s both ways (A100), 128 (H100).
 To the host, one way: PCIe 4.0 and 5.0, 32 GB/s (A100) and 64 (later ones); GB200 225 (NVLink-C2C, 900 GB/s both ways
 for two devices). The host's memory, a device's share: DGX A100 (16 channels of DDR4-3200, 410 GB/s), DGX H100 (16 of
 DDR5-4800, 614 GB/s), Grace (512 GB/s for two devices).
@@ -146,6 +147,16 @@ CLUSTERS: Mapping[str, Cluster] = {
             host_memory_rate=256e9,
         ),
         _B200,
+        replace(
+            _H100,
+            name="gh200",
+            memory_bytes=96 * GB,
+            memory_rate=4000e9,
+            node=1,
+            host_rate=450 * GB,
+            host_memory_rate=512e9,
+            part="GH200",
+        ),
         replace(_NVL, name="h200_nvl", memory_bytes=141 * GB, memory_rate=4800e9, node=4, part="H200 NVL"),
         _H200,
         replace(

@@ -14,7 +14,7 @@ from megatron5d.data.sampler import micro_batch_samples
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.flops import core_flops, flops_per_token
 from megatron5d.model.gpt import Gpt
-from megatron5d.plan.cluster import cluster_called
+from megatron5d.plan.cluster import cluster_called, cluster_of
 from megatron5d.plan.cost import StepCost
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
@@ -144,6 +144,9 @@ def test_a_run_expects_a_time_where_its_device_is_known():
     found = step_on("NVIDIA H100 80GB HBM3", config, 2, plan)
     assert isinstance(found, StepCost) and found.step_s == pytest.approx(Estimator(H100).step(config, 2).step_s)
     assert step_on("Tesla T4", config, 2, plan) is None
+    assert [getattr(cluster_of(f"NVIDIA {name}"), "name", None) for name in ("GH200 480GB", "H200", "GB200")] == [
+        "gh200", "h200", "gb200",
+    ]  # fmt: skip
     wide = dataclasses.replace(config, precision=PrecisionConfig(dtype="fp32"))
     assert "precision.dtype = fp32" in str(step_on("NVIDIA H100 80GB HBM3", wide, 2, plan))
     halved = dataclasses.replace(config, log=LogConfig(peak_tflops=H100.flops / 2e12))
