@@ -14,6 +14,7 @@ if __name__ == "__main__":
     answer_help(sys.argv[1:])  # before the seconds that the imports below take
 
 from megatron5d.model.hf import model_config_from_hf
+from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.topology.process import read_environment, start_process, stop_process
 from megatron5d.train.crash import told
 from megatron5d.train.device import device_faults
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         refuse(error.faults, environment.rank, environment.local_rank)
     try:
         return _run(config)
-    except (OSError, ValueError, ArithmeticError) as error:
+    except (OSError, ValueError, ArithmeticError, PipelineError) as error:
         message = None if config.log.traceback else told(error, environment.rank, environment.world)
         if message is None:
             raise

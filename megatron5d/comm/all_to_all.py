@@ -35,7 +35,7 @@ def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, recei
     if x.is_meta:
         return Pending(out, keep=x)
     work = dist.all_to_all_single(out, x, receive, send, group=axis.group, async_op=True)
-    return Pending(out, work, keep=x)
+    return Pending(out, work, keep=x, of=("all_to_all", axis))
 
 
 class _AllToAll(torch.autograd.Function):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron5d.comm.lost import finish
 from megatron5d.topology.axis import Axis
 
 # torch 2.13 renamed these two; earlier versions have only the old names.
@@ -30,17 +31,31 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class Pending:
-    """A collective under way; `wait()` gives its result."""
+    """A collective under way; `wait()` gives its result.
 
-    def __init__(self, result: Tensor, work: Any = None, keep: Tensor | None = None) -> None:
+    Args:
+        result: of the collective, once it has ended.
+        work: its handle; None = it has ended.
+        keep: its input.
+        of: what is done over which axis, for the message where it fails.
+    """
+
+    def __init__(
+        self, result: Tensor, work: Any = None, keep: Tensor | None = None, of: tuple[str, Axis] | None = None
+    ) -> None:
         self._result = result
-        self._work = work
+        self._work, self._of = work, of
         self._keep = keep  # the input must outlive the transfer
 
     def wait(self) -> Tensor:
-        """The result, once it is there; may be called again."""
+        """The result, once it is there; may be called again.
+
+        Raises:
+            LineLost: a rank of the line is dead or hangs.
+        """
         if self._work is not None:
-            self._work.wait()
+            assert self._of is not None
+            finish(self._work, *self._of)
         self._work = self._keep = None
         return self._result
 
@@ -70,7 +85,8 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     _record(axis, "all_reduce", 2 * (axis.size - 1) * x.numel() // axis.size, x)
     if x.is_meta:
         return Pending(x)
-    return Pending(x, dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True))
+    work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True)
+    return Pending(x, work, of=("all_reduce", axis))
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
@@ -91,7 +107,8 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     _record(axis, "all_gather", (axis.size - 1) * x.numel(), x)
     if x.is_meta:
         return Pending(out, keep=x)
-    return Pending(out, _all_gather_single(as_bytes(out), as_bytes(x), group=axis.group, async_op=True), keep=x)
+    work = _all_gather_single(as_bytes(out), as_bytes(x), group=axis.group, async_op=True)
+    return Pending(out, work, keep=x, of=("all_gather", axis))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -113,7 +130,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     _record(axis, "reduce_scatter", (axis.size - 1) * out.numel(), x)
     if x.is_meta:
         return Pending(out, keep=x)
-    return Pending(out, _reduce_scatter_single(out, x, group=axis.group, async_op=True), keep=x)
+    work = _reduce_scatter_single(out, x, group=axis.group, async_op=True)
+    return Pending(out, work, keep=x, of=("reduce_scatter", axis))
 
 
 def gather_objects(mine: Any, axis: Axis) -> list[Any]:

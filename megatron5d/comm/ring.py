@@ -7,19 +7,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron5d.comm.collectives import as_bytes
+from megatron5d.comm.lost import finish
 from megatron5d.topology.axis import Axis
 
 
 class Shift:
     """A transfer under way: our tensor to the next rank, the previous rank's to us."""
 
-    def __init__(self, sent: Tensor, received: Tensor, works: list) -> None:
-        self._sent, self._received, self._works = sent, received, works
+    def __init__(self, sent: Tensor, received: Tensor, works: list, axis: Axis) -> None:
+        self._sent, self._received, self._works, self._axis = sent, received, works, axis
 
     def wait(self) -> Tensor:
-        """The previous rank's tensor; ours may be overwritten from now on."""
+        """The previous rank's tensor; ours may be overwritten from now on.
+
+        Raises:
+            LineLost: a rank of the ring is dead or hangs.
+        """
         for work in self._works:
-            work.wait()
+            finish(work, "shift", self._axis)
         self._works = []
         return self._received
 
@@ -42,7 +47,7 @@ def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift
     if axis.recorder is not None:
         axis.recorder.record(axis.name, "shift", x.numel(), x.element_size())
     if x.is_meta:
-        return Shift(x, received, [])
+        return Shift(x, received, [], axis)
     sending = dist.P2POp(dist.isend, as_bytes(x), following, axis.group, tag)
     receiving = dist.P2POp(dist.irecv, as_bytes(received), previous, axis.group, tag)
-    return Shift(x, received, dist.batch_isend_irecv([sending, receiving]))
+    return Shift(x, received, dist.batch_isend_irecv([sending, receiving]), axis)

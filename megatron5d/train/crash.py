@@ -5,6 +5,8 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from megatron5d.pipeline_parallel.executor import PipelineError
+
 _OURS = Path(__file__).resolve().parents[1]
 
 
@@ -22,7 +24,8 @@ def told(error: Exception, rank: int, world: int) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if _OURS in Path(frame.filename).parents]
     said_by_us = bool(ours) and frames[-1] is ours[-1]
-    if not isinstance(error, OSError | FloatingPointError) and not (isinstance(error, ValueError) and said_by_us):
+    cause = error.__cause__ if isinstance(error, PipelineError) else error
+    if not isinstance(cause, OSError | FloatingPointError) and not (isinstance(error, ValueError) and said_by_us):
         return None
     place = f", in {Path(ours[-1].filename).relative_to(_OURS.parent)}:{ours[-1].lineno}" if ours else ""
     return (

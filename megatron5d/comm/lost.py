@@ -1,0 +1,71 @@
+"""A collective that fails names the ranks that do not answer: the dead, and those that hang."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron5d.topology.axis import Axis
+
+PATIENCE_S = 10.0  # for other ranks to notice the same: they began to wait within a step of each other
+
+
+class LineLost(ConnectionError):
+    """A collective has failed, or not ended within `parallel.timeout_s`.
+
+    Args:
+        op: what was to be done.
+        axis: its line of ranks.
+        error: what the backend said.
+    """
+
+    def __init__(self, op: str, axis: Axis, error: BaseException) -> None:
+        self.silent = silent_ranks(axis.ranks)
+        ranks = ", ".join(map(str, axis.ranks[:16])) + (", ..." if axis.size > 16 else "")
+        said = str(error).splitlines()[0]
+        super().__init__(f"{op} over {axis.name} (ranks {ranks}) failed: {self._who()}. The backend says: {said}")
+
+    def _who(self) -> str:
+        if self.silent is None:
+            return "and rank 0, where all ranks met, does not answer"
+        if not self.silent:
+            return "all of them answer, so that one waits for something else"
+        several = len(self.silent) > 1
+        shown = ", ".join(map(str, self.silent[:16])) + (", ..." if len(self.silent) > 16 else "")
+        return (
+            f"rank{'s' if several else ''} {shown} {'do' if several else 'does'} not answer within {PATIENCE_S:g} s: "
+            "dead, or hanging"
+        )
+
+
+def finish(work: Any, op: str, axis: Axis) -> None:
+    """Waits for a collective.
+
+    Raises:
+        LineLost: it failed.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise LineLost(op, axis, error) from error
+
+
+def silent_ranks(ranks: tuple[int, ...]) -> list[int] | None:
+    """Which of these global ranks do not say within `PATIENCE_S` that they have lost somebody, too.
+
+    None where the store that all ranks met at is gone. Comm: the store, a few messages a rank.
+    """
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=PATIENCE_S))
+        store.set(f"megatron5d/answers/{dist.get_rank()}", "")
+        missing, deadline = list(ranks), time.monotonic() + PATIENCE_S
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.check([f"megatron5d/answers/{rank}"])]
+            time.sleep(0.1)
+    except (RuntimeError, ValueError, AttributeError):
+        return None
+    return missing
