@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron5d.topology.axis import Axis
+from megatron5d.topology.mesh import group_settings
 
 Link = tuple[int, int]
 """Positions on the axis: (source, destination)."""
@@ -169,7 +170,9 @@ def colours(links: Sequence[Link]) -> list[int]:
     return found
 
 
-def open_channels(links: Sequence[Link], axis: Axis, device: torch.device | str = "cpu") -> list[Outbox | Inbox | None]:
+def open_channels(
+    links: Sequence[Link], axis: Axis, device: torch.device | str = "cpu", timeout_s: float | None = None
+) -> list[Outbox | Inbox | None]:
     """This rank's end of every channel, ready for use.
 
     Every rank of the axis must call it with the same links. One element travels over each channel, in the order of the
@@ -179,6 +182,7 @@ def open_channels(links: Sequence[Link], axis: Axis, device: torch.device | str 
         links: the channels.
         axis: on which they run.
         device: on which messages will lie.
+        timeout_s: seconds after which a message is given up, as of `build_mesh`.
 
     Returns:
         One entry per link; None where this rank stands at neither end.
@@ -192,8 +196,7 @@ def open_channels(links: Sequence[Link], axis: Axis, device: torch.device | str 
     # groups of their own: torch's checks count messages and collectives of a group together, and ranks have unequally
     # many messages
     groups = [
-        dist.new_group(list(axis.ranks), use_local_synchronization=True, group_desc="p2p")
-        for _ in range(max(colour) + 1)
+        dist.new_group(list(axis.ranks), group_desc="p2p", **group_settings(timeout_s)) for _ in range(max(colour) + 1)
     ]
     ends: list[Outbox | Inbox | None] = []
     first = Form((1,), torch.float32, device)

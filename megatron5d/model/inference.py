@@ -89,7 +89,7 @@ def open_predictor(source: Source, config: Config, process: Process) -> Predicto
     Comm: group creation; DCP's planning for a checkpoint of ours.
     """
     sizes = resolve(process.world, tp=config.parallel.tp)
-    mesh = build_mesh(sizes, process.rank, num_kv_heads=config.model.num_kv_heads)
+    mesh = build_mesh(sizes, process.rank, num_kv_heads=config.model.num_kv_heads, timeout_s=config.parallel.timeout_s)
     model = Gpt(config, mesh, process.device)
     for note in source.load(model, config):
         if process.rank == 0:

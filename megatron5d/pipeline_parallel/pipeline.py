@@ -24,6 +24,7 @@ class Pipeline:
         stages: the stage of every (direction, stage) that this rank holds.
         axis: pp.
         form: of what travels between stages, `[s/cp/tp, b, h]`.
+        timeout_s: seconds after which a message is given up (`parallel.timeout_s`); None = torch's own.
 
     Comm: the channels are opened, see comm/p2p.py.
     """
@@ -35,11 +36,12 @@ class Pipeline:
         stages: Mapping[tuple[int, int], Stage | Relay],
         axis: Axis,
         form: Form,
+        timeout_s: float | None = None,
     ) -> None:
         self.placement, self.axis, self.form = placement, axis, form
         self._program_of, self._stages = program_of, stages
         lines = flows(Program("channels", placement, (), ()))
-        ends = open_channels([(flow.source, flow.destination) for flow in lines], axis, form.device)
+        ends = open_channels([(flow.source, flow.destination) for flow in lines], axis, form.device, timeout_s)
         self._channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
         self._executors: dict[tuple[int, bool], Executor] = {}
 

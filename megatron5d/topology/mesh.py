@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -76,6 +78,12 @@ def _kv_copies(tp: tuple[int, ...], rank: int, num_kv_heads: int | None) -> tupl
     return tp[first : first + copies]
 
 
+def group_settings(timeout_s: float | None) -> dict[str, Any]:
+    """What every group but the world's is created with; `timeout_s` as of `build_mesh`."""
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    return {"use_local_synchronization": True, "timeout": timeout}
+
+
 def build_mesh(
     sizes: Sizes,
     rank: int = 0,
@@ -83,6 +91,7 @@ def build_mesh(
     num_kv_heads: int | None = None,
     pairs: bool = False,
     recorder: Recorder | None = None,
+    timeout_s: float | None = None,
 ) -> Mesh:
     """Creates the process groups of all lines through this rank.
 
@@ -95,10 +104,13 @@ def build_mesh(
         num_kv_heads: of the model, for `tp_kv`.
         pairs: mirrored pipeline ranks hold parameters together: make their lines.
         recorder: told about every collective.
+        timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = torch's own for its backend,
+            for torch hands the world's on to no other group.
 
     Comm: one group creation per distinct line longer than 1.
     """
     lines = lines_of(sizes, rank, num_kv_heads)
+    settings = group_settings(timeout_s)
     groups: dict[tuple[int, ...], object] = {lines["world"]: dist.group.WORLD}
     axes = {}
     for name, ranks in lines.items():
@@ -106,13 +118,13 @@ def build_mesh(
             group = None
         else:
             if ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+                groups[ranks] = dist.new_group(list(ranks), group_desc=name, **settings)
             group = groups[ranks]
         axes[name] = Axis(name, ranks, ranks.index(rank), group, recorder)
     for name, ranks in pair_lines_of(sizes, rank).items() if pairs and sizes.pp > 1 else ():
         # never shared with another line: torch names a group by how many this rank has made, so the middle rank of an
         # odd pipeline must make as many as the others
-        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+        group = dist.new_group(list(ranks), group_desc=name, **settings)
         axes[name] = Axis(name, ranks, ranks.index(rank), group if len(ranks) > 1 else None, recorder)
     return Mesh(sizes, axes)
 

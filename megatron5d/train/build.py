@@ -92,6 +92,7 @@ def build_run(config: Config, process: Process) -> Run:
         num_kv_heads=config.model.num_kv_heads,
         pairs=plan.shared != "none",
         recorder=ledger,
+        timeout_s=config.parallel.timeout_s,
     )
     with without_memory():
         model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
@@ -184,7 +185,7 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     phases = {stage: model.phases_of(stage) for _, stage in held}
     stages = {(way, stage): Stage(phases[stage], sync) if phases[stage] else Relay() for way, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
-    pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form)
+    pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
     terms = loss_terms(config)
     check = model.overlap.check
     trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check=check)
