@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron5d.topology.axis import Axis
 
+_KEY = "megatron5d/lost"  # in the store
 PATIENCE_S = 10.0  # for other ranks to notice the same: they began to wait within a step of each other
 
 
@@ -32,7 +33,7 @@ class LineLost(ConnectionError):
         if self.silent is None:
             return "and rank 0, where all ranks met, does not answer"
         if not self.silent:
-            return "all of them answer, so that one waits for something else"
+            return "yet all of them answer, and nobody has missed another rank"
         several = len(self.silent) > 1
         shown = ", ".join(map(str, self.silent[:16])) + (", ..." if len(self.silent) > 16 else "")
         return (
@@ -53,19 +54,30 @@ def finish(work: Any, op: str, axis: Axis) -> None:
         raise LineLost(op, axis, error) from error
 
 
-def silent_ranks(ranks: tuple[int, ...]) -> list[int] | None:
-    """Which of these global ranks do not say within `PATIENCE_S` that they have lost somebody, too.
+def silent_ranks(line: tuple[int, ...]) -> list[int] | None:
+    """Global ranks that do not say within `PATIENCE_S` that they have lost somebody, too.
 
-    None where the store that all ranks met at is gone. Comm: the store, a few messages a rank.
+    Those of this line; where all of it answers, because they wait for others in turn, those that another line has
+    found. None where the store that all ranks met at is gone.
+
+    Comm: the store, a few messages a rank.
     """
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set_timeout(timedelta(seconds=PATIENCE_S))
-        store.set(f"megatron5d/answers/{dist.get_rank()}", "")
-        missing, deadline = list(ranks), time.monotonic() + PATIENCE_S
+        store.set(f"{_KEY}/answers/{dist.get_rank()}", "")
+        missing, deadline = list(line), time.monotonic() + PATIENCE_S
         while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not store.check([f"megatron5d/answers/{rank}"])]
+            missing = [rank for rank in missing if not store.check([f"{_KEY}/answers/{rank}"])]
             time.sleep(0.1)
+        if missing:
+            store.set(f"{_KEY}/silent", ",".join(map(str, missing)))
+            return missing
+        deadline += PATIENCE_S  # that line's patience may have begun as late as this one's has ended
+        while not store.check([f"{_KEY}/silent"]):
+            if time.monotonic() > deadline:
+                return []
+            time.sleep(0.1)
+        return [int(rank) for rank in store.get(f"{_KEY}/silent").decode().split(",")]
     except (RuntimeError, ValueError, AttributeError):
         return None
-    return missing

@@ -43,6 +43,28 @@ def test_the_rank_that_hangs_is_named(monkeypatch, op):
     assert message.startswith(f"{op} over tp (ranks 0, 1) failed: rank 1 does not answer within 1 s: dead, or hanging")
 
 
+def test_who_waits_for_one_that_waits_names_the_rank_behind(monkeypatch):
+    """Rank 1 hangs, rank 0 waits for it over tp, rank 2 for rank 0 over dp; rank 3 comes when all is over."""
+    monkeypatch.setattr(lost, "PATIENCE_S", 1.0)
+
+    def fn(rank, world):
+        mesh = build_mesh(resolve(world, tp=2), rank, timeout_s=2.0)
+        for name in ("tp", "dp"):
+            all_reduce(torch.zeros(3), mesh[name])  # connects
+        time.sleep(6 if rank in (1, 3) else 0)
+        found = []
+        for name in ("dp", "tp") if rank == 2 else ("tp", "dp"):
+            try:
+                all_reduce(torch.zeros(3), mesh[name])
+            except (LineLost, RuntimeError) as error:  # the latter where the others have left
+                found.append(str(error))
+        return found[0] if found else ""
+
+    told = run_ranks(fn, 4)
+    assert told[0].startswith("all_reduce over tp (ranks 0, 1) failed: rank 1 does not answer")
+    assert told[2].startswith("all_reduce over dp (ranks 0, 2) failed: rank 1 does not answer")
+
+
 def test_what_fails_at_once_names_its_axis():
     class Broken:
         def wait(self):
