@@ -56,8 +56,11 @@ def pytest_runtest_setup(item):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Those that must be alone come first: others wait for them once, and workers share what is left evenly."""
+    if os.environ.get("MEGATRON5D_FULL") != "1":
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     items.sort(key=lambda item: item.get_closest_marker("alone") is None)
 
 

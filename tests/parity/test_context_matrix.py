@@ -4,7 +4,6 @@ MEGATRON5D_FULL=1 runs it; `test_context_layouts.py` and `test_mla_layouts.py` a
 """
 
 import dataclasses
-import os
 
 import pytest
 from layouts import assert_parity
@@ -12,7 +11,7 @@ from parity_configs import MLA, config_of
 
 from megatron5d.config.schema import DataConfig
 
-pytestmark = pytest.mark.skipif(os.environ.get("MEGATRON5D_FULL") != "1", reason="MEGATRON5D_FULL=1 runs it")
+pytestmark = pytest.mark.full
 
 METHODS = ["ring", "allgather", "ulysses", "two_level"]
 KINDS = {

@@ -242,7 +242,7 @@ def test_the_shared_expert_runs_under_both_halves_of_a_way_over_nodes():
         assert backward[inner:][:3] == ["_start_back ep_inner", "_wait_back ep_inner", "_start_back ep_outer"]
 
 
-@pytest.mark.skipif(not FULL, reason="minutes; set MEGATRON5D_FULL=1")
+@pytest.mark.full
 @pytest.mark.parametrize("padded", [0.0, 0.8])
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("capacity", [None, 1.0])
