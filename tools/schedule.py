@@ -243,13 +243,16 @@ def _show(options: argparse.Namespace) -> int:
     if written:
         print("wrote " + ", ".join(written))
     else:
-        shortest = float((result.end - result.start).min())
+        lengths = result.end - result.start
+        shortest = float(lengths[lengths > 0].min())  # of a stage without layers nothing is drawn
         width = options.width or min(400, max(60, round(3 * result.makespan / shortest)))
         print(draw_text(program, result, width, coloured=sys.stdout.isatty()))
     return 0
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    if options.memory is not None and options.balance != "fit":
+        raise ValueError("--memory caps what --balance fit may choose; add it, or leave --memory out")
     program = _program(options)
     verify(program)
     costs, layout = _stage_costs(options, program)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import inf, isnan
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ def smooth(config: Config) -> Config:
 
 def in_16_bits(config: Config, precision: PrecisionConfig) -> Config:
     """An exact configuration with the arithmetic of the run in bf16: its masters and gradients, no 8-bit products."""
-    return replace(config, precision=replace(precision, dtype="bf16", fp8="none"))
+    masters, grad_dtype = precision.master_weights, precision.grad_dtype
+    return replace(config, precision=PrecisionConfig(dtype="bf16", master_weights=masters, grad_dtype=grad_dtype))
 
 
 def rounding_differences(
@@ -45,7 +46,8 @@ def rounding_differences(
         factor: that passes.
 
     Returns:
-        Of each, `relative` = how many times as far from `truth` as `alone` is; `got` and `expected` the two distances.
+        Of each, `relative` = how many times as far from `truth` as `alone` is, inf where one of the two is not finite;
+        `got` and `expected` the two distances.
         No tensor counts as nearer than the median one of its quantity is in one process.
     """
     found = list(_figures(records, alone, truth, factor))
@@ -68,10 +70,10 @@ def _figures(
         for name, value in exact.items():
             here = max(abs(alone.figures[step][name] / value - 1) if value else 0.0, FIGURE_FLOOR)
             off = [abs(record.figures[step].get(name, inf) - value) / (abs(value) or 1.0) for record in records]
-            off = [inf if isnan(each) else each for each in off]
-            rank = off.index(max(off))
-            ranks = tuple(r for r, each in enumerate(off) if each > factor * here)
-            yield Difference(name, f"step {step + 1}", off[rank] / here, rank, ranks, (), off[rank], here)
+            times = [_times(each, here) for each in off]
+            rank = times.index(max(times))
+            ranks = tuple(r for r, each in enumerate(times) if each > factor)
+            yield Difference(name, f"step {step + 1}", times[rank], rank, ranks, (), off[rank], here)
 
 
 def _tensors(
@@ -88,12 +90,16 @@ def _tensors(
         floor, off = max(here[name], least, 1e-30), _distance(error, whole[name])
         position = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
         rank = int(owner[position])
-        difference = Difference(quantity, name, off / floor, rank, (), position, off, floor)
+        difference = Difference(quantity, name, _times(off, floor), rank, (), position, off, floor)
         if rank < 0:
             difference = replace(difference, relative=inf, rank=None)
-        elif off > factor * floor:
+        elif difference.relative > factor:
             difference = replace(difference, ranks=tuple(sorted(set(owner[error > 0].tolist()))))
         yield difference
+
+
+def _times(off: float, here: float) -> float:
+    return off / here if isfinite(off) and isfinite(here) else inf  # of what overflows nobody can say that it is equal
 
 
 def _distance(error: Tensor, whole: Tensor) -> float:
@@ -111,7 +117,7 @@ def _errors(held: Sequence[Rectangles], whole: dict[str, Tensor]) -> dict[str, t
             if name not in whole:
                 continue
             at = index_of(offset, values)
-            off = (values.double() - whole[name][at]).abs().nan_to_num(nan=inf)
+            off = (values.double() - whole[name][at]).abs().nan_to_num(nan=inf, posinf=inf)
             error, owner = (each[at] for each in found[name])
             owner[off > error] = rank
             torch.maximum(error, off, out=error)

@@ -73,17 +73,20 @@ def test_whole_layers_between_ends_that_weigh_more(capsys):
     assert "--layers" in refused(capsys, "simulate", "--schedule", "1f1b", *sizes, "--head", "1.5")
     both = refused(capsys, "simulate", "--schedule", "1f1b", *sizes, "--layers", "10", "--stage-scale", "1,1,1,1")
     assert "leave one out" in both
+    empty = ("--layers", "7", "--balance", "ranks")  # on eight stages: one takes no time
+    assert " W7" in output(capsys, "show", "--schedule", "zb_v", *sizes, *empty)
 
 
 def test_a_split_made_for_one_schedule(capsys):
     sizes = ("--pp", "4", "--microbatches", "8", "--layers", "30", "--head", "1.5", "--costs", "a2aF=0.5,a2aB=0.5")
-    told = ("--schedule", "v_half", *sizes, "--memory", "1", "--json", "--balance")
-    even, fit = (json.loads(output(capsys, "simulate", *told, balance)) for balance in ("ranks", "fit"))
+    told = ("--schedule", "v_half", *sizes, "--json", "--balance")
+    even, fit = (json.loads(output(capsys, "simulate", *told, *way)) for way in (["ranks"], ["fit", "--memory", "1"]))
     assert fit["makespan"] < even["makespan"] and sum(fit["layout"]) == sum(even["layout"]) == 30
     assert max(fit["peak_activations"]) <= 4
     rows = json.loads(output(capsys, "compare", *sizes, "--memory", "1", "--json", "--balance", "fit"))
     assert {"v_half": fit["layout"]}.items() <= {row["schedule"]: row["layout"] for row in rows}.items()
     assert "for a given schedule" in refused(capsys, "search", *sizes, "--balance", "fit")
+    assert "add it, or leave --memory out" in refused(capsys, "simulate", *told, "ranks", "--memory", "1")
 
 
 def test_compare_lists_every_schedule_best_first(capsys):
