@@ -86,12 +86,17 @@ def _named_steps(directory: Path) -> list[int]:
 
 def saved_steps(directory: Path) -> list[int]:
     """Steps of all whole checkpoints in a directory, ascending."""
-    return [step for step in _named_steps(directory) if fault_of(step_folder(directory, step)) is None]
+    return [step for step in _named_steps(directory) if _is_whole(directory, step)]
+
+
+def _is_whole(directory: Path, step: int) -> bool:
+    """Asks for every file of the folder, of which there may be one a rank: asked of no more folders than needed."""
+    return fault_of(step_folder(directory, step)) is None
 
 
 def saved_after(directory: Path, step: int) -> list[int]:
     """Steps of the whole checkpoints that are later than a step, ascending."""
-    return [saved for saved in saved_steps(directory) if saved > step]
+    return [later for later in _named_steps(directory) if later > step and _is_whole(directory, later)]
 
 
 def faults_of_newer(directory: Path) -> list[str]:
@@ -107,8 +112,8 @@ def faults_of_newer(directory: Path) -> list[str]:
 
 def newest(directory: Path) -> Path | None:
     """The newest whole checkpoint, whatever `latest` says."""
-    steps = saved_steps(directory)
-    return step_folder(directory, steps[-1]) if steps else None
+    found = next((step for step in reversed(_named_steps(directory)) if _is_whole(directory, step)), None)
+    return None if found is None else step_folder(directory, found)
 
 
 def newest_before(folder: Path) -> Path | None:

@@ -45,22 +45,34 @@ def agreed_checkpoint(directory: str | None, resume: str) -> Path | None:
     """`find_checkpoint`, the same on every rank: what rank 0 finds, where this rank sees it, too.
 
     Raises:
-        ValueError: as find_checkpoint; or this rank sees other checkpoints than rank 0.
+        ValueError: as find_checkpoint of rank 0, on every rank; or this rank sees other checkpoints than rank 0.
 
     Comm: a broadcast of a path over the world, where there may be a checkpoint.
     """
-    found = find_checkpoint(directory, resume)
     if not dist.is_initialized() or resume == "none" or (resume == "auto" and directory is None):
-        return found
-    chosen = [found]
-    dist.broadcast_object_list(chosen, src=0)
-    here = find_checkpoint(None, str(chosen[0])) if chosen[0] is not None and chosen[0].is_dir() else None
-    if (found is None) != (chosen[0] is None) or here != chosen[0]:
+        return find_checkpoint(directory, resume)
+    answer: list[Path | str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [find_checkpoint(directory, resume)]
+        except ValueError as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer, src=0)
+    chosen = answer[0]
+    if isinstance(chosen, str):
+        raise ValueError(chosen)
+    if dist.get_rank() == 0:
+        return chosen
+    if chosen is None:
+        here = find_checkpoint(directory, resume)
+    else:
+        here = find_checkpoint(None, str(chosen)) if chosen.is_dir() else None
+    if here != chosen:
         raise ValueError(
-            f"rank 0 goes on from {chosen[0] or 'no checkpoint'}, and on {socket.gethostname()} rank {dist.get_rank()} "
-            f"finds {found or 'none'}: checkpoint.dir and checkpoint.resume must be where all nodes see the same files"
+            f"rank 0 goes on from {chosen or 'no checkpoint'}, and on {socket.gethostname()} rank {dist.get_rank()} "
+            f"finds {here or 'none'}: checkpoint.dir and checkpoint.resume must be where all nodes see the same files"
         )
-    return chosen[0]
+    return chosen
 
 
 def whole_checkpoint(folder: str | Path, knob: str) -> Path:

@@ -21,7 +21,9 @@ from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import failures_told
 
-VISIBLE_S = 20.0  # for a network file system to show a new file on other nodes
+# For a network file system to show a new file on other nodes: the laws have asked for the folder before it was made,
+# and NFS may answer from that memory for a minute.
+VISIBLE_S = 90.0
 
 
 class Saver:

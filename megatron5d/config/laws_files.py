@@ -171,9 +171,13 @@ def _blocked(name: str | None, as_folder: bool) -> str | None:
     if name is None:
         return None
     path = Path(name).absolute()
-    if exists(path) and isdir(path) != as_folder:
-        return str(path)
-    return next((str(parent) for parent in path.parents if isfile(parent)), None)
+    if exists(path) and not (isdir(path) if as_folder else isfile(path)):
+        return str(path)  # /dev/null too: the log is rewritten beside itself and renamed, the device would be gone
+    return next((str(parent) for parent in path.parents if exists(parent) and not isdir(parent)), None)
+
+
+def _kind(name: str) -> str:
+    return "a folder" if isdir(name) else "a file" if isfile(name) else "neither a file nor a folder"
 
 
 def _locked(name: str | None) -> str | None:
@@ -186,7 +190,7 @@ def _locked(name: str | None) -> str | None:
 
 
 def _writable(knob: str, as_folder: bool = True) -> tuple[Law, Law]:
-    kind, other = ("folder", "file") if as_folder else ("file", "folder")
+    kind = "folder" if as_folder else "file"
     name = knob.replace(".", "-").replace("_", "-")
     in_the_way = Law(
         f"{name}-path",
@@ -194,7 +198,7 @@ def _writable(knob: str, as_folder: bool = True) -> tuple[Law, Law]:
         lambda c, w: _blocked(value_of(c, knob), as_folder) is not None,
         lambda c, w: (
             f"{knob} = {value_of(c, knob)} shall be a {kind}, but {_blocked(value_of(c, knob), as_folder)} is "
-            f"in its way, a {other if exists(value_of(c, knob)) else 'file'}"
+            f"in its way, {_kind(str(_blocked(value_of(c, knob), as_folder)))}"
         ),
         lambda c, w: f"{knob}={_blocked(value_of(c, knob), as_folder)}.new, or null",
     )

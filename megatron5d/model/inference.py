@@ -174,10 +174,12 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
     """One token from the distribution that logits `[vocab]` describe (arguments as in Predictor.sample).
 
     Raises:
-        ValueError: a logit is not a number.
+        ValueError: a logit is not a number, or infinite.
     """
-    if logits.isnan().any():
-        raise ValueError("the model's logits are NaN: its training has diverged; name an earlier checkpoint")
+    if not logits.isfinite().all():
+        raise ValueError(
+            "the model's logits are NaN or infinite: its training has diverged; name an earlier checkpoint"
+        )
     if temperature == 0:
         return int(logits.argmax())
     scaled = (logits - logits.max()) / temperature  # at most 0: no temperature makes it overflow

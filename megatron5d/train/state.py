@@ -105,7 +105,7 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
     return [
         f"{group}.{key} = {here[group][key]}, saved with {value}"
         for group in groups
-        for key, value in saved[group].items()
+        for key, value in saved.get(group, {}).items()
         if key in here[group] and here[group][key] != value
     ]
 

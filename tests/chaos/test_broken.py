@@ -1,5 +1,6 @@
 """What breaks when a run is under way ends it with one message: which rank, which file, and what can be done."""
 
+import os
 import re
 import resource
 from pathlib import Path
@@ -65,15 +66,17 @@ def test_nodes_with_checkpoint_folders_of_their_own_are_told_at_the_start(tmp_pa
     """Each would save what its ranks hold, and the folder with the manifest would pass for whole."""
     monkeypatch.setattr("megatron5d.checkpoint.save.VISIBLE_S", 0.3)
 
-    def run(*places):
-        arguments = [*EXPERIMENT, f"data.train=[{corpus}]", "train.steps=1"]
-        return run_ranks(lambda rank, world: main([*arguments, f"checkpoint.dir={places[rank]}"]), len(places))
+    def on_node(rank, _, nodes):
+        os.chdir(tmp_path / nodes[rank])
+        return main([*EXPERIMENT, f"data.train=[{corpus}]", "train.steps=1", "checkpoint.dir=own"])
 
-    with pytest.raises(RankFailure, match=r"rank 1 on .* does not find in .*b what rank 0 writes there"):
-        run(tmp_path / "a", tmp_path / "b")
-    assert run(tmp_path / "a") == [0]
-    with pytest.raises(RankFailure, match=r"rank 0 goes on from .*a/step-00000001, and on .* rank 1 finds none"):
-        run(tmp_path / "a", tmp_path / "b")
+    for node in "ab":
+        (tmp_path / node).mkdir()
+    with pytest.raises(RankFailure, match=r"rank 1 on .* does not find in own what rank 0 writes there"):
+        run_ranks(on_node, 2, "ab")
+    assert run_ranks(on_node, 1, "a") == [0]
+    with pytest.raises(RankFailure, match=r"rank 0 goes on from own/step-00000001, and on .* rank 1 finds none"):
+        run_ranks(on_node, 2, "ab")
 
 
 def test_what_is_our_mistake_keeps_its_calls():

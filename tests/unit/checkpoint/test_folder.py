@@ -7,9 +7,19 @@ import stat
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
-from megatron5d.checkpoint.folder import commit, fault_of, faults_of_newer, newest, read_run, saved_steps, step_folder
-from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.checkpoint.folder import (
+    commit,
+    fault_of,
+    faults_of_newer,
+    newest,
+    read_run,
+    saved_after,
+    saved_steps,
+    step_folder,
+)
+from megatron5d.checkpoint.load import agreed_checkpoint, find_checkpoint
 from megatron5d.checkpoint.save import Saver
 
 
@@ -152,6 +162,38 @@ def test_where_a_run_starts(tmp_path):
     assert find_checkpoint(None, "auto") is None
     assert find_checkpoint(None, str(first)) == first
     assert find_checkpoint(None, str(tmp_path)) == second, "a directory of checkpoints means its newest"
+
+
+def test_all_ranks_start_where_rank_0_does_or_none_starts(tmp_path):
+    """Whether one is whole is for rank 0 to say, and to all: who raises alone leaves the others waiting."""
+    save(tmp_path / "whole", 1)
+    (tmp_path / "empty").mkdir()
+
+    def told(rank, *places):
+        try:
+            return agreed_checkpoint(*places[rank])
+        except ValueError as error:
+            return str(error)
+
+    whole, empty = (str(tmp_path / "whole"), "auto"), (str(tmp_path / "empty"), "auto")
+    named = (None, str(tmp_path / "empty"))
+    cases = [(whole, whole), (empty, empty), (empty, whole), (named, whole)]
+    ranks = run_ranks(lambda rank, world: [told(rank, *places) for places in cases], 2)
+    (at_0, none_0, none_here, torn_0), (at_1, none_1, other, torn_1) = ranks
+    assert at_0 == at_1 == tmp_path / "whole" / "step-00000001"
+    assert none_0 is none_1 is none_here is None
+    assert "rank 0 goes on from no checkpoint" in other and "rank 1 finds" in other and "step-00000001" in other
+    assert torn_0 == torn_1 and "empty has no files.json" in torn_0
+
+
+def test_no_older_checkpoint_is_looked_through_for_the_newest(tmp_path, monkeypatch):
+    """Every rank looks, at a file of every rank: of thousands of ranks and some checkpoints, billions of questions."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    asked = []
+    monkeypatch.setattr("megatron5d.checkpoint.folder.fault_of", lambda folder: asked.append(folder.name))
+    assert newest(tmp_path) == tmp_path / "step-00000003" and saved_after(tmp_path, 2) == [3]
+    assert asked == ["step-00000003"] * 2 and saved_after(tmp_path, 3) == []
 
 
 def test_what_is_no_tensor_and_cannot_be_written_is_told_like_one(tmp_path, monkeypatch):

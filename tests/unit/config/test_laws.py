@@ -72,6 +72,12 @@ def test_ids_are_kebab_case_and_knobs_are_keys():
         assert set(law.needs) <= set(BY_ID)
 
 
+def test_a_device_is_neither_replaced_nor_a_folder():
+    (fault,) = broken_laws(changed({"log.jsonl": "/dev/null"}), 1)
+    assert fault.id == "log-jsonl-path" and "neither a file nor a folder" in fault.reason
+    assert broken_ids({"checkpoint.dir": "/dev/null/inside"}) == ["checkpoint-dir-path"]
+
+
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_no_law_fires_on_the_defaults(world):
     assert broken_ids({}, world) == []

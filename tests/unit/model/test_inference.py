@@ -127,5 +127,6 @@ def test_no_temperature_overflows_and_what_is_no_number_is_said(temperature):
     for top_k in (0, 2):
         drawn = {draw(logits, temperature, top_k, generator) for _ in range(100)}
         assert drawn == ({1} if temperature < 1 else {0, 1} if top_k else {0, 1, 2})
-    with pytest.raises(ValueError, match="diverged"):
-        draw(logits * float("nan"), temperature, 0, generator)
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="diverged"):
+            draw(logits * bad, temperature, 0, generator)
