@@ -10,6 +10,7 @@ import inspect
 import math
 from functools import cache
 
+import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -81,4 +82,6 @@ def make_types_once() -> None:
     core.tuple.__init__ = _tuple
     core.tuple.type = property(_type_of_tuple, lambda self, type: vars(self).update(_type=type))
     interpreter._get_np_dtype = _np_dtype
+    for package in (tl, tl.math, core, core.tensor, core.tensor_descriptor_base):
+        _builtins(package)  # now: a kernel that another thread has begun would hide what it has patched, for good
     interpreter._patch_builtin = _patch_builtin
