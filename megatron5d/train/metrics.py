@@ -126,6 +126,7 @@ class ProgressDisplay:
         self._total = total
         self._begun_with, self._done = done, done
         self._since, self._said_at = time.perf_counter(), -math.inf
+        self._unsaid: str | None = None  # the line of the last step, where there was none
 
     def update(self, loss: float, grad_norm: float, tokens_per_s: float) -> None:
         """One more step is done."""
@@ -134,14 +135,23 @@ class ProgressDisplay:
         self._bar.set_postfix_str(told, refresh=False)
         self._bar.update()
         now = time.perf_counter()
-        if self._lines and (self._done == self._total or now - self._said_at >= LINE_EVERY_S):
-            self._said_at = now
+        if self._lines:
             left = (self._total - self._done) * (now - self._since) / (self._done - self._begun_with)
-            self.say(f"step {self._done}/{self._total}: {told}, {tqdm.format_interval(left)} left")
+            self._unsaid = f"step {self._done}/{self._total}: {told}, {tqdm.format_interval(left)} left"
+            if self._done == self._total or now - self._said_at >= LINE_EVERY_S:
+                self._said_at = now
+                self._say_progress()
+
+    def _say_progress(self) -> None:
+        if self._unsaid is not None:
+            self.say(self._unsaid)
+            self._unsaid = None
 
     def say(self, text: str) -> None:
         """A line above the bar; printed plainly where there is no bar."""
         self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
+        """The last step is told too, also where a signal or train.stop_after made it the last."""
+        self._say_progress()
         self._bar.close()

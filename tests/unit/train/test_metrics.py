@@ -34,13 +34,13 @@ def test_a_resumed_run_takes_back_the_steps_it_will_do_again(tmp_path):
 def test_in_a_file_progress_is_a_line_now_and_then(capsys, monkeypatch):
     clock = iter(range(0, 60, 4))  # seconds: the start, then every step
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))
-    display = ProgressDisplay(total=9, done=1, enabled=True)
-    for step in range(2, 10):
+    display = ProgressDisplay(total=19, done=1, enabled=True)
+    for step in range(2, 10):  # and stops there
         display.update(loss=1 / step, grad_norm=2.0, tokens_per_s=1234.0)
     display.close()
     shown = capsys.readouterr().err.splitlines()
-    assert shown[0] == "step 2/9: loss 0.5000, grad norm 2.000, 1,234 tokens/s, 00:28 left"
-    assert [line.split(":")[0] for line in shown] == ["step 2/9", "step 5/9", "step 8/9", "step 9/9"]
+    assert shown[0] == "step 2/19: loss 0.5000, grad norm 2.000, 1,234 tokens/s, 01:08 left"
+    assert [line.split(":")[0] for line in shown] == ["step 2/19", "step 5/19", "step 8/19", "step 9/19"]
 
 
 def test_without_progress_what_is_said_is_still_shown(capsys):
