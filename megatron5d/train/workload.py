@@ -111,7 +111,14 @@ class Workloads:
         known = self._known.setdefault(repr(alone), {})
         if kind not in known:
             known |= _traced(alone, self.target)
-        return known[kind].times(config.train.mbs)
+        unit = known[kind].times(config.train.mbs)
+        return _sharing(unit, config.recompute.group_layers) if kind[2] and kind[0] in LAYERS else unit
+
+
+def _sharing(unit: Unit, layers: int) -> Unit:
+    """A layer that is traced as if alone, whose input is kept, there or on the host, once for so many layers."""
+    passes = {op: dataclasses.replace(work, host_bytes=work.host_bytes / layers) for op, work in unit.passes.items()}
+    return dataclasses.replace(unit, passes=passes)
 
 
 def _kinds(config: Config, stage: int, part: Part) -> Iterator[Kind]:

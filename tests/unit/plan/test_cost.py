@@ -174,6 +174,9 @@ def test_what_goes_to_the_host_is_counted_and_takes_time_where_nothing_hides_it(
     config = layout(recompute=RecomputeConfig("full", offload=["inputs"], offload_min_bytes=1), mbs=2)
     units = [unit for unit, _, is_layer in Workloads(Target()).counted(config) if is_layer]
     assert [unit.passes[op].host_bytes for unit in units for op in "FB"] == [2 * 64 * 64 * 2] * 2  # b, s, h, bf16
+    shared = dataclasses.replace(config, recompute=dataclasses.replace(config.recompute, group_layers=2))
+    halves = [unit.passes["F"].host_bytes for unit, _, is_layer in Workloads(Target()).counted(shared) if is_layer]
+    assert halves == [64 * 64 * 2]  # two layers keep one input
     slow = dataclasses.replace(H100, host_rate=1e6)
     offload = RecomputeConfig("full", offload=["inputs"])
     assert cost(recompute=offload).seconds["host"] == 0 < cost(cluster=slow, recompute=offload).seconds["host"]
