@@ -39,7 +39,7 @@ class Saver:
         OSError: the directory cannot be made, or a rank sees another one under its name; at the start of a run, not at
             its first save hours later.
 
-    Comm: a broadcast and a barrier over the world, so that all see what rank 0 has put there.
+    Comm: a broadcast and an all-gather over the world, of whether all see what rank 0 has put there.
     """
 
     def __init__(self, directory: str | Path, keep: int, background: bool = False, timeout_s: float = 1800.0) -> None:
@@ -138,18 +138,20 @@ def _check_shared(directory: Path) -> None:
         (directory / name[0]).touch()
     dist.broadcast_object_list(name, src=0)
     deadline = time.monotonic() + VISIBLE_S
-    while not (directory / name[0]).exists():
-        if time.monotonic() > deadline:
-            raise OSError(
-                f"rank {dist.get_rank()} on {socket.gethostname()} does not find in {directory} what rank 0 writes "
-                "there: checkpoint.dir must be on a file system that all nodes share, for all ranks write a checkpoint"
-            )
+    while not (directory / name[0]).exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    try:
-        dist.barrier()
-    finally:
-        if first:
-            (directory / name[0]).unlink()
+    blind = None if (directory / name[0]).exists() else f"rank {dist.get_rank()} on {socket.gethostname()}"
+    told: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, blind)
+    if first:
+        (directory / name[0]).unlink()
+    blind_ranks = [rank for rank in told if rank]
+    if blind_ranks:
+        more = f" (nor do {len(blind_ranks) - 1} more ranks)" if len(blind_ranks) > 1 else ""
+        raise OSError(
+            f"{blind_ranks[0]} does not find in {directory} what rank 0 writes there{more}: checkpoint.dir must be on a "
+            "file system that all nodes share, for all ranks write a checkpoint"
+        )
 
 
 def _begin(temporary: Path, run: dict[str, Any]) -> None:
