@@ -149,8 +149,8 @@ def _check_shared(directory: Path) -> None:
     if blind_ranks:
         more = f" (nor do {len(blind_ranks) - 1} more ranks)" if len(blind_ranks) > 1 else ""
         raise OSError(
-            f"{blind_ranks[0]} does not find in {directory} what rank 0 writes there{more}: checkpoint.dir must be on a "
-            "file system that all nodes share, for all ranks write a checkpoint"
+            f"{blind_ranks[0]} does not find in {directory} what rank 0 writes there{more}: checkpoint.dir must be on "
+            "a file system that all nodes share, for all ranks write a checkpoint"
         )
 
 
