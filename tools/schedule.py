@@ -184,6 +184,18 @@ def _fitted(options: argparse.Namespace, program: Program, deals: list[LayerCost
     return fitted(program, lambda layers: deals[0].dealt(layers, program.placement), starts, memory)
 
 
+def _say_what_numba_would_do() -> None:
+    """On stderr, where it is missing."""
+    from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
+
+    if not IS_COMPILED:
+        print(
+            "schedule.py: without numba a schedule is tried a hundred times slower, and --balance fit looks at fewer "
+            "splits: pip install 'megatron5d[search]'",
+            file=sys.stderr,
+        )
+
+
 def _costs(options: argparse.Namespace) -> Costs:
     scale = None
     if options.stage_scale:
@@ -274,6 +286,8 @@ def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    if options.balance == "fit":
+        _say_what_numba_would_do()
     rows, refused = [], []
     for name in schedule_names():
         for chunks in (2, 4) if find_schedule(name).any_chunks else (None,):
@@ -305,6 +319,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _search(options: argparse.Namespace) -> int:
     if options.balance == "fit":
         raise ValueError(f"--balance fit is for a given schedule; search deals the layers by {' or '.join(BALANCES)}")
+    _say_what_numba_would_do()
     models = _cost_models(options)
     found = run_search(options, models)
     chosen = models[found.split]
@@ -320,6 +335,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _learn(options: argparse.Namespace) -> int:
+    _say_what_numba_would_do()
     found = run_learn(options, _cost_models(options)[0])
     print(f"wrote {options.out}: {found.placement}, {found.costs}, overhead {found.overhead:g}")
     return 0

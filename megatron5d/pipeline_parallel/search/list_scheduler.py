@@ -6,11 +6,11 @@ counts too: then the rank may rather wait, and decides anew when anything else a
 does not admit is no candidate.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.search.compiled import compiled, compiled_part
+from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED, Records, compiled, compiled_part
 from megatron5d.pipeline_parallel.search.lanes import Lanes
 from megatron5d.pipeline_parallel.search.policy import Rules
 
@@ -50,7 +50,6 @@ def empty_schedule(num_ranks: int, slots: int) -> np.ndarray:
     return schedule
 
 
-@compiled
 def list_schedule(lanes: Lanes, rules: Rules, schedule: np.ndarray) -> float:
     """Return the makespan under a policy, or more than STUCK.
 
@@ -60,12 +59,22 @@ def list_schedule(lanes: Lanes, rules: Rules, schedule: np.ndarray) -> float:
         schedule: An `empty_schedule` with three slots for every micro-batch of a rank's lanes, which is filled; or one
             for no rank, where only the makespan matters.
     """
+    ranks = np.zeros(len(lanes.cap), dtype=RANK)
+    if IS_COMPILED:
+        return float(_list_schedule(lanes, rules, schedule, ranks))
+    plain: Any = Records
+    lanes = lanes._replace(table=plain(lanes.table))
+    rules = rules._replace(inputs=plain(rules.inputs), phases=plain(rules.phases))
+    return float(_list_schedule(lanes, rules, plain(schedule), plain(ranks)))
+
+
+@compiled
+def _list_schedule(lanes, rules, schedule, ranks):
     num_lanes, num_ranks = len(lanes.table), len(lanes.cap)
     longest, remaining = 1, 0
     for lane in range(num_lanes):
         longest = max(longest, lanes.table[lane].count)
         remaining += 3 * lanes.table[lane].count
-    ranks = np.zeros(num_ranks, dtype=RANK)
     arrival = np.full((2, num_lanes, longest), NEVER)
     for lane in range(num_lanes):
         record = lanes.table[lane]

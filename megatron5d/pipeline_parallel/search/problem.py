@@ -69,7 +69,7 @@ class Problem:
 
     def _run(self, numbers: np.ndarray, schedule: np.ndarray) -> float:
         rules = rules_of(policy_of(numbers, self.num_lanes), self.lanes)
-        return float(list_schedule(self.lanes, rules, schedule))
+        return list_schedule(self.lanes, rules, schedule)
 
     def _program(self, schedule: np.ndarray, name: str) -> Program:
         present = schedule["op"] >= 0

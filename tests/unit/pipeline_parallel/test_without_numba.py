@@ -1,0 +1,58 @@
+"""Without numba the search is slow, and finds the same."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron5d.pipeline_parallel.costs import parse_costs
+from megatron5d.pipeline_parallel.registry import build_program
+from megatron5d.pipeline_parallel.search.clock import Clock
+from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
+from megatron5d.pipeline_parallel.search.lanes import PAIRS
+from megatron5d.pipeline_parallel.search.placements import placement_called
+from megatron5d.pipeline_parallel.search.problem import Problem
+from megatron5d.pipeline_parallel.search.refine import refine
+from megatron5d.pipeline_parallel.search.search import search_program
+from megatron5d.pipeline_parallel.search.shipped import starting_points
+from megatron5d.pipeline_parallel.text import write_program
+
+COSTS = parse_costs("F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5")
+
+
+def found() -> list[str]:
+    """What list schedules, the local search and the whole search make of small problems."""
+    texts = []
+    for name in ("zigzag:2", "mirrored"):
+        placement = placement_called(name, 4)
+        problem = Problem(name, placement, 6, COSTS.of(placement), np.full(4, 6.0))
+        for numbers in starting_points(problem.num_lanes)[:3]:
+            program = problem.program(numbers, "auto")
+            texts.append(write_program(program) if program else f"stuck {problem.makespan(numbers)}")
+    program = build_program("zb_v", 4, 6)
+    costs = COSTS.of(program.placement)
+    texts.append(write_program(refine(program, costs, np.full(4, 5.0), PAIRS, Clock(None, 10), 1.0)))
+    return texts
+
+
+def test_the_same_is_found():
+    pytest.importorskip("numba")
+    assert IS_COMPILED
+    code = (
+        "import sys, json; sys.modules['numba'] = None; sys.path[:0] = json.loads(sys.argv[1]); "
+        "import test_without_numba as here; assert not here.IS_COMPILED; "
+        "print(json.dumps([here.found(), here.small()]))"
+    )
+    folders = json.dumps([__file__.rpartition("/")[0], *sys.path])
+    run = subprocess.run([sys.executable, "-c", code, folders], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    same, makespan = json.loads(run.stdout)
+    assert same == found()
+    assert makespan == pytest.approx(small(), rel=0.1)  # fewer starts are tried, where each takes long
+
+
+def small() -> float:
+    """The makespan that a search with few evaluations ends at."""
+    return search_program(2, 4, COSTS, memory=3.0, seconds=None, evaluations=20).makespan
