@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,15 +174,13 @@ def _fitted(options: argparse.Namespace, program: Program, deals: list[LayerCost
     """Return the layers of each stage for which the Program is fastest under the cap on activations, if any."""
     from megatron5d.pipeline_parallel.search.fit import fitted  # numba, for which no other option should wait
 
-    starts = []
+    placement, starts = program.placement, []
     for deal in deals:
-        try:
-            starts.append(deal.layout(program.placement))
-        except ValueError:
-            if deal is deals[-1] and not starts:
-                raise
+        with suppress(ValueError):  # one way may have too few layers for these stages where another has enough
+            starts.append(deal.layout(placement))
+    starts = starts or [deals[0].layout(placement)]  # none has: this says so
     memory = math.inf if getattr(options, "memory", None) is None else options.memory * options.pp
-    return fitted(program, lambda layers: deals[0].dealt(layers, program.placement), starts, memory)
+    return fitted(program, lambda layers: deals[0].dealt(layers, placement), starts, memory)
 
 
 def _say_what_numba_would_do() -> None:

@@ -37,6 +37,11 @@ def found() -> list[str]:
     return texts
 
 
+def small() -> float:
+    """The makespan that a search with few evaluations ends at."""
+    return search_program(2, 4, COSTS, memory=3.0, seconds=None, evaluations=20).makespan
+
+
 def test_the_same_is_found():
     pytest.importorskip("numba")
     assert IS_COMPILED
@@ -51,8 +56,3 @@ def test_the_same_is_found():
     same, makespan = json.loads(run.stdout)
     assert same == found()
     assert makespan == pytest.approx(small(), rel=0.1)  # fewer starts are tried, where each takes long
-
-
-def small() -> float:
-    """The makespan that a search with few evaluations ends at."""
-    return search_program(2, 4, COSTS, memory=3.0, seconds=None, evaluations=20).makespan
