@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron5d.config.fault import ConfigError, refuse
+from megatron5d.config.fault import REFUSED, ConfigError, refuse
 from megatron5d.config.load import answer_help, load_config, to_yaml
 from megatron5d.config.schema import Config
 
@@ -17,6 +17,7 @@ from megatron5d.model.hf import model_config_from_hf
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.topology.process import read_environment, start_process, stop_process
 from megatron5d.train.crash import told
+from megatron5d.train.data import data_faults
 from megatron5d.train.device import device_faults
 from megatron5d.train.loop import train
 from megatron5d.train.memory import memory_faults
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         argv: Hydra overrides.
 
     Returns:
-        Exit code: 0 finished, 2 refused, 75 stopped on a signal with a checkpoint saved.
+        Exit code: 0 finished, 2 refused, as nothing has been started; 75 stopped on a signal with a checkpoint saved.
 
     Raises:
         SystemExit: refused (2), or broken by something that its message tells (1).
@@ -38,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         environment = read_environment()
     except ValueError as error:
-        raise SystemExit(f"the launcher's variables are wrong: {error}") from error
+        print(f"the launcher's variables are wrong: {error}", file=sys.stderr)
+        return REFUSED
     try:
         config = load_config(
             argv,
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             rank=environment.rank,
             model_from_hf=model_config_from_hf,
             options=[schedule_faults],
-            checks=[pipeline_faults, device_faults, memory_faults],
+            checks=[pipeline_faults, device_faults, data_faults, memory_faults],
         )
     except ConfigError as error:
         refuse(error.faults, environment.rank, environment.local_rank)

@@ -24,7 +24,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sets", type=int, default=3, help="sets of inputs")
     parser.add_argument("--repeats", type=int, default=50, help="timed calls a provider")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if unknown := [case for case in arguments.cases if case not in CASES]:
         parser.error(f"no case {unknown[0]!r}: {', '.join(CASES)}, or --model NAME")
     return arguments

@@ -2,12 +2,12 @@
 
     python tools/parity.py --world 16 experiment=quickstart
     python tools/parity.py --world 8 model=tiny_moe parallel.tp=2 parallel.sp=true parallel.ep=4 parallel.zero=2
-    python tools/parity.py --world 8 --bisect model=mine parallel.tp=2 parallel.pp=2 pipeline.schedule=zb_h1
-    python tools/parity.py --world 8 --certificate parity.json experiment=mine
-    python tools/parity.py --world 8 --precision bf16 experiment=mine
+    python tools/parity.py --world 8 --bisect model=tiny parallel.tp=2 parallel.pp=2 pipeline.schedule=zb_h1
+    python tools/parity.py --world 16 --certificate parity.json experiment=quickstart
+    python tools/parity.py --world 16 --precision bf16 experiment=quickstart
     python tools/parity.py --check parity.json
 
-What follows the options are overrides as pretrain.py takes them. The configuration is trained for a few steps on random
+Words without dashes are overrides as pretrain.py takes them. The configuration is trained for a few steps on random
 tokens, on forked ranks and by one process without parallelism, and everything is compared: losses, gradient norm, what
 the routers did, every gradient of the first step, every weight and moment after the last. Sizes are made small first,
 with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not be there,
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -30,15 +31,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron5d.config.options import OptionParser
 
 TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}
 STEPS = {"fp64": 3, "bf16": 1}  # after one, a router that chose otherwise leads another way
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="parity.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> OptionParser:
+    parser = OptionParser(prog="parity.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, metavar="N", help="number of ranks")
     parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps (default 3, in bf16 1)")
     parser.add_argument(
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", type=Path, metavar="FILE", help="does this certificate belong to code and overrides?"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    parser.add_overrides()
     return parser
 
 
@@ -107,6 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    if options.certificate and not os.access(options.certificate.absolute().parent, os.W_OK):
+        raise ValueError(f"--certificate {options.certificate}: no folder in which it could be written")
     if options.steps is None:
         options.steps = STEPS[options.precision]
     if options.steps < 1:
@@ -227,9 +229,12 @@ def _cut(each: Difference, records: list[RankRecord], sizes) -> dict[str, list[s
 
 def _check(options: argparse.Namespace) -> int:
     """Whether a certificate was made of this code, of the overrides that it names or of those given."""
-    certificate = json.loads(options.check.read_text())
+    try:
+        certificate = json.loads(options.check.read_text())
+    except ValueError:  # not JSON, or not even text
+        certificate = None
     if not isinstance(certificate, dict) or "overrides" not in certificate:
-        raise ValueError(f"{options.check} is no parity certificate")
+        raise ValueError(f"--check {options.check}: that is no parity certificate")
     world = options.world or certificate["world"]
     faults = strays_of(certificate, planned_config(options.overrides or certificate["overrides"], world), world)
     if options.json:

@@ -8,7 +8,7 @@
     python tools/plan.py context --world 64 --node 8 model=llama3_8b train.seq_len=131072 parallel.tp=2 parallel.cp=16
     python tools/plan.py memory --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 parallel.tp=4 train.gbs=64
 
-What follows the options are overrides as pretrain.py takes them; files of the run (its data) need not be there.
+Words without dashes are overrides as pretrain.py takes them; files of the run (its data) need not be there.
 Exit code 2: a refused configuration or bad input; 1: it would not fit.
 """
 
@@ -19,34 +19,43 @@ import json
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
-from megatron5d.plan.cluster import CLUSTERS, Cluster, cluster_called
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron5d.config.options import OptionParser
+from megatron5d.plan.cluster import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> OptionParser:
+    parser = OptionParser(prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     memory = commands.add_parser("memory", help="bytes of every pipeline rank, by kind, and whether a device has them")
     memory.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
-    memory.add_argument("--device", default="sm_90", help="GPU architecture such as sm_80, sm_90, sm_100; or cpu")
+    memory.add_argument(
+        "--device", default="sm_90", metavar="NAME",
+        help="h100, a100 and so on, with the memory that it has; or an architecture alone, such as sm_90 (default), "
+        "sm_80, sm_100; or cpu",
+    )  # fmt: skip
     memory.add_argument(
         "--device-gb", type=float, metavar="X", help="memory of one device in 10⁹ bytes, to hold against"
     )
-    memory.add_argument("--imbalance", type=float, metavar="X", help="default: moe.planned_imbalance")
+    memory.add_argument(
+        "--imbalance", type=float, metavar="X",
+        help="rows that the busiest rank's experts are sent, of an even share (default: moe.planned_imbalance)",
+    )  # fmt: skip
     memory.add_argument(
         "--as", dest="convention", default="megatron5d", metavar="CODE",
         help="as another code base keeps things: nanotron; or megatron, with any of fused_loss, dropout and "
         "unfused_attention after it, commas between",
     )  # fmt: skip
     memory.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
-    memory.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    memory.add_overrides()
     context = commands.add_parser("context", help="bytes that each parallel.cp_method sends, the best first")
     context.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     context.add_argument("--node", type=int, default=8, metavar="N", help="ranks that share fast links (default 8)")
     context.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
-    context.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    context.add_overrides()
     _add_cluster(
         commands.add_parser("step", help="time of a step by kind, tokens/s and MFU, on a device and its network")
     )
@@ -59,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_cluster(command: argparse.ArgumentParser) -> None:
+def _add_cluster(command: OptionParser) -> None:
     """What says on which machines."""
     command.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     command.add_argument("--device", default="h100", metavar="NAME", help=f"default h100; {', '.join(CLUSTERS)}")
@@ -73,7 +82,7 @@ def _add_cluster(command: argparse.ArgumentParser) -> None:
         "moe.planned_imbalance for the memory)",
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON object, in seconds and bytes")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    command.add_overrides()
 
 
 if __name__ == "__main__":
@@ -189,12 +198,11 @@ def _memory(options: argparse.Namespace) -> int:
     _check_imbalance(imbalance)
     if options.device_gb is not None and not options.device_gb > 0:
         raise ValueError(f"--device-gb {options.device_gb:g} is not above 0")
-    target = _target(options.device, imbalance)
+    target, have = _machine(options, imbalance)
     if target.architecture is not None:
         _check_eight_bits(config, target.architecture)
     since = time.perf_counter()
     ranks = _ranks(config, options.world, target, options.convention)
-    have = None if options.device_gb is None else round(options.device_gb * 1e9)
     lack = None if have is None else shortage(ranks, have)
     if options.json:
         record = {
@@ -211,7 +219,7 @@ def _memory(options: argparse.Namespace) -> int:
         f"Counted in {time.perf_counter() - since:.1f} s for {options.device}."
     )
     if have is not None:
-        print(f"WARNING: {lack}" if lack else f"It fits {options.device_gb:g} GB.")
+        print(f"WARNING: {lack}" if lack else f"It fits {have / 1e9:.4g} GB.")
     if lack and have is not None and options.convention == "megatron5d":
         print("looking for what would fit ...", file=sys.stderr)
         found = nearest_fit(config, options.world, target, have)
@@ -223,13 +231,18 @@ def _memory(options: argparse.Namespace) -> int:
     return 1 if lack else 0
 
 
-def _target(device: str, imbalance: float) -> Target:
+def _machine(options: argparse.Namespace, imbalance: float) -> tuple[Target, int | None]:
+    """The device that is planned for, and its bytes where they are known."""
+    device, have = options.device, None
+    if device in CLUSTERS or device in SHORT_NAMES:
+        named = cluster_called(device)
+        device, have = named.architecture, named.memory_bytes
     target = Target(None if device == "cpu" else device, imbalance)
     try:
         with target.paths():
-            return target
+            return target, have if options.device_gb is None else round(options.device_gb * 1e9)
     except ValueError as error:
-        raise ValueError(f"--device {device}: {error}, and cpu") from error
+        raise ValueError(f"--device {device}: {error}, and cpu; by name there are {', '.join(CLUSTERS)}") from error
 
 
 def _context(options: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("operations", nargs="*", help="what --list names; without any, all of them")
     parser.add_argument("--list", action="store_true", help="print operations and how many candidates each has")
     parser.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 if __name__ == "__main__":

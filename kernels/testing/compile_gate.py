@@ -155,7 +155,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=300.0, help="time limit of one compilation")
     parser.add_argument("--json", type=Path, help="write the reports here")
     parser.add_argument("--write-budget", action="store_true", help="accept the present figures")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def main() -> int:

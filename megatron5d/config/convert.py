@@ -8,12 +8,14 @@ import operator
 import types
 import typing
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from functools import cache
 from typing import Any
 
 from megatron5d.config.fault import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
 from megatron5d.config.schema import Config
 
+SHOWN_KEYS = 4  # of a group in which the key that was meant cannot be guessed
 _BAD = object()  # what a value of the wrong type becomes until the field's default takes its place
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -113,10 +115,17 @@ def unknown(key: str) -> Fault:
     if meant:
         fix = f"did you mean {meant}?"
     elif any(leaf.startswith(group + ".") for leaf in leaves()):
-        fix = f"{group} has {', '.join(leaf for leaf in leaves() if leaf.startswith(group + '.'))}"
+        fix = _nearest(key, [leaf for leaf in leaves() if leaf.startswith(group + ".")])
     else:
         fix = f"the groups are {', '.join(groups)}; --help lists every key"
     return Fault("unknown-key", (meant or key,), f"{key} is no key of the configuration", fix)
+
+
+def _nearest(key: str, siblings: list[str]) -> str:
+    """The keys of a group that are spelled most alike, where none of them is near enough to have been meant."""
+    alike = sorted(siblings, key=lambda leaf: -SequenceMatcher(None, key, leaf).ratio())
+    more = f"; all {len(siblings)} of {key.rpartition('.')[0]}: --help" if len(siblings) > SHOWN_KEYS else ""
+    return f"the nearest are {', '.join(alike[:SHOWN_KEYS])}{more}"
 
 
 def _group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:

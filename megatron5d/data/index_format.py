@@ -75,6 +75,19 @@ def read_index(path: Path) -> Index:
     Raises:
         ValueError: the file is missing, truncated, foreign or inconsistent; names the file and the byte.
     """
+    index = map_index(path)
+    pointers_at = HEADER_BYTES + index.lengths.nbytes
+    _check_sequences(path, index, HEADER_BYTES, pointers_at)
+    _check_documents(path, index, pointers_at + index.pointers.nbytes)
+    return index
+
+
+def map_index(path: Path) -> Index:
+    """Map an `.idx` file and check its header and size, in no time; the numbers that follow are not looked at.
+
+    Raises:
+        ValueError: the file is missing, truncated or foreign; names the file and the byte.
+    """
     if not path.is_file():
         raise ValueError(f"{path}: no such file (data.train and data.valid name the path without .bin/.idx)")
     size = path.stat().st_size
@@ -99,15 +112,12 @@ def read_index(path: Path) -> Index:
     if size > end:
         raise broken(path, end, f"the index ends here, but the file has {size} bytes")
     raw = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)  # single numbers out of a memmap are slow
-    index = Index(
+    return Index(
         dtype,
         lengths=raw[lengths_at:pointers_at].view("<i4"),
         pointers=raw[pointers_at:documents_at].view("<i8"),
         document_indices=raw[documents_at:end].view("<i8"),
     )
-    _check_sequences(path, index, lengths_at, pointers_at)
-    _check_documents(path, index, documents_at)
-    return index
 
 
 def _read_header(path: Path, head: bytes) -> tuple[np.dtype, int, int]:

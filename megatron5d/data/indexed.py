@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron5d.data.index_format import DTYPES, broken, dtype_for_vocab, header, read_index
+from megatron5d.data.index_format import DTYPES, broken, dtype_for_vocab, header, map_index, read_index
 
 
 def with_suffix(prefix: str | os.PathLike[str], suffix: str) -> Path:
@@ -27,15 +27,17 @@ class IndexedDataset:
 
     Args:
         prefix: path without `.bin` and `.idx`.
+        checked: every number of the index is looked at, which takes seconds for 10⁹ documents; False where only the
+            size of the data is asked for.
 
     Raises:
         ValueError: a file is missing, truncated, foreign or inconsistent; names the file and the byte.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], *, checked: bool = True) -> None:
         self.prefix = os.fspath(prefix)
         self.idx_path, self.bin_path = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
-        self.index = read_index(self.idx_path)
+        self.index = read_index(self.idx_path) if checked else map_index(self.idx_path)
         self.dtype = self.index.dtype
         if not self.bin_path.is_file():
             raise ValueError(f"{self.bin_path}: no such file, though {self.idx_path} is there")

@@ -37,8 +37,8 @@ class PackedStream:
         if self.samples_per_epoch < 1:
             way_out = f"lower train.seq_len to at most {self.num_tokens - 1}, or " if self.num_tokens > 1 else ""
             raise ValueError(
-                f"{dataset.prefix}: its {documents[1] - documents[0]} documents from number {documents[0]} on hold "
-                f"{self.num_tokens} tokens, a sample needs train.seq_len + 1 = {seq_len + 1}; {way_out}take more"
+                f"{dataset.prefix}: documents {documents[0]} to {documents[1] - 1} hold {self.num_tokens} tokens, "
+                f"and one sample takes train.seq_len + 1 = {seq_len + 1}; {way_out}take more"
             )
         self._key = key
         self._epoch: tuple[int, Permutation] | None = None

@@ -171,16 +171,18 @@ CLUSTERS: Mapping[str, Cluster] = {
 }
 
 
+SHORT_NAMES = {"a100": "a100_80gb", "h100": "h100_sxm"}
+
+
 def cluster_called(name: str) -> Cluster:
     """The entry of that name; `a100` is the one of 80 GB, `h100` the SXM device.
 
     Raises:
         ValueError: none.
     """
-    short = {"a100": "a100_80gb", "h100": "h100_sxm"}
-    found = CLUSTERS.get(short.get(name, name))
+    found = CLUSTERS.get(SHORT_NAMES.get(name, name))
     if found is None:
-        raise ValueError(f"--device {name} is not known: {', '.join(sorted({*CLUSTERS, *short}))}")
+        raise ValueError(f"--device {name} is not known: {', '.join(sorted({*CLUSTERS, *SHORT_NAMES}))}")
     return found
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from os.path import exists, isfile
+
 import numpy as np
 import torch
 
+from megatron5d.config.fault import Fault
 from megatron5d.config.schema import Config
+from megatron5d.data.blend import parse_sources, split_range
+from megatron5d.data.indexed import IndexedDataset
 from megatron5d.data.loader import Loader
 from megatron5d.data.sampler import samples_of_steps
 from megatron5d.data.samples import Samples, open_samples
@@ -63,6 +68,51 @@ def _train_samples(config: Config) -> Samples:
     )
 
 
+def data_faults(config: Config, world: int) -> list[Fault]:
+    """What is wrong with files that are there: broken, of another kind, or too short for a single sample.
+
+    Sizes are read and nothing else, so that it takes no time; what else can be wrong inside is named while training.
+    """
+    found = []
+    parts = [("data.train", "train", config.data.train, config.data.split)]
+    if (held_out := _held_out(config)) is not None:
+        parts.append(("data.valid" if config.data.valid else "data.train", "valid", *held_out))
+    for knob, part, entries, split in parts:
+        for source in parse_sources(entries, knob) if entries else []:
+            if all(isfile(source.prefix + ending) for ending in (".bin", ".idx")):
+                found += _source_faults(config, knob, source.prefix, split, part)
+    if config.data.tokenizer is not None and exists(config.data.tokenizer):
+        try:
+            end_of_document(config)
+        except ValueError as error:
+            fix = "data.tokenizer=FILE from tools/tokenizer.py or of a published model, or null"
+            found.append(Fault("data-tokenizer-kind", ("data.tokenizer",), f"data.tokenizer: {error}", fix, True))
+    return found
+
+
+def _source_faults(config: Config, knob: str, prefix: str, split: str | None, part: str) -> list[Fault]:
+    """What keeps one pair of .bin and .idx from giving samples."""
+    try:
+        dataset = IndexedDataset(prefix, checked=False)
+    except ValueError as error:
+        fix = f"{knob}=[PREFIX] of whole files, as tools/preprocess.py writes them"
+        return [Fault("data-broken", (knob,), f"{knob}: {error}", fix, True)]
+    if config.data.order == "megatron":
+        return []  # which begins again within a sample
+    try:
+        begin, end = split_range(split, part, dataset.num_documents)
+    except ValueError as error:
+        return [Fault("data-split-part", (knob, "data.split"), f"{prefix}: {error}", "data.split=null", True)]
+    tokens, seq_len = dataset.document_start(end) - dataset.document_start(begin), config.train.seq_len
+    if tokens > seq_len:
+        return []
+    of_it = f"'s part for {part} (data.split = {split})" if split is not None else ""
+    reason = f"{knob}: {prefix}{of_it} holds {tokens} tokens, and one sample takes train.seq_len + 1 = {seq_len + 1}"
+    shorter = f"train.seq_len={tokens - 1} or less, or " if tokens > 1 else ""
+    fix = f"{shorter}{knob}=[PREFIX] of at least {seq_len + 1} tokens"
+    return [Fault("data-too-short", (knob, "train.seq_len"), reason, fix, True)]
+
+
 def first_rows(config: Config, steps: int) -> torch.Tensor:
     """int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch.
 
@@ -79,22 +129,32 @@ def first_rows(config: Config, steps: int) -> torch.Tensor:
 def valid_loader(config: Config, mesh: Mesh, *, reads: bool = True) -> Loader | None:
     """The validation data from its beginning, the same batches at every evaluation; None where there is none."""
     data, train = config.data, config.train
-    has_part = data.split is not None and float((data.split.split(",") + ["0"])[1]) > 0
-    if not data.valid and not has_part:
+    held_out = _held_out(config)
+    if held_out is None:
         return None
+    entries, split = held_out
     if not reads:
         return _loader(config, mesh, BlankSamples(train.seq_len), 0, None, 0)
     samples = open_samples(
-        data.valid or data.train,
+        entries,
         seq_len=train.seq_len,
         order="megatron" if data.order == "megatron" else "sequential",
         seed=train.seed,
         num_samples=train.eval_batches * train.gbs,
-        split=None if data.valid else data.split,
+        split=split,
         part="valid",
         cache_dir=data.cache_dir,
     )
     return _loader(config, mesh, samples, 0, None, 0)
+
+
+def _held_out(config: Config) -> tuple[list[str], str | None] | None:
+    """(sources, split) of what evaluations read; None where there is nothing."""
+    data = config.data
+    if data.valid:
+        return data.valid, None
+    has_part = data.split is not None and float((data.split.split(",") + ["0"])[1]) > 0
+    return (data.train, data.split) if has_part else None
 
 
 def _loader(config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] | None, prefetch: int) -> Loader:

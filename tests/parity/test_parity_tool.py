@@ -172,6 +172,8 @@ def test_the_house_is_equal_and_its_certificate_belongs_to_it(monkeypatch, capsy
         (["--world", "0"], "at least 1 rank"),
         (["--world", "2", "--steps", "0"], "--steps 0"),
         ([], "--world N"),
+        (["model=tiny", "--world", "2", "train.gbs=3", "--json"], "train.gbs = 3 is not a multiple"),
+        (["--world", "2", "--certificate", "nowhere/parity.json"], "--certificate nowhere/parity.json: no folder"),
         (["--check", "nowhere.json"], "nowhere.json"),
     ],
 )
@@ -187,4 +189,5 @@ def test_what_is_no_certificate_is_refused(tmp_path, capsys):
     for text in ("{}", "[1]", "no json", '{"overrides": [], "world": 1}'):
         (tmp_path / "file.json").write_text(text)
         assert main(["--check", str(tmp_path / "file.json")]) == 2
-        assert "parity.py: error" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "parity.py: error" in told and "file.json" in told

@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs import write_corpus
+
+from megatron5d.data.indexed import IndexedDataset
+from pretrain import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -55,6 +59,44 @@ def test_refused_before_anything_happens(argv, world, words, folder):
         assert word in ended.stderr, ended.stderr
     assert ended.stdout == "" and "Traceback" not in ended.stderr
     assert everything_below(folder) == before
+
+
+def test_files_of_which_no_sample_can_be_made_are_refused(folder):
+    """Before the first step, whose ranks a large run takes minutes to start."""
+    write_corpus(folder / "short", vocab_size=97, documents=3)
+    tokens = IndexedDataset(folder / "short").num_tokens
+    (folder / "cut.idx").write_bytes((folder / "short.idx").read_bytes())
+    (folder / "cut.bin").write_bytes(b"\0\0")
+    (folder / "words.txt").write_text("no tokenizer")
+    run = ["model=tiny", "data.tokenizer=words.txt", f"train.seq_len={tokens}", "train.gbs=2"]
+    ended = pretrain(folder, "data.train=[short,cut]", "data.valid=[corpus]", *run, world=2)
+    assert ended.returncode == 2 and "4 faults" in ended.stderr, ended.stderr
+    for words in (
+        f"data.train: short holds {tokens} tokens, and one sample takes train.seq_len + 1 = {tokens + 1}",
+        f"train.seq_len={tokens - 1} or less",
+        "data.train: cut.bin: byte 2: the file has 2 bytes",
+        "data.valid: corpus.idx: byte 0: ",
+        "data.tokenizer: words.txt: not a sentencepiece model",
+    ):
+        assert words in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a' is not a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "9"}, "rank 2 of a world of 2"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+    ],
+)
+def test_wrong_variables_of_a_launcher_are_refused(variables, said, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MEGATRON5D_MEETING"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["model=tiny"]) == 2
+    told = capsys.readouterr().err
+    assert "the launcher's variables are wrong" in told and said in told and len(told.splitlines()) == 1
 
 
 def test_the_other_ranks_are_silent(folder):

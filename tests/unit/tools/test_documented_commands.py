@@ -61,6 +61,7 @@ def parsed(name, arguments, monkeypatch):
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_intermixed_args", stop)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     main = importlib.import_module(name).main
     with pytest.raises(Parsed):

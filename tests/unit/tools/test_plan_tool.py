@@ -32,6 +32,23 @@ def test_a_device_that_is_too_small(capsys):
     assert main([*RUN, "--device-gb", "0.001"]) == 1 and "WARNING: pipeline rank" in capsys.readouterr().out
 
 
+def test_a_device_by_name_brings_its_memory(capsys):
+    assert main([*RUN, "--device", "h100"]) == 0 and "It fits 80 GB." in capsys.readouterr().out
+    assert main([*RUN, "--device", "a100_40gb"]) == 0 and "It fits 40 GB." in capsys.readouterr().out
+    assert main([*RUN, "--device", "sm_90"]) == 0 and "fits" not in capsys.readouterr().out
+
+
+def test_overrides_and_options_in_any_order(capsys, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\nnum_layers: 4\n")
+    mixed = ["memory", "model=mine", "--world", "8", "train.gbs=8", "--config-dir", str(tmp_path), "parallel.pp=4"]
+    assert main([*mixed, "--json", "precision.dtype=bf16"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["ranks"]) == 4
+    with pytest.raises(SystemExit) as refused:
+        main([*mixed, "--jsn", "precision.dtype=bf16"])
+    assert refused.value.code == 2 and "--jsn is no option; did you mean --json?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", ["parallel.tp=3", "train.stepz=3", "pipeline.schedule=dualpipe_x"])
 def test_a_run_that_cannot_be_is_refused(wrong, capsys):
     assert main([*RUN, wrong]) == 2
