@@ -235,8 +235,12 @@ def _check(options: argparse.Namespace) -> int:
         certificate = None
     if not isinstance(certificate, dict) or "overrides" not in certificate:
         raise ValueError(f"--check {options.check}: that is no parity certificate")
-    world = options.world or certificate["world"]
-    faults = strays_of(certificate, planned_config(options.overrides or certificate["overrides"], world), world)
+    world = options.world or certificate.get("world", 1)
+    config = planned_config(options.overrides or certificate["overrides"], world)
+    try:
+        faults = strays_of(certificate, config, world)
+    except ValueError as error:
+        raise ValueError(f"--check {options.check}: {error}") from error
     if options.json:
         print(json.dumps({"belongs": not faults, "faults": faults, "date": certificate["date"]}))
     else:
