@@ -23,7 +23,9 @@ class OptionParser(argparse.ArgumentParser):
         self.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
         self._takes_overrides = True
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(  # type: ignore[override]  # whose overloads tell what a given namespace becomes
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """Takes overrides behind later options too, which argparse leaves over."""
         found, left = super().parse_known_args(args, namespace)
         if not self._takes_overrides:
