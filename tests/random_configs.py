@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from dataclasses import replace
@@ -24,31 +25,39 @@ from megatron5d.pipeline_parallel.registry import schedule_names
 from megatron5d.train.shrink import faults_of
 
 
+AUTO = 0.03  # share of the pipelines whose schedule is searched, which takes seconds
+
+
 def random_config(seed: int) -> tuple[Config, int, float]:
     """The configuration of this number, its world, and the share of padding in its data; lawful."""
     dice = random.Random(seed)
-    name = random.Random(f"optimiser {seed}").choice(["adamw", "muon"])
     while True:
-        world, model = dice.choice([2, 4, 4, 8, 8]), _model(dice)
-        config = Config(
-            model=model,
-            parallel=_parallel(dice, world, model),
-            pipeline=_pipeline(dice),
-            train=TrainConfig(
-                steps=10, gbs=dice.choice([4, 6, 8, 12]), mbs=dice.choice([1, 1, 2]), seq_len=dice.choice([8, 12, 16]),
-                z_loss=dice.choice([0.0, 1e-2]),
-            ),
-            optim=OptimConfig(
-                name=name, lr=1e-2, warmup_steps=2, clip=dice.choice([0.0, 0.5]),
-                decay_exclude=dice.choice([[], ["*norm*"]]), offload=dice.random() < 0.1,
-            ),
-            precision=PrecisionConfig(dtype="fp64"),
-            recompute=_recompute(dice, model),
-            moe=_moe(dice, model),
-            data=_data(dice),
-        )  # fmt: skip
-        if not faults_of(config, world):
-            return config, world, dice.choice([0.0, 0.0, 0.3])
+        world, model = dice.choice([1, 2, 4, 4, 8, 8, 8]), _model(dice)
+        shape = Config(model=model, parallel=_parallel(dice, world, model), train=TrainConfig(gbs=8, seq_len=16))
+        if any(fault.id != "pipeline" for fault in faults_of(shape, world)):
+            continue
+        for _ in range(50):  # so that layouts which few schedules and batches fit are met as often as others
+            config = _around(dice, shape)
+            if not faults_of(config, world):
+                return config, world, dice.choice([0.0, 0.0, 0.3])
+
+
+def _around(dice: random.Random, shape: Config) -> Config:
+    """What else there is to choose for a model on a layout."""
+    return replace(
+        shape,
+        pipeline=_pipeline(dice, shape),
+        train=TrainConfig(
+            steps=10, gbs=dice.choice([4, 6, 8, 12]), mbs=dice.choice([1, 1, 2, 3]),
+            seq_len=dice.choice([8, 12, 16, 24]), z_loss=dice.choice([0.0, 1e-2]), seed=dice.choice([0, 1234]),
+            mtp_loss=dice.choice([0.0, 0.1, 0.5]),
+        ),
+        optim=_optim(dice),
+        precision=PrecisionConfig(dtype="fp64"),
+        recompute=_recompute(dice, shape.model),
+        moe=_moe(dice, shape.model),
+        data=_data(dice),
+    )  # fmt: skip
 
 
 def another_layout(config: Config, seed: int) -> tuple[Config, int]:
@@ -56,10 +65,10 @@ def another_layout(config: Config, seed: int) -> tuple[Config, int]:
     dice = random.Random(seed)
     while True:
         world = dice.choice([1, 2, 4, 8])
+        other = replace(config, parallel=_parallel(dice, world, config.model))
         other = replace(
-            config,
-            parallel=_parallel(dice, world, config.model),
-            pipeline=_pipeline(dice),
+            other,
+            pipeline=_pipeline(dice, other),
             recompute=_recompute(dice, config.model),
             optim=replace(config.optim, offload=dice.random() < 0.2),
         )
@@ -83,42 +92,73 @@ def _some(dice: random.Random, share: float, **values: Any) -> dict[str, Any]:
     return values if dice.random() < share else {}
 
 
+def _optim(dice: random.Random) -> OptimConfig:
+    chosen: dict[str, Any] = {"lr": 1e-2, "warmup_steps": dice.choice([0, 2]), "clip": dice.choice([0.0, 0.5])}
+    chosen |= {"weight_decay": dice.choice([0.0, 0.1]), "offload": dice.random() < 0.1}
+    chosen |= _some(dice, 0.3, decay_exclude=dice.choice([["*norm*"], ["*"], ["layers.0.*", "*embedding*"]]))
+    chosen |= _some(dice, 0.3, betas=dice.choice([[0.0, 0.9], [0.9, 0.999]]), eps=1e-6)
+    chosen |= _some(dice, 0.5, schedule=dice.choice(["linear", "constant", "wsd"]), min_lr=1e-3, decay_steps=8)
+    chosen |= _some(dice, 0.3, implementation=dice.choice(["torch", "kernel"]))
+    name = dice.choice(["adamw", "muon"])
+    if name == "muon":
+        chosen |= _some(dice, 0.4, ns_steps=dice.choice([1, 3]), momentum=dice.choice([0.0, 0.8]))
+        globs = [], ["*"], ["*.mlp.*", "*.experts.up.weight"], ["*embedding.*", "*.attention.*", "head.*"]
+        chosen |= _some(dice, 0.5, muon_exclude=dice.choice(globs))
+    return OptimConfig(name=name, **chosen)
+
+
 def _model(dice: random.Random) -> ModelConfig:
     chosen: dict[str, Any] = {
-        "num_layers": dice.choice([2, 3, 4, 5]), "hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 4,
-        "head_dim": 8, "vocab_size": dice.choice([61, 64]), "norm": dice.choice(["rmsnorm", "rmsnorm", "layernorm"]),
+        "num_layers": dice.choice([1, 2, 3, 4, 5]), "hidden_size": dice.choice([16, 16, 24]),
+        "ffn_hidden_size": dice.choice([24, 40]), "num_heads": dice.choice([4, 4, 8, 6, 2]),
+        "head_dim": dice.choice([8, 8, 6]), "vocab_size": dice.choice([61, 64, 5, 2]),
+        "norm": dice.choice(["rmsnorm", "rmsnorm", "layernorm"]), "norm_eps": dice.choice([1e-5, 1e-3]),
         "activation": dice.choice(["swiglu", "swiglu", "gelu", "gelu_tanh"]),
         "attention_out_bias": dice.random() < 0.3, "tie_embeddings": dice.random() < 0.4,
-        "attention_causal": dice.random() < 0.8,
+        "attention_causal": dice.random() < 0.8, "init_scale_output": dice.random() < 0.7,
+        "init_std": dice.choice([0.02, 0.1]),
     }  # fmt: skip
-    chosen |= _some(dice, 0.2, attention_window=5) | _some(dice, 0.2, attention_softcap=3.0)
+    chosen |= _some(dice, 0.2, attention_window=dice.choice([2, 5, 100]))
+    chosen |= _some(dice, 0.2, attention_softcap=3.0)
     chosen |= _some(dice, 0.2, logit_softcap=5.0) | _some(dice, 0.2, attention_sinks=True)
-    chosen |= _some(dice, 0.15, num_mtp_layers=1)
-    chosen |= _latent(dice) if dice.random() < 0.3 else _grouped_heads(dice)
-    chosen |= _experts(dice) if dice.random() < 0.6 else _some(dice, 0.3, mlp_bias=True)
+    chosen |= _some(dice, 0.15, num_mtp_layers=dice.choice([1, 2]))
+    chosen |= _latent(dice, chosen["num_heads"]) if dice.random() < 0.3 else _grouped_heads(dice, chosen["num_heads"])
+    chosen |= _experts(dice, chosen["num_layers"]) if dice.random() < 0.6 else _some(dice, 0.3, mlp_bias=True)
     return ModelConfig(**chosen)
 
 
-def _grouped_heads(dice: random.Random) -> dict[str, Any]:
-    chosen = {"num_kv_heads": dice.choice([1, 2, 4]), "qk_norm": dice.random() < 0.3, "qkv_bias": dice.random() < 0.3}
-    chosen |= {"position": "learned", "max_positions": 16} if dice.random() < 0.2 else {}
-    return chosen | _some(dice, 0.3, rope_interleaved=True)
+def _grouped_heads(dice: random.Random, num_heads: int) -> dict[str, Any]:
+    chosen: dict[str, Any] = {"num_kv_heads": dice.choice([n for n in (1, 2, 3, 4, 6, 8) if num_heads % n == 0])}
+    chosen |= {"qk_norm": dice.random() < 0.3, "qkv_bias": dice.random() < 0.3}
+    chosen |= {"position": "learned", "max_positions": dice.choice([16, 24])} if dice.random() < 0.2 else {}
+    return chosen | _some(dice, 0.3, rope_interleaved=True, rope_theta=100.0)
 
 
-def _latent(dice: random.Random) -> dict[str, Any]:
-    return {"attention": "mla", "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
-            "q_lora_rank": dice.choice([None, 8, 24]), "kv_lora_rank": dice.choice([6, 20])}  # fmt: skip
+def _latent(dice: random.Random, num_heads: int) -> dict[str, Any]:
+    return {"attention": "mla", "num_kv_heads": num_heads, "qk_nope_head_dim": dice.choice([6, 3]),
+            "qk_rope_head_dim": dice.choice([4, 2]), "v_head_dim": dice.choice([5, 12]),
+            "q_lora_rank": dice.choice([None, 8, 24]), "kv_lora_rank": dice.choice([6, 20]),
+            "rope_interleaved": dice.random() < 0.3}  # fmt: skip
 
 
-def _experts(dice: random.Random) -> dict[str, Any]:
+def _experts(dice: random.Random, num_layers: int) -> dict[str, Any]:
     chosen: dict[str, Any] = {
-        "num_experts": 8, "top_k": dice.choice([1, 2, 3]), "moe_ffn_hidden_size": 8,
-        "shared_ffn_hidden_size": dice.choice([0, 8]), "first_k_dense": dice.choice([0, 0, 1]),
+        "num_experts": dice.choice([8, 8, 4, 6]), "top_k": dice.choice([1, 2, 3, 4]),
+        "moe_ffn_hidden_size": dice.choice([8, 8, None]), "shared_ffn_hidden_size": dice.choice([0, 8]),
         "router_score": dice.choice(["softmax", "sigmoid"]), "router_bias": dice.random() < 0.4,
+        "routed_scaling_factor": dice.choice([1.0, 2.5]),
     }  # fmt: skip
+    pattern = dice.choice(["all", "first", "interval", "named"])
+    chosen |= {"first_k_dense": 1} if pattern == "first" else {}
+    chosen |= {"moe_interval": 2} if pattern == "interval" else {}
+    if pattern == "named":
+        chosen["moe_layers"] = sorted(dice.sample(range(num_layers), dice.randint(1, num_layers)))
     # a single choice that is divided by itself gives the router no gradient but rounding
     chosen["norm_topk_prob"] = chosen["top_k"] > 1 and dice.random() < 0.7
-    return chosen | _some(dice, 0.3, num_groups=4, top_groups=2, group_score=dice.choice(["max", "top2_sum"]))
+    groups = dice.choice([n for n in (2, 3, 4) if chosen["num_experts"] % n == 0])
+    top_groups = dice.randint(1, groups)
+    return chosen | _some(dice, 0.3, num_groups=groups, top_groups=top_groups,
+                          group_score=dice.choice(["max", "top2_sum"]))  # fmt: skip
 
 
 def _parallel(dice: random.Random, world: int, model: ModelConfig) -> ParallelConfig:
@@ -130,53 +170,73 @@ def _parallel(dice: random.Random, world: int, model: ModelConfig) -> ParallelCo
         chosen |= _some(dice, 0.7, sp=True, tp_overlap=dice.choice(["none", "chunked", "fused"]))
     if size["cp"] > 1:
         chosen["cp_method"] = dice.choice(["ring", "allgather", "ulysses", "two_level"])
-        chosen |= {"cp_inner": 2} if chosen["cp_method"] == "two_level" else {}
+        chosen |= {"cp_inner": dice.choice([1, 2, 2, size["cp"]])} if chosen["cp_method"] == "two_level" else {}
         chosen |= _some(dice, 0.4 * (model.attention == "mla"), cp_compress_kv=True)
-    chosen |= _some(dice, 0.3 * (size["pp"] > 1), vpp=2) | _some(dice, 0.4 * (size["dp"] > 1), dp_replicate=2)
+    chosen |= _some(dice, 0.3 * (size["pp"] > 1), vpp=dice.choice([2, 2, 3])) | _some(
+        dice, 0.4 * (size["dp"] > 1), dp_replicate=dice.choice([2, 2, size["dp"]])
+    )
     chosen |= _some(dice, 0.4 * (chosen["zero"] == 3), regather="per_step")
     chosen |= _some(dice, 0.4 * (chosen["zero"] >= 2), reduce="per_step")
     if model.num_experts:
-        chosen |= {"ep": dice.choice([1, 2, 4]), "etp": dice.choice([None, 1, 2])}
-        chosen |= _some(dice, 0.4 * (chosen["ep"] > 1), ep_inner=2)
+        fold = world // size["pp"]
+        chosen["etp"] = dice.choice([each for each in (1, 2, 4) if fold % each == 0])
+        both = math.gcd(model.num_experts, fold // chosen["etp"])
+        chosen["ep"] = dice.choice([n for n in (1, 2, 3, 4, 8) if both % n == 0])
+        chosen |= {"etp": None} if chosen["etp"] == chosen["tp"] and dice.random() < 0.5 else {}
+        chosen |= _some(dice, 0.4 * (chosen["ep"] > 1), ep_inner=dice.choice([2, chosen["ep"]]))
     return ParallelConfig(**chosen, **_some(dice, 0.2, order=dice.sample(["pp", "dp", "cp", "tp"], 4)))
 
 
-def _pipeline(dice: random.Random) -> PipelineConfig:
-    return PipelineConfig(
-        schedule=dice.choice(["1f1b", *schedule_names()]),
-        split=dice.choice(["even", "even", "cost"]),
-        balance=dice.choice(["stages", "stages", "ranks"]),
-        head_layers=dice.choice([0.0, 0.0, 1.0]),
-    )
+def _pipeline(dice: random.Random, shape: Config) -> PipelineConfig:
+    num_layers, stages = shape.model.num_layers, shape.parallel.pp * max(shape.parallel.vpp, dice.choice([1, 2]))
+    chosen: dict[str, Any] = {
+        "schedule": dice.choice(["1f1b", *schedule_names()]), "split": dice.choice(["even", "even", "cost"]),
+        "balance": dice.choice(["auto", "stages", "ranks"]), "head_layers": dice.choice([0.0, 0.0, 1.0]),
+        "embedding_layers": dice.choice([0.0, 0.0, 1.5]),
+    }  # fmt: skip
+    if dice.random() < 0.3 * (shape.parallel.pp > 1):
+        cuts = sorted(dice.choices(range(num_layers + 1), k=stages - 1))
+        chosen["layout"] = [b - a for a, b in zip([0, *cuts], [*cuts, num_layers])]
+    chosen |= _some(dice, AUTO, schedule="auto", evaluations=30, search_s=1000.0, memory=dice.choice([0.5, 1.0, 2.0]),
+                    copies=dice.choice([1, 2]), costs=dice.choice([None, "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.1"]))
+    return PipelineConfig(**chosen)
 
 
 def _recompute(dice: random.Random, model: ModelConfig) -> RecomputeConfig:
     chosen: dict[str, Any] = {"mode": dice.choice(["none", "none", "selective", "full"])}
     phases = ["attention", "mlp"] + (["dispatch", "experts", "combine"] if model.num_experts else [])
     if chosen["mode"] == "full":
-        chosen |= {"num_layers": dice.choice([None, 1]), "group_layers": dice.choice([1, 1, 2])}
-        phases = ["inputs"]
+        chosen |= {"group_layers": dice.choice([1, 1, 2, 3])}
+        phases.append("inputs")
     if chosen["mode"] == "selective":
-        parts = ["norm", "activation", "attention", "mlp"] + (["experts"] if model.num_experts else [])
-        chosen["parts"] = dice.sample(parts, 2)
-    chosen |= _some(dice, 0.3, logit_tokens=dice.choice([3, 8]))
-    chosen |= _some(dice, 0.2, offload=[dice.choice(phases)], offload_min_bytes=1)
+        parts = ["norm", "qkv", "activation", "attention", "mlp"] + (["experts"] if model.num_experts else [])
+        chosen["parts"] = dice.sample(parts, dice.randint(1, len(parts)))
+    if chosen["mode"] != "none":
+        count = {"num_layers": dice.choice([None, None, 1, 2])}
+        stages = {"stage_layers": [dice.choice([0, 1, 2, 9]) for _ in range(dice.choice([1, 2, 4, 4, 8]))]}
+        chosen |= stages if dice.random() < 0.2 else count
+    chosen |= _some(dice, 0.3, logit_tokens=dice.choice([1, 3, 8, 1000]))
+    chosen |= _some(dice, 0.2, offload=dice.sample(phases, dice.randint(1, len(phases))),
+                    offload_min_bytes=dice.choice([0, 1, 1500]))  # fmt: skip
     return RecomputeConfig(**chosen)
 
 
 def _moe(dice: random.Random, model: ModelConfig) -> MoeConfig:
     if not model.num_experts:
         return MoeConfig()
-    balances = ["aux"], ["seq_aux"], ["aux", "seq_aux", "global_aux"], ["none"]
+    balances = ["aux"], ["seq_aux"], ["global_aux"], ["aux", "seq_aux", "global_aux"], ["none"]
     balance = dice.choice(balances)
     if model.router_bias and dice.random() < 0.7:
         balance = [*(each for each in balance if each != "none"), "bias"]
     chosen: dict[str, Any] = {"balance": balance, "z_coef": dice.choice([0.0, 0.02])}
     chosen |= {"aux_coef": 0.1} if any(each.endswith("aux") for each in balance) else {}
     chosen |= {"bias_rate": 0.05} if "bias" in balance else {}
-    chosen |= _some(dice, 0.2, capacity_factor=1.1, drop_by=dice.choice(["probability", "position"]))
+    chosen |= _some(
+        dice, 0.2, capacity_factor=dice.choice([0.3, 1.0, 1.1, 8.0]), drop_by=dice.choice(["probability", "position"])
+    )
     return MoeConfig(**chosen, **_some(dice, 0.2, jitter=0.1))
 
 
 def _data(dice: random.Random) -> DataConfig:
-    return DataConfig(**_some(dice, 0.3, document_mask=True, eod=7, eod_mask_loss=dice.random() < 0.5))
+    chosen = _some(dice, 0.3, document_mask=True, eod=dice.choice([0, 1, 7]))
+    return DataConfig(**chosen | _some(dice, 0.3, eod=chosen.get("eod", 1), eod_mask_loss=True))

@@ -29,7 +29,8 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
         grads = bucket.grad_slice
         spans = [span for segment in bucket.segments() for span in segment.counted()]
         if spans:
-            norms = torch._foreach_norm([grads[start:stop] for start, stop in spans])
+            wide = torch.promote_types(grads.dtype, torch.float32)  # in bf16 each norm would be rounded to 8 bits
+            norms = torch._foreach_norm([grads[start:stop] for start, stop in spans], dtype=wide)
             total += torch.stack(norms).double().square().sum()
     return total
 

@@ -116,6 +116,14 @@ def test_the_norm_counts_owned_elements_once():
     assert total == pytest.approx(4.0 * (35 + 3 + 4 + 36))
 
 
+def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
+    bucket = Bucket(parameters(), single("dp_shard_cp"), single("dp_replicate"), torch.bfloat16)
+    bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(0)))
+    owned = [bucket.grad_slice[slice(*segment.owned)].double() for segment in bucket.segments()]
+    expected = sum(grad.square().sum().item() for grad in owned)
+    assert global_square_sum([bucket]).item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_clipping_is_torchs_rule():
     assert clip_coefficient(2.0, 1.0) == pytest.approx(1 / (2 + 1e-6))
     assert clip_coefficient(0.5, 1.0) is None
