@@ -222,11 +222,11 @@ def adamw_step(table: TensorTable, settings: AdamWSettings, factor: Tensor, weig
 
     Args:
         table: columns in this order: master, grad, exp_avg, exp_avg_sq, and perhaps copy; all float32 (or all float64)
-            but
-            grad and copy, which may be narrower.
+            but grad and copy, which may be narrower.
         settings: rates and step number.
-        factor: 0-d float32 (or float64) on the device, multiplied into every gradient: no synchronisation to clip.
-        weight_decay: `[tensors]` float32 on the device.
+        factor: 0-d, in the dtype of the masters, on the device; multiplied into every gradient: no synchronisation to
+            clip.
+        weight_decay: `[tensors]`, in the dtype of the masters, on the device.
 
     Raises:
         ValueError: columns of another name or order.

@@ -69,7 +69,8 @@ class AdamW(SliceOptimizer):
         if all(state.has_master for state in self.slices):
             order["copy"] = [state.bucket.weight_slice[span] for state, _, span in spans]
         decay = [self.config.weight_decay * decays(each.spec, self.config.decay_exclude) for _, each, _ in spans]
-        return TensorTable(**order), torch.tensor(decay, device=self.slices[0].reduced.device)
+        first = self.slices[0]
+        return TensorTable(**order), torch.tensor(decay, dtype=first.master.dtype, device=first.reduced.device)
 
     def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
         param_groups = [

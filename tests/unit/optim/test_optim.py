@@ -105,6 +105,20 @@ def test_one_pass_clips_updates_and_rounds():
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
 
 
+def test_one_pass_is_as_exact_as_its_masters():
+    weights = []
+    for how in ("torch", "kernel"):
+        wide = [torch.nn.Parameter(each.detach().double()) for each in parameters()]
+        for each, like in zip(wide, parameters()):
+            each.spec = spec_of(like)
+        bucket = Bucket(wide, single("dp_shard_cp"), single("dp_replicate"), torch.float64)
+        optimizer = AdamW([bucket], OptimConfig(weight_decay=0.3, implementation=how))
+        bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(0)))
+        optimizer.step(lr=0.1)
+        weights.append(bucket.weights)
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-14, atol=0)
+
+
 def test_the_norm_counts_owned_elements_once():
     def bucket(rank, replica):
         shard, replicate = Axis("dp_shard_cp", (0, 1), rank), Axis("dp_replicate", (0, 1), replica)
