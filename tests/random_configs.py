@@ -24,7 +24,6 @@ from megatron5d.config.schema import (
 from megatron5d.pipeline_parallel.registry import schedule_names
 from megatron5d.train.shrink import faults_of
 
-
 AUTO = 0.03  # share of the pipelines whose schedule is searched, which takes seconds
 
 
@@ -32,18 +31,24 @@ def random_config(seed: int) -> tuple[Config, int, float]:
     """The configuration of this number, its world, and the share of padding in its data; lawful."""
     dice = random.Random(seed)
     while True:
-        world, model = dice.choice([1, 2, 4, 4, 8, 8, 8]), _model(dice)
-        shape = Config(model=model, parallel=_parallel(dice, world, model), train=TrainConfig(gbs=8, seq_len=16))
+        shape, world = random_shape(dice)
         if any(fault.id != "pipeline" for fault in faults_of(shape, world)):
             continue
         for _ in range(50):  # so that layouts which few schedules and batches fit are met as often as others
-            config = _around(dice, shape)
+            config = random_run(dice, shape)
             if not faults_of(config, world):
                 return config, world, dice.choice([0.0, 0.0, 0.3])
 
 
-def _around(dice: random.Random, shape: Config) -> Config:
-    """What else there is to choose for a model on a layout."""
+def random_shape(dice: random.Random) -> tuple[Config, int]:
+    """A model on a layout, lawful or not, and its world."""
+    world, model = dice.choice([2, 4, 4, 8, 8]), _model(dice)
+    shape = Config(model=model, parallel=_parallel(dice, world, model), train=TrainConfig(gbs=8, seq_len=16))
+    return shape, world
+
+
+def random_run(dice: random.Random, shape: Config) -> Config:
+    """A model on a layout with all else that there is to choose, lawful or not."""
     return replace(
         shape,
         pipeline=_pipeline(dice, shape),
@@ -111,7 +116,7 @@ def _model(dice: random.Random) -> ModelConfig:
     chosen: dict[str, Any] = {
         "num_layers": dice.choice([1, 2, 3, 4, 5]), "hidden_size": dice.choice([16, 16, 24]),
         "ffn_hidden_size": dice.choice([24, 40]), "num_heads": dice.choice([4, 4, 8, 6, 2]),
-        "head_dim": dice.choice([8, 8, 6]), "vocab_size": dice.choice([61, 64, 5, 2]),
+        "head_dim": dice.choice([8, 8, 6]), "vocab_size": dice.choice([61, 64, 5, 3]),
         "norm": dice.choice(["rmsnorm", "rmsnorm", "layernorm"]), "norm_eps": dice.choice([1e-5, 1e-3]),
         "activation": dice.choice(["swiglu", "swiglu", "gelu", "gelu_tanh"]),
         "attention_out_bias": dice.random() < 0.3, "tie_embeddings": dice.random() < 0.4,
@@ -172,9 +177,8 @@ def _parallel(dice: random.Random, world: int, model: ModelConfig) -> ParallelCo
         chosen["cp_method"] = dice.choice(["ring", "allgather", "ulysses", "two_level"])
         chosen |= {"cp_inner": dice.choice([1, 2, 2, size["cp"]])} if chosen["cp_method"] == "two_level" else {}
         chosen |= _some(dice, 0.4 * (model.attention == "mla"), cp_compress_kv=True)
-    chosen |= _some(dice, 0.3 * (size["pp"] > 1), vpp=dice.choice([2, 2, 3])) | _some(
-        dice, 0.4 * (size["dp"] > 1), dp_replicate=dice.choice([2, 2, size["dp"]])
-    )
+    chosen |= _some(dice, 0.3 * (size["pp"] > 1), vpp=dice.choice([2, 2, 3]))
+    chosen |= _some(dice, 0.4 * (size["dp"] > 1), dp_replicate=dice.choice([2, 2, size["dp"]]))
     chosen |= _some(dice, 0.4 * (chosen["zero"] == 3), regather="per_step")
     chosen |= _some(dice, 0.4 * (chosen["zero"] >= 2), reduce="per_step")
     if model.num_experts:
@@ -197,8 +201,16 @@ def _pipeline(dice: random.Random, shape: Config) -> PipelineConfig:
     if dice.random() < 0.3 * (shape.parallel.pp > 1):
         cuts = sorted(dice.choices(range(num_layers + 1), k=stages - 1))
         chosen["layout"] = [b - a for a, b in zip([0, *cuts], [*cuts, num_layers])]
-    chosen |= _some(dice, AUTO, schedule="auto", evaluations=30, search_s=1000.0, memory=dice.choice([0.5, 1.0, 2.0]),
-                    copies=dice.choice([1, 2]), costs=dice.choice([None, "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.1"]))
+    chosen |= _some(
+        dice,
+        AUTO,
+        schedule="auto",
+        evaluations=30,
+        search_s=1000.0,
+        memory=dice.choice([0.5, 1.0, 2.0]),
+        copies=dice.choice([1, 2]),
+        costs=dice.choice([None, "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.1"]),
+    )
     return PipelineConfig(**chosen)
 
 
@@ -231,9 +243,11 @@ def _moe(dice: random.Random, model: ModelConfig) -> MoeConfig:
     chosen: dict[str, Any] = {"balance": balance, "z_coef": dice.choice([0.0, 0.02])}
     chosen |= {"aux_coef": 0.1} if any(each.endswith("aux") for each in balance) else {}
     chosen |= {"bias_rate": 0.05} if "bias" in balance else {}
-    chosen |= _some(
-        dice, 0.2, capacity_factor=dice.choice([0.3, 1.0, 1.1, 8.0]), drop_by=dice.choice(["probability", "position"])
-    )
+    refusing = {
+        "capacity_factor": dice.choice([0.3, 1.0, 1.1, 8.0]),
+        "drop_by": dice.choice(["probability", "position"]),
+    }
+    chosen |= _some(dice, 0.2, **refusing)
     return MoeConfig(**chosen, **_some(dice, 0.2, jitter=0.1))
 
 

@@ -12,11 +12,6 @@ STEPS = 3
 ALONE = {"parallel": ParallelConfig(), "pipeline": PipelineConfig()}
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=61)
-
-
 def run(config, world, folder, corpus, stop_after):
     config = replace(
         config,
@@ -30,8 +25,9 @@ def run(config, world, folder, corpus, stop_after):
 
 
 @pytest.mark.parametrize("number", numbers("0:3"))
-def test_moved_twice(tmp_path, corpus, number):
+def test_moved_twice(tmp_path, number):
     config, world, _ = random_config(number)
+    corpus = write_corpus(tmp_path / "toy", vocab_size=config.model.vocab_size)
     for name in ("straight", "moved"):
         (tmp_path / name).mkdir()
     run(replace(config, **ALONE, optim=replace(config.optim, offload=False)), 1, tmp_path / "straight", corpus, STEPS)

@@ -1,0 +1,40 @@
+"""What the random tests draw: every knob that decides on numbers or on layout, or one that says here why not."""
+
+import random
+from fnmatch import fnmatch
+
+from random_configs import random_run, random_shape
+
+from megatron5d.config.convert import leaves, value_of
+
+ELSEWHERE = {
+    "model.name": "a name",
+    "model.from_hf": "a file: tests of Hugging Face models",
+    "model.rope_scaling.*": "the model on one page has plain frequencies: tests of rope.py",
+    "parallel.timeout_s": "of what hangs: tests/chaos",
+    "pipeline.flops_per_byte": "of the search alone: its tests",
+    "train.steps": "the schedule of the rate is counted by it: 10",
+    "train.gbs_ramp": "of the loop: tests of the loop and of resuming",
+    "train.eval_*": "as gbs_ramp",
+    "train.stop_after": "as gbs_ramp",
+    "optim.lr": "large enough that weights move: 0.01",
+    "optim.on_nonfinite": "of steps that are not made: tests of the guard",
+    "optim.skip_norm": "as on_nonfinite",
+    "optim.max_skipped": "as on_nonfinite",
+    "moe.planned_imbalance": "predicts memory and changes no number",
+    "moe.fp8_dispatch": "rounds: tests/parity/test_fp8_layouts.py",
+    "moe.log_every": "the short runs of the random tests watch every step",
+}
+GROUPS = ("model", "parallel", "pipeline", "train", "optim", "recompute", "moe")
+
+
+def test_every_knob_is_drawn_or_tested_elsewhere():
+    seen: dict[str, set[str]] = {key: set() for key in leaves() if key.startswith(tuple(f"{g}." for g in GROUPS))}
+    dice = random.Random(0)
+    for _ in range(400):
+        config = random_run(dice, random_shape(dice)[0])
+        for key, values in seen.items():
+            values.add(str(value_of(config, key)))
+    still = {key for key, values in seen.items() if len(values) == 1}
+    excused = {key for key in seen if any(fnmatch(key, glob) for glob in ELSEWHERE)}
+    assert still == excused
