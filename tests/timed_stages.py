@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron5d.comm.exposure import Exposure
 from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.executor import Executor, Timing
@@ -116,7 +117,9 @@ class TimedStage:
         return len(self.in_flight)
 
 
-def timed_executor(program: Program, axis: Axis, costs: Costs, unit_s: float) -> tuple[Executor, Held]:
+def timed_executor(
+    program: Program, axis: Axis, costs: Costs, unit_s: float, waits: Exposure | None = None
+) -> tuple[Executor, Held]:
     """One rank's executor over timed stages, with its channels open; without torch's checks, which cost time."""
     dist.set_debug_level(dist.DebugLevel.OFF)
     held = Held()
@@ -125,7 +128,7 @@ def timed_executor(program: Program, axis: Axis, costs: Costs, unit_s: float) ->
     lines = flows(program)
     ends = open_channels([(flow.source, flow.destination) for flow in lines], axis)
     channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
-    return Executor(program, axis.rank, stages, channels), held
+    return Executor(program, axis.rank, stages, channels, waits=waits), held
 
 
 def last_gradient(batch, y: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ class GatheredWeights:
 
     def _wait(self, index: int) -> None:
         if index in self._pending:
-            self.exposure.wait(self._pending.pop(index))
+            self.exposure.during(self._pending.pop(index).wait)
 
     def check_released(self) -> None:
         """At the end of a step nothing may be left whole: the optimiser would make it stale."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from megatron5d.comm.exposure import Exposure
 from megatron5d.comm.p2p import Form, Inbox, Outbox
 from megatron5d.pipeline_parallel.program import Action, Program, make_program
 from megatron5d.pipeline_parallel.receipts import receipts
@@ -96,6 +97,7 @@ class Executor:
         channels: this rank's end of every flow it takes part in.
         name: how the rank is called in errors.
         training: False where the Program has forwards only and nothing is kept for a backward.
+        waits: measures how long actions wait for what other ranks send; None = not measured.
     """
 
     def __init__(
@@ -106,9 +108,10 @@ class Executor:
         channels: Mapping[Flow, Outbox | Inbox],
         name: str = "",
         training: bool = True,
+        waits: Exposure | None = None,
     ) -> None:
         self.program, self.rank, self.name = program, rank, name or f"pipeline rank {rank}"
-        self.training = training
+        self.training, self._waits = training, waits
         self.timeline: list[Timing] | None = None  # a list: every action's times are appended to it
         self._stages = dict(stages)
         self._ends = list(channels.values())
@@ -197,7 +200,7 @@ class Executor:
         """Waits for the action's input; None at the model's beginning."""
         if here.inbox is None:
             return None if here.source is None else self._values.pop(here.source)
-        x = here.inbox.take()
+        x = here.inbox.take() if self._waits is None else self._waits.during(here.inbox.take)
         for outbox, count in here.receipts:
             outbox.settle(count)
         return x

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron5d.comm.exposure import Exposure
 from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.pipeline_parallel.executor import Executor, Loss, forward_only
 from megatron5d.pipeline_parallel.program import Placement, Program
@@ -44,6 +45,7 @@ class Pipeline:
         ends = open_channels([(flow.source, flow.destination) for flow in lines], axis, form.device, timeout_s)
         self._channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
         self._executors: dict[tuple[int, bool], Executor] = {}
+        self._waits, self._runs = Exposure(form.device), Exposure(form.device)
 
     @property
     def has_loss(self) -> bool:
@@ -59,12 +61,21 @@ class Pipeline:
             if not training:
                 program = forward_only(program)
             name = f"rank {self.axis.ranks[self.axis.rank]} (pipeline rank {self.axis.rank})"
-            self._executors[key] = Executor(program, self.axis.rank, self._stages, self._channels, name, training)
+            waits = self._waits if training else None
+            self._executors[key] = Executor(
+                program, self.axis.rank, self._stages, self._channels, name, training, waits
+            )
         return self._executors[key]
 
     def train(self, batches: Sequence[Any], loss: Loss) -> None:
         """Forward and backward of all micro-batches (see Executor.run)."""
-        self.executor(len(batches)).run(batches, loss, self.form)
+        executor = self.executor(len(batches))
+        self._runs.during(lambda: executor.run(batches, loss, self.form))
+
+    def take_bubble(self) -> float:
+        """Share of the last `train` in which this rank waited for what others send; the device must be done with it."""
+        waited, ran = self._waits.take(), self._runs.take()
+        return waited / ran if ran else 0.0
 
     def evaluate(self, batches: Sequence[Any], loss: Loss) -> None:
         """Forward of all micro-batches through the same pipeline."""

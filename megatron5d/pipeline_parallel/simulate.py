@@ -81,6 +81,19 @@ def simulate(program: Program, costs: Costs | StageCosts) -> Simulation:
     )
 
 
+def waiting_shares(program: Program, simulation: Simulation) -> list[float]:
+    """Return of every rank the share of the time from the step's beginning to its own last action in which it waits.
+
+    It is what a run can measure of its bubble: a rank that is done sees nothing of the others' last actions.
+    """
+    shares = []
+    for first, stop in _spans(program.table.rank_start):
+        busy = float((simulation.end[first:stop] - simulation.start[first:stop]).sum())
+        last = float(simulation.end[first:stop].max(initial=0.0))
+        shares.append(1 - busy / last if last else 0.0)
+    return shares
+
+
 def slot_times(program: Program, costs: StageCosts) -> tuple[np.ndarray, np.ndarray]:
     """Return `[num_slots]` duration of every slot, and `[num_slots]` the compute in it."""
     table = program.table

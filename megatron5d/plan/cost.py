@@ -17,7 +17,7 @@ last backward did not hide, the optimiser, and the gathering that the next forwa
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,10 +26,11 @@ import numpy as np
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Program
-from megatron5d.pipeline_parallel.simulate import Simulation, simulate
+from megatron5d.pipeline_parallel.simulate import Simulation, simulate, waiting_shares
 from megatron5d.plan.cluster import Cluster
 from megatron5d.plan.sharding import Sharding
-from megatron5d.plan.update import assembled, carried_bytes, passed_bytes, rounds
+from megatron5d.plan.traffic import message_bytes, pass_counts, sent_bytes
+from megatron5d.plan.update import carried_bytes, passed_bytes, rounds
 from megatron5d.plan.work import Unit, Work, together
 
 KINDS = ("products", "attention", "memory", "tp", "cp", "host", "dp")  # of a pass
@@ -50,6 +51,7 @@ class StepCost:
         tflops_per_gpu: of the model (model/flops.py), recomputation not counted.
         mfu: those of the device's peak in 16 bits.
         sent: for each pipeline rank, axis -> bytes that it sends in a step.
+        bubble: for each pipeline rank, `waiting_shares` of the step's Program.
     """
 
     seconds: Mapping[str, float]
@@ -57,6 +59,7 @@ class StepCost:
     tflops_per_gpu: float
     mfu: float
     sent: tuple[Mapping[str, int], ...]
+    bubble: tuple[float, ...]
 
     @property
     def step_s(self) -> float:
@@ -128,12 +131,9 @@ class Prices:
             if num_bytes  # a dense model has experts' axes, and nothing to send there
         )
 
-    def message(self) -> tuple[int, float]:
-        """Bytes of what travels between stages, and seconds."""
-        train, parallel, dtype = self.config.train, self.config.parallel, self.config.precision.dtype
-        rows = train.mbs * train.seq_len // parallel.cp // (parallel.tp if parallel.sp else 1)
-        num_bytes = rows * self.config.model.hidden_size * {"fp64": 8, "fp32": 4, "bf16": 2}[dtype]
-        return num_bytes, self.cluster.seconds(self.neighbours, "send", 1, num_bytes)
+    def message(self) -> float:
+        """Seconds of what travels between stages."""
+        return self.cluster.seconds(self.neighbours, "send", 1, message_bytes(self.config))
 
 
 def step_cost(
@@ -157,10 +157,9 @@ def step_cost(
             kinds, a2a[OPS.index(op), stage] = prices.stage(units, op)
             spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
     share = np.ones(program.num_stages)
-    found = simulate(program, StageCosts(spent.sum(0), a2a, prices.message()[1], share, share))
-    counts = _counts(program)
+    found = simulate(program, StageCosts(spent.sum(0), a2a, prices.message(), share, share))
     busiest = int(found.work.argmax())
-    seconds = dict(zip(KINDS, (spent * counts[busiest]).sum((1, 2)).tolist()))
+    seconds = dict(zip(KINDS, (spent * pass_counts(program)[busiest]).sum((1, 2)).tolist()))
     seconds |= _waiting(found, busiest)
     held = [[stages[stage] for _, stage in program.placement.stages_of(rank)] for rank in range(program.num_ranks)]
     ends = [_end(prices, mine, *_passing(spent.sum(0), program, rank)) for rank, mine in enumerate(held)]
@@ -168,17 +167,8 @@ def step_cost(
         seconds[kind] = seconds.get(kind, 0.0) + max(end[kind] for end in ends)
     rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
     flops = rate * token_flops
-    sent = tuple(sent_bytes(prices, program, stages, rank, counts[rank]) for rank in range(program.num_ranks))
-    return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent)
-
-
-def _counts(program: Program) -> np.ndarray:
-    """`[num_ranks, len(OPS), num_stages]` how often a rank runs an operation of a stage."""
-    table = program.table
-    rank = np.repeat(np.arange(program.num_ranks), np.diff(table.slot_start[table.rank_start]))
-    counts = np.zeros((program.num_ranks, len(OPS), program.num_stages))
-    np.add.at(counts, (rank, table.op, table.stage), 1)
-    return counts
+    sent = sent_bytes(config, prices.sharding, program, stages)
+    return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent, tuple(waiting_shares(program, found)))
 
 
 def _waiting(found: Simulation, rank: int) -> dict[str, float]:
@@ -223,43 +213,3 @@ def _update(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
         sent = each.sent(sharding.sizes[each.cut], sharding.weight)
         found["muon_sent"] += prices.transfers(sent, 2)
     return found
-
-
-def sent_bytes(
-    prices: Prices, program: Program, stages: Sequence[Sequence[Unit]], rank: int, counts: np.ndarray
-) -> dict[str, int]:
-    """Axis -> bytes that a pipeline rank sends in a step, but for what turning from one action to the next saves ZeRO-3
-    in a pipeline.
-
-    Args:
-        prices, program, stages: as of `step_cost`.
-        rank: which.
-        counts: `[len(OPS), num_stages]` how often it runs an operation of a stage.
-    """
-    sums, sharding = Counter[str](), prices.sharding
-    message, last = prices.message()[0], program.num_stages - 1
-    for index, stage in np.argwhere(counts).tolist():
-        op, times, units = OPS[index], int(counts[index, stage]), stages[stage]
-        for (axis, _), each in together(unit.passes[op] for unit in units).sent.items():
-            sums[axis] += times * each.num_bytes
-        for (axis, _), num_bytes in sharding.beside(units, op).items():
-            sums[axis] += round(times * num_bytes)
-        neighbour = stage + 1 if op == "F" else stage - 1
-        if op != "W" and 0 <= neighbour <= last:
-            sums["pp"] += (
-                message
-                * sum(line[stage] == rank != line[neighbour] for line in program.placement.route)
-                * times
-                // sum(line[stage] == rank for line in program.placement.route)
-            )
-    units = [unit for stage in program.placement.stages_of(rank) for unit in stages[stage[1]]]
-    ends = (
-        sharding.reduced(units),
-        sharding.gathered(units),
-        sharding.turned(units, program),
-        assembled(units, sharding),
-    )
-    for sent in ends:
-        for (axis, _), num_bytes in sent.items():
-            sums[axis] += round(num_bytes)
-    return {axis: num_bytes for axis, num_bytes in sums.items() if num_bytes}

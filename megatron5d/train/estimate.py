@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron5d.config.schema import Config
@@ -9,6 +10,8 @@ from megatron5d.model.flops import flops_per_token
 from megatron5d.model.partition import parts_of
 from megatron5d.plan.cluster import Cluster, cluster_of
 from megatron5d.plan.cost import Prices, StepCost, step_cost
+from megatron5d.plan.sharding import Sharding
+from megatron5d.plan.traffic import sent_bytes
 from megatron5d.topology.mesh import lines_of
 from megatron5d.train.build import sizes_of
 from megatron5d.train.forecast import Target
@@ -46,6 +49,20 @@ class Estimator:
         stages = self.workloads.stages(config, parts_of(plan.layout))
         flops = flops_per_token(config.model, config.train.seq_len)
         return step_cost(Prices(self.cluster, config, lines), program, stages, world, flops)
+
+
+def bytes_on(config: Config, world: int, plan: PipelinePlan) -> tuple[Mapping[str, int], ...]:
+    """For each pipeline rank: axis -> bytes that it sends in a step, of experts that are evenly loaded.
+
+    Args:
+        config: a lawful configuration.
+        world: number of ranks.
+        plan: of its pipeline.
+    """
+    program = plan.program_of(micro_batch_counts(config, world)[-1])
+    lines = lines_of(sizes_of(config, world), 0, config.model.num_kv_heads)
+    sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()})
+    return sent_bytes(config, sharding, program, Workloads(Target()).stages(config, parts_of(plan.layout)))
 
 
 def check_predictable(config: Config) -> None:

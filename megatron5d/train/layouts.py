@@ -16,6 +16,7 @@ from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.plan.cluster import Cluster
 from megatron5d.plan.cost import Prices, StepCost
 from megatron5d.plan.search import MODES, Candidate, Change, Proposals, Questions, best
+from megatron5d.plan.traffic import message_bytes
 from megatron5d.plan.work import Unit
 from megatron5d.topology.mesh import lines_of
 from megatron5d.train.build import sizes_of
@@ -210,7 +211,7 @@ def _kept_bytes(config: Config, prices: Prices, units: Sequence[tuple[Unit, int]
     if config.recompute.offload:
         return 0.0
     if mode == "full" or parts != RecomputeConfig().parts:  # of other parts no share was measured
-        of_one = prices.message()[0] // prices.config.train.mbs  # the prices' own micro-batch is the given one
+        of_one = message_bytes(prices.config) // prices.config.train.mbs  # the prices' own micro-batch is the given one
         kept = float(config.model.num_layers * of_one * config.train.mbs)
     else:
         made = sum(count * unit.passes["F"].made_bytes * KEPT[mode][unit.expert > 0] for unit, count in units)

@@ -70,7 +70,7 @@ def _introduce(run: Run, reporter: Reporter) -> None:
     )
     for note in run.notes:
         reporter.say(note)
-    if reporter.active and (expected := reporter.expect()) is not None:
+    if reporter.active and (expected := reporter.expectation.predict()) is not None:
         reporter.say(expected)
     if reporter.active and (memory := reporter.memory.predicted()) is not None:
         reporter.say(memory)
@@ -87,12 +87,11 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, ta
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
-            run.ledger.clear()
             batches = next(loader)
             lr = learning_rate(config.optim, progress.step + 1, train_config.steps)
             watched = progress.step == 0 or _due(progress.step + 1, config.moe.log_every)
             result = run.trainer.step(batches, lr, stop=bool(stop), watched=watched)
-            seconds = reporter.stop_clock()
+            reporter.stop_clock()
             progress.step += 1
             progress.skipped += result.skipped is not None
             progress.consumed_samples = loader.consumed_samples
@@ -102,7 +101,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, ta
             at_end = progress.step == last
             if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
                 _evaluate(run, reporter, "valid_loss")
-            reporter.step(result, lr, seconds)
+            reporter.step(result, lr)
             if saver and (stopped or at_end or _due(progress.step, config.checkpoint.every)):
                 _save(run, saver)
                 saved_at = progress.step

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-
 from megatron5d.config.convert import to_dict
 from megatron5d.model.flops import flops_per_token
-from megatron5d.plan.cost import StepCost
 from megatron5d.train.build import Run
-from megatron5d.train.estimate import step_on
+from megatron5d.train.expected import Expectation
 from megatron5d.train.memory import MEASURED_AFTER, MemoryReport
 from megatron5d.train.metrics import JsonLines, ProgressDisplay, Wandb, memory_gb, peak_tflops
 from megatron5d.train.step import StepResult
@@ -30,7 +27,7 @@ class Reporter:
         self.active = run.process.rank == 0
         self._peak = peak_tflops(config.log, run.process.device)
         self.memory = MemoryReport(run)
-        self._cost: StepCost | None = None  # expected of a step
+        self.expectation = Expectation(run)
         self._steps_here = 0
         self._flops = flops_per_token(config.model, config.train.seq_len)
         self._pending: dict[str, Any] = {}
@@ -41,47 +38,33 @@ class Reporter:
         if self.active and config.log.wandb.mode != "disabled":
             self._wandb = Wandb(config.log, to_dict(config), progress.wandb_id)
             progress.wandb_id = self._wandb.run_id
-        self._since = time.perf_counter()
-
-    def expect(self) -> str | None:
-        """Predicts a step's time, to stand beside what is measured; what to tell of it. On rank 0.
-
-        On a CPU, and on devices that plan/cluster.py does not know, nothing is predicted.
-        """
-        run = self.run
-        if run.process.device.type != "cuda":
-            return None
-        name = torch.cuda.get_device_name(run.process.device)
-        cost = step_on(name, run.config, run.process.world, run.plan)
-        if not isinstance(cost, StepCost):
-            return cost
-        self._cost = cost
-        return f"predicted: {cost.step_s:.3g} s a step, MFU {cost.mfu:.1%}; experts evenly loaded (docs/planning.md)"
+        self._since, self._seconds, self._sent = time.perf_counter(), 0.0, dict[str, int]()
 
     def start_clock(self) -> None:
-        """Leaves out of the next step's time what came before (evaluation, saving)."""
+        """A step begins."""
+        self.run.ledger.clear()
         self._since = time.perf_counter()
 
-    def stop_clock(self) -> float:
-        """Seconds since `start_clock` or the last `stop_clock`."""
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        return seconds
+    def stop_clock(self) -> None:
+        """A step is over: what follows (evaluation, saving) counts neither as its time nor as what it sent."""
+        self._seconds, self._sent = time.perf_counter() - self._since, self.run.ledger.bytes_by_axis()
 
     def add(self, name: str, value: float) -> None:
         """A figure that goes into the next record."""
         self._pending[name] = value
 
-    def step(self, result: StepResult, lr: float, seconds: float) -> None:
+    def step(self, result: StepResult, lr: float) -> None:
         """Records one step; written every `log.every` steps, at the first and at the last.
 
-        Comm: after some steps on GPUs, once, what each rank has allocated (MemoryReport).
+        Comm: once, after some steps: of MemoryReport and Expectation.
         """
         self._steps_here += 1
-        measured = self.memory.measured() if self._steps_here == MEASURED_AFTER else None
+        measured = []
+        if self._steps_here == MEASURED_AFTER:
+            measured = [self.expectation.beside(result, self._sent), self.memory.measured()]
         if not self.active:
             return
-        record = self._record(result, lr, seconds)
+        record = self._record(result, lr)
         tokens_per_s = record["tokens_per_s_per_gpu"] * self.run.process.world
         self._display.update(record["loss"], record["grad_norm"], tokens_per_s)
         config, step = self.run.config, self.run.progress.step
@@ -93,27 +76,26 @@ class Reporter:
                     writer.write(record)
         if result.skipped is not None:
             self.say(f"step {step}: the update is skipped: {result.skipped}")
-        if measured is not None:
-            self.say(measured)
+        for text in filter(None, measured):
+            self.say(text)
 
-    def _record(self, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
+    def _record(self, result: StepResult, lr: float) -> dict[str, Any]:
         run, config = self.run, self.run.config
-        rate = result.num_targets / seconds / run.process.world
+        rate = result.num_targets / self._seconds / run.process.world
         record: dict[str, Any] = {
             "step": run.progress.step,
             "loss": result.sums["loss"],
             "grad_norm": result.grad_norm,
             "lr": lr,
             "tokens": run.progress.tokens,
-            "step_time_s": seconds,
+            "step_time_s": self._seconds,
             "tokens_per_s_per_gpu": rate,
             "mfu": rate * self._flops / (self._peak * 1e12) if self._peak else None,
             "memory_gb": memory_gb(run.process.device),
             "memory_predicted_gb": self.memory.predicted_gb,
             "consumed_samples": run.progress.consumed_samples,
         }
-        if self._cost is not None:
-            record |= {"step_time_predicted_s": self._cost.step_s, "mfu_predicted": self._cost.mfu}
+        record |= self.expectation.record()
         if config.train.z_loss:
             record["z_loss"] = result.sums["z_loss"]
         record |= {name: value for name, value in result.sums.items() if name not in ("loss", "z_loss")}
@@ -121,10 +103,12 @@ class Reporter:
             record["update_skipped"] = result.skipped is not None
         if config.parallel.zero:
             record["zero_exposed_s"] = result.zero_exposed_s
+        if config.parallel.pp > 1:
+            record["bubble"] = result.bubble
         if config.parallel.cp > 1:
             record["cp_balance"] = result.cp_balance
         record |= result.layers
-        for axis, num_bytes in run.ledger.bytes_by_axis().items():
+        for axis, num_bytes in self._sent.items():
             record[f"comm_{axis}_bytes"] = num_bytes
         return record
 

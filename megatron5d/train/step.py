@@ -33,6 +33,7 @@ class StepResult:
     cp_balance: float = 1.0  # context_parallel.plan.balance, mean over dp; 1 = even
     layers: dict[str, float] = field(default_factory=dict)  # what the routers did, on steps that are watched
     zero_exposed_s: float = 0.0  # of this rank: seconds in which it waited for weights and did nothing else
+    bubble: float = 0.0  # of this rank: share of the passes' time in which it waited for its pipeline neighbours
     skipped: str | None = None  # why the update was left out; None = it was made
 
 
@@ -97,6 +98,7 @@ class Trainer:
             stop=stops > 0,
             cp_balance=uneven / self.mesh["world"].size,
             zero_exposed_s=self.sync.weights.exposure.take(),
+            bubble=self.pipeline.take_bubble(),
             skipped=self.guard.refuses(sums["loss"], grad_norm, share),
         )
         if result.skipped is not None:

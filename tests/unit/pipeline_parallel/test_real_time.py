@@ -1,4 +1,5 @@
-"""The executor takes the time that the simulator says, for every schedule, on 8 and on 16 ranks, within 5 %.
+"""The executor takes the time that the simulator says, for every schedule, on 8 and on 16 ranks, within 5 %; and ranks
+measure the bubble that the simulator says.
 
 Stages wait instead of computing; executor, channels and messages are the true ones. A busy machine can only add time,
 so a run that is too slow is repeated, with longer actions at last, for minutes if need be.
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 from timed_stages import come_first, run_timed, timed_executor
 
+from megatron5d.comm.exposure import Exposure
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
-from megatron5d.pipeline_parallel.simulate import simulate
+from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
 from megatron5d.topology.axis import Axis
 
 pytestmark = pytest.mark.alone
@@ -36,11 +38,14 @@ def program_near(schedule: str, pp: int, wanted: int) -> Program:
 
 
 def timed(rank: int, world: int, program: Program, costs: Costs, unit_s: float):
-    executor, held = timed_executor(program, Axis("pp", tuple(range(world)), rank, dist.group.WORLD), costs, unit_s)
+    axis, waits = Axis("pp", tuple(range(world)), rank, dist.group.WORLD), Exposure("cpu")
+    executor, held = timed_executor(program, axis, costs, unit_s, waits)
     come_first()
     dist.barrier()
+    begin = time.perf_counter()
     timeline = run_timed(executor)
-    return timeline[0].start, max(timing.end for timing in timeline), held.peak
+    end = max(timing.end for timing in timeline)
+    return timeline[0].start, end, held.peak, waits.take() / (end - begin)
 
 
 def units() -> Iterator[float]:
@@ -55,13 +60,15 @@ def check(program: Program, costs: Costs) -> None:
     ratios: list[float] = []
     for unit_s in units():
         found = run_ranks(timed, program.num_ranks, program, costs, unit_s, timeout=100)
-        assert [peak for _, _, peak in found] == pytest.approx(expected.peak_activations.tolist())
-        makespan = max(end for _, end, _ in found) - min(start for start, _, _ in found)
+        assert [peak for _, _, peak, _ in found] == pytest.approx(expected.peak_activations.tolist())
+        makespan = max(end for _, end, _, _ in found) - min(start for start, _, _, _ in found)
         ratios.append(makespan / (expected.makespan * unit_s))
-        if 0.98 < ratios[-1] < 1.05:
+        bubbles = [bubble for _, _, _, bubble in found]
+        if 0.98 < ratios[-1] < 1.05 and bubbles == pytest.approx(waiting_shares(program, expected), abs=0.05):
             return
     pytest.fail(
-        f"{program.name}: measured over simulated makespan was {ratios}, at last with {LAST_UNIT_S} s a forward"
+        f"{program.name}: measured over simulated makespan was {ratios}, at last with {LAST_UNIT_S} s a forward; then "
+        f"ranks waited for the shares {bubbles}, simulated {waiting_shares(program, expected)}"
     )
 
 
