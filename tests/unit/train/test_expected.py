@@ -1,0 +1,53 @@
+"""What a run tells of its steps: bubble and bytes, measured beside predicted; evaluations count for neither."""
+
+import re
+
+import pytest
+from runs import records, train_on_ranks, write_corpus
+
+from megatron5d.config.schema import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from megatron5d.pipeline_parallel.registry import build_program
+from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
+from megatron5d.train.search import run_costs
+
+STEPS, EVAL_EVERY = 4, 2
+
+
+def test_bubble_and_bytes_stand_beside_their_predictions(tmp_path, capfd):
+    config = Config(
+        model=ModelConfig(num_layers=4, vocab_size=64, hidden_size=64, ffn_hidden_size=128),
+        parallel=ParallelConfig(pp=2, tp=2, sp=True, zero=1),
+        pipeline=PipelineConfig("1f1b", costs="F=1,I=1,W=1"),
+        train=TrainConfig(steps=STEPS, gbs=8, seq_len=32, eval_every=EVAL_EVERY, eval_batches=2),
+        data=DataConfig(train=[write_corpus(tmp_path / "toy", vocab_size=64)], split="9,1", prefetch=0),
+        log=LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False),
+    )
+    assert train_on_ranks(config, 8) == [0] * 8
+    told = "".join(capfd.readouterr())
+    step, lines = records(tmp_path / "log.jsonl"), told[told.index("measured of step 3 (predicted):") :].splitlines()
+
+    shares = waiting_shares(program := build_program("1f1b", 2, 4), simulate(program, run_costs(config)))
+    assert shares == pytest.approx([1 - 12 / 15, 1 - 12 / 13])  # the last rank waits for its first forward alone
+    assert all(record["bubble_predicted"] == shares[0] and 0 < record["bubble"] < 1 for record in step)
+    assert re.findall(r"\((\d+\.\d)%\)", lines[2]) == [f"{100 * share:.1f}" for share in shares]
+
+    axes = re.findall(r"(\w+) ([\d.]+ k?B) \(([\d.]+ k?B)\)", lines[1])
+    assert {axis for axis, _, _ in axes} == {"tp", "pp", "dp_shard_cp"}
+    for axis, measured, predicted in axes:
+        assert _bytes(measured) == pytest.approx(_bytes(predicted), rel=0.02)
+        assert _bytes(measured) == pytest.approx(step[2][f"comm_{axis}_bytes"], rel=0.01)
+        assert {record[f"comm_{axis}_bytes"] for record in step[1:]} == {step[1][f"comm_{axis}_bytes"]}
+    assert [("valid_loss" in record) for record in step] == [False, True, False, True]
+
+
+def _bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"B": 1, "kB": 1e3}[unit]
