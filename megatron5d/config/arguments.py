@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron5d.config.convert import leaves
+from megatron5d.config.convert import groups_of_keys, leaves
 from megatron5d.config.fault import Fault, closest, closest_key
 
 FLAGS = {
@@ -72,10 +72,11 @@ def _take(out: Arguments, flag: str, value: str) -> None:
 
 
 def _unknown_flag(flag: str) -> Fault:
-    meant = closest_key(flag.lstrip("-").replace("-", "_"), leaves())
-    near = closest(flag, FLAGS)
-    if near:
-        fix = f"did you mean {near}?"
+    name = flag.lstrip("-").replace("-", "_")
+    meant = closest(name, groups_of_keys(), 0.8) or closest_key(name, leaves())
+    near = closest(name, [known.lstrip("-").replace("-", "_") for known in FLAGS], 0.6)
+    if near and name != (meant or "").rpartition(".")[2]:
+        fix = f"did you mean --{near.replace('_', '-')}?"
     elif meant:
         fix = f"options are written key=value: {meant}=..."
     else:

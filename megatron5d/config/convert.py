@@ -94,6 +94,11 @@ def leaves() -> list[str]:
     return [key for key, kind in keys().items() if not dataclasses.is_dataclass(kind)]
 
 
+def groups_of_keys() -> list[str]:
+    """What a command line chooses an option of: `model=llama3_8b`, `experiment=quickstart`."""
+    return [*(key for key in keys() if "." not in key), "experiment"]
+
+
 def kind_of(key: str) -> type:
     """int, float, bool, str or list: what a dotted key holds where it is not null; a group's own class for a group."""
     kind = _without_none(keys()[key])
@@ -103,11 +108,10 @@ def kind_of(key: str) -> type:
 def unknown(key: str) -> Fault:
     """The fault of a key that the schema does not have."""
     group = key.rpartition(".")[0]
-    groups = [name for name in keys() if "." not in name]
     if key.rpartition(".")[2] in DATA_PARALLEL and group in ("", "parallel"):
         reason = f"{key} is no key of the configuration: dp is what parallel.tp·cp·pp leave of the ranks"
         return Fault("unknown-key", (key,), reason, "leave it out, and start dp·tp·cp·pp ranks")
-    meant = None if group else closest(key, [*groups, "experiment"], 0.8)
+    meant = None if group else closest(key, groups_of_keys(), 0.8)
     if meant:
         fix = f"did you mean {meant}=...?"
         return Fault("unknown-key", (meant,), f"{key} is no group of the configuration", fix)
@@ -117,7 +121,7 @@ def unknown(key: str) -> Fault:
     elif any(leaf.startswith(group + ".") for leaf in leaves()):
         fix = _nearest(key, [leaf for leaf in leaves() if leaf.startswith(group + ".")])
     else:
-        fix = f"the groups are {', '.join(groups)}; --help lists every key"
+        fix = f"the groups are {', '.join(groups_of_keys())}; --help lists every key"
     return Fault("unknown-key", (meant or key,), f"{key} is no key of the configuration", fix)
 
 

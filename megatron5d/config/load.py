@@ -171,7 +171,7 @@ class _Spelling:
         if any(fault.id == "composition" for fault in self.faults):
             return True
         guessed = [bad for fault in self.faults if fault.id in _GUESSES for bad in fault.knobs]
-        if knob in guessed and knob not in self.explicit:
+        if knob not in self.explicit and any(bad in (knob, knob.partition(".")[0], "experiment") for bad in guessed):
             return True
         wrong = [bad for fault in self.faults if fault.id not in _GUESSES for bad in fault.knobs]
         if any(knob == bad or knob.startswith(bad + ".") and "." in bad for bad in wrong):
