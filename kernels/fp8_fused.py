@@ -11,9 +11,11 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.activation import swiglu_reference
 from kernels.dispatch import rows_of
-from kernels.fp8_quantize import E4M3, GROUP, Quantized, magnitude, quantize_reference, quantized
+from kernels.fp8_quantize import E4M3, GROUP, Quantized, magnitude, quantize_reference, quantize_rows, quantized
 from kernels.language import cdiv, jit, next_power_of_2, tl
-from kernels.normalization import MAX_WIDTH, layer_norm_reference, rms_norm_reference
+from kernels.normalization import launch_forward, layer_norm_reference, rms_norm_reference
+
+MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
 
 
 @jit
@@ -128,6 +130,10 @@ def _norm_quantized(
 ) -> tuple[Quantized, Tensor, Tensor]:
     """Rows `[rows, h]` on a GPU: their norm, and what its backward needs, mean and 1 / scale."""
     rows, width = x.shape
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    if width > MAX_WIDTH:
+        y, _, mean, inverse = launch_forward(x, None, weight, bias, eps, centred)
+        return quantize_rows(y, dtype, powers_of_two=powers_of_two), mean, inverse
     values, scales = _outputs(rows, width, dtype, x.device)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(inverse) if centred else inverse
@@ -135,8 +141,7 @@ def _norm_quantized(
     config["WIDTH"] = max(GROUP, next_power_of_2(width))
     config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
     flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "POWERS_OF_TWO": powers_of_two}
-    weight = weight.contiguous()
-    pointers = (x, weight, weight if bias is None else bias.contiguous(), values, scales, mean, inverse)
+    pointers = (x, weight, weight if bias is None else bias, values, scales, mean, inverse)
     sizes = (rows, width, x.stride(0), eps)
     grid = (cdiv(rows, config["ROWS"]),)
     _norm_kernel[grid](*pointers, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config)
@@ -160,7 +165,7 @@ def rms_norm_quantized(
         float64), which the backward of the norm needs.
     """
     x = rows_of(x)
-    if not dispatch.runs_triton(x) or x.shape[1] > MAX_WIDTH:
+    if not dispatch.runs_triton(x):
         inverse = torch.rsqrt(x.to(dispatch.statistics_dtype(x.dtype)).square().mean(-1) + eps)
         return quantize_reference(rms_norm_reference(x, weight, eps), 1, dtype, powers_of_two), inverse
     q, _, inverse = _norm_quantized(x, weight, None, eps, False, dtype, powers_of_two)
@@ -185,7 +190,7 @@ def layer_norm_quantized(
         values with scales, and mean and 1 / standard deviation, `[rows]` each.
     """
     x = rows_of(x)
-    if not dispatch.runs_triton(x) or x.shape[1] > MAX_WIDTH:
+    if not dispatch.runs_triton(x):
         wide = x.to(dispatch.statistics_dtype(x.dtype))
         mean = wide.mean(-1)
         inverse = torch.rsqrt((wide - mean[:, None]).square().mean(-1) + eps)

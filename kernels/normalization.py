@@ -17,8 +17,7 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.dispatch import rows_of, statistics_dtype
 from kernels.language import cdiv, jit, next_power_of_2, tl
-
-MAX_WIDTH = 16384
+from kernels.wide_normalization import wide_backward_kernel, wide_forward_kernel
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -137,70 +136,8 @@ def _backward_kernel(
         tl.store(dbias_ptr + mine, tl.sum(dbias, 0), column_is_live)
 
 
-@jit
-def _wide_backward_kernel(
-    dy_ptr,
-    dtotal_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    scale_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    num_rows,
-    width,
-    dy_stride,
-    dtotal_stride,
-    x_stride,
-    CENTRED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """As `_backward_kernel` for rows that do not fit in registers: two walks over a row, the second from cache."""
-    mine = tl.program_id(0).to(tl.int64) * width
-    for tile in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        row = tl.cast(tile, tl.int64)
-        scale = tl.load(scale_ptr + row)
-        mean = tl.load(mean_ptr + row) if CENTRED else 0.0
-        g_normal = tl.zeros((CHUNK,), tl.float32)
-        g_total = tl.zeros((CHUNK,), tl.float32)
-        for start in range(0, width, CHUNK):
-            column = start + tl.arange(0, CHUNK)
-            live = column < width
-            x = tl.load(x_ptr + row * x_stride + column, live, other=0.0).to(tl.float32)
-            g = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
-            g *= tl.load(weight_ptr + column, live, other=0.0).to(tl.float32)
-            g_normal += g * ((x - mean) * scale)
-            g_total += g
-        mean_g_normal = tl.sum(g_normal, 0) / width
-        mean_g = tl.sum(g_total, 0) / width if CENTRED else 0.0
-        for start in range(0, width, CHUNK):
-            column = start + tl.arange(0, CHUNK)
-            live = column < width
-            x = tl.load(x_ptr + row * x_stride + column, live, other=0.0).to(tl.float32)
-            dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + column, live, other=0.0).to(tl.float32)
-            normal = (x - mean) * scale
-            dx = (dy * weight - normal * mean_g_normal - mean_g) * scale
-            if HAS_DTOTAL:
-                dx += tl.load(dtotal_ptr + row * dtotal_stride + column, live, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), live)
-            dweight = tl.load(dweight_ptr + mine + column, live, other=0.0)
-            tl.store(dweight_ptr + mine + column, dweight + dy * normal, live)
-            if HAS_BIAS:
-                dbias = tl.load(dbias_ptr + mine + column, live, other=0.0)
-                tl.store(dbias_ptr + mine + column, dbias + dy, live)
-
-
-def _fits(x: Tensor) -> bool:
-    """Whether the kernels take x: the forward holds a whole row in registers."""
-    return dispatch.runs_triton(x) and x.shape[-1] <= MAX_WIDTH
-
-
 def _tile(operation: str, x: Tensor) -> dict:
-    """ROWS, WIDTH and warps for rows of this width: narrow rows (heads) share a program."""
+    """ROWS, WIDTH and warps for rows of this width, narrow ones (heads) sharing a program; CHUNK for wide rows."""
     config = tuning.select(operation, x.device, width=x.shape[-1])
     if "CHUNK" in config:
         return config
@@ -209,30 +146,39 @@ def _tile(operation: str, x: Tensor) -> dict:
     return config
 
 
+def launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The norm of x + residual, that sum as rows, and mean (without `centred`, nothing) and 1 / scale of each row."""
+    shape, x = x.shape, rows_of(x)
+    num_rows, width = x.shape
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(scale) if centred else scale
+    total, added = x, x
+    if residual is not None:
+        added, total = rows_of(residual), torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    tile = _tile("norm_forward", x)
+    pointers = (x, added, weight, weight if bias is None else bias, y, total, mean, scale)
+    flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
+    sizes = (width, x.stride(0), added.stride(0), eps)
+    if "CHUNK" in tile:
+        wide_forward_kernel[(num_rows,)](*pointers, *sizes, **flags, **tile)
+    else:
+        _forward_kernel[(cdiv(num_rows, tile["ROWS"]),)](*pointers, num_rows, *sizes, **flags, **tile)
+    return y, total, mean, scale
+
+
 class _Norm(torch.autograd.Function):
     """(x, residual) -> (norm of x + residual, x + residual); without a residual the second is x."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, centred):
-        shape, stream, x = x.shape, x, rows_of(x)
-        num_rows, width = x.shape
-        y = torch.empty(shape, dtype=x.dtype, device=x.device)
-        scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-        mean = torch.empty_like(scale) if centred else scale
-        total, added = x, x
-        if residual is not None:
-            added, total = rows_of(residual), torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-            stream = total.view(shape)
-        tile = _tile("norm_forward", x)
-        pointers = (x, added, weight, weight if bias is None else bias, y, total, mean, scale)
-        flags = {"CENTRED": centred, "HAS_BIAS": bias is not None}
-        sizes = (num_rows, width, x.stride(0), added.stride(0), eps)
-        grid = (cdiv(num_rows, tile["ROWS"]),)
-        _forward_kernel[grid](*pointers, *sizes, **flags, HAS_RESIDUAL=residual is not None, **tile)
+        y, total, mean, scale = launch_forward(x, residual, weight, bias, eps, centred)
         ctx.save_for_backward(total, weight, bias, mean, scale)
-        ctx.flags, ctx.has_residual = flags, residual is not None
+        ctx.flags, ctx.has_residual = {"CENTRED": centred, "HAS_BIAS": bias is not None}, residual is not None
         ctx.set_materialize_grads(False)  # where one of the two results is not used, nothing is read in its place
-        return y, stream
+        return y, x if residual is None else total.view(x.shape)
 
     @staticmethod
     def backward(ctx, dy, dtotal):
@@ -255,12 +201,13 @@ def _launch_backward(
     waves = tile.pop("PROGRAMS_PER_PROCESSOR")
     programs = min(cdiv(num_rows, tile.get("ROWS", 1)), waves * dispatch.num_processors(x.device))
     dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    dweight = torch.zeros(programs, width, dtype=torch.float32, device=x.device)
-    dbias = torch.zeros_like(dweight) if flags["HAS_BIAS"] else dweight
+    shares = torch.zeros if "CHUNK" in tile else torch.empty  # wide rows' are added to from the first row on
+    dweight = shares(programs, width, dtype=torch.float32, device=x.device)
+    dbias = shares(programs, width, dtype=torch.float32, device=x.device) if flags["HAS_BIAS"] else dweight
     arrived = dy if dtotal is None else rows_of(dtotal)
     strides = (dy.stride(0), arrived.stride(0), x.stride(0))
     pointers = (dy, arrived, x, weight, mean, scale, dx, dweight, dbias)
-    kernel = _wide_backward_kernel if "CHUNK" in tile else _backward_kernel
+    kernel = wide_backward_kernel if "CHUNK" in tile else _backward_kernel
     kernel[(programs,)](*pointers, num_rows, width, *strides, **flags, HAS_DTOTAL=dtotal is not None, **tile)
     dweight = dweight.sum(0)
     return dx.view(shape), dweight, dbias.sum(0) if flags["HAS_BIAS"] else dweight
@@ -293,7 +240,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     Returns:
         The norm of the sum, and the sum, both `[..., h]` in the dtype of `x`.
     """
-    if not _fits(x):
+    if not dispatch.runs_triton(x):
         total = x if residual is None else x + residual
         return rms_norm_reference(total, weight, eps), total
     return _Norm.apply(x, residual, weight.contiguous(), None, eps, False)
@@ -314,7 +261,7 @@ def rms_norm_backward(
     Returns:
         dx `[..., h]` and dw `[h]`, in the dtypes of x and weight.
     """
-    if not _fits(x):
+    if not dispatch.runs_triton(x):
         dx, dweight = dispatch.gradients_of(lambda x, weight: rms_norm_reference(x, weight, eps), dy, x, weight)
         return dx if dtotal is None else dx + dtotal, dweight
     kept = x, weight.contiguous(), inverse, inverse
@@ -341,7 +288,7 @@ def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The LayerNorm of `x + residual`, and that sum: as `add_rms_norm`."""
-    if not _fits(x):
+    if not dispatch.runs_triton(x):
         total = x if residual is None else x + residual
         return layer_norm_reference(total, weight, bias, eps), total
     return _Norm.apply(x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, True)
@@ -366,7 +313,7 @@ def layer_norm_backward(
     Returns:
         dx `[..., h]`, dw and db `[h]`, in the dtypes of x, weight and bias.
     """
-    if not _fits(x):
+    if not dispatch.runs_triton(x):
         plain = dispatch.gradients_of(lambda x, w, b: layer_norm_reference(x, w, b, eps), dy, x, weight, bias)
         return plain[0] if dtotal is None else plain[0] + dtotal, plain[1], plain[2]
     kept = x, weight.contiguous(), *statistics

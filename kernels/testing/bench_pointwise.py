@@ -148,6 +148,7 @@ def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Call
 
 
 ROWS, FEED_FORWARD = {"rows": 16384, "width": 4096}, {"rows": 8192, "width": 14336}
+WIDE = {"rows": 4096, "width": 18432}
 TINY = {"rows": 6, "width": 136}
 HEADS, FEW_HEADS = {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128}, {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16}
 
@@ -170,6 +171,8 @@ POINTWISE = {
     "LayerNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=True), 3, ROWS),
     "RMSNorm forward 16384x4096": _row(partial(rms_norm, backward=False), 4, ROWS),
     "RMSNorm backward 16384x4096": _row(partial(rms_norm, backward=True), 6, ROWS),
+    "RMSNorm forward 4096x18432": _row(partial(rms_norm, backward=False), 4, WIDE),
+    "RMSNorm backward 4096x18432": _row(partial(rms_norm, backward=True), 6, WIDE),
     "LayerNorm forward 16384x4096": _row(partial(layer_norm, backward=False), 4, ROWS),
     "LayerNorm backward 16384x4096": _row(partial(layer_norm, backward=True), 6, ROWS),
     "sum and RMSNorm forward 16384x4096": _row(partial(add_rms_norm, backward=False), 8, ROWS),

@@ -8,7 +8,7 @@ import kernels
 from kernels import normalization
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-SHAPES = [(1, 1), (5, 7), (3, 2, 127), (33, 129), (6, 4097)]
+SHAPES = [(1, 1), (5, 7), (3, 2, 127), (33, 129), (3, 1000), (6, 4097)]  # the last with the kernels of wide rows
 
 
 def relative(got, want):
@@ -81,6 +81,21 @@ def test_the_stream_beside_the_norm(width, added, centred, dtype):
             assert one is None or relative(one, expected) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("width", [18432, 4099])
+def test_wide_rows_far_from_zero(width):
+    """A mean of the squares less the square of the mean would be off by a tenth here, and one of a single lane too."""
+    x = (torch.randn(2, width) + torch.linspace(1000, 1010, width)).requires_grad_()
+    weight, bias = torch.randn(width), torch.randn(width)
+    y, want = (norm(x.double() if wide else x, wide) for norm, wide in (
+        (lambda x, _: kernels.layer_norm(x, weight, bias, 1e-5), False),
+        (lambda x, _: F.layer_norm(x, (width,), weight.double(), bias.double(), 1e-5), True),
+    ))  # fmt: skip
+    assert relative(y, want) < 5e-5
+    dy = torch.randn(2, width)
+    got, wanted = (torch.autograd.grad(out, x, dy.to(out.dtype))[0] for out in (y, want))
+    assert relative(got, wanted) < 1e-4
+
+
 def test_a_transposed_input_and_gradient():
     x, weight = torch.randn(33, 5).t(), torch.randn(33)
     check(x, weight, None, lambda x, w: kernels.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, (33,), w, 1e-5))
@@ -92,7 +107,8 @@ def test_empty():
     assert kernels.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
 
 
-def test_the_kernel_really_runs(monkeypatch):
-    monkeypatch.setattr(normalization, "_forward_kernel", None)
+@pytest.mark.parametrize("kernel, width", [("_forward_kernel", 8), ("wide_forward_kernel", 1500)])
+def test_the_kernel_really_runs(kernel, width, monkeypatch):
+    monkeypatch.setattr(normalization, kernel, None)
     with pytest.raises(TypeError):
-        kernels.rms_norm(torch.randn(3, 8), torch.ones(8), 1e-5)
+        kernels.rms_norm(torch.randn(3, width), torch.ones(width), 1e-5)

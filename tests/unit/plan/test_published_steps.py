@@ -22,7 +22,6 @@ from pathlib import Path
 
 import pytest
 
-from kernels import normalization
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import (
@@ -102,12 +101,6 @@ def is_old(run) -> bool:
 @pytest.fixture(scope="module")
 def errors():
     """(run, relative error of the predicted time)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(normalization, "MAX_WIDTH", 65536)
-        return _errors()
-
-
-def _errors():
     estimators: dict[tuple[str, bool], Estimator] = {}
     found = []
     for run in RUNS:
