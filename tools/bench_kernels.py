@@ -7,12 +7,19 @@
 Needs torch and Triton only. Each figure is the median of many calls over several sets of inputs with a cold cache.
 Shares are of this very device's measured copy bandwidth or bfloat16 GEMM rate, in the same run. Memory is what a call
 takes at its peak beyond what was there before it. Liger-Kernel is measured where it is installed.
+A provider that fails says why and ends nothing; one that crashes or hangs ends its row. The file is written after every
+row, and rows that the time does not suffice for are named.
 """
 
 import argparse
+import functools
+import gc
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,6 +30,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the rows and stop")
     parser.add_argument("--sets", type=int, default=3, help="sets of inputs")
     parser.add_argument("--repeats", type=int, default=50, help="timed calls a provider")
+    parser.add_argument("--minutes", type=float, default=8.0, help="when to stop, whatever is left")
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser.parse_intermixed_args()
 
@@ -31,28 +39,55 @@ if __name__ == "__main__":
     _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
 
 import torch
+import torch._functorch.config
 
+from kernels.testing.apart import device_is_lost, in_turn
 from kernels.testing.bench_row import Benchmark
 from kernels.testing.benchmarks import BENCHMARKS
 from kernels.testing.measure import copy_gb_s, gemm_tflop_s, median_ms, peak_bytes
 
 PER_MS = {"TFLOP/s": 1e9, "GB/s": 1e6}
+SILENCE_S = 150.0  # of one provider: three compilations and all its calls
 
 
-def measure(benchmark: Benchmark, sets: int, repeats: int) -> dict[str, dict]:
+def measure(benchmark: Benchmark, sets: int, repeats: int) -> Iterator[tuple[str, dict]]:
     """Milliseconds, rate and peak memory of each provider, or the reason why it has none."""
-    made = [benchmark.calls() for _ in range(sets)]
-    rows: dict[str, dict] = {}
+    try:
+        made = [benchmark.calls() for _ in range(sets)]
+    except Exception as error:
+        yield "inputs", because(error)
+        made = [{}]
     for provider in made[0]:
         try:
             ms = median_ms([calls[provider] for calls in made], repeats)
             memory = peak_bytes(made[0][provider])
         except Exception as error:  # a provider that this build lacks must not end the run
-            rows[provider] = {"unavailable": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
+            yield provider, because(error)
+            if device_is_lost():
+                raise
             continue
         rate = benchmark.work_of_a_call / ms / PER_MS[benchmark.unit]
-        rows[provider] = {"ms": ms, "rate": rate, "unit": benchmark.unit, "peak_bytes": memory}
-    return rows
+        yield provider, {"ms": ms, "rate": rate, "unit": benchmark.unit, "peak_bytes": memory}
+
+
+def because(error: Exception) -> dict[str, str]:
+    """The first line of an error in the place of figures."""
+    said = str(error).strip().partition("\n")[0]
+    return {"unavailable": f"{type(error).__name__}: {said[:120]}"}
+
+
+def work(sets: int, repeats: int, names: Sequence[str], tell: Callable[[tuple], None]) -> None:
+    """Measure the device and the named rows, telling of each figure at once: the worker of `in_turn`."""
+    torch._functorch.config.donated_buffer = False  # or what is compiled refuses to go back through its graph again
+    limits = {"GB/s": copy_gb_s(), "TFLOP/s": gemm_tflop_s()}
+    tell((None, {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "limits": limits}))
+    for name in names:
+        for provider, row in measure(BENCHMARKS[name], sets, repeats):
+            tell((name, provider, row))
+        tell((name,))
+        torch.compiler.reset()  # the next row's shapes are its own: neither recompiled as dynamic nor given up
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def table(name: str, rows: dict[str, dict], limits: dict[str, float]) -> str:
@@ -84,19 +119,43 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench_kernels measures on a GPU, and torch sees none here; --list prints the rows", file=sys.stderr)
         return 2
-    limits = {"GB/s": copy_gb_s(), "TFLOP/s": gemm_tflop_s()}
-    device = torch.cuda.get_device_name()
-    print(f"{device}: copy {limits['GB/s']:.0f} GB/s, bfloat16 GEMM {limits['TFLOP/s']:.0f} TFLOP/s", flush=True)
-    results = {}
-    for name in wanted:
-        results[name] = measure(BENCHMARKS[name], args.sets, args.repeats)
-        torch.cuda.empty_cache()
-        print(table(name, results[name], limits), flush=True)
-    if args.json:
-        args.json.write_text(
-            json.dumps({"device": device, "torch": torch.__version__, "limits": limits, "rows": results}, indent=1)
-        )
+    report(in_turn(
+        functools.partial(work, args.sets, args.repeats), wanted, SILENCE_S, time.monotonic() + 60 * args.minutes
+    ), args.json)  # fmt: skip
     return 0
+
+
+def report(told: Iterator[tuple], file: Path | None) -> None:
+    """Print rows as they end, and write all that is known to the file each time.
+
+    Args:
+        told: `(None, what the device is)`, `(row, provider, figures)`, and `(row, why it ended early)`.
+        file: of the figures, or None.
+    """
+    found: dict[str, Any] = {"rows": {}}
+    printed = ""
+
+    def show(name: str) -> None:
+        if name:
+            print(table(name, found["rows"][name], found.get("limits", {})), flush=True)
+        if file:
+            file.write_text(json.dumps(found, indent=1))
+
+    for name, *rest in told:
+        if name is None:
+            new = "limits" not in found
+            found = {**rest[0], **found}
+            limits = found["limits"]
+            if new:
+                print(f"{found['device']}, torch {found['torch']}: copy {limits['GB/s']:.0f} GB/s, "
+                      f"bfloat16 GEMM {limits['TFLOP/s']:.0f} TFLOP/s", flush=True)  # fmt: skip
+            continue
+        if name != printed:
+            show(printed)
+            printed = name
+        provider, row = rest if len(rest) == 2 else ("the rest", {"unavailable": rest[0]})
+        found["rows"].setdefault(name, {})[provider] = row
+    show(printed)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Attention, both ways, at the shapes of models in use."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import kernels
 from kernels.testing.bench_row import Benchmark, Calls, Forward, one_way, random
@@ -24,20 +25,30 @@ def _flex(
             visible = visible & (query - key < window)
         return visible & (query // document == key // document) if document else visible
 
-    compiled = torch.compile(flex_attention)
-    mask = create_block_mask(seen, None, None, s, s, device)
-    return lambda: compiled(*tiles, block_mask=mask, enable_gqa=True)
+    @functools.cache
+    def ready() -> tuple[Callable[..., Tensor], BlockMask]:
+        return torch.compile(flex_attention, dynamic=False), create_block_mask(seen, None, None, s, s, device)
+
+    def run() -> Tensor:
+        compiled, mask = ready()
+        return compiled(*tiles, block_mask=mask, enable_gqa=True)
+
+    return run
 
 
 def _varlen(s: int, window: int, document: int, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     """torch's flash attention over packed sequences; tensors are `[s, b, heads, d]`."""
-    from torch.nn.attention.varlen import varlen_attn
-
     length = document or s
     q, k, v = (x.detach().transpose(0, 1).flatten(0, 1).requires_grad_(x.requires_grad) for x in (q, k, v))
     ends = torch.arange(0, q.shape[0] + 1, length, device=q.device, dtype=torch.int32)
     seen = (window - 1 if window else -1, 0)
-    return lambda: varlen_attn(q, k, v, ends, ends, length, length, window_size=seen), (q, k, v)
+
+    def run() -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(q, k, v, ends, ends, length, length, window_size=seen)
+
+    return run, (q, k, v)
 
 
 def attention(
@@ -71,9 +82,10 @@ def attention(
     if not window and not document:
         forwards["torch flash"] = torch_with(SDPBackend.FLASH_ATTENTION), tiles
         forwards["cuDNN"] = torch_with(SDPBackend.CUDNN_ATTENTION), tiles
-    elif a == g and not dv:
+    else:
         forwards["torch flash, packed"] = _varlen(s, window, document, q, k, v)
-    forwards["torch flex"] = _flex(s, window, document, device, (qh, kh, vh)), tiles
+    if window or document or dv:  # it takes long to compile, and elsewhere flash and cuDNN are there
+        forwards["torch flex"] = _flex(s, window, document, device, (qh, kh, vh)), tiles
     return one_way(forwards, backward)
 
 
@@ -107,4 +119,5 @@ def _rows(way: str, backward: bool) -> dict[str, Benchmark]:
     }
 
 
-ATTENTION = {**_rows("forward", False), **_rows("backward", True)}
+ATTENTION = {name: row for both in zip(_rows("forward", False).items(), _rows("backward", True).items())
+             for name, row in both}  # fmt: skip

@@ -19,7 +19,8 @@ class Benchmark:
 
     Args:
         make: called as `make(device, **sizes)`: provider name -> call, on fresh random inputs; "ours" is always there.
-            A call of ours returns all it makes, also in place, so that results can be compared.
+            A call of ours returns all it makes, also in place, so that results can be compared. What only one provider
+            needs, its first call makes: it may be missing, or take long.
         work: floating-point operations, or bytes that must move, of one call, from the same sizes.
         unit: "TFLOP/s" or "GB/s".
         sizes: those of real training.
@@ -80,20 +81,22 @@ Forward = tuple[Callable[[], Any], tuple[Tensor, ...]]
 
 
 def one_way(forwards: Mapping[str, Forward], backward: bool) -> Calls:
-    """The forwards as they are, or the backwards of graphs recorded once."""
-    if not backward:
-        return {name: run for name, (run, _) in forwards.items()}
-    calls: Calls = {}
-    for name, (run, leaves) in forwards.items():
-        try:
+    """The forwards as they are, or the backwards of graphs that the first call records."""
+    return {name: _backward(*each) if backward else each[0] for name, each in forwards.items()}
+
+
+def _backward(run: Callable[[], Any], leaves: tuple[Tensor, ...]) -> Callable[[], object]:
+    graph: list[tuple[Tensor, ...]] = []
+
+    def call() -> tuple[Tensor, ...]:
+        if not graph:
             out = run()
-        except Exception as error:  # a provider that this build lacks must not end the run
-            calls[name] = failing(error)
-            continue
-        outputs = out if isinstance(out, tuple) else (out,)
-        grads = [torch.randn_like(y) for y in outputs]
-        calls[name] = partial(torch.autograd.grad, outputs, leaves, grads, retain_graph=True)
-    return calls
+            outputs = out if isinstance(out, tuple) else (out,)
+            graph.extend((outputs, tuple(torch.randn_like(y) for y in outputs)))
+        outputs, grads = graph
+        return torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+    return call
 
 
 def beside_compiled(

@@ -1,0 +1,107 @@
+"""tools/bench_kernels.py without a GPU: whatever fails, crashes or hangs, the figures of the others are there."""
+
+import json
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+
+from kernels.testing.apart import in_turn
+from kernels.testing.bench_row import Benchmark
+from tools import bench_kernels
+
+LIMITS = {"device": "a GPU", "torch": "2", "limits": {"GB/s": 1000.0, "TFLOP/s": 100.0}}
+
+
+def row(make) -> Benchmark:
+    return Benchmark(make, lambda: 1e9, "GB/s", {}, {})
+
+
+def fails():
+    raise RuntimeError("no such kernel\nand much more")
+
+
+def says_nothing():
+    raise AssertionError
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A call takes a millisecond; the device is sound."""
+    monkeypatch.setattr(bench_kernels, "median_ms", lambda calls, repeats: [call() for call in calls] and 1.0)
+    monkeypatch.setattr(bench_kernels, "peak_bytes", lambda call: 2**20)
+    monkeypatch.setattr(bench_kernels, "device_is_lost", lambda: False)
+    return monkeypatch
+
+
+def test_a_provider_that_fails_says_why_and_the_others_have_figures(quick):
+    calls = {"theirs": fails, "mute": says_nothing, "ours": lambda: 0}
+    found = dict(bench_kernels.measure(row(lambda device: calls), 2, 5))
+    assert found["theirs"] == {"unavailable": "RuntimeError: no such kernel"}
+    assert found["mute"] == {"unavailable": "AssertionError: "}
+    assert found["ours"] == {"ms": 1.0, "rate": 1000.0, "unit": "GB/s", "peak_bytes": 2**20}
+    assert dict(bench_kernels.measure(row(lambda device: fails()), 2, 5)) == {
+        "inputs": {"unavailable": "RuntimeError: no such kernel"}
+    }
+
+
+def test_nothing_is_measured_on_a_broken_device(quick):
+    quick.setattr(bench_kernels, "device_is_lost", lambda: True)
+    measured = bench_kernels.measure(row(lambda device: {"theirs": fails, "ours": lambda: 0}), 1, 5)
+    assert next(measured)[0] == "theirs"
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        next(measured)
+
+
+def troubled(names, tell):
+    """A worker some of whose pieces end it."""
+    tell((None, LIMITS))
+    for name in names:
+        tell((name, "ours", {"ms": 1.0, "rate": 500.0, "unit": "GB/s", "peak_bytes": 0}))
+        if name == "crashes":
+            os._exit(1)
+        if name == "hangs":
+            time.sleep(60)
+        tell((name,))
+
+
+def test_the_rows_behind_a_crash_and_a_hang_are_measured(tmp_path, capsys):
+    names, file = ["crashes", "sound", "hangs", "last"], tmp_path / "figures.json"
+    begin = time.monotonic()
+    told = in_turn(troubled, names, 1.0, begin + 50, multiprocessing.get_context("fork"))
+    bench_kernels.report(told, file)
+    rows = json.loads(file.read_text())["rows"]
+    assert list(rows) == names and all(row["ours"]["rate"] == 500.0 for row in rows.values())
+    assert rows["crashes"]["the rest"] == {"unavailable": "its process has died"}
+    assert rows["hangs"]["the rest"] == {"unavailable": "nothing heard in 1 s"}
+    assert "the rest" not in rows["sound"] and "the rest" not in rows["last"]
+    printed = capsys.readouterr().out
+    assert printed.count("a GPU, torch 2: copy 1000 GB/s") == 1 and printed.count("50.0% of limit") == 4
+
+
+def test_what_the_time_does_not_suffice_for_is_named(tmp_path):
+    told = in_turn(troubled, ["hangs", "last"], 30.0, time.monotonic() + 1, multiprocessing.get_context("fork"))
+    assert [(name, why) for name, *rest in told if len(rest) == 1 for why in rest if name] == [
+        ("hangs", "the time is up"),
+        ("last", "not reached: the time is up"),
+    ]
+
+
+def test_the_file_holds_a_row_before_the_next_one_is_asked_for(tmp_path):
+    file = tmp_path / "figures.json"
+
+    def told():
+        yield from ((None, LIMITS), ("a", "ours", {"unavailable": "x"}), ("b", "ours", {"unavailable": "y"}))
+        assert json.loads(file.read_text())["rows"].keys() >= {"a"}
+
+    bench_kernels.report(told(), file)
+
+
+def test_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_kernels.py", "rmsnorm forward", "--list"])
+    assert bench_kernels.main() == 0 and "RMSNorm forward 4096x18432" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["bench_kernels.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench_kernels.main() == 2
