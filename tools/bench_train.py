@@ -20,6 +20,7 @@ import gc
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -180,8 +181,11 @@ def compare(config: Config, device: torch.device, steps: int, wanted: list[str])
             torch.cuda.reset_peak_memory_stats(device)
         try:
             results[name] = measure(PROVIDERS[name](config, device), config, device, steps)
-        except (ImportError, torch.OutOfMemoryError) as error:  # a peer that is missing or too large ends nothing
-            results[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        except Exception as error:  # a side that is missing, too large or broken ends nothing
+            if not isinstance(error, (ImportError, torch.OutOfMemoryError)):
+                traceback.print_exc()
+            said = str(error).strip().partition("\n")[0]
+            results[name] = f"{type(error).__name__}: {said[:100]}"
         torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
@@ -213,7 +217,7 @@ def main() -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("bench_train measures on a GPU, and torch sees none here; --device cpu tries it out", file=sys.stderr)
         return 2
-    device = torch.device(arguments.device)
+    device = torch.device("cuda", torch.cuda.current_device()) if arguments.device == "cuda" else torch.device("cpu")
     cases = {name: CASES[name] for name in arguments.cases or CASES}
     if arguments.model:
         cases = {arguments.model: [f"model={arguments.model}", f"train.seq_len={arguments.seq_len}",
@@ -233,9 +237,9 @@ def main() -> int:
         print(table(name, config, results), flush=True)
         figures = {key: row if isinstance(row, str) else asdict(row) for key, row in results.items()}
         rows[name] = {"layers": config.model.num_layers, **figures}
-    if arguments.json:
-        found = {"device": what, "torch": torch.__version__, "overrides": arguments.set, "rows": rows}
-        arguments.json.write_text(json.dumps(found, indent=1))
+        if arguments.json:  # after every model: a run that is stopped has left what it found
+            found = {"device": what, "torch": torch.__version__, "overrides": arguments.set, "rows": rows}
+            arguments.json.write_text(json.dumps(found, indent=1))
     return 0
 
 

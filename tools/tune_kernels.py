@@ -6,13 +6,16 @@
 
 A candidate counts only if it compiles and gives the same result as the present entry up to rounding.
 Run the compile gate afterwards: it refuses spills.
-Only the entry that the operation's benchmark selects is tuned; the others keep what they have.
+Only the entry that the operation's benchmark selects is tuned; the others keep what they have. Candidates are tried in
+a random order, the same each time, for so many minutes an operation; the table is written after each operation.
 """
 
 import argparse
 import itertools
 import json
+import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operations", nargs="*", help="what --list names; without any, all of them")
     parser.add_argument("--list", action="store_true", help="print operations and how many candidates each has")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of search for each operation")
     parser.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
     return parser.parse_intermixed_args()
 
@@ -36,6 +40,7 @@ import torch
 
 from kernels import tuning
 from kernels.fp8_quantize import Quantized
+from kernels.testing.apart import device_is_lost
 from kernels.testing.benchmarks import BENCHMARKS
 from kernels.testing.measure import median_ms
 
@@ -167,7 +172,11 @@ class Search:
         return config
 
     def ms(self, candidate: dict) -> float | None:
-        """Milliseconds with a candidate, or None where it does not run or gives another result."""
+        """Milliseconds with a candidate, or None where it does not run or gives another result.
+
+        Raises:
+            RuntimeError: it has broken the device, on which no other candidate would run.
+        """
 
         def select(operation: str, device: torch.device, **key: int) -> dict:
             return dict(candidate) if operation == self.operation else self.original(operation, device, **key)
@@ -176,7 +185,9 @@ class Search:
             try:
                 call = self._fresh()
                 return median_ms([call], 30) if agrees(results(call()), self.want) else None
-            except Exception:  # too much shared memory, or a tile that the compiler refuses: not a candidate
+            except Exception as error:  # too much shared memory, or a tile that the compiler refuses: not a candidate
+                if device_is_lost():
+                    raise RuntimeError(f"{candidate} has broken the device: {error}") from error
                 return None
 
 
@@ -194,18 +205,25 @@ def write_entry(architecture: str, operation: str, present: dict, best: dict) ->
     path.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
-def tune(operation: str, dry_run: bool) -> None:
-    """Time every candidate, print the faster ones as they come, and write the best."""
-    search = Search(operation)
+def tune(operation: str, minutes: float, dry_run: bool) -> None:
+    """Time the candidates, print the faster ones as they come, and write the best."""
+    search, until = Search(operation), time.monotonic() + 60 * minutes
     best, best_ms = search.present, search.present_ms
     print(f"{operation}: {best_ms:.3f} ms with {best}", flush=True)
-    for candidate in candidates(operation):
-        ms = search.ms(candidate)
-        if ms is not None and ms < 0.99 * best_ms:
-            best, best_ms = candidate, ms
-            print(f"  {ms:.3f} ms with {candidate}", flush=True)
-    if best != search.present and not dry_run:
-        write_entry(tuning.architecture(torch.device("cuda")), operation, search.present, best)
+    tried, every = 0, candidates(operation)
+    random.Random(0).shuffle(every)
+    try:
+        for candidate in every:
+            if time.monotonic() > until:
+                print(f"  the time is up after {tried} of {len(every)} candidates", flush=True)
+                break
+            ms, tried = search.ms(candidate), tried + 1
+            if ms is not None and ms < 0.99 * best_ms:
+                best, best_ms = candidate, ms
+                print(f"  {ms:.3f} ms with {candidate}", flush=True)
+    finally:
+        if best != search.present and not dry_run:
+            write_entry(tuning.architecture(torch.device("cuda")), operation, search.present, best)
 
 
 def main() -> int:
@@ -220,9 +238,16 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tune_kernels measures on a GPU, and torch sees none here; --list prints the candidates", file=sys.stderr)
         return 2
+    failed = 0
     for operation in wanted:
-        tune(operation, args.dry_run)
-    return 0
+        try:
+            tune(operation, args.minutes, args.dry_run)
+        except Exception as error:  # the other operations' searches do not depend on this one
+            failed = 1
+            print(f"{operation}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            if device_is_lost():
+                break
+    return failed
 
 
 if __name__ == "__main__":

@@ -47,6 +47,20 @@ def test_a_model_has_as_many_layers_as_the_device_holds():
     assert bench_train.fitted(config, 0, target).model.num_layers == 1
 
 
+def test_a_side_that_breaks_leaves_the_other_s_figures(monkeypatch, tmp_path, capsys):
+    def broken(config, device):
+        raise RuntimeError("no kernel\nfor this device")
+
+    out = tmp_path / "figures.json"
+    monkeypatch.setitem(bench_train.PROVIDERS, "transformers + compile", broken)
+    command = f"--model tiny --device cpu --seq-len 32 --mbs 2 --steps 1 --json {out}"
+    monkeypatch.setattr("sys.argv", ["bench_train.py", *command.split()])
+    assert bench_train.main() == 0
+    row = json.loads(out.read_text())["rows"]["tiny"]
+    assert row["transformers + compile"] == "RuntimeError: no kernel" and row["ours"]["tokens_per_s"] > 0
+    assert "for this device" in capsys.readouterr().err
+
+
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench_train.py", "1b"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

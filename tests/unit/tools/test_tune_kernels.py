@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.fp8_quantize import quantize_rows_both_ways
+from tools import tune_kernels
 from tools.tune_kernels import agrees, results
 
 
@@ -29,3 +30,36 @@ def test_agreement_is_up_to_rounding():
     assert not agrees([torch.full((64, 64), torch.nan)], want)
     with pytest.raises(ValueError):
         agrees([], want)
+
+
+@pytest.fixture
+def search(monkeypatch):
+    """Candidates of one value; the present one takes 5 ms, any other its value, and 0 breaks the device."""
+
+    class Fake:
+        present, present_ms = {"BLOCK": 5}, 5.0
+
+        def __init__(self, operation):
+            self.operation = operation
+
+        def ms(self, candidate):
+            if candidate["BLOCK"] == 0:
+                raise RuntimeError("broken")
+            return float(candidate["BLOCK"])
+
+    written = []
+    monkeypatch.setattr(tune_kernels, "Search", Fake)
+    monkeypatch.setattr(tune_kernels, "write_entry", lambda *entry: written.append(entry[1:]))
+    monkeypatch.setattr(tune_kernels.tuning, "architecture", lambda device: "sm_90")
+    return written
+
+
+def test_the_best_is_written_also_where_the_search_breaks_off(search, monkeypatch):
+    monkeypatch.setattr(tune_kernels.random.Random, "shuffle", lambda self, every: None)
+    monkeypatch.setattr(tune_kernels, "candidates", lambda operation: [{"BLOCK": n} for n in (7, 3, 0, 1)])
+    with pytest.raises(RuntimeError, match="broken"):
+        tune_kernels.tune("swiglu", 1.0, False)
+    assert search == [("swiglu", {"BLOCK": 5}, {"BLOCK": 3})]
+    search.clear()
+    tune_kernels.tune("swiglu", 0.0, False)
+    assert search == []
