@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import rows_of, statistics_dtype
+from kernels.dispatch import first_order, rows_of, statistics_dtype
 from kernels.language import cdiv, jit, tl
 
 
@@ -98,6 +98,7 @@ class _SwiGLU(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         (rows,) = ctx.saved_tensors
         return swiglu_backward(dy, rows, ctx.overwrite), None
@@ -116,6 +117,7 @@ class _GELU(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         if ctx.overwrite:  # each program reads its numbers before it writes them

@@ -1,8 +1,10 @@
 """Which path a tensor takes, and which precision its sums are kept in."""
 
+import functools
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +28,41 @@ def runs_triton(x: Tensor) -> bool:
 
     float64 has no fast path anywhere and always takes the plain one, and so do empty tensors. Tensors on the meta
     device go the way of the GPU that is planned for.
+
+    Raises:
+        ValueError: x lies on another GPU than the current one, where Triton would launch.
     """
     if not HAS_TRITON or x.dtype == torch.float64 or x.numel() == 0:
         return False
     if x.is_meta:
         return PLANNED.get() is not None
-    return x.is_cuda or (INTERPRETED and x.device.type == "cpu")
+    if x.is_cuda:
+        if x.get_device() != torch.cuda.current_device():
+            raise ValueError(
+                f"a tensor {tuple(x.shape)} lies on cuda:{x.get_device()}, and kernels run on the current device, "
+                f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device, or use `with torch.cuda.device(...)`"
+            )
+        return True
+    return INTERPRETED and x.device.type == "cpu"
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that is refused where a graph of it is wanted (`create_graph=True`).
+
+    What kernels compute is not recorded, nor is what was kept from the forward, such as the log-sum-exp: a second
+    derivative would lack terms, and nothing would tell.
+
+    Raises:
+        RuntimeError: instead of a gradient.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{backward.__qualname__.lstrip('_')} is differentiable once: no create_graph=True")
+        return backward(ctx, *gradients)
+
+    return refusing
 
 
 def gradients_of(reference: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -48,6 +79,11 @@ def num_processors(device: torch.device) -> int:
         return _NUM_PROCESSORS_PLANNED
     if device.type != "cuda":
         return _NUM_PROCESSORS_WITHOUT_GPU
+    return _multi_processor_count(device)
+
+
+@functools.cache
+def _multi_processor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

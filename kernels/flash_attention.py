@@ -14,6 +14,7 @@ from kernels import dispatch
 from kernels import flash_attention_backward as triton_backward
 from kernels import flash_attention_forward as triton_forward
 from kernels import flash_attention_plain as plain
+from kernels.dispatch import first_order
 from kernels.flash_attention_plain import AttentionRule
 from kernels.flash_attention_tiles import takes
 
@@ -85,6 +86,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_order
     def backward(ctx, dout, _):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dq, dk, dv = _backward(dout, q, k, v, out, lse, ctx.rule)

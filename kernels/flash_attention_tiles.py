@@ -71,11 +71,11 @@ def tile(source, layout, first, batch, head, BLOCK: tl.constexpr, D: tl.constexp
     elif REACH == 2:
         loaded = source.load([first, batch, head, 0]).reshape(BLOCK, D)
     else:
-        token = tl.arange(0, BLOCK)
+        token = first + tl.arange(0, BLOCK)
         column = tl.arange(0, D)
-        start = first.to(tl.int64) * layout[0] + batch.to(tl.int64) * layout[1] + head.to(tl.int64) * layout[2]
-        live = (first + token < layout[3])[:, None] & (column < layout[4])[None, :]
-        loaded = tl.load(source + start + token[:, None] * layout[0] + column[None, :], live, other=0.0)
+        start = batch.to(tl.int64) * layout[1] + head.to(tl.int64) * layout[2]
+        live = (token < layout[3])[:, None] & (column < layout[4])[None, :]
+        loaded = tl.load(source + start + token.to(tl.int64)[:, None] * layout[0] + column[None, :], live, other=0.0)
     return loaded
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
+from kernels.dispatch import first_order
 from kernels.flash_attention_tiles import DTYPES
 from kernels.fp8_matmul import swizzled
 from kernels.language import HAS_TRITON, cdiv, jit, next_power_of_2, tl
@@ -223,6 +224,7 @@ class _GroupedMatmul(torch.autograd.Function):
         return _rows(x, weight, offsets)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         x, weight, offsets = ctx.saved_tensors
         dy = dy.contiguous()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.dispatch import statistics_dtype
+from kernels.dispatch import first_order, statistics_dtype
 from kernels.vocab_cross_entropy import IGNORE_INDEX, vocab_cross_entropy_backward, vocab_statistics
 from kernels.weight_grad import accumulate_weight_grad
 
@@ -65,6 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (losses * token_weights.to(wide)).sum(), losses
 
     @staticmethod
+    @first_order
     def backward(ctx, dloss, _):
         dx, dweight = ctx.saved_tensors
         return dx * dloss.to(dx.dtype), (dweight * dloss).to(ctx.weight_dtype), None, None, None, None, None, None

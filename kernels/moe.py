@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import rows_of, statistics_dtype
+from kernels.dispatch import first_order, rows_of, statistics_dtype
 from kernels.language import cdiv, jit, next_power_of_2, tl
 
 
@@ -162,6 +162,7 @@ class _Permute(torch.autograd.Function):
         return _gather(x, where, None)
 
     @staticmethod
+    @first_order
     def backward(ctx, drows):
         return _combine(drows, ctx.where, None), None
 
@@ -174,6 +175,7 @@ class _Unpermute(torch.autograd.Function):
         return _combine(rows, where, probs)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         rows, probs = ctx.saved_tensors
         where = ctx.where
@@ -230,6 +232,7 @@ class _TopK(torch.autograd.Function):
         return values, indices
 
     @staticmethod
+    @first_order
     def backward(ctx, dvalues, _):
         (indices,) = ctx.saved_tensors
         dscores = dvalues.new_zeros(indices.shape[0], ctx.num_experts)

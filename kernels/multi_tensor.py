@@ -130,11 +130,11 @@ def _squares_kernel(
 
 @jit
 def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY: tl.constexpr, FULL: tl.constexpr):
-    """AdamW of one block; rates: gradient factor, decay of the weights, step, betas, root of 1 - b2^t, eps."""
-    factor, kept, step, beta1, beta2, root_correction2, eps = rates
+    """AdamW of one block; rates: gradient factor, decay, step, betas, 1 - betas, root of 1 - b2^t, eps."""
+    factor, kept, step, beta1, beta2, share1, share2, root_correction2, eps = rates
     g = _read(g_ptr, live, FULL) * factor
-    m = beta1 * _read(m_ptr, live, FULL) + (1.0 - beta1) * g
-    v = beta2 * _read(v_ptr, live, FULL) + (1.0 - beta2) * g * g
+    m = beta1 * _read(m_ptr, live, FULL) + share1 * g
+    v = beta2 * _read(v_ptr, live, FULL) + share2 * g * g
     p = _read(p_ptr, live, FULL) * kept - step * m / (tl.sqrt(v) / root_correction2 + eps)
     _write(m_ptr, m, live, FULL)
     _write(v_ptr, v, live, FULL)
@@ -154,6 +154,8 @@ def _adamw_kernel(
     lr,
     beta1,
     beta2,
+    share1,
+    share2,
     eps,
     correction1,
     root_correction2,
@@ -170,7 +172,7 @@ def _adamw_kernel(
     v_ptr = _tensor(addresses_ptr + 3 * num_tensors + which, tl.float32, ALIGNED) + index
     copy_ptr = _tensor(addresses_ptr + (4 if HAS_COPY else 0) * num_tensors + which, COPY, ALIGNED) + index
     kept = 1.0 - lr * tl.load(weight_decay_ptr + which)
-    rates = (tl.load(factor_ptr), kept, lr / correction1, beta1, beta2, root_correction2, eps)
+    rates = (tl.load(factor_ptr), kept, lr / correction1, beta1, beta2, share1, share2, root_correction2, eps)
     if full:
         _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY, True)
     else:
@@ -247,6 +249,7 @@ def adamw_step(table: TensorTable, settings: AdamWSettings, factor: Tensor, weig
     has_copy = "copy" in table.columns
     copy = _TRITON_DTYPES[table.dtype("copy")] if has_copy else tl.float32
     dtypes = {"GRAD": _TRITON_DTYPES[table.dtype("grad")], "COPY": copy, "HAS_COPY": has_copy, "ALIGNED": table.aligned}
-    rates = (settings.lr, settings.beta1, settings.beta2, settings.eps, correction1, correction2**0.5)
+    betas = (settings.beta1, settings.beta2, 1 - settings.beta1, 1 - settings.beta2)  # 1 - .999f would be off by 1e-5
+    rates = (settings.lr, *betas, settings.eps, correction1, correction2**0.5)
     inputs = (table.addresses, chunks, table.sizes, factor, weight_decay, len(table.counts))
     _adamw_kernel[(len(chunks),)](*inputs, *rates, **dtypes, **config)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import rows_of, statistics_dtype
+from kernels.dispatch import first_order, rows_of, statistics_dtype
 from kernels.language import cdiv, jit, next_power_of_2, tl
 from kernels.wide_normalization import wide_backward_kernel, wide_forward_kernel
 
@@ -181,6 +181,7 @@ class _Norm(torch.autograd.Function):
         return y, x if residual is None else total.view(x.shape)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy, dtotal):
         if dy is None:
             return dtotal, dtotal if ctx.has_residual else None, None, None, None, None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import statistics_dtype
+from kernels.dispatch import first_order, statistics_dtype
 from kernels.language import jit, next_power_of_2, tl
 
 
@@ -182,6 +182,7 @@ class _Rope(torch.autograd.Function):
         return _turned(q, k, cos, sin, False, interleaved)
 
     @staticmethod
+    @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
         return (*_turned(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
@@ -242,6 +243,7 @@ class _RopeOfEnds(torch.autograd.Function):
         return turned, k_out
 
     @staticmethod
+    @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
         dq = dq.clone(memory_format=torch.contiguous_format)
@@ -363,6 +365,7 @@ class _RopeOfProjection(torch.autograd.Function):
         return qkv.detach().split([a, g, g], dim=2)
 
     @staticmethod
+    @first_order
     def backward(ctx, *gradients):
         cos, sin = ctx.saved_tensors
         return _join_turned_back(gradients, cos, sin, ctx.interleaved), None, None, None, None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import rows_of, statistics_dtype
+from kernels.dispatch import first_order, rows_of, statistics_dtype
 from kernels.language import cdiv, jit, tl
 
 IGNORE_INDEX = -100
@@ -229,6 +229,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (lse - target + z_coef * lse.square()).where(labels != ignore_index, 0)
 
     @staticmethod
+    @first_order
     def backward(ctx, dloss):
         logits, labels, row_max, row_sum = ctx.saved_tensors
         num_valid_columns, z_coef, ignore_index = ctx.settings

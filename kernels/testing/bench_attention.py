@@ -43,7 +43,7 @@ def _varlen(s: int, window: int, document: int, q: Tensor, k: Tensor, v: Tensor)
     ends = torch.arange(0, q.shape[0] + 1, length, device=q.device, dtype=torch.int32)
     seen = (window - 1 if window else -1, 0)
 
-    def run() -> Tensor:
+    def run() -> object:
         from torch.nn.attention.varlen import varlen_attn
 
         return varlen_attn(q, k, v, ends, ends, length, length, window_size=seen)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.dispatch import first_order
 from megatron5d.comm.collectives import Pending, reduce_scatter, start_all_gather
 from megatron5d.context_parallel.blocks import Merge, attend_block, block_gradients, sink_gradient
 from megatron5d.context_parallel.plan import ContextPlan
@@ -67,6 +68,7 @@ class AllGatherAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx, dout):
         q, block, sinks, out, lse = ctx.saved_tensors
         carrier, plan, axis, score = ctx.carrier, ctx.plan, ctx.axis, ctx.score

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.dispatch import first_order
 from megatron5d.comm.ring import start_shift
 from megatron5d.context_parallel.blocks import Merge, attend_block, block_gradients, sink_gradient
 from megatron5d.context_parallel.plan import ContextPlan
@@ -46,6 +47,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx, dout):
         q, block, sinks, out, lse = ctx.saved_tensors
         carrier, plan, axis, score = ctx.carrier, ctx.plan, ctx.axis, ctx.score

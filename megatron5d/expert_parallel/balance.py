@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.dispatch import first_order
 from kernels.moe import top_k
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
 from megatron5d.config.pattern import blocks
@@ -299,6 +300,7 @@ class _Attach(torch.autograd.Function):
         return weights.view_as(weights)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         (logits,) = ctx.saved_tensors
         return grad, ctx.balancer.logit_gradient(ctx.where, logits, ctx.tokens, ctx.pending), None, None, None, None

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.dispatch import first_order
 from kernels.moe import Places, permute, places, unpermute
 from megatron5d.comm.collectives import start_all_gather
 from megatron5d.comm.exchange import Codec, Exchange
@@ -188,6 +189,7 @@ class _Reorder(torch.autograd.Function):
         return x[index]
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
         return grad[inverse], None, None

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from kernels.dispatch import first_order
 from megatron5d.config.schema import ModelConfig
 from megatron5d.precision.gemms import expert_gemms_of
 from megatron5d.precision.gradient import Defer
@@ -30,6 +31,7 @@ class _GroupedLinear(torch.autograd.Function):
         return gemms.forward(operand, parameter, experts, offsets)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         offsets, *x = ctx.saved_tensors
         parameter, experts = ctx.parameter, ctx.experts

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kernels.dispatch import first_order
 from kernels.moe import top_k
 from megatron5d.config.schema import ModelConfig
 from megatron5d.precision.gradient import Defer, add_weight_grad, grad_buffer, run_now
@@ -68,6 +69,7 @@ class _RouterLinear(torch.autograd.Function):
         return x.to(wide) @ weight.to(wide).t()
 
     @staticmethod
+    @first_order
     def backward(ctx, dlogits):
         (x,) = ctx.saved_tensors
         weight = ctx.weight

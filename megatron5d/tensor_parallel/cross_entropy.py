@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import vocab_cross_entropy_backward, vocab_statistics
+from kernels.dispatch import first_order
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.tensor_parallel.embedding import VocabRange
 from megatron5d.topology.axis import Axis
@@ -38,6 +39,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return loss, lse
 
     @staticmethod
+    @first_order
     def backward(ctx, dloss, _):
         flat, labels, row_max, row_sum = ctx.saved_tensors
         vocab = ctx.vocab

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kernels.dispatch import first_order
 from megatron5d.comm.collectives import reduce_from, reduce_scatter_to
 from megatron5d.precision.gradient import Defer, grad_buffer, run_now
 from megatron5d.topology.axis import Axis
@@ -52,6 +53,7 @@ class _Lookup(torch.autograd.Function):
         return weight[local].masked_fill(outside.unsqueeze(-1), 0)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         local, outside = ctx.saved_tensors
         weight = ctx.weight

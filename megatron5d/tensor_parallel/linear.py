@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kernels.dispatch import first_order
 from megatron5d.comm.collectives import (
     Pending,
     all_reduce,
@@ -48,6 +49,7 @@ class _ColumnLinear(torch.autograd.Function):
         return overlap_of(weight).gather_product(operand, Product(weight), tp, keep=False)[0]
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         tp, weight = ctx.tp, ctx.weight
         gemms = gemms_of(weight)
@@ -95,6 +97,7 @@ class _RowLinear(torch.autograd.Function):
         return all_reduce(gemms.forward(operand, weight), layer.tp)  # [s/cp, b, in/tp] -> [s/cp, b, out]  all_reduce tp
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         weight, x = ctx.weight, ctx.saved_tensors
         gemms = gemms_of(weight)

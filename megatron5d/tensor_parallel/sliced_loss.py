@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import vocab_cross_entropy_backward, vocab_statistics
+from kernels.dispatch import first_order
 from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron5d.precision.gemms import Operand, gemms_of
 from megatron5d.precision.gradient import Defer, run_now
@@ -110,6 +111,7 @@ class _SlicedLoss(torch.autograd.Function):
         return loss, lse
 
     @staticmethod
+    @first_order
     def backward(ctx, dloss, _):
         head, weight = ctx.head, ctx.weight
         labels, row_max, row_sum, *operand = ctx.saved_tensors

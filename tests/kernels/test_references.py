@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from kernels import dispatch
+from kernels.moe import top_k
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
@@ -112,3 +114,36 @@ def test_weight_grad_adds_in_place(dtype):
 
 def test_the_package_says_whose_it_is():
     assert kernels.OWNER == "megatron5d"
+
+
+ONCE = {
+    "attention": lambda x: kernels.attention(*x.view(4, 1, 1, 24).split(8, -1), scale=1.0)[0],
+    "cross_entropy": lambda x: kernels.cross_entropy(x, torch.tensor([0, 1, 2, 3])),
+    "top_k": lambda x: top_k(x, 2)[0],
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_a_second_derivative_is_refused(name):
+    """It would lack what comes through the log-sum-exp, and nothing would tell."""
+    x = torch.randn(4, 24, dtype=torch.float64, requires_grad=True)
+    y = ONCE[name](x)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.autograd.grad(ONCE[name](x).sum(), x)
+
+
+def test_a_tensor_of_another_gpu_is_refused(monkeypatch):
+    class OfAnotherGpu(torch.Tensor):
+        is_cuda = True
+
+        def get_device(self):
+            return 1
+
+    x = torch.zeros(3, 8).as_subclass(OfAnotherGpu)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match=r"cuda:1, and kernels run on the current device, cuda:0"):
+        dispatch.runs_triton(x)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert dispatch.runs_triton(x)

@@ -1,15 +1,18 @@
 """Attention kernels against the whole score matrix in float64."""
 
+import gc
 import math
+import mmap
 
 import pytest
 import torch
 
 import kernels
-from kernels import flash_attention_forward
+from kernels import flash_attention_forward, tuning
 from kernels.flash_attention_plain import AttentionRule
 
 TOLERANCE = 6e-3
+MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
 
 
 def relative(got, want):
@@ -159,3 +162,34 @@ def test_the_kernel_really_runs(monkeypatch):
     monkeypatch.setattr(flash_attention_forward, "_forward_kernel", None)
     with pytest.raises(TypeError):
         kernels.attention(*inputs(), scale=1.0)
+
+
+@pytest.fixture
+def by_pointers(monkeypatch):
+    """As on GPUs without a copy engine."""
+    select = tuning.select
+
+    def pointed(operation, device, **key):
+        config = select(operation, device, **key)
+        return config | {"DESCRIBED": False} if "DESCRIBED" in config else config
+
+    monkeypatch.setattr(tuning, "select", pointed)
+
+
+@pytest.mark.parametrize("shape", [{}, {"s": 1}, {"s": 65, "t": 33, "d": 48, "dv": 24}])
+def test_by_pointers(shape, by_pointers):
+    check(*inputs(**shape))
+    check(*inputs(**shape), causal=False)
+
+
+def test_tokens_far_apart_by_pointers(by_pointers):
+    """More than 2^31 elements from the first to the last token of a tile; the memory between them is never touched."""
+    apart = 2**25 + 2**20
+    with mmap.mmap(-1, 2 * (63 * apart + 32), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE) as memory:
+        q, k, v = inputs(s=64, b=1, a=1)
+        far = torch.frombuffer(memory, dtype=torch.bfloat16).as_strided(q.shape, (apart, 32, 32, 1))
+        far.copy_(q)
+        got, want = (kernels.attention(x, k, v, scale=0.2)[0] for x in (far, q))
+        assert torch.equal(got, want)
+        del far
+        gc.collect()
