@@ -70,7 +70,7 @@ def _turn_kernel(
     group, column_group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = group * GROUP, rows
     if EXPERTS > 0:
-        expert, first, last = expert_of(group, offsets_ptr, num_experts, GROUP, EXPERTS)
+        expert, first, last = expert_of(group, offsets_ptr, num_experts, rows, GROUP, EXPERTS)
         if expert >= num_experts:
             return
     row = first.to(tl.int64) + tl.arange(0, GROUP)

@@ -4,9 +4,10 @@
     input gradient   dx[r] = W[e]ᵀ dy[r]
     weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ
 The grid is the largest that any distribution can need: ceil(rows / tile) + experts tiles of rows. A program finds its
-expert by counting how many experts end before it; programs beyond the last tile leave. Rows of a tile that belong to
-the next expert are computed and not stored. Empty experts have no tile in the first two products and a gradient of zero
-in the third. (MegaBlocks, arXiv:2211.15841, sec. 5, solves the same with block-sparse matrices.)
+expert by counting how many experts end before it; rows past the last expert's get zeros from programs of their own, and
+programs beyond those leave. Rows of a tile that belong to the next expert are computed and not stored. Empty experts
+have no tile in the first two products and a gradient of zero in the third.
+(MegaBlocks, arXiv:2211.15841, sec. 5, solves the same with block-sparse matrices.)
 """
 
 import torch
@@ -42,18 +43,30 @@ def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_g
 
 
 @jit
-def expert_of(tile, offsets_ptr, num_experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """A tile's expert, first row, and where the expert ends; expert num_experts means there is no such tile."""
+def expert_of(tile, offsets_ptr, num_experts, rows, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """A tile's expert, first row, and where the expert ends.
+
+    Where there are more lanes than experts, the rows past the last offset are expert num_experts; beyond them there is
+    no tile: expert num_experts or more, and the end is 0.
+    """
     lane = tl.arange(0, EXPERTS)
-    real = lane < num_experts
-    first = tl.load(offsets_ptr + lane, real, other=0).to(tl.int32)
-    last = tl.load(offsets_ptr + lane + 1, real, other=0).to(tl.int32)
-    tiles = tl.where(real, (last - first + BLOCK_M - 1) // BLOCK_M, 0)
+    known = lane <= num_experts
+    first = tl.load(offsets_ptr + lane, known, other=0).to(tl.int32)
+    last = tl.load(offsets_ptr + lane + 1, lane < num_experts, other=0).to(tl.int32)
+    last = tl.where(lane == num_experts, rows, last)
+    tiles = tl.where(known, (last - first + BLOCK_M - 1) // BLOCK_M, 0)
     ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((real & (ends <= tile)).to(tl.int32), 0)
+    expert = tl.sum((known & (ends <= tile)).to(tl.int32), 0)
     mine = lane == expert
     row = tl.sum(tl.where(mine, first + (tile - (ends - tiles)) * BLOCK_M, 0), 0)
     return expert, row, tl.sum(tl.where(mine, last, 0), 0)
+
+
+@jit
+def _store_rows(y_ptr, tile, row, last, column, n):
+    """The rows before `last` of a tile of y."""
+    at = row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(y_ptr + at, tile.to(y_ptr.dtype.element_ty), (row < last)[:, None] & (column < n)[None, :])
 
 
 @jit
@@ -66,6 +79,7 @@ def _rows_kernel(
     offsets_ptr,
     num_tiles,
     num_experts,
+    rows,
     n,
     k,
     w_rows,
@@ -79,12 +93,13 @@ def _rows_kernel(
     BAND: tl.constexpr,
 ):
     tile_m, tile_n = swizzled(tl.program_id(0), num_tiles, tl.cdiv(n, BLOCK_N), BAND)
-    expert, first, last = expert_of(tile_m, offsets_ptr, num_experts, BLOCK_M, EXPERTS)
-    if expert >= num_experts:
-        return
+    expert, first, last = expert_of(tile_m, offsets_ptr, num_experts, rows, BLOCK_M, EXPERTS)
     column = tile_n * BLOCK_N
-    base = expert * w_rows
     row = first + tl.arange(0, BLOCK_M)
+    if expert >= num_experts:
+        _store_rows(y_ptr, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), row, last, column + tl.arange(0, BLOCK_N), n)
+        return
+    base = expert * w_rows
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(tl.cdiv(k, BLOCK_K)):
         x = x_desc.load([first, step * BLOCK_K])
@@ -102,10 +117,7 @@ def _rows_kernel(
             total = tl.dot(x, w, total)
         else:
             total = tl.dot(x, w_desc.load([base + column, step * BLOCK_K]).T, total)
-    out_column = column + tl.arange(0, BLOCK_N)
-    live = (row < last)[:, None] & (out_column < n)[None, :]
-    at = row.to(tl.int64)[:, None] * n + out_column[None, :]
-    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), live)
+    _store_rows(y_ptr, total, row, last, column + tl.arange(0, BLOCK_N), n)
 
 
 @jit
@@ -156,15 +168,15 @@ def launch_rows(x, weight, offsets, n: int, k: int, turned: bool, scales: tuple 
     rows, experts = x.shape[0], weight.shape[0]
     config = tuning.select("grouped_matmul_fp8" if scales else "grouped_matmul", x.device)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    y = torch.zeros(rows, n, dtype=out_dtype, device=x.device)  # rows past the last offset stay zero
+    y = torch.empty(rows, n, dtype=out_dtype, device=x.device)
     w_tile = [block_k, block_n] if turned else [block_n, block_k]
     x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])
     w_desc = TensorDescriptor.from_tensor(weight.flatten(0, 1), w_tile)
     num_tiles = cdiv(rows, block_m) + experts
     x_scales, w_scales = scales or (offsets, offsets)
-    sizes = (num_tiles, experts, n, k, weight.shape[1])
+    sizes = (num_tiles, experts, rows, n, k, weight.shape[1])
     flags = {"SCALED": scales is not None, "TURNED": turned, "CUT": turned and k % block_k != 0}
-    flags["EXPERTS"] = next_power_of_2(experts)
+    flags["EXPERTS"] = next_power_of_2(experts + 1)  # a lane for the rows past the last offset
     grid = (num_tiles * cdiv(n, block_n),)
     _rows_kernel[grid](x_desc, w_desc, x_scales, w_scales, y, offsets, *sizes, **flags, **config)
     return y

@@ -41,7 +41,8 @@ def places(experts: Tensor, num_experts: int) -> Places:
     Returns:
         The row of every choice, the token of every row, and the experts' offsets.
     """
-    ordered, source = torch.sort(experts.flatten(), stable=True)
+    narrow = torch.int16 if num_experts < 2**15 else torch.int32  # a radix sort passes over every byte of the keys
+    ordered, source = torch.sort(experts.flatten().to(narrow), stable=True)
     place = torch.empty_like(source)
     place[source] = torch.arange(source.numel(), device=source.device)
     bounds = torch.arange(num_experts + 1, device=source.device, dtype=ordered.dtype)

@@ -37,6 +37,21 @@ def test_grouped_matmul(counts, n, k):
     assert not grads[1][[i for i, count in enumerate(counts) if count == 0]].any()
 
 
+@pytest.mark.parametrize("counts", [[5, 0, 70], [0, 0], [64]])
+def test_rows_past_the_last_offset_are_zeros(counts, monkeypatch):
+    """Whatever their memory held: none of them, one, and more than a tile."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(float("nan")))
+    offsets, weight = torch.tensor([0, *counts]).cumsum(0), torch.randn(len(counts), 40, 72).bfloat16()
+    for padding in (0, 1, 200):
+        x = torch.randn(sum(counts) + padding, 72).bfloat16()
+        for y in (
+            grouped.grouped_matmul(x, weight, offsets),
+            grouped.grouped_input_grad(x[:, :40].contiguous(), weight, offsets),
+        ):
+            assert y.isfinite().all() and not y[sum(counts) :].any() and y[: sum(counts)].any(1).all()
+
+
 def test_weight_grad_adds_and_ignores_the_neighbours_infinities():
     dy, x = torch.randn(140, 32).bfloat16(), torch.randn(140, 48).bfloat16()
     dy[70:], x[70:] = float("inf"), float("nan")
