@@ -326,7 +326,8 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
     t, g, dv_dim = k.shape[0], k.shape[2], v.shape[3]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     key = tuning_key(d, dv_dim, rule)
-    mask = _mask_order(mask_inputs(rule, lse))
+    inputs = mask_inputs(rule, lse)
+    mask = _mask_order(inputs)
     sizes = (s, a, kernel_scale(rule), rule.softcap, rule.window or 0)
     constants = {"FLAGS": tuple(flags(rule).values()), "D": next_power_of_2(d), "DV": next_power_of_2(dv_dim)}
 
@@ -335,7 +336,7 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
         block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
         mode = reach([q, dout, k, v], config.pop("DESCRIBED"))
         tiles, layouts = sources([q, dout, k, v], [block_m, block_m, block_n, block_n], mode)
-        spans = spans_of(rule, s, t, block_m, block_n, q.device) if needs_spans(rule) else lse
+        spans = spans_of(rule, inputs, s, t, block_m, block_n) if needs_spans(rule) else lse
         stride = spans.stride(0) if spans.shape[0] > 1 else 0
         rest = (spans, stride, sizes, t, b, a // g, (d, dv_dim), rule.scale)
         grid = (cdiv(count, config[blocks_of]), heads, b)

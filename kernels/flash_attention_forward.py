@@ -193,12 +193,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor 
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     out = torch.empty(s, b, a, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, a, s, dtype=torch.float32, device=q.device)
-    spans = key_spans(rule, s, t, block_m, block_n, q.device) if needs_spans(rule) else lse
+    mask = mask_inputs(rule, lse)
+    spans = key_spans(rule, mask, s, t, block_m, block_n) if needs_spans(rule) else lse
     span_stride = spans.stride(0) if spans.shape[0] > 1 else 0
     mode = reach([q, k, v], config.pop("DESCRIBED"))
     (q_tiles, k_tiles, v_tiles), layouts = sources([q, k, v], [block_m, block_n, block_n], mode)
     tiles = (q_tiles, layouts[0], k_tiles, layouts[1], v_tiles, layouts[2])
-    extra = (lse if sinks is None else sinks, *mask_inputs(rule, lse), spans, span_stride)
+    extra = (lse if sinks is None else sinks, *mask, spans, span_stride)
     sizes = (s, t, b, a, a // g, dv, kernel_scale(rule), rule.softcap, rule.window or 0)
     dims = {"D": next_power_of_2(d), "DV": next_power_of_2(dv), "REACH": mode}
     grid = (cdiv(s, block_m), a, b)

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from kernels.flash_attention_plain import AttentionRule
-from kernels.language import jit, tl
+from kernels.language import cdiv, jit, tl
+
+_LOADED = 2048  # tokens that a program looks at together
 
 
 @jit
@@ -42,39 +44,65 @@ def documents(pointer, batch, index, count, BEYOND: tl.constexpr, GIVEN: tl.cons
     return index
 
 
-def _extremes(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Least and greatest value in each block of the last dim."""
-    short = -values.shape[-1] % block
-    padded = torch.cat((values, values[..., -1:].expand(*values.shape[:-1], short)), dim=-1) if short else values
-    blocks = padded.unflatten(-1, (-1, block))
-    return blocks.amin(-1), blocks.amax(-1)
+@jit
+def _extremes(pointer, batch, index, count, BATCHED: tl.constexpr, GIVEN: tl.constexpr):
+    """Least and greatest of the tokens of each row of `index`; the last token stands for those past it."""
+    index = tl.minimum(index, count - 1)
+    if GIVEN:
+        at = pointer + index
+        if BATCHED:
+            at += batch.to(tl.int64) * count
+        index = tl.load(at)
+    return tl.min(index, 1), tl.max(index, 1)
 
 
-def _meeting_blocks(rule: AttentionRule, s: int, t: int, block_m: int, block_n: int, device) -> Tensor:
-    """`[b|1, query blocks, key blocks]`: which blocks may hold a visible pair; never false where one does."""
-    q_at = torch.arange(s, device=device) if rule.q_positions is None else rule.q_positions
-    k_at = torch.arange(t, device=device) if rule.k_positions is None else rule.k_positions
-    q_low, q_high = (x[None, :, None] for x in _extremes(q_at, block_m))
-    k_low, k_high = (x[None, None, :] for x in _extremes(k_at, block_n))
-    meet = k_low <= q_high if rule.causal else torch.ones_like(k_low <= q_high)
-    if rule.window is not None:
-        meet = meet & (q_low - k_high < rule.window) & (k_low - q_high < rule.window)
-    if rule.documents is not None:
-        k_documents = rule.documents if rule.k_documents is None else rule.k_documents
-        q_first, q_last = (x[:, :, None] for x in _extremes(rule.documents, block_m))
-        k_first, k_last = (x[:, None, :] for x in _extremes(k_documents, block_n))
-        meet = meet & (q_first <= k_last) & (k_first <= q_last)
-    return meet
+@jit
+def _spans_kernel(
+    own,
+    other,
+    spans_ptr,
+    own_count,
+    other_count,
+    window,
+    QUERIES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_OWN: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHER_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """What one block of queries (or of keys) may meet: from the first to past the last block of the other side.
 
-
-def _span(meet: Tensor, block: int, limit: int) -> Tensor:
-    """`[b|1, blocks, 2]` int32: first and one-past-last token of the blocks that meet; (0, 0) where none does."""
-    count = meet.shape[-1]
-    found = meet.any(-1)
-    first = meet.int().argmax(-1)
-    last = count - meet.flip(-1).int().argmax(-1)
-    span = torch.stack((first * block, (last * block).clamp(max=limit)), dim=-1)
-    return span.where(found[..., None], 0).int().contiguous()
+    `own` and `other` are positions and documents of the block's side and of the other one.
+    """
+    block = tl.program_id(0)
+    batch = tl.program_id(1)
+    token = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+    low, high = _extremes(own[0], batch, token, own_count, False, HAS_OWN)
+    first_document, last_document = _extremes(own[1], batch, token, own_count, True, HAS_DOCUMENTS)
+    blocks = tl.cdiv(other_count, OTHER_BLOCK)
+    start = blocks + tl.zeros((1,), tl.int32)
+    stop = tl.zeros((1,), tl.int32)
+    for chunk in range(0, blocks, CHUNK):
+        candidate = chunk + tl.arange(0, CHUNK)
+        tokens = candidate[:, None] * OTHER_BLOCK + tl.arange(0, OTHER_BLOCK)[None, :]
+        other_low, other_high = _extremes(other[0], batch, tokens, other_count, False, HAS_OTHER)
+        meet = candidate < blocks
+        if CAUSAL:
+            meet &= other_low <= high if QUERIES else low <= other_high
+        if HAS_WINDOW:
+            meet &= (low - other_high < window) & (other_low - high < window)
+        if HAS_DOCUMENTS:
+            other_first, other_last = _extremes(other[1], batch, tokens, other_count, True, True)
+            meet &= (first_document <= other_last) & (other_first <= last_document)
+        start = tl.minimum(start, tl.min(tl.where(meet, candidate, blocks), 0))
+        stop = tl.maximum(stop, tl.max(tl.where(meet, candidate + 1, 0), 0))
+    span = spans_ptr + (batch.to(tl.int64) * tl.num_programs(0) + block) * 2 + tl.zeros((1,), tl.int32)
+    tl.store(span, tl.where(stop > 0, start * OTHER_BLOCK, 0))
+    tl.store(span + 1, tl.minimum(stop * OTHER_BLOCK, other_count))
 
 
 def needs_spans(rule: AttentionRule) -> bool:
@@ -82,11 +110,33 @@ def needs_spans(rule: AttentionRule) -> bool:
     return rule.documents is not None or rule.q_positions is not None or rule.k_positions is not None
 
 
-def key_spans(rule: AttentionRule, s: int, t: int, block_m: int, block_n: int, device) -> Tensor:
-    """For each block of queries the range of keys to visit, `[b|1, query blocks, 2]` int32, made on the device."""
-    return _span(_meeting_blocks(rule, s, t, block_m, block_n, device), block_n, t)
+def _spans(
+    rule: AttentionRule, own: tuple, other: tuple, counts: tuple[int, int], blocks: tuple[int, int], queries: bool
+) -> Tensor:
+    num_blocks = cdiv(counts[0], blocks[0])
+    num_batch = 1 if rule.documents is None else rule.documents.shape[0]
+    spans = torch.empty(num_batch, num_blocks, 2, dtype=torch.int32, device=own[0].device)
+    given = rule.q_positions is not None, rule.k_positions is not None
+    _spans_kernel[(num_blocks, num_batch)](
+        own, other, spans, *counts, rule.window or 0,
+        QUERIES=queries, CAUSAL=rule.causal, HAS_WINDOW=rule.window is not None,
+        HAS_DOCUMENTS=rule.documents is not None, HAS_OWN=given[0 if queries else 1],
+        HAS_OTHER=given[1 if queries else 0], BLOCK=blocks[0], OTHER_BLOCK=blocks[1], CHUNK=cdiv(_LOADED, blocks[1]),
+    )  # fmt: skip
+    return spans
 
 
-def query_spans(rule: AttentionRule, s: int, t: int, block_m: int, block_n: int, device) -> Tensor:
-    """For each block of keys the range of queries to visit, `[b|1, key blocks, 2]` int32, made on the device."""
-    return _span(_meeting_blocks(rule, s, t, block_m, block_n, device).mT, block_m, s)
+def key_spans(rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, block_m: int, block_n: int) -> Tensor:
+    """For each block of queries the range of keys to visit, `[b|1, query blocks, 2]` int32; (0, 0) where there is none.
+
+    Args:
+        inputs: int32 positions of queries and keys, documents of queries and keys.
+    """
+    q_at, k_at, q_documents, k_documents = inputs
+    return _spans(rule, (q_at, q_documents), (k_at, k_documents), (s, t), (block_m, block_n), True)
+
+
+def query_spans(rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, block_m: int, block_n: int) -> Tensor:
+    """For each block of keys the range of queries to visit, `[b|1, key blocks, 2]` int32, as `key_spans`."""
+    q_at, k_at, q_documents, k_documents = inputs
+    return _spans(rule, (k_at, k_documents), (q_at, q_documents), (t, s), (block_n, block_m), False)

@@ -1,6 +1,7 @@
 """Attention kernels against the whole score matrix in float64."""
 
 import gc
+import itertools
 import math
 import mmap
 
@@ -9,7 +10,9 @@ import torch
 
 import kernels
 from kernels import flash_attention_forward, tuning
+from kernels.flash_attention_mask import key_spans, query_spans
 from kernels.flash_attention_plain import AttentionRule
+from kernels.flash_attention_tiles import mask_inputs
 
 TOLERANCE = 6e-3
 MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
@@ -162,6 +165,27 @@ def test_the_kernel_really_runs(monkeypatch):
     monkeypatch.setattr(flash_attention_forward, "_forward_kernel", None)
     with pytest.raises(TypeError):
         kernels.attention(*inputs(), scale=1.0)
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if "documents" in name or "positions" in name])
+def test_spans_hold_what_is_visible(name):
+    """And no block more at either end, where documents are one after the other."""
+    rule = AttentionRule(0.1, **RULES[name])
+    seen = rule.visible(slice(0, 97), 97, torch.device("cpu"))[:, 0, 0]
+    inputs = mask_inputs(rule, torch.zeros(1))
+    for sizes in ((32, 64), (64, 16)):
+        for spans, visible, (own, other) in (
+            (key_spans(rule, inputs, 97, 97, *sizes), seen, sizes),
+            (query_spans(rule, inputs, 97, 97, *sizes), seen.mT, sizes[::-1]),
+        ):
+            assert spans.dtype == torch.int32 and spans.shape == (len(seen), -(-97 // own), 2)
+            for batch, block in itertools.product(range(len(seen)), range(spans.shape[1])):
+                met = visible[batch, block * own : (block + 1) * own].any(0).nonzero().flatten().tolist()
+                start, stop = spans[batch, block].tolist()
+                if met:
+                    tight = met[0] // other * other, min((met[-1] // other + 1) * other, 97)
+                    assert start <= tight[0] and stop >= tight[1]
+                    assert batch or (start, stop) == tight or "documents" not in name
 
 
 @pytest.fixture
