@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron5d.config.fault import REFUSED, ConfigError, refuse
-from megatron5d.config.load import answer_help, load_config, to_yaml
+from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
 
 if __name__ == "__main__":
@@ -64,10 +63,6 @@ def main(argv: Sequence[str]) -> int:
 def _run(config: Config) -> int:
     process = start_process(config.parallel.timeout_s)
     try:
-        if process.rank == 0 and config.log.dir:
-            folder = Path(config.log.dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(to_yaml(config))
         return train(config, process)
     finally:
         stop_process()

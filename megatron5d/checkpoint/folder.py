@@ -1,5 +1,6 @@
 """Checkpoint folders: how they are named, when one is whole, which is the newest, which may go.
 
+<dir>/run.lock              who writes here (topology/claim.py)
 <dir>/step-00000100.tmp/    being written; never read
 <dir>/step-00000100/        whole: renamed after every rank has finished
     .metadata  *.distcp     torch.distributed.checkpoint, tensors in global coordinates
@@ -29,6 +30,8 @@ RUN = "run.json"
 METADATA = ".metadata"  # DCP's: which tensors there are, and where
 TENSORS = ".distcp"  # suffix of the files that hold tensors
 LEFT = ".left"  # after the name of a checkpoint that the run went back behind
+_WRITING = ".tmp"
+_REPLACED = ".replaced"  # after the name of one that was there when its step was saved again
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -151,7 +154,7 @@ def commit(temporary: Path, keep: int) -> Path:
     for later in saved_after(directory, step):
         folder = step_folder(directory, later)
         folder.rename(_unused(folder, LEFT))  # of a future that this run has left: neither resumed nor counted
-    replaced = final.rename(_unused(final, ".replaced")) if _exists(final) else None
+    replaced = final.rename(_unused(final, _REPLACED)) if _exists(final) else None
     temporary.rename(final)
     _reach_disk(directory)
     pointer = directory / "latest.tmp"
@@ -161,6 +164,32 @@ def commit(temporary: Path, keep: int) -> Path:
     for folder in [*([replaced] if replaced else []), *(step_folder(directory, old) for old in spare)]:
         _remove(folder)
     return final
+
+
+def recover(directory: Path) -> list[str]:
+    """Puts in order what a save left behind that was interrupted; nobody may be writing there.
+
+    A checkpoint whose step was being saved again has lost its name for a moment: the new one gets it, if all of it was
+    written, else the old one keeps it. Folders half written are removed, they may be what fills the disk.
+
+    Returns:
+        What was done, for the log.
+    """
+    notes = []
+    for old in sorted(directory.glob(f"step-*{_REPLACED}*")):
+        final = old.with_suffix("")
+        new = final.with_suffix(_WRITING)
+        if not _exists(final):
+            found = next((folder for folder in (new, old) if fault_of(folder) is None), None)
+            if found is not None:
+                found.rename(final)
+                notes.append(f"{final} is {found.name}, whose save was interrupted just before it got its name")
+        if _exists(old) and fault_of(final) is None:
+            _remove(old)
+    for half in sorted(path for path in directory.glob(f"step-*{_WRITING}") if _NAME.fullmatch(path.stem)):
+        _remove(half)
+        notes.append(f"{half} is removed: its save did not finish")
+    return notes
 
 
 def _exists(path: Path) -> bool:
@@ -182,9 +211,7 @@ def _remove(folder: Path) -> None:
         else:
             shutil.rmtree(folder)
     except OSError as error:
-        warnings.warn(
-            f"checkpoint.keep: {folder} cannot be removed ({error}); it takes room until you do", stacklevel=2
-        )
+        warnings.warn(f"{folder} cannot be removed ({error}); it takes room until you do", stacklevel=2)
 
 
 def read_run(folder: Path) -> dict:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import failures_told
+from megatron5d.topology.claim import Claim
 
 # For a network file system to show a new file on other nodes: the laws have asked for the folder before it was made,
 # and NFS may answer from that memory for a minute.
@@ -34,6 +35,7 @@ class Saver:
         keep: newest ones kept; 0 = all.
         background: return as soon as the tensors are copied; the files are written by a thread.
         timeout_s: of the group that the background save talks over.
+        claim: of the directory, on rank 0; None where nobody else can be writing there.
 
     Raises:
         OSError: the directory cannot be made, or a rank sees another one under its name; at the start of a run, not at
@@ -42,8 +44,15 @@ class Saver:
     Comm: a broadcast and an all-gather over the world, of whether all see what rank 0 has put there.
     """
 
-    def __init__(self, directory: str | Path, keep: int, background: bool = False, timeout_s: float = 1800.0) -> None:
-        self.directory, self.keep, self.background = Path(directory), keep, background
+    def __init__(
+        self,
+        directory: str | Path,
+        keep: int,
+        background: bool = False,
+        timeout_s: float = 1800.0,
+        claim: Claim | None = None,
+    ) -> None:
+        self.directory, self.keep, self.background, self._claim = Path(directory), keep, background, claim
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +76,8 @@ class Saver:
             run: what run.json will hold (the same on every rank).
 
         Raises:
-            OSError: a rank could not write its files; here, or for a save in the background at the next one.
+            OSError: a rank could not write its files, or the directory has become another run's; here, or for a save in
+                the background at the next one.
 
         Comm: DCP's planning, three barriers; on the saver's own group in the background.
         """
@@ -98,6 +108,8 @@ class Saver:
         alone = not dist.is_initialized()
         first = alone or dist.get_rank() == 0
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
+        if self._claim is not None:
+            self._claim.check()
         try:
             if first:
                 _begin(temporary, run)

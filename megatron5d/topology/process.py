@@ -133,6 +133,12 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
+def slurm_job(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """The number of the SLURM job that this process belongs to, "" outside; and how often it has been requeued."""
+    restarts = variables.get("SLURM_RESTART_COUNT", "")
+    return variables.get("SLURM_JOB_ID", ""), int(restarts) if restarts.isdigit() else 0
+
+
 def start_process(timeout_s: float, environment: Environment | None = None) -> Process:
     """Chooses the device and joins the other ranks; at world size 1 nothing is initialised.
 

@@ -12,6 +12,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import train_loader, valid_loader
 from megatron5d.train.memory import Snapshots, snapshots
+from megatron5d.train.places import Places, places
 from megatron5d.train.report import Reporter
 from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.state import run_record, run_tensors
@@ -29,19 +30,21 @@ def train(config: Config, process: Process) -> int:
 
     Raises:
         InterruptedError: stopped on a signal without a place for a checkpoint.
+        OSError: another run writes to the same places.
     """
-    with snapshots(config, process) as taken:
-        return _train(config, process, taken)
+    with places(config) as held, snapshots(config, process) as taken:
+        return _train(config, process, held, taken)
 
 
-def _train(config: Config, process: Process, taken: Snapshots) -> int:
+def _train(config: Config, process: Process, held: Places, taken: Snapshots) -> int:
     run = build_run(config, process)
+    run.notes += held.notes
     if taken.note:
         run.notes.append(taken.note)
     saver = None
     if config.checkpoint.dir:
         c = config.checkpoint
-        saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s)  # type: ignore[arg-type]
+        saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s, held.checkpoints)  # type: ignore[arg-type]
     with StopFlag() as stop:
         reporter = Reporter(run)
         _introduce(run, reporter)

@@ -10,6 +10,7 @@ from ranks import RankFailure, run_ranks
 from runs import write_corpus
 
 from megatron5d.checkpoint.folder import saved_steps, step_folder
+from megatron5d.topology.claim import Claim
 from megatron5d.train.crash import told
 from pretrain import main
 
@@ -77,6 +78,29 @@ def test_nodes_with_checkpoint_folders_of_their_own_are_told_at_the_start(tmp_pa
     assert run_ranks(on_node, 1, "a") == [0]
     with pytest.raises(RankFailure, match=r"rank 0 goes on from own/step-00000001, and on .* rank 1 finds none"):
         run_ranks(on_node, 2, "ab")
+
+
+def test_a_second_run_in_the_same_place_is_told_and_changes_nothing(tmp_path, corpus):
+    """Every rank ends, before a file is written; what the first run has written stays as it is."""
+    place, log = tmp_path / "run" / "checkpoints", tmp_path / "run" / "log.jsonl"
+    saving = [f"data.train=[{corpus}]", f"checkpoint.dir={place}", f"log.jsonl={log}", f"log.dir={tmp_path / 'run'}"]
+    run_ranks(lambda rank, world: main([*EXPERIMENT, *saving]), 2)
+    (place / "step-00000003.tmp").mkdir()  # the first run goes on, and is about to save
+
+    def files():
+        return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+    for knob, file in {
+        f"checkpoint.dir = {place}": place / "run.lock",
+        f"log.jsonl = {log}": log.with_name("log.jsonl.lock"),
+    }.items():
+        first = Claim(file, knob)
+        before = files()
+        said = message_of([*saving, "train.steps=4"])
+        assert f"{knob} belongs to a run that is still going: process {os.getpid()} on " in said
+        assert files() == before and (place / "step-00000003.tmp").exists() == (file.parent == place)
+        first.release()
+    assert saved_steps(place) == [2]
 
 
 def test_what_is_our_mistake_keeps_its_calls():

@@ -15,6 +15,7 @@ from megatron5d.checkpoint.folder import (
     faults_of_newer,
     newest,
     read_run,
+    recover,
     saved_after,
     saved_steps,
     step_folder,
@@ -122,6 +123,73 @@ def test_file_systems_that_wait_for_files_alone(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Invalid argument"):
         save(tmp_path, 2)
     assert saved_steps(tmp_path) == [1]
+
+
+class PowerCut(BaseException):
+    """What no handler catches."""
+
+
+def save_until(monkeypatch, directory, step, renames):
+    """A save that ends after so many of its renames."""
+    left = iter(range(renames))
+    rename = Path.rename
+
+    def cut(path, target):
+        if next(left, None) is None:
+            raise PowerCut
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(PowerCut):
+        patch.setattr(Path, "rename", cut)
+        save(directory, step)
+
+
+def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path, monkeypatch):
+    """Saving step 5 again: the old one has given its name up, and the new one does not have it yet."""
+    (save(tmp_path, 5) / "mine").write_text("old")
+    save_until(monkeypatch, tmp_path, 5, renames=1)
+    names = ["latest", "step-00000005.replaced", "step-00000005.tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names and newest(tmp_path) is None
+    new = tmp_path / "step-00000005.tmp"
+    (new / "files.json").rename(tmp_path / "elsewhere")
+    shutil.copytree(tmp_path, tmp_path.with_name("torn"))
+    (tmp_path / "elsewhere").rename(new / "files.json")
+
+    [told] = recover(tmp_path)
+    assert "step-00000005 is step-00000005.tmp, whose save was interrupted" in told
+    assert newest(tmp_path) == tmp_path / "step-00000005" and not (newest(tmp_path) / "mine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000005"]
+
+    torn = tmp_path.with_name("torn")  # the new one is not whole
+    told = recover(torn)
+    assert "step-00000005 is step-00000005.replaced" in told[0] and "step-00000005.tmp is removed" in told[1]
+    assert (newest(torn) / "mine").read_text() == "old" and recover(torn) == []
+
+
+def test_what_interrupted_saves_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+    save_until(monkeypatch, tmp_path, 5, renames=2)  # both names are right, the old one is still there
+    save(tmp_path, 9)
+    save(tmp_path, 7)
+    (tmp_path / "step-00000008.tmp").mkdir()
+    (tmp_path / "step-mine.tmp").mkdir()
+    assert recover(tmp_path) == [f"{tmp_path / 'step-00000008.tmp'} is removed: its save did not finish"]
+    kept = ["step-00000005", "step-00000007", "step-00000009.left", "step-mine.tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *kept]
+
+
+def test_who_has_lost_the_place_touches_nothing_there(tmp_path):
+    save(tmp_path, 4)
+    (tmp_path / "step-00000006.tmp").mkdir()  # the other run is writing it
+    before = sorted(tmp_path.rglob("*"))
+
+    class Lost:
+        def check(self):
+            raise OSError("taken over")
+
+    with pytest.raises(OSError, match="^taken over"):
+        Saver(tmp_path, keep=1, claim=Lost()).save(6, {}, {})
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""One run at a time has a place: a living one keeps it, a dead one is recognised, nobody has to clean up."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import asdict, replace
+
+import pytest
+
+from megatron5d.topology import claim
+from megatron5d.topology.claim import Claim, Owner, lives, this_process
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "checkpoints" / "run.lock"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    for name, seconds in {"BEAT_S": 0.05, "SILENT_S": 0.5, "POLL_S": 0.02}.items():
+        monkeypatch.setattr(claim, name, seconds)
+
+
+def leave(file, owner):
+    """What a run that was killed leaves behind."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(asdict(owner)))
+
+
+def elsewhere(monkeypatch):
+    """From here on this process is on another machine."""
+    monkeypatch.setattr(claim, "_system", lambda: "another kernel")
+
+
+def test_a_living_run_keeps_its_place_and_leaves_it(file):
+    first = Claim(file, "checkpoint.dir = here")
+    said = rf"checkpoint.dir = here belongs to a run that is still going: process {os.getpid()} on .*since 2"
+    with pytest.raises(OSError, match=said):
+        Claim(file, "checkpoint.dir = here")
+    first.check()
+    first.release()
+    assert list(file.parent.iterdir()) == []
+    Claim(file, "checkpoint.dir = here").release()
+
+
+def test_a_killed_run_is_recognised_at_once(file):
+    """Also while it is still a zombie, its parent being busy."""
+
+    def hold(ready):
+        Claim(file, "place")
+        ready.set()
+        time.sleep(60)
+
+    for reaped in (True, False):
+        ready = FORK.Event()
+        child = FORK.Process(target=hold, args=(ready,))
+        child.start()
+        assert ready.wait(30)
+        with pytest.raises(OSError, match=f"process {child.pid} on"):
+            Claim(file, "place")
+        os.kill(child.pid, signal.SIGKILL)
+        if reaped:
+            child.join()
+        else:
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        begun = time.monotonic()
+        Claim(file, "place").release()
+        assert time.monotonic() - begun < 5
+        child.join()
+
+
+def test_what_is_known_of_an_owner():
+    here = this_process()
+    assert lives(here, here)
+    assert lives(replace(here, started="1"), here) is False, "its pid is now another process's"
+    other = replace(here, system="another kernel", job="77", restarts=1)
+    assert lives(other, here) is None
+    assert lives(other, replace(here, job="77", restarts=2)) is False, "SLURM has requeued the job"
+    assert lives(other, replace(here, job="77", restarts=1)) is None, "another step of the job"
+    assert lives(other, replace(here, job="78", restarts=2)) is None
+
+
+def test_slurms_numbers_are_those_of_the_job(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    owner = this_process()
+    assert (owner.job, owner.restarts) == ("4711", 3) and "SLURM job 4711" in str(owner)
+
+
+def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(file, quick, monkeypatch, capsys):
+    first = Claim(file, "place")
+    elsewhere(monkeypatch)
+    with pytest.raises(OSError, match="still going"):
+        Claim(file, "place")
+    assert "watching for up to 0.5 s" in capsys.readouterr().err
+    first._released.set()  # killed: no beat, and the file stays
+    first._thread.join()
+    begun = time.monotonic()
+    second = Claim(file, "place")
+    assert time.monotonic() - begun >= 0.5
+    with pytest.raises(OSError, match=r"taken over by another run, process \d+ on .* no sign of life for 0.5 s"):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[1]"])
+def test_an_unreadable_file_belongs_to_an_unknown_run(file, quick, content):
+    file.parent.mkdir()
+    file.write_text(content)
+    claimed = Claim(file, "place")
+    claimed.check()
+    claimed.release()
+    file.write_text(content)
+    os.utime(file, (1, 1))
+    begun = time.monotonic()
+    Claim(file, "place").release()
+    assert time.monotonic() - begun < 0.45, "silent for years, and watched all the same"
+
+
+def test_a_file_that_somebody_removed_is_made_again(file):
+    claimed = Claim(file, "place")
+    file.unlink()
+    file.parent.rmdir()
+    claimed.check()
+    with pytest.raises(OSError, match="still going"):
+        Claim(file, "place")
+    claimed.release()
+
+
+def test_of_many_that_find_a_dead_run_at_once_one_has_its_place(file):
+    leave(file, replace(this_process(), started="1"))
+    start, queue = FORK.Event(), FORK.Queue()
+
+    def begin():
+        start.wait()
+        try:
+            held = Claim(file, "place")
+        except OSError:
+            queue.put(False)
+            return
+        queue.put(True)
+        time.sleep(3)
+        held.release()
+
+    children = [FORK.Process(target=begin) for _ in range(4)]
+    for child in children:
+        child.start()
+    start.set()
+    assert sorted(queue.get(timeout=30) for _ in children) == [False, False, False, True]
+    for child in children:
+        child.join()
+
+
+def test_an_owner_without_a_number_is_unknown():
+    assert str(Owner()) == "an unknown process"
