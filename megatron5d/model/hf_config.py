@@ -1,8 +1,8 @@
 """A Hugging Face config.json as fields of our ModelConfig, or a refusal that names every option we do not compute.
 
 Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`). What a file leaves
-out has the default of the family's own configuration class, as transformers would fill it in. Dropout rates are not
-part of the function computed at evaluation and are passed over.
+out has the family's default (hf_families.py). Dropout rates are not part of the function computed at evaluation and are
+passed over.
 """
 
 from __future__ import annotations
@@ -14,104 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.config.schema import ModelConfig, RopeScaling
-from megatron5d.model.hf_mla import LATENT, LATENT_EPS, mla_fields
+from megatron5d.model.hf_families import ALIASES, COMPUTED, DEFAULTS, GELU, WINDOW_BY_LAYER
+from megatron5d.model.hf_mla import LATENT, mla_fields
 from megatron5d.model.hf_moe import routing_fields
-
-_DECODER_DEFAULTS: dict[str, Any] = {
-    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "hidden_act": "silu",
-    "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-}  # fmt: skip
-_LATENT_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None, "head_dim": None, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _DECODER_DEFAULTS | {
-        "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None, "head_dim": None,
-        "max_position_embeddings": 2048, "mlp_bias": False,
-    },
-    "qwen3": _DECODER_DEFAULTS | {
-        "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128,
-        "max_position_embeddings": 32768, "mlp_bias": False, "use_sliding_window": False, "sliding_window": 4096,
-        "max_window_layers": 28, "layer_types": None,
-    },
-    "mixtral": _DECODER_DEFAULTS | {
-        "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": None,
-        "max_position_embeddings": 131072, "mlp_bias": False, "rms_norm_eps": 1e-5, "default_theta": 1e6,
-        "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2,
-    },
-    "qwen3_moe": _DECODER_DEFAULTS | {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
-        "num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768, "mlp_bias": False,
-        "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1, "mlp_only_layers": None,
-        "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
-    },
-    "deepseek_v2": _DECODER_DEFAULTS | _LATENT_DEFAULTS | {
-        "vocab_size": 102400, "intermediate_size": 11008, "max_position_embeddings": 2048, "mlp_bias": False,
-        "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": None,
-        "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_method": "greedy",
-        "n_group": None, "topk_group": None,
-    },
-    "deepseek_v3": _DECODER_DEFAULTS | _LATENT_DEFAULTS | {
-        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-        "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096, "mlp_bias": False,
-        "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8,
-        "topk_group": 4, "rope_interleave": True, "num_nextn_predict_layers": 1,
-    },
-    "gpt2": {
-        "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
-        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
-        "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-# Other spellings that transformers reads.
-_ALIASES = {
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-    },
-    "mixtral": {"num_experts": "num_local_experts"},
-    "qwen3_moe": {"num_experts": "num_local_experts"},
-    "deepseek_v2": {"num_experts": "n_routed_experts"},
-    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-}
-GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-
-# Options that change the function: the values that our model computes; absent is always fine.
-_DECODER_COMPUTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (None, 1.0),
-    "quantization_config": (None,),
-}
-_LATENT_COMPUTED: dict[str, tuple[Any, ...]] = _DECODER_COMPUTED | {
-    "mlp_bias": (False,),
-    "attention_bias": (False,),
-    "rms_norm_eps": (LATENT_EPS,),
-    "moe_layer_freq": (1,),
-}
-_COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "llama": _DECODER_COMPUTED,
-    "qwen3": _DECODER_COMPUTED | {"mlp_bias": (False,)},
-    "mixtral": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},
-    "qwen3_moe": _DECODER_COMPUTED | {"mlp_bias": (False,)},
-    "deepseek_v2": _LATENT_COMPUTED
-    | {
-        "scoring_func": ("softmax",),
-        "topk_method": ("greedy", "group_limited_greedy"),
-        "norm_topk_prob": (False,),  # transformers never divides; DeepSeek's own code does, and then does not scale
-    },
-    "deepseek_v3": _LATENT_COMPUTED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-    "gpt2": {
-        "activation_function": tuple(GELU),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "quantization_config": (None,),
-    },
-}
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -133,7 +38,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     family = config.get("model_type")
     if family not in DEFAULTS:
         raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
-    for other, key in _ALIASES.get(family, {}).items():
+    for other, key in ALIASES.get(family, {}).items():
         if other in config and config.setdefault(key, config[other]) != config.pop(other):
             raise ValueError(f"{path}: {other} and {key} mean the same and differ")
     config = DEFAULTS[family] | config
@@ -179,7 +84,7 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
     family = config["model_type"]
     refused = [
         f"{key} = {config[key]!r}: only {' or '.join(map(repr, values))} is supported"
-        for key, values in _COMPUTED[family].items()
+        for key, values in COMPUTED[family].items()
         if key in config and config[key] not in values
     ]
     fields = (_gpt2 if family == "gpt2" else _decoder)(config, refused)
@@ -197,10 +102,10 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 
 
 def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Llama; Qwen3, which adds norms on q and k; DeepSeek, with latents; their sliding windows and experts."""
-    hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
+    """Llama; Qwen2 and Qwen3, with biases or norms on q and k; DeepSeek, with latents; their windows and experts."""
+    hidden_size, num_heads, family = config["hidden_size"], config["num_attention_heads"], config["model_type"]
     theta, scaling = _rope(config, refused)
-    if config["model_type"] in LATENT:
+    if family in LATENT:
         attention = mla_fields(config, refused)
     else:
         attention = {
@@ -222,9 +127,9 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": asdict(scaling),
-        "qk_norm": config["model_type"] in ("qwen3", "qwen3_moe"),
-        "qkv_bias": config["attention_bias"],
-        "attention_out_bias": config["attention_bias"],
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "qkv_bias": family == "qwen2" or config["attention_bias"],
+        "attention_out_bias": family != "qwen2" and config["attention_bias"],
         "mlp_bias": config["mlp_bias"],
         "tie_embeddings": config["tie_word_embeddings"],
         "attention_window": _window(config, refused),
@@ -261,11 +166,11 @@ def _gpt2(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def _window(config: dict[str, Any], refused: list[str]) -> int | None:
-    """The sliding window: ours is the same in all layers; only Qwen3's may not be."""
+    """The sliding window: ours is the same in all layers; only those of dense Qwen may not be."""
     if "sliding_window" not in DEFAULTS[config["model_type"]]:
         return None
     window = config["sliding_window"] if config.get("use_sliding_window", True) else None
-    if config["model_type"] != "qwen3":
+    if config["model_type"] not in WINDOW_BY_LAYER:
         return window
     first = config["max_window_layers"] if window is not None else config["num_hidden_layers"]
     kinds = config["layer_types"] or [

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatron5d.config.schema import ModelConfig, RopeScaling
-from megatron5d.model.hf_config import GELU
+from megatron5d.model.hf_families import GELU, WINDOW_BY_LAYER
 from megatron5d.model.hf_mla import LATENT, mla_settings, wanted_attention
 from megatron5d.model.hf_moe import SPARSE, routing_settings, wanted_routing
 
 _ARCHITECTURE = {
-    "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel",
     "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
@@ -28,7 +29,8 @@ def hf_family(config: ModelConfig) -> str:
     elif config.num_experts:
         obstacles = {"mixtral": _not_mixtral(config), "qwen3_moe": _not_qwen3_moe(config)}
     else:
-        obstacles = {"llama": _not_llama(config), "qwen3": _not_qwen3(config), "gpt2": _not_gpt2(config)}
+        plain = {"llama": _not_llama(config), "mistral": _not_mistral(config)}
+        obstacles = plain | {"qwen2": _not_qwen2(config), "qwen3": _not_qwen3(config), "gpt2": _not_gpt2(config)}
     for family, reasons in obstacles.items():
         if not reasons:
             return family
@@ -58,6 +60,15 @@ def _not_llama(config: ModelConfig) -> list[str]:
     if config.hidden_size % config.num_heads:
         reasons.append(f"num_heads = {config.num_heads} does not divide hidden_size = {config.hidden_size}")
     return reasons
+
+
+def _not_mistral(config: ModelConfig) -> list[str]:
+    return _not_decoder(config) + _differing(config, {"qk_norm": False, "qkv_bias": False, "mlp_bias": False})
+
+
+def _not_qwen2(config: ModelConfig) -> list[str]:
+    wanted = {"qk_norm": False, "qkv_bias": True, "attention_out_bias": False, "mlp_bias": False}
+    return _not_decoder(config, wanted)
 
 
 def _not_qwen3(config: ModelConfig) -> list[str]:
@@ -138,12 +149,15 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
     }
     if family == "llama":
         return fields | {"mlp_bias": config.mlp_bias}
+    if family == "mistral":
+        return fields | {"sliding_window": config.attention_window}
     if family in LATENT:
         return fields | mla_settings(config, family) | routing_settings(config, family)
     sliding = config.attention_window is not None
     if family in SPARSE:
         window = {"use_sliding_window": sliding, "sliding_window": config.attention_window}
         return fields | window | routing_settings(config, family)
+    assert family in WINDOW_BY_LAYER
     kind = "sliding_attention" if sliding else "full_attention"
     return fields | {
         "use_sliding_window": sliding,

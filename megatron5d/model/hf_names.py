@@ -9,15 +9,16 @@ from __future__ import annotations
 from megatron5d.checkpoint.hf import Entry
 from megatron5d.config.pattern import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
+from megatron5d.model.hf_families import DENSE
 from megatron5d.model.hf_mla import mla_entries
 from megatron5d.model.hf_moe import SPARSE, moe_entries
 
 # Stored names that carry no weights: rotary tables and causal masks that older versions saved as buffers.
 IGNORED = {
-    **dict.fromkeys(("llama", "qwen3", *SPARSE), (r"(^|\.)rotary_emb\.inv_freq$",)),
+    **dict.fromkeys((*DENSE, *SPARSE), (r"(^|\.)rotary_emb\.inv_freq$",)),
     "gpt2": (r"(^|\.)attn\.(masked_)?bias$",),
 }
-BASE_PREFIX = {**dict.fromkeys(("llama", "qwen3", *SPARSE), "model."), "gpt2": "transformer."}
+BASE_PREFIX = {**dict.fromkeys((*DENSE, *SPARSE), "model."), "gpt2": "transformer."}
 HEAD = "lm_head.weight"
 
 

@@ -21,6 +21,8 @@ TINY = {
 }  # fmt: skip
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**TINY, attention_bias=True),
+    "mistral": lambda: transformers.MistralConfig(**TINY, sliding_window=5),
+    "qwen2": lambda: transformers.Qwen2Config(**TINY),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16, tie_word_embeddings=True),
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0

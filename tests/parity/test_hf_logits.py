@@ -47,6 +47,11 @@ DENSE = {
     "llama, llama3": lambda: transformers.LlamaConfig(**TINY, rope_parameters=LLAMA3),
     "llama, yarn": lambda: transformers.LlamaConfig(**TINY, rope_parameters=YARN),
     "llama, linear": lambda: transformers.LlamaConfig(**TINY, rope_parameters=LINEAR),
+    "mistral, window, wide heads": lambda: transformers.MistralConfig(**TINY, sliding_window=5, head_dim=12),
+    "qwen2": lambda: transformers.Qwen2Config(**TINY),
+    "qwen2, window, yarn, tied": lambda: transformers.Qwen2Config(
+        **TINY, **SLIDING, rope_parameters=YARN, tie_word_embeddings=True
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16),
     "qwen3, yarn, tied": lambda: transformers.Qwen3Config(
         **TINY, head_dim=16, rope_parameters=YARN, tie_word_embeddings=True

@@ -8,8 +8,9 @@ from hf_folders import save_config
 
 from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import ModelConfig, RopeScaling
-from megatron5d.model.hf_config import DEFAULTS, model_config_from_hf, read_model_config
+from megatron5d.model.hf_config import model_config_from_hf, read_model_config
 from megatron5d.model.hf_export import hf_config_from_model, hf_family
+from megatron5d.model.hf_families import DEFAULTS
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,20 +83,36 @@ def test_qwen3(tmp_path):
     assert model_config_from_hf(as_v4(tmp_path)) == fields
 
 
-def test_qwen3_window(tmp_path):
+def test_qwen2(tmp_path):
+    """Biases on q, k and v and nowhere else, whatever the file says: transformers does not ask it."""
+    save_config(transformers.Qwen2Config(**TINY, tie_word_embeddings=True), tmp_path, attention_bias=True)
+    fields = model_config_from_hf(tmp_path)
+    biases = {"qkv_bias": True, "attention_out_bias": False, "mlp_bias": False}
+    assert {key: fields[key] for key in biases} == biases
+    assert (fields["head_dim"], fields["qk_norm"], fields["tie_embeddings"]) == (8, False, True)
+    assert fields["attention_window"] is None and model_config_from_hf(as_v4(tmp_path)) == fields
+
+
+def test_mistral(tmp_path):
+    fields = model_config_from_hf(save_config(transformers.MistralConfig(**TINY, head_dim=12), tmp_path))
+    assert (fields["head_dim"], fields["attention_window"], fields["qkv_bias"]) == (12, 4096, False)
+    save_config(transformers.MistralConfig(**TINY), tmp_path, sliding_window=None)
+    assert model_config_from_hf(tmp_path)["attention_window"] is None
+
+
+@pytest.mark.parametrize("family", [transformers.Qwen2Config, transformers.Qwen3Config])
+def test_qwens_window(family, tmp_path):
     sliding = {"use_sliding_window": True, "sliding_window": 24}
-    save_config(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=0), tmp_path)
+    save_config(family(**TINY, **sliding, max_window_layers=0), tmp_path)
     assert model_config_from_hf(tmp_path)["attention_window"] == 24
-    save_config(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=3), tmp_path)
+    save_config(family(**TINY, **sliding, max_window_layers=3), tmp_path)
     assert model_config_from_hf(tmp_path)["attention_window"] is None
-    save_config(
-        transformers.Qwen3Config(**TINY, use_sliding_window=False, sliding_window=24, max_window_layers=0), tmp_path
-    )
+    save_config(family(**TINY, use_sliding_window=False, sliding_window=24, max_window_layers=0), tmp_path)
     assert model_config_from_hf(tmp_path)["attention_window"] is None
-    save_config(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=1), tmp_path)
+    save_config(family(**TINY, **sliding, max_window_layers=1), tmp_path)
     with pytest.raises(ValueError, match="max_window_layers"):
         model_config_from_hf(tmp_path)
-    save_config(transformers.Qwen3Config(**TINY, **sliding, max_window_layers=1), tmp_path, layer_types="absent")
+    save_config(family(**TINY, **sliding, max_window_layers=1), tmp_path, layer_types="absent")
     with pytest.raises(ValueError, match="max_window_layers"):
         model_config_from_hf(tmp_path)
 
@@ -153,6 +170,8 @@ REFUSED = {
     "'mistral3'": ("llama", {"model_type": "mistral3"}),
     "quantization_config": ("llama", {"quantization_config": {"quant_method": "fp8"}}),
     "partial_rotary_factor": ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "attention_bias": ("mistral", {"attention_bias": True}),
+    "mlp_bias": ("qwen2", {"mlp_bias": True}),
     "'dynamic'": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
     "truncate": ("qwen3", {"rope_parameters": YARN | {"truncate": False}}),
     "low_freq_factor": ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}),
@@ -206,6 +225,10 @@ EXPORTED = {
     "llama, wide heads": replace(LLAMA_LIKE, head_dim=32, tie_embeddings=True, rope_scaling=RopeScaling()),
     "llama, biases": replace(LLAMA_LIKE, qkv_bias=True, attention_out_bias=True, mlp_bias=True),
     "llama, linear": replace(LLAMA_LIKE, rope_scaling=RopeScaling("linear", 2.0)),
+    "mistral, window": replace(LLAMA_LIKE, attention_window=24),
+    "mistral, wide heads": replace(LLAMA_LIKE, attention_window=24, head_dim=32, tie_embeddings=True),
+    "qwen2": replace(LLAMA_LIKE, qkv_bias=True),
+    "qwen2, window, wide heads": replace(LLAMA_LIKE, qkv_bias=True, attention_window=24, head_dim=32),
     "qwen3": replace(LLAMA_LIKE, qk_norm=True, head_dim=8, rope_scaling=RopeScaling("yarn", 4.0, 128, beta_fast=16.0)),
     "qwen3, window": replace(LLAMA_LIKE, qk_norm=True, attention_window=24, rope_scaling=RopeScaling()),
     "gpt2": GPT2_LIKE,
@@ -233,12 +256,12 @@ def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [{"rope_interleaved": True}, {"logit_softcap": 30.0}, {"attention_softcap": 5.0}, {"activation": "gelu"},
-     {"qkv_bias": True}, {"attention_window": 9}, {"attention_causal": False}, {"norm": "layernorm"},
-     {"position": "learned"}, {"hidden_size": 66}],
+     {"attention_out_bias": True}, {"attention_window": 9, "mlp_bias": True}, {"attention_causal": False},
+     {"norm": "layernorm"}, {"position": "learned"}],
 )  # fmt: skip
 def test_export_is_refused_with_the_field(change):
     with pytest.raises(ValueError) as error:
         hf_config_from_model(replace(LLAMA_LIKE, **change), "fp32")
-    field = "attention_out_bias" if "qkv_bias" in change else next(iter(change))
+    field = next(iter(change))
     llama_line = next(line for line in str(error.value).splitlines() if line.startswith("  llama"))
     assert field in llama_line

@@ -1,0 +1,116 @@
+"""The Hugging Face families that we read and write, as data: defaults, other spellings, options that must be as ours.
+
+What a config.json leaves out has the default of the family's own configuration class, as transformers would fill it in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron5d.model.hf_mla import LATENT_EPS
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3")  # decoders without experts that differ in biases, norms and windows
+WINDOW_BY_LAYER = ("qwen2", "qwen3")  # whose layers may differ in what they see
+_DECODER_DEFAULTS: dict[str, Any] = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "hidden_act": "silu",
+    "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+}  # fmt: skip
+_QWEN_DEFAULTS: dict[str, Any] = _DECODER_DEFAULTS | {
+    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    "mlp_bias": False, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+    "layer_types": None,
+}  # fmt: skip
+_LATENT_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None, "head_dim": None, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _DECODER_DEFAULTS | {
+        "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None, "head_dim": None,
+        "max_position_embeddings": 2048, "mlp_bias": False,
+    },
+    "mistral": _DECODER_DEFAULTS | {
+        "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": None,
+        "max_position_embeddings": 131072, "mlp_bias": False, "sliding_window": 4096,
+    },
+    "qwen2": _QWEN_DEFAULTS | {"head_dim": None},
+    "qwen3": _QWEN_DEFAULTS | {"head_dim": 128},
+    "mixtral": _DECODER_DEFAULTS | {
+        "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": None,
+        "max_position_embeddings": 131072, "mlp_bias": False, "rms_norm_eps": 1e-5, "default_theta": 1e6,
+        "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": _DECODER_DEFAULTS | {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+        "num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768, "mlp_bias": False,
+        "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1, "mlp_only_layers": None,
+        "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+    },
+    "deepseek_v2": _DECODER_DEFAULTS | _LATENT_DEFAULTS | {
+        "vocab_size": 102400, "intermediate_size": 11008, "max_position_embeddings": 2048, "mlp_bias": False,
+        "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": None,
+        "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+        "n_group": None, "topk_group": None,
+    },
+    "deepseek_v3": _DECODER_DEFAULTS | _LATENT_DEFAULTS | {
+        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096, "mlp_bias": False,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8,
+        "topk_group": 4, "rope_interleave": True, "num_nextn_predict_layers": 1,
+    },
+    "gpt2": {
+        "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+# Other spellings that transformers reads.
+ALIASES = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+}
+GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
+# Options that change the function: the values that our model computes; absent is always fine.
+_DECODER_COMPUTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (None, 1.0),
+    "quantization_config": (None,),
+}
+_LATENT_COMPUTED: dict[str, tuple[Any, ...]] = _DECODER_COMPUTED | {
+    "mlp_bias": (False,),
+    "attention_bias": (False,),
+    "rms_norm_eps": (LATENT_EPS,),
+    "moe_layer_freq": (1,),
+}
+COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": _DECODER_COMPUTED,
+    "mistral": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},
+    "qwen2": _DECODER_COMPUTED | {"mlp_bias": (False,)},  # attention_bias is not asked: q, k and v have biases always
+    "qwen3": _DECODER_COMPUTED | {"mlp_bias": (False,)},
+    "mixtral": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},
+    "qwen3_moe": _DECODER_COMPUTED | {"mlp_bias": (False,)},
+    "deepseek_v2": _LATENT_COMPUTED
+    | {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False,),  # transformers never divides; DeepSeek's own code does, and then does not scale
+    },
+    "deepseek_v3": _LATENT_COMPUTED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    "gpt2": {
+        "activation_function": tuple(GELU),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "quantization_config": (None,),
+    },
+}
