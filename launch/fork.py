@@ -29,7 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain.py"
-PRELOADED = ("torch._dynamo",)  # every optimiser imports it: once here, or for a second in each rank
+# every optimiser imports the one, whoever saves the other: once here, or for a second in each rank
+PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint")
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ORDERLY = (2, 75)  # configuration refused; stopped on a signal with a checkpoint saved
 CRASH_GRACE_S = 1.0  # for the other ranks to say what they saw

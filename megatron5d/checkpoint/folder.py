@@ -41,7 +41,7 @@ def step_folder(directory: Path, step: int) -> Path:
 def write_manifest(folder: Path) -> None:
     """Notes sizes and checksums of all files; the last thing written before the rename."""
     entries: dict[str, dict[str, int]] = {}
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST):
         entries[path.name] = {"bytes": path.stat().st_size}
         if path.suffix != TENSORS:
             entries[path.name]["crc32"] = zlib.crc32(path.read_bytes())
@@ -169,26 +169,26 @@ def commit(temporary: Path, keep: int) -> Path:
 def recover(directory: Path) -> list[str]:
     """Puts in order what a save left behind that was interrupted; nobody may be writing there.
 
-    A checkpoint whose step was being saved again has lost its name for a moment: the new one gets it, if all of it was
-    written, else the old one keeps it. Folders half written are removed, they may be what fills the disk.
+    A folder that was written to its end gets its name, unless the run has gone on without it; others are removed, they
+    may be what fills the disk. Where a step was being saved again and the new checkpoint did not come so far, the old
+    one gets its name back.
 
     Returns:
         What was done, for the log.
     """
     notes = []
+    for half in sorted(path for path in directory.glob(f"step-*{_WRITING}") if _NAME.fullmatch(path.stem)):
+        if fault_of(half) is None and not saved_after(directory, int(half.stem.removeprefix("step-"))):
+            notes.append(f"{commit(half, keep=0)} was whole and had no name yet: its save was interrupted")
+        else:
+            _remove(half)
+            notes.append(f"{half} is removed: its save did not finish")
     for old in sorted(directory.glob(f"step-*{_REPLACED}*")):
         final = old.with_suffix("")
-        new = final.with_suffix(_WRITING)
-        if not _exists(final):
-            found = next((folder for folder in (new, old) if fault_of(folder) is None), None)
-            if found is not None:
-                found.rename(final)
-                notes.append(f"{final} is {found.name}, whose save was interrupted just before it got its name")
-        if _exists(old) and fault_of(final) is None:
+        if not _exists(final) and fault_of(old) is None:
+            notes.append(f"{old.rename(final)} is the old one: saving its step again was interrupted")
+        elif fault_of(final) is None:
             _remove(old)
-    for half in sorted(path for path in directory.glob(f"step-*{_WRITING}") if _NAME.fullmatch(path.stem)):
-        _remove(half)
-        notes.append(f"{half} is removed: its save did not finish")
     return notes
 
 

@@ -56,6 +56,8 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
     old = sorted(path.name for path in [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
     if old:
         raise ValueError(f"{folder} already holds {', '.join(old)}: give an empty folder, old files would mix with new")
+    for half in folder.glob(_PART.format(0).replace("00000", "*")):  # of an export that was interrupted
+        half.unlink()
     parts: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     total_bytes = pending_bytes = 0

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron5d.topology.shard import Piece, ShardSpec, rectangles, spec_of
+
+if TYPE_CHECKING:  # DCP has been imported where it asks a tensor; what never saves or loads does without
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Rectangle = tuple[tuple[int, ...], Tensor]  # first index in the global tensor, local view
 
@@ -48,6 +50,9 @@ class ShardedTensor(torch.Tensor):
         return f"ShardedTensor({tuple(self.shape)}, {[(o, tuple(v.shape)) for o, v in self.parts.items()]})"
 
     def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offset)),
@@ -62,6 +67,8 @@ class ShardedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(offset), view.size()) for offset, view in self.parts.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -9,17 +9,13 @@ import socket
 import threading
 import time
 import uuid
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import failures_told
 from megatron5d.topology.claim import Claim
 
 # For a network file system to show a new file on other nodes: the laws have asked for the folder before it was made,
@@ -60,6 +56,9 @@ class Saver:
                 raise OSError(f"no checkpoint can be saved in {directory}: {error}") from error
         if dist.is_initialized():
             _check_shared(self.directory)
+        from megatron5d.checkpoint.storage import write  # at the start of a run that saves, not hours later
+
+        self._write_tensors = write
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: Any = None
@@ -114,19 +113,15 @@ class Saver:
             if first:
                 _begin(temporary, run)
             self._barrier(alone)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # DCP announces that a single process saves without a group
-                writer = dcp.FileSystemWriter(temporary, overwrite=True)
-                dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
+            self._write_tensors(temporary, tensors, self._group, alone=alone)
             self._barrier(alone)
             if first:
                 commit(temporary, self.keep)
             self._barrier(alone)
-        except (CheckpointException, OSError) as error:
+        except OSError as error:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
-            cause = failures_told(error) if isinstance(error, CheckpointException) else str(error)
-            raise OSError(f"the checkpoint of step {step} could not be written: {cause}. {self._room()}") from error
+            raise OSError(f"the checkpoint of step {step} could not be written: {error}. {self._room()}") from error
 
     def _room(self) -> str:
         """What is left of the disk, and of the run."""

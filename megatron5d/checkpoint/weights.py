@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_parameter
-from megatron5d.checkpoint.load import Reader, load_tensors, read
+from megatron5d.checkpoint.load import load_tensors
 from megatron5d.topology.shard import spec_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
 
 PREFIX = "model."  # before the global names of weights among a checkpoint's keys
 
@@ -40,11 +43,11 @@ class SavedWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._reader = Reader(folder)
+        from megatron5d.checkpoint.storage import Reader, read
+
+        self._reader, self._read = Reader(folder), read
         self.tensors = {
-            key.removeprefix(PREFIX): entry
-            for key, entry in self._reader.read_metadata().state_dict_metadata.items()
-            if key.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+            key.removeprefix(PREFIX): entry for key, entry in self._reader.tensors().items() if key.startswith(PREFIX)
         }
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -52,7 +55,7 @@ class SavedWeights:
         entry = self.tensors[name]
         values = torch.empty(tuple(shape), dtype=entry.properties.dtype)
         tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
-        read(self._reader, {PREFIX + name: tensor}, alone=True)
+        self._read(self._reader, {PREFIX + name: tensor}, alone=True)
         return values
 
 

@@ -229,7 +229,7 @@ def _schedule_file(c: Config) -> Path | None:
 
 def _newest_checkpoints(c: Config) -> str:
     folder = Path(c.checkpoint.dir or "")
-    found = sorted(folder.iterdir()) if c.checkpoint.dir and isdir(folder) else []
+    found = sorted(folder.glob("step-*[0-9]")) if c.checkpoint.dir and isdir(folder) else []
     return f"checkpoint.resume={listed(['auto', 'none', *found[-1:]])}"
 
 

@@ -185,7 +185,7 @@ class Claim:
         if alive:
             raise OSError(
                 f"{self.place} belongs to a run that is still going: {owner}. Two runs in one place would overwrite "
-                "each other's files: stop that one, or give this one a place of its own ({self.file.name} need not be "
+                f"each other's files: stop that one, or give this one a place of its own ({self.file.name} need not be "
                 "removed by hand: a run that has died is recognised)"
             )
         return True

@@ -42,24 +42,30 @@ class JsonLines:
 
     Args:
         path: of the file.
-        done: steps already done; later records, and a line cut off by a kill, are dropped.
+        done: steps already done; later records are dropped, and so is what is no record: a line cut off by a kill, or
+            the zeros that a loss of power leaves.
     """
 
     def __init__(self, path: str | Path, done: int) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in self._whole_lines(path) if json.loads(line)["step"] <= done] if done else []
+        kept = [line for line in self._lines(path) if self._step_of(line) <= done] if done else []
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept))
         os.replace(temporary, path)
         self._file: TextIO = path.open("a", buffering=1)
 
     @staticmethod
-    def _whole_lines(path: Path) -> list[str]:
-        if not path.exists():
-            return []
-        lines = path.read_text().splitlines(keepends=True)
-        return [line for line in lines if line.endswith("}\n")]
+    def _lines(path: Path) -> list[str]:
+        return path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+
+    @staticmethod
+    def _step_of(line: str) -> float:
+        """Infinite where the line is no record."""
+        try:
+            return json.loads(line)["step"] if line.endswith("}\n") else math.inf
+        except (ValueError, KeyError, TypeError):
+            return math.inf
 
     def write(self, record: dict[str, Any]) -> None:
         """One line; JSON has no NaN and no infinity, which become null."""

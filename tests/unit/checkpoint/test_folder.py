@@ -156,14 +156,27 @@ def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").rename(new / "files.json")
 
     [told] = recover(tmp_path)
-    assert "step-00000005 is step-00000005.tmp, whose save was interrupted" in told
+    assert "step-00000005 was whole and had no name yet" in told
     assert newest(tmp_path) == tmp_path / "step-00000005" and not (newest(tmp_path) / "mine").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000005"]
 
     torn = tmp_path.with_name("torn")  # the new one is not whole
     told = recover(torn)
-    assert "step-00000005 is step-00000005.replaced" in told[0] and "step-00000005.tmp is removed" in told[1]
+    assert "step-00000005.tmp is removed" in told[0] and "step-00000005 is the old one" in told[1]
     assert (newest(torn) / "mine").read_text() == "old" and recover(torn) == []
+
+
+def test_one_that_was_written_to_its_end_is_taken_unless_the_run_has_gone_on(tmp_path, monkeypatch):
+    save(tmp_path, 4)
+    save_until(monkeypatch, tmp_path, 5, renames=0)
+    shutil.copytree(tmp_path, tmp_path.with_name("later"))
+    assert len(recover(tmp_path)) == 1 and saved_steps(tmp_path) == [4, 5]
+    assert (tmp_path / "latest").read_text() == "step-00000005\n"
+    later = tmp_path.with_name("later")
+    (later / "step-00000005.tmp").rename(tmp_path / "aside")
+    save(later, 6)
+    (tmp_path / "aside").rename(later / "step-00000005.tmp")
+    assert "step-00000005.tmp is removed" in recover(later)[0] and saved_steps(later) == [4, 6]
 
 
 def test_what_interrupted_saves_left_is_removed_and_nothing_else(tmp_path, monkeypatch):

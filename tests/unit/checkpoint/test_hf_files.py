@@ -255,6 +255,19 @@ def test_save_folder_takes_one_file_at_a_time(tmp_path):
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == 4
 
 
+def test_save_folder_clears_away_what_an_interrupted_one_left(tmp_path):
+    def interrupted():
+        yield "a", torch.zeros(4)
+        yield "b", torch.zeros(4)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_folder(tmp_path, interrupted(), max_shard_bytes=16)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
+    save_folder(tmp_path, [("c", torch.zeros(4))])
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+
+
 def test_save_folder_refuses_to_mix_with_older_files(tmp_path):
     save_file({"w": numbered(2)}, tmp_path / SINGLE)
     with pytest.raises(ValueError, match="already holds model.safetensors"):

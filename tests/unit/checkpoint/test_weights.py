@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from megatron5d.checkpoint.layout import ShardedTensor, named
 from megatron5d.checkpoint.load import find_checkpoint
@@ -76,6 +77,22 @@ def test_another_model_is_refused(tmp_path, whole):
     other = new_parameter((2,), ShardSpec("b", (2,), (Piece((0,), (2,)),)), torch.float32, "cpu")
     with pytest.raises(ValueError, match=r"(?s)model\.b.*model\.w: saved \(7, 3\), this model has \(7, 4\)"):
         load_weights([wide, other], folder)
+
+
+def test_what_does_not_fit_one_rank_is_told_on_all(tmp_path, whole):
+    """Who raised alone would leave the others waiting."""
+    folder = saved(tmp_path, {"model.w": ShardedTensor((7, 3), [((0, 0), whole)], torch.bfloat16)})
+
+    def told(rank, world):
+        rows = (7, 8)[rank]
+        mine = new_parameter((rows, 3), ShardSpec("w", (rows, 3), (Piece((0, 0), (rows, 3)),)), torch.float32, "cpu")
+        try:
+            load_weights([mine], folder)
+        except ValueError as error:
+            return str(error)
+
+    first, second = run_ranks(told, 2)
+    assert first == second and "model.w: saved (7, 3), this model has (8, 3)" in first
 
 
 def test_segments_of_one_parameter_become_one_tensor():

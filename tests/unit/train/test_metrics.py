@@ -31,6 +31,13 @@ def test_a_resumed_run_takes_back_the_steps_it_will_do_again(tmp_path):
     assert [(r["step"], r["life"]) for r in lines(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
 
 
+def test_what_a_loss_of_power_leaves_is_no_record(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + b"\0" * 40 + b'{"step": 2}\n{"epoch": 1}\n\xff\xfe}\n{"step": 3}\n')
+    JsonLines(path, done=3).close()
+    assert [record["step"] for record in lines(path)] == [1, 3]
+
+
 def test_in_a_file_progress_is_a_line_now_and_then(capsys, monkeypatch):
     clock = iter(range(0, 60, 4))  # seconds: the start, then every step
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))
