@@ -49,9 +49,15 @@ def write_manifest(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
-    """What was saved, by file name: `bytes`, and `crc32` of files without tensors, which older checkpoints lack."""
+    """What was saved, by file name: `bytes`, and `crc32` of files without tensors, which older checkpoints lack.
+
+    Raises:
+        ValueError: the file is no such list.
+    """
     entries = json.loads((folder / MANIFEST).read_text())
-    return {name: {"bytes": entry} if isinstance(entry, int) else entry for name, entry in entries.items()}
+    if not isinstance(entries, dict) or RUN not in entries:
+        raise ValueError(f"it does not list {RUN}")
+    return {name: entry if isinstance(entry, dict) else {"bytes": entry} for name, entry in entries.items()}
 
 
 def changed(folder: Path, name: str) -> str | None:

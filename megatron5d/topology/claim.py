@@ -145,7 +145,7 @@ class Claim:
     def release(self) -> None:
         """Leaves the place to others."""
         self._released.set()
-        self._thread.join()
+        self._thread.join(BEAT_S)  # it may hang in a file system that does
         if self._is_ours():
             with suppress(OSError):
                 self.file.unlink()
@@ -159,21 +159,30 @@ class Claim:
         owner = _read(self.file)
         if owner is not None and not self._is_dead(owner):
             return False
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         written = self.file.with_name(f"{self.file.name}.{self.owner.token}")
         try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             written.write_text(json.dumps(asdict(self.owner), indent=1) + "\n")
-            if owner is None:
-                os.close(os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-                written.replace(self.file)
-                return True
+            if owner is None and not self._is_first():
+                return False
             written.replace(self.file)
-        except FileExistsError:
-            return False
+        except OSError as error:
+            raise OSError(f"{self.place} cannot be claimed: {error}") from error
         finally:
-            written.unlink(missing_ok=True)
+            with suppress(OSError):
+                written.unlink()
+        if owner is None:
+            return True
         time.sleep(SETTLE_S)
         return self._is_ours()
+
+    def _is_first(self) -> bool:
+        """Of all who see no file, one makes it."""
+        try:
+            os.close(os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        return True
 
     def _is_dead(self, owner: Owner) -> bool:
         """Raises where it lives; False where its file went away while it was watched."""
@@ -234,7 +243,7 @@ def _read(file: Path) -> Owner | None:
     try:
         found = json.loads(file.read_text())
         return Owner(**{each.name: found[each.name] for each in fields(Owner)})
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError):
         return Owner(token="")

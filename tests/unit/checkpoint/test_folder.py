@@ -209,6 +209,10 @@ def test_who_has_lost_the_place_touches_nothing_there(tmp_path):
     ("damage", "said"),
     [
         (lambda f: (f / "files.json").unlink(), "no files.json"),
+        (lambda f: (f / "files.json").write_text(""), "files.json is damaged: Expecting value"),
+        (lambda f: (f / "files.json").write_text("[]"), "files.json is damaged: it does not list run.json"),
+        (lambda f: (f / "files.json").write_text("{}"), "files.json is damaged: it does not list run.json"),
+        (lambda f: (f / "files.json").write_text('{"run.json": null}'), "16 bytes where None bytes were saved"),
         (lambda f: (f / "__0_0.distcp").write_bytes(b"x" * 99), "99 bytes where 100 bytes were saved"),
         (lambda f: (f / "run.json").unlink(), "no file where 16 bytes were saved"),
         (lambda f: f.rename(f.with_suffix(".tmp")), "is not a folder"),

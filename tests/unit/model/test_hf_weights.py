@@ -28,6 +28,10 @@ FAMILIES = {
         **TINY, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
     "llama, MQA": lambda: transformers.LlamaConfig(**TINY | {"num_key_value_heads": 1}),
+    "mistral, window": lambda: transformers.MistralConfig(**TINY, sliding_window=5),
+    "qwen2, window, tied": lambda: transformers.Qwen2Config(
+        **TINY, use_sliding_window=True, sliding_window=5, max_window_layers=0, tie_word_embeddings=True
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16),
     "qwen3, biases, tied": lambda: transformers.Qwen3Config(
         **TINY, head_dim=16, attention_bias=True, tie_word_embeddings=True
@@ -81,6 +85,7 @@ def whole_tensors(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
             if f"self_attn.q_proj.{kind}" in layer:
                 qkv = cat("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
                 ours[f"layers.{i}.attention.qkv.{kind}"] = qkv
+            if f"self_attn.o_proj.{kind}" in layer:
                 ours[f"layers.{i}.attention.out.{kind}"] = cat("self_attn.o_proj")
             if f"mlp.up_proj.{kind}" in layer:
                 ours[f"layers.{i}.mlp.up.{kind}"] = cat("mlp.gate_proj", "mlp.up_proj")

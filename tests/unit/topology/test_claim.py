@@ -159,5 +159,12 @@ def test_of_many_that_find_a_dead_run_at_once_one_has_its_place(file):
         child.join()
 
 
+def test_a_place_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder, said in (("file/inside", "Not a directory"), ("file", "File exists")):
+        with pytest.raises(OSError, match=rf"checkpoint\.dir = there cannot be claimed: .*{said}"):
+            Claim(tmp_path / folder / "run.lock", "checkpoint.dir = there")
+
+
 def test_an_owner_without_a_number_is_unknown():
     assert str(Owner()) == "an unknown process"
