@@ -88,6 +88,11 @@ class Saver:
         self._thread = threading.Thread(target=self._write_noting_errors, args=(step, staged, run))
         self._thread.start()
 
+    @property
+    def busy(self) -> bool:
+        """A save in the background is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Until a save in the background is on disk; raises what went wrong in it."""
         if self._thread is not None:

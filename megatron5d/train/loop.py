@@ -44,7 +44,7 @@ def _train(config: Config, process: Process, held: Places, taken: Snapshots) -> 
     saver = None
     if config.checkpoint.dir:
         c = config.checkpoint
-        saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s, held.checkpoints)  # type: ignore[arg-type]
+        saver = held.saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s, held.checkpoints)  # type: ignore[arg-type]
     with StopFlag() as stop:
         reporter = Reporter(run)
         _introduce(run, reporter)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import recover
+from megatron5d.checkpoint.save import Saver
 from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
 from megatron5d.topology.claim import Claim
@@ -23,10 +24,12 @@ class Places:
 
     Args:
         checkpoints: the claim of checkpoint.dir.
+        saver: what writes there, once there is one.
         notes: what was found there, for the log.
     """
 
     checkpoints: Claim | None = None
+    saver: Saver | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -58,7 +61,7 @@ def _claim(config: Config, held: Places, claims: ExitStack) -> None:
     if config.checkpoint.dir is not None:
         folder = Path(config.checkpoint.dir)
         held.checkpoints = Claim(folder / CLAIM, f"checkpoint.dir = {folder}")
-        claims.callback(held.checkpoints.release)
+        claims.callback(_leave, held)
         held.notes += recover(folder)
     if config.log.jsonl is not None:
         log = Path(config.log.jsonl)
@@ -67,3 +70,9 @@ def _claim(config: Config, held: Places, claims: ExitStack) -> None:
         folder = Path(config.log.dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(config))
+
+
+def _leave(held: Places) -> None:
+    """Gives checkpoint.dir free; where a crash leaves a save in the background behind, not before the process ends."""
+    if held.checkpoints is not None and not (held.saver is not None and held.saver.busy):
+        held.checkpoints.release()
