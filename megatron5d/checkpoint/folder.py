@@ -221,12 +221,12 @@ def _remove(folder: Path) -> None:
 
 
 def read_run(folder: Path) -> dict:
-    """run.json of a whole checkpoint.
+    """run.json of a checkpoint that was found whole.
 
     Raises:
-        ValueError: the folder is no whole checkpoint; says why.
+        ValueError: it is not what was saved.
     """
-    fault = fault_of(folder)
+    fault = changed(folder, RUN)
     if fault:
         raise ValueError(fault)
     return json.loads((folder / RUN).read_text())

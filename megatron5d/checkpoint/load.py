@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron5d.checkpoint.folder import fault_of, faults_of_newer, newest
+from megatron5d.checkpoint.folder import MANIFEST, fault_of, faults_of_newer, newest
 from megatron5d.checkpoint.layout import ShardedTensor
 
 LISTED = 40  # tensors that do not fit and are named
@@ -32,38 +34,64 @@ def find_checkpoint(directory: str | None, resume: str) -> Path | None:
 
 
 def agreed_checkpoint(directory: str | None, resume: str) -> Path | None:
-    """`find_checkpoint`, the same on every rank: what rank 0 finds, where this rank sees it, too.
+    """`find_checkpoint`, the same on every rank; raises and takes what `agreed` does."""
+    if resume == "none" or (resume == "auto" and directory is None):
+        return None
+    return agreed(lambda: find_checkpoint(directory, resume))
+
+
+def agreed(find: Callable[[], Path | None]) -> Path | None:
+    """What rank 0 finds, on every rank, if all see the same there.
+
+    Rank 0 alone asks for every file: a checkpoint may have one a rank, and of thousands of ranks that each ask for
+    thousands of files no file system recovers. The others compare the list of files.
+
+    Args:
+        find: looks for a whole checkpoint.
 
     Raises:
-        ValueError: as find_checkpoint of rank 0, on every rank; rank 0 may not look there; or this rank sees other
-            checkpoints than rank 0.
+        ValueError: as `find` on rank 0, or it may not look there; or a rank sees other checkpoints. On every rank.
 
-    Comm: a broadcast of a path over the world, where there may be a checkpoint.
+    Comm: a broadcast of a path and an all-gather over the world.
     """
-    if not dist.is_initialized() or resume == "none" or (resume == "auto" and directory is None):
-        return find_checkpoint(directory, resume)
-    answer: list[Path | str | None] = [None]
-    if dist.get_rank() == 0:
+    if not dist.is_initialized():
+        return find()
+    rank, answer = dist.get_rank(), list[Any]([None, None])
+    if rank == 0:
         try:
-            answer = [find_checkpoint(directory, resume)]
+            found = find()
+            answer = [found, _seal(found)]
         except (ValueError, OSError) as error:
-            answer = [str(error)]
+            answer = [str(error), None]
     dist.broadcast_object_list(answer, src=0)
-    chosen = answer[0]
+    chosen, seal = answer
     if isinstance(chosen, str):
         raise ValueError(chosen)
-    if dist.get_rank() == 0:
-        return chosen
-    if chosen is None:
-        here = find_checkpoint(directory, resume)
+    if rank == 0:
+        here = chosen
+    elif chosen is None:
+        here = find()
     else:
-        here = find_checkpoint(None, str(chosen)) if chosen.is_dir() else None
-    if here != chosen:
+        here = chosen if _seal(chosen) == seal else None
+    others: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        others, None if here == chosen else f"on {socket.gethostname()} rank {rank} finds {here or 'none'}"
+    )
+    if told := [other for other in others if other]:
+        more = f" (and {len(told) - 1} more ranks)" if len(told) > 1 else ""
         raise ValueError(
-            f"rank 0 goes on from {chosen or 'no checkpoint'}, and on {socket.gethostname()} rank {dist.get_rank()} "
-            f"finds {here or 'none'}: checkpoint.dir and checkpoint.resume must be where all nodes see the same files"
+            f"rank 0 goes on from {chosen or 'no checkpoint'}, and {told[0]}{more}: the folders of "
+            "checkpoints must be where all nodes see the same files"
         )
     return chosen
+
+
+def _seal(folder: Path | None) -> int | None:
+    """Tells one checkpoint from another; None where there is none."""
+    try:
+        return None if folder is None else zlib.crc32((folder / MANIFEST).read_bytes())
+    except OSError:
+        return None
 
 
 def whole_checkpoint(folder: str | Path, knob: str) -> Path:

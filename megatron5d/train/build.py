@@ -98,14 +98,14 @@ def build_run(config: Config, process: Process) -> Run:
         model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
-    notes, progress = [*idle_routers(config), plan.note, *passed_over(config)], Progress()
+    notes, progress = [*idle_routers(config), plan.note], Progress()
     if checkpoint is None:
         notes += first_weights(config, sync, optimizer, model)
     else:
         progress, changed = resume(checkpoint, sync, optimizer, model.weights(), config)
         notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
     if process.rank == 0:  # who shows the notes
-        notes += left_behind(config, progress.step)
+        notes += [*passed_over(config), *left_behind(config, progress.step)]
     return Run(
         config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, [note for note in notes if note]
     )

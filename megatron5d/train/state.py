@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import megatron5d
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
-from megatron5d.checkpoint.load import load_tensors, whole_checkpoint
+from megatron5d.checkpoint.load import agreed, load_tensors, whole_checkpoint
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.data_parallel.buckets import Bucket
@@ -158,8 +158,11 @@ def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]],
 
     Raises:
         ValueError: no whole checkpoint there, or one that does not fit the model.
+
+    Comm: as of `agreed` and `load_tensors`.
     """
-    found = whole_checkpoint(folder, "init.from_checkpoint")
+    found = agreed(lambda: whole_checkpoint(folder, "init.from_checkpoint"))
+    assert found is not None
     changed = changed_keys(read_run(found)["config"], config, ["model"])
     load_tensors(found, named("model", held), changed)
     passive = tuple(f"model.{key} " for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions"))

@@ -264,11 +264,38 @@ def test_all_ranks_start_where_rank_0_does_or_none_starts(tmp_path):
     named = (None, str(tmp_path / "empty"))
     cases = [(whole, whole), (empty, empty), (empty, whole), (named, whole)]
     ranks = run_ranks(lambda rank, world: [told(rank, *places) for places in cases], 2)
-    (at_0, none_0, none_here, torn_0), (at_1, none_1, other, torn_1) = ranks
+    (at_0, none_0, seen_0, torn_0), (at_1, none_1, other, torn_1) = ranks
     assert at_0 == at_1 == tmp_path / "whole" / "step-00000001"
-    assert none_0 is none_1 is none_here is None
+    assert none_0 is none_1 is None and seen_0 == other
     assert "rank 0 goes on from no checkpoint" in other and "rank 1 finds" in other and "step-00000001" in other
     assert torn_0 == torn_1 and "empty has no files.json" in torn_0
+
+
+def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
+    """Of thousands of ranks that each ask for the files of thousands, no file system recovers."""
+    save(tmp_path, 1)
+    (tmp_path / "other").mkdir()
+    other = save(tmp_path / "other", 1)
+
+    def looked(rank, world):
+        asked = []
+        monkeypatch.setattr("megatron5d.checkpoint.folder.fault_of", lambda folder: asked.append(folder.name))
+        found = agreed_checkpoint(str(tmp_path), "auto")
+        return found, asked, read_run(found)
+
+    ranks = run_ranks(looked, 2)
+    folder, run = tmp_path / "step-00000001", {"progress": {}}
+    assert ranks == [(folder, ["step-00000001"], run), (folder, [], run)]
+    (other / "run.json").write_text('{"progress": 12}')  # as many bytes
+
+    def seen(rank, world):
+        monkeypatch.setattr("megatron5d.checkpoint.load.MANIFEST", "files.json" if rank == 0 else "run.json")
+        with pytest.raises(ValueError, match="rank 0 goes on from .*step-00000001, and on .* rank 1 finds none"):
+            agreed_checkpoint(str(tmp_path), "auto")
+
+    run_ranks(seen, 2)
+    with pytest.raises(ValueError, match="run.json is damaged"):
+        read_run(other)
 
 
 def test_no_older_checkpoint_is_looked_through_for_the_newest(tmp_path, monkeypatch):
