@@ -137,7 +137,7 @@ def test_a_file_that_somebody_removed_is_made_again(file):
 
 def test_of_many_that_find_a_dead_run_at_once_one_has_its_place(file):
     leave(file, replace(this_process(), started="1"))
-    start, queue = FORK.Event(), FORK.Queue()
+    start, done, queue = FORK.Event(), FORK.Event(), FORK.Queue()
 
     def begin():
         start.wait()
@@ -147,7 +147,7 @@ def test_of_many_that_find_a_dead_run_at_once_one_has_its_place(file):
             queue.put(False)
             return
         queue.put(True)
-        time.sleep(3)
+        done.wait(30)
         held.release()
 
     children = [FORK.Process(target=begin) for _ in range(4)]
@@ -155,6 +155,7 @@ def test_of_many_that_find_a_dead_run_at_once_one_has_its_place(file):
         child.start()
     start.set()
     assert sorted(queue.get(timeout=30) for _ in children) == [False, False, False, True]
+    done.set()
     for child in children:
         child.join()
 
