@@ -9,7 +9,7 @@ to continue training from a Hugging Face folder, pretrain.py reads it itself: mo
 to-hf and upcycle take the newest whole checkpoint of a directory, or the one that is named, saved on any layout.
 upcycle writes a mixture of experts that computes what the dense model does (docs/experts.md); train it with
 init.from_checkpoint=MORE_CHECKPOINTS and the architecture that it prints.
-Families: Llama, Mistral, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3 (docs/checkpoints.md).
+Families: Llama, Mistral, Phi-3 (read only), Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3.
 Exit code 2 for bad input.
 """
 

@@ -105,6 +105,8 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     """Llama; Qwen2 and Qwen3, with biases or norms on q and k; DeepSeek, with latents; their windows and experts."""
     hidden_size, num_heads, family = config["hidden_size"], config["num_attention_heads"], config["model_type"]
     theta, scaling = _rope(config, refused)
+    if family == "phi3" and scaling.type != "none":
+        refused.append(f"rope_type = {scaling.type!r}: transformers makes longrope of it, which is not supported")
     if family in LATENT:
         attention = mla_fields(config, refused)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron5d.model.hf_mla import LATENT_EPS
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3")  # decoders without experts that differ in biases, norms and windows
+DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # Llama, but for biases, windows, norms on q and k, packing
 WINDOW_BY_LAYER = ("qwen2", "qwen3")  # whose layers may differ in what they see
 _DECODER_DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "hidden_act": "silu",
@@ -32,6 +32,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": _DECODER_DEFAULTS | {
         "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": None,
         "max_position_embeddings": 131072, "mlp_bias": False, "sliding_window": 4096,
+    },
+    "phi3": _DECODER_DEFAULTS | {
+        "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_key_value_heads": None,
+        "head_dim": None, "max_position_embeddings": 4096, "mlp_bias": False, "rms_norm_eps": 1e-5,
+        "sliding_window": None,
     },
     "qwen2": _QWEN_DEFAULTS | {"head_dim": None},
     "qwen3": _QWEN_DEFAULTS | {"head_dim": 128},
@@ -95,6 +100,7 @@ _LATENT_COMPUTED: dict[str, tuple[Any, ...]] = _DECODER_COMPUTED | {
 COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": _DECODER_COMPUTED,
     "mistral": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},
+    "phi3": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},
     "qwen2": _DECODER_COMPUTED | {"mlp_bias": (False,)},  # attention_bias is not asked: q, k and v have biases always
     "qwen3": _DECODER_COMPUTED | {"mlp_bias": (False,)},
     "mixtral": _DECODER_COMPUTED | {"mlp_bias": (False,), "attention_bias": (False,)},

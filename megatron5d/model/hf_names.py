@@ -97,19 +97,22 @@ def _decoder_layer(config: ModelConfig, family: str, i: int, fused: bool) -> lis
     h = config.hidden_size
     ours, theirs = f"layers.{i}", f"model.layers.{i}"
     latent, sparse = config.attention == "mla", is_moe(config, i)
+    packed = family == "phi3"  # q, k and v lie in one tensor, and so do gate and up, in our order
     attention, mlp = (f"{ours}.attention", f"{theirs}.self_attn"), (f"{ours}.mlp", f"{theirs}.mlp")
     return [
         *_vectors(f"{ours}.attention.norm", f"{theirs}.input_layernorm", h, bias=False),
-        *(mla_entries(config, i) if latent else _attention(config, *attention)),
+        *(mla_entries(config, i) if latent else _attention(config, *attention, packed)),
         *_vectors(f"{ours}.mlp.norm", f"{theirs}.post_attention_layernorm", h, bias=False),
-        *(moe_entries(config, family, i, fused) if sparse else _mlp(config, *mlp)),
+        *(moe_entries(config, family, i, fused) if sparse else _mlp(config, *mlp, packed)),
     ]
 
 
-def _attention(config: ModelConfig, ours: str, theirs: str) -> list[Entry]:
+def _attention(config: ModelConfig, ours: str, theirs: str, packed: bool) -> list[Entry]:
     h, d = config.hidden_size, config.head_dim
     q, kv = config.num_heads * d, config.num_kv_heads * d
     qkv = [(f"{theirs}.q_proj", q), (f"{theirs}.k_proj", kv), (f"{theirs}.v_proj", kv)]
+    if packed:
+        qkv = [(f"{theirs}.qkv_proj", q + 2 * kv)]
     entries = [
         *_stack(f"{ours}.qkv", h, config.qkv_bias, qkv),
         *_stack(f"{ours}.out", q, config.attention_out_bias, [(f"{theirs}.o_proj", h)]),
@@ -120,10 +123,11 @@ def _attention(config: ModelConfig, ours: str, theirs: str) -> list[Entry]:
     return entries
 
 
-def _mlp(config: ModelConfig, ours: str, theirs: str) -> list[Entry]:
+def _mlp(config: ModelConfig, ours: str, theirs: str, packed: bool) -> list[Entry]:
     h, f = config.hidden_size, config.ffn_hidden_size
+    up = [(f"{theirs}.gate_up_proj", 2 * f)] if packed else [(f"{theirs}.gate_proj", f), (f"{theirs}.up_proj", f)]
     return [
-        *_stack(f"{ours}.up", h, config.mlp_bias, [(f"{theirs}.gate_proj", f), (f"{theirs}.up_proj", f)]),
+        *_stack(f"{ours}.up", h, config.mlp_bias, up),
         *_stack(f"{ours}.down", f, config.mlp_bias, [(f"{theirs}.down_proj", h)]),
     ]
 

@@ -48,6 +48,7 @@ DENSE = {
     "llama, yarn": lambda: transformers.LlamaConfig(**TINY, rope_parameters=YARN),
     "llama, linear": lambda: transformers.LlamaConfig(**TINY, rope_parameters=LINEAR),
     "mistral, window, wide heads": lambda: transformers.MistralConfig(**TINY, sliding_window=5, head_dim=12),
+    "phi3, window": lambda: transformers.Phi3Config(**TINY, sliding_window=5, pad_token_id=0),
     "qwen2": lambda: transformers.Qwen2Config(**TINY),
     "qwen2, window, yarn, tied": lambda: transformers.Qwen2Config(
         **TINY, **SLIDING, rope_parameters=YARN, tie_word_embeddings=True

@@ -172,6 +172,7 @@ REFUSED = {
     "partial_rotary_factor": ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     "attention_bias": ("mistral", {"attention_bias": True}),
     "mlp_bias": ("qwen2", {"mlp_bias": True}),
+    "makes longrope of it": ("phi3", {"rope_parameters": YARN}),
     "'dynamic'": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
     "truncate": ("qwen3", {"rope_parameters": YARN | {"truncate": False}}),
     "low_freq_factor": ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}),
