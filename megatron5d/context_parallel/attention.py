@@ -53,7 +53,8 @@ class ContextAttention:
 
         Comm: see ring.py, allgather.py, ulysses.py.
         """
-        block = heads_for_sequence(shared_heads(torch.cat((k, v), -1), self.inner), self.inner)
+        both = shared_heads(torch.cat((k, v), -1), self.inner)  # [s/cp, b, g', d+dv]; g' is g/tp, repeated up to inner
+        block = heads_for_sequence(both, self.inner)  # -> [s/outer, b, g'/inner, d+dv]  all_to_all cp_inner
         core = AllGatherAttention if self.method == "allgather" else RingAttention
         return self._attend(core, q, block, SideBySide(k.shape[-1], v.shape[-1]), plan, sinks, scale, softcap)
 
@@ -75,6 +76,7 @@ class ContextAttention:
         if sinks is not None and inner.size > 1:
             share = sinks.shape[0] // inner.size
             sinks = sinks[inner.rank * share : (inner.rank + 1) * share]
-        q = heads_for_sequence(q, inner)
+        q = heads_for_sequence(q, inner)  # [s/cp, b, a/tp, d] -> [s/outer, b, a/tp/inner, d]  all_to_all cp_inner
         score = {"scale": scale, "softcap": softcap}
-        return sequence_for_heads(core.apply(q, block, sinks, carrier, plan, self.outer, score), inner)
+        out = core.apply(q, block, sinks, carrier, plan, self.outer, score)  # [s/outer, b, a/tp/inner, dv]
+        return sequence_for_heads(out, inner)  # -> [s/cp, b, a/tp, dv]  all_to_all cp_inner

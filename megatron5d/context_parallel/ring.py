@@ -28,7 +28,8 @@ _KV, _DKV = 0, 1  # tags
 class RingAttention(torch.autograd.Function):
     """`apply(q, block, sinks, carrier, plan, axis, score)`.
 
-    q `[s/cp, b, a/tp, d]`, block `[s/cp, b, ...]` that `carrier` opens -> `[s/cp, b, a/tp, dv]`.
+    q `[s/cp, b, a/tp, d]`, block `[s/cp, b, ...]` that `carrier` opens -> `[s/cp, b, a/tp, dv]`. cp is `axis`: where an
+    inner line has exchanged heads for sequence, s/cp is s/outer here, and a/tp a/tp/inner.
     """
 
     @staticmethod
@@ -36,12 +37,12 @@ class RingAttention(torch.autograd.Function):
         merge = Merge(q, carrier.value_dim, sinks)
         block = own
         for step in range(plan.hops + 1):
-            shift = start_shift(block, axis, _KV) if step < plan.hops else None
-            k, v = carrier.open(block)
+            shift = start_shift(block, axis, _KV) if step < plan.hops else None  # shift cp_outer, under the attention
+            k, v = carrier.open(block)  # [s/cp, b, g/tp, d], [s/cp, b, g/tp, dv] of the rank `step` behind
             attend_block(merge, plan, (axis.rank - step) % axis.size, q, k, v, **score)
             if shift is not None:
                 block = shift.wait()
-        out = merge.out.to(q.dtype)
+        out = merge.out.to(q.dtype)  # [s/cp, b, a/tp, dv]
         ctx.save_for_backward(q, own, sinks, out, merge.lse)
         ctx.carrier, ctx.plan, ctx.axis, ctx.score = carrier, plan, axis, score
         return out

@@ -127,13 +127,13 @@ class Loader:
         return consumed + size, [self._read_micro_batch(each) for each in numbers]
 
     def _read_micro_batch(self, numbers: range) -> MicroBatch:
-        rows = np.stack([self.samples[i] for i in numbers])
+        rows = np.stack([self.samples[i] for i in numbers])  # int64 [b, s+1]: labels are one ahead of tokens
         self._check_vocab(numbers, rows)
         starts = [self.samples.document_starts(i) for i in numbers] if self._wants_starts else None
-        batch = self._make(torch.from_numpy(rows), document_starts=starts)
+        batch = self._make(torch.from_numpy(rows), document_starts=starts)  # [b, s+1] -> tokens, labels [b, s]
         batch = replace(batch, samples=torch.tensor(numbers))
         if self._transform is not None:
-            batch = self._transform(batch)
+            batch = self._transform(batch)  # [b, s] -> [b, s/cp]
         return batch.pin_memory() if self._pin_memory else batch
 
     def _check_vocab(self, numbers: range, rows: np.ndarray) -> None:

@@ -88,9 +88,9 @@ class Dispatcher:
         """
         home = places(experts, self.num_experts)
         counting = start_all_gather(home.offsets.diff()[None], self.ep_etp)  # [1, E] -> [ep·etp, E]
-        rows = permute(x, home)  # under the counts' way
+        rows = permute(x, home)  # [n, h] -> [n·k, h] sorted by expert, under the counts' way
         trip = self._trip(home, counting.wait())
-        return trip.there.start(rows[: trip.num_sent]), weights, trip
+        return trip.there.start(rows[: trip.num_sent]), weights, trip  # all_to_all ep
 
     def go_on(self, ticket: Tensor, trip: Trip) -> tuple[Tensor, Trip]:
         """The second half of the way, where it has one (hierarchy.py): here there is none."""
@@ -104,7 +104,7 @@ class Dispatcher:
 
         Comm: all_gather etp / reduce_scatter etp, all_to_all ep.
         """
-        rows = gather_rows(trip.there.finish(ticket), self.etp, trip.from_etp)
+        rows = gather_rows(trip.there.finish(ticket), self.etp, trip.from_etp)  # -> [r, h]  all_gather etp
         return _Reorder.apply(rows, trip.away.token, trip.away.place.flatten()), trip
 
     def send_back(self, y: Tensor, weights: Tensor, trip: Trip) -> Tensor:

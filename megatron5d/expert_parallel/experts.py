@@ -92,11 +92,11 @@ class Experts(nn.Module):
         Returns:
             `[r, h]`, partial over etp.
         """
-        inner = self.parts("experts", partial(self._inner, offsets=offsets, defer=defer), x)
-        return _GroupedLinear.apply(inner, self.down, offsets, self.num_local, defer)
+        inner = self.parts("experts", partial(self._inner, offsets=offsets, defer=defer), x)  # [r, f/etp]
+        return _GroupedLinear.apply(inner, self.down, offsets, self.num_local, defer)  # partial [r, h]
 
     def _inner(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
-        inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp]
+        inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp] or [r, f/etp]
         # its backward writes over what `up` made, which nobody else keeps
         gemms, alone = expert_gemms_of(self.down), self.parts.keeps("activation")
         act = partial(gemms.activate, kind=self.activation, overwrite=alone)

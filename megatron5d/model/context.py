@@ -40,10 +40,8 @@ class SequenceSharding:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         parallel, self.cp = config.parallel, mesh["cp"]
-        model, layout = (
-            config.model,
-            layout_of(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner),
-        )
+        layout = layout_of(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner)
+        model = config.model
         self.depths = model.num_mtp_layers
         masks: dict[str, Any] = {"causal": model.attention_causal, "window": model.attention_window}
         self._plan = Planner(layout, self.cp.rank, **masks, device=device)
@@ -58,7 +56,8 @@ class SequenceSharding:
         if self.cp.size == 1:
             return batch
         plan = self._plan(batch.documents)
-        rows = torch.from_numpy(plan.layout.rows(self.cp.rank))
+        rows = torch.from_numpy(plan.layout.rows(self.cp.rank))  # [s/cp]: the positions that this rank holds
         whole = {name: getattr(batch, name) for name in _SEQUENCES}
+        # each [b, s] -> [b, s/cp]; what looks ahead [D, b, s] -> [D, b, s/cp]
         local: dict[str, Any] = {name: None if values is None else values[..., rows] for name, values in whole.items()}
         return replace(batch, **local, documents=None, context=plan)

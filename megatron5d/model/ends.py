@@ -96,11 +96,12 @@ class OutputMatrix(nn.Module):
         Comm: all_gather tp with sp, 2× all_reduce tp / all_gather, reduce_scatter.
         """
         if self.slice_tokens is None:
-            logits = self.local_logits(normed, defer)
+            logits = self.local_logits(normed, defer)  # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
             loss, lse = vocab_parallel_cross_entropy(logits, labels.t(), self.vocab, self.tp, z_loss)
         else:
             sliced = SlicedLoss(self.vocab, self.tp, self.sp, self.slice_tokens, z_loss, self.softcap)
             loss, lse = sliced(normed, self.weight, labels.t(), defer)
+        # loss and lse [s/cp, b], the same on every tp rank -> [2]
         return torch.stack(((loss * mask.t()).sum(), (lse.square() * mask.t()).sum().detach()))
 
 

@@ -65,14 +65,17 @@ class TokenShare:
         self._whole = cache(self._places_of)
 
     def take(self, x: Tensor) -> Tensor:
-        """`[s, b, h]` -> `[n, h]`. Comm: none / without sp all_gather tp."""
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[n, h]`, n = s·b/(cp·tp), without sp rounded up.
+
+        Comm: none / without sp all_gather tp.
+        """
         flat = x.flatten(0, 1)
         if self.sp or self.tp.size == 1:
             return flat
         return split_to(F.pad(flat, (0, 0, 0, -flat.shape[0] % self.tp.size)), self.tp)
 
     def give(self, y: Tensor, like: Tensor) -> Tensor:
-        """`[n, h]` -> `[s, b, h]`. Comm: without sp all_gather tp / none."""
+        """`[n, h]` -> what `take` was given, `like`. Comm: without sp all_gather tp / none."""
         if not self.sp and self.tp.size > 1:
             y = join_from(y, self.tp)[: like.shape[0] * like.shape[1]]
         return y.view(like.shape)

@@ -90,7 +90,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, ta
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
-            batches = next(loader)
+            batches = next(loader)  # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens
             lr = learning_rate(config.optim, progress.step + 1, train_config.steps)
             watched = progress.step == 0 or _due(progress.step + 1, config.moe.log_every)
             result = run.trainer.step(batches, lr, stop=bool(stop), watched=watched)

@@ -110,14 +110,6 @@ class Trainer:
             result.layers.update(self.balancer.layer_figures(self.mesh["world"]) if watched else {})
         return result
 
-    def means(self, totals: Sequence[float]) -> dict[str, float]:
-        """What `accumulate` or `evaluate` returned, added up over the world, as means by name."""
-        counts = totals[len(self.terms) :]
-        found = {term.name: 0.0 for term in self.terms}
-        for term, total in zip(self.terms, totals):
-            found[term.name] += term.share * total / max(counts[term.count], 1)
-        return found
-
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
         """Forward and backward of all micro-batches; leaves the mean gradient in the owned slices once reduced.
 
@@ -157,6 +149,14 @@ class Trainer:
         self.pipeline.evaluate([batch.to(device) for batch in batches], here)
         return here.share * self._counts
 
+    def means(self, totals: Sequence[float]) -> dict[str, float]:
+        """What `accumulate` or `evaluate` returned, added up over the world, as means by name."""
+        counts = totals[len(self.terms) :]
+        found = {term.name: 0.0 for term in self.terms}
+        for term, total in zip(self.terms, totals):
+            found[term.name] += term.share * total / max(counts[term.count], 1)
+        return found
+
     @property
     def _counts(self) -> bool:
         """The other tp ranks computed the same loss."""
@@ -189,7 +189,7 @@ class _LossHere:
         self._counting = start_all_reduce(targets, mesh["dp_cp"])
 
     def __call__(self, batch: MicroBatch, y: torch.Tensor) -> torch.Tensor | None:
-        self.share += torch.cat((y.double(), batch.target_counts))
+        self.share += torch.cat((y.double(), batch.target_counts))  # y: [terms], sums over this micro-batch's tokens
         if self._counting is not None:  # a loss is a sum, divided once by the global number of its targets
             counts = self._counting.wait().clamp(min=1)
             self._grad = torch.stack([term.coefficient / counts[term.count] for term in self._terms]).to(y.dtype)
