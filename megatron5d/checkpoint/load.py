@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron5d.checkpoint.folder import MANIFEST, fault_of, faults_of_newer, newest
 from megatron5d.checkpoint.layout import ShardedTensor
 
-LISTED = 40  # tensors that do not fit and are named
+LISTED = 12  # tensors that do not fit and are named: the keys of the model that differ say more
 
 
 def find_checkpoint(directory: str | None, resume: str) -> Path | None:
@@ -144,6 +144,7 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor], differing: Seq
         dist.all_gather_object(told, faults)
         faults = sorted({fault for rank in told for fault in rank})
     if faults:
-        shown = sorted(faults)[:LISTED] + [f"and {len(faults) - LISTED} more"] * (len(faults) > LISTED)
+        faults.sort(key=lambda fault: ("optim." in fault, fault))  # the optimiser's differ where the weights do
+        shown = faults[:LISTED] + [f"and {len(faults) - LISTED} more"] * (len(faults) > LISTED)
         raise ValueError("\n  ".join([f"{folder} does not fit this model:", *differing, *shown]))
     read(reader, tensors, alone=alone)

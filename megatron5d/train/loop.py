@@ -73,6 +73,10 @@ def _introduce(run: Run, reporter: Reporter) -> None:
     )
     for note in run.notes:
         reporter.say(note)
+    train_config = run.config.train
+    knob, last = ("stop_after", train_config.stop_after) if train_config.stop_after else ("steps", train_config.steps)
+    if progress.step >= last:
+        reporter.say(f"nothing is left to train: step {progress.step} is saved, and train.{knob} = {last}")
     if reporter.active and (expected := reporter.expectation.predict()) is not None:
         reporter.say(expected)
     if reporter.active and (memory := reporter.memory.predicted()) is not None:

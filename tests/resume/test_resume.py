@@ -24,6 +24,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run, passed_over
+from megatron5d.train.loop import train
 from megatron5d.train.parity import owned_slices
 from megatron5d.train.signals import REQUEUE
 from megatron5d.train.step import Trainer
@@ -163,6 +164,16 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, corpus, monk
     monkeypatch.setattr(Trainer, "step", struck)
     assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [REQUEUE, REQUEUE]
     assert newest(tmp_path / "checkpoints") == last(tmp_path, 3)
+
+
+def test_a_finished_run_says_that_nothing_is_left(tmp_path, corpus, capsys):
+    config = config_of(tmp_path, corpus, parallel={})
+    config = dataclasses.replace(config, log=dataclasses.replace(config.log, progress=True))
+    for _ in range(2):
+        assert train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
+    told = capsys.readouterr()
+    told = told.out + told.err
+    assert told.count(f"nothing is left to train: step {STEPS} is saved, and train.steps = {STEPS}") == 1
 
 
 def test_only_the_newest_are_kept(tmp_path, corpus):
