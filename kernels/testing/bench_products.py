@@ -59,10 +59,17 @@ def grouped(device: str, experts: int, m: int, n: int, k: int) -> Calls:
     x, weight, offsets = random(device, m, k), random(device, experts, n, k), _offsets(device, experts, m)
     ends = offsets[1:].int()
     rows8, weight8 = quantize_rows(x), quantize_blocks(weight)[0]
+    by_row = torch.ones(m, device=device), torch.ones(experts, n, device=device)  # as long as with any other scales
+
+    def torch_scaled() -> Tensor:
+        matrices = weight8.values.transpose(1, 2)
+        return torch._scaled_grouped_mm(rows8.values, matrices, *by_row, offs=ends, out_dtype=torch.bfloat16)
+
     return {
         "ours": lambda: grouped_matmul(x, weight, offsets),
         "ours, float8": lambda: grouped_matmul_fp8(rows8, weight8, offsets),
         "torch grouped_mm": lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends),
+        "torch._scaled_grouped_mm, rowwise": torch_scaled,
     }
 
 
