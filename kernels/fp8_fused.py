@@ -18,7 +18,7 @@ from kernels.normalization import launch_forward, layer_norm_reference, rms_norm
 MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _swiglu_kernel(
     gate_up_ptr,
     values_ptr,

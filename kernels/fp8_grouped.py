@@ -65,7 +65,7 @@ def _groups_of_expert(expert, offsets_ptr, num_experts, GROUP: tl.constexpr, EXP
     return tl.sum(tl.where(lane < expert, groups, 0), 0), tl.sum(tl.where(lane == expert, groups, 0), 0)
 
 
-@jit
+@jit(do_not_specialize=["groups"])
 def _weight_grad_fp8_kernel(
     dy_desc,
     x_desc,

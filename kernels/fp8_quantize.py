@@ -125,7 +125,7 @@ def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE
     return tl.where(amax < float("inf"), q, float("nan")).to(DTYPE), scale
 
 
-@jit
+@jit(do_not_specialize=["row_groups"])
 def _quantize_kernel(
     x_ptr,
     values_ptr,

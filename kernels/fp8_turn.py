@@ -49,7 +49,7 @@ def groups_of(rows: int, offsets: Tensor | None) -> int:
     return cdiv(rows, GROUP) + (0 if offsets is None else offsets.numel() - 1)
 
 
-@jit
+@jit(do_not_specialize=["rows", "groups"])
 def _turn_kernel(
     values_ptr,
     scales_ptr,

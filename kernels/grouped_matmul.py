@@ -69,7 +69,7 @@ def _store_rows(y_ptr, tile, row, last, column, n):
     tl.store(y_ptr + at, tile.to(y_ptr.dtype.element_ty), (row < last)[:, None] & (column < n)[None, :])
 
 
-@jit
+@jit(do_not_specialize=["num_tiles", "rows"])  # which change with every batch of tokens
 def _rows_kernel(
     x_desc,
     w_desc,

@@ -70,3 +70,24 @@ def test_an_entry_that_no_case_reaches_is_named():
 
     missing = compile_gate.unselected({"moe": {"sm_90": {"selected": [["moe_topk", 0]]}}}, "sm_90")
     assert "moe_topk[0]" not in missing and "rope[0]" in missing
+
+
+def test_the_number_of_rows_of_an_expert_compiles_nothing_anew():
+    """It changes from step to step; a kernel specialised on whether 16 divides it would stop training for seconds."""
+    compiled = """
+import torch
+from kernels.fp8_quantize import E4M3, Quantized
+from kernels.fp8_turn import turn
+from kernels.grouped_matmul import grouped_matmul
+from kernels.testing.capture import capture
+from kernels.testing.gate_cases import meta
+offsets, weight = meta(65, dtype=torch.int64), meta(64, 1408, 2048)
+with capture("sm_90") as (launches, _):
+    for rows in (8192, 8200, 8197, 1):
+        grouped_matmul(meta(rows, 2048), weight, offsets)
+        turn(Quantized(meta(rows, 2048, dtype=E4M3), meta(rows, 16, dtype=torch.float32), 1), offsets)
+print(len({id(launch.compiled) for launch in launches}), len(launches))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.stdout.split() == ["2", "8"], run.stdout + run.stderr
