@@ -58,6 +58,17 @@ def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
     assert (not found) if message is None else (len(found) == 1 and message in found[0])
 
 
+def test_what_serves_8_6_and_8_9_has_their_shared_memory(monkeypatch):
+    from kernels import tuning
+    from kernels.testing import compile_gate, gate_cases
+
+    served = {tuning.nearest(name) for name in ("sm_80", "sm_86", "sm_89")}
+    monkeypatch.setitem(compile_gate.CASES, "case", gate_cases.Case(lambda: None))
+    budget = {"case": {name: {"registers": 255, "shared": 2**30} for name in served}}
+    for name in served:
+        assert "wants" in compile_gate.faults("case", name, report(shared=100 * 1024), budget)[0]
+
+
 def test_the_gate_wants_a_budget_and_reports_errors():
     from kernels.testing import compile_gate
 
