@@ -32,7 +32,7 @@ BEAT_S = 10.0  # between two touches
 SILENT_S = 60.0  # without a touch, after which an owner on another machine counts as dead
 LONG_AGO_S = 600.0  # since the last touch, by the file system's clock: dead without being watched
 POLL_S = 0.5
-SETTLE_S = 0.2  # of several that replace the file of a dead run at once, the last one has the place
+SETTLE_S = 0.5  # of several that replace the file of a dead run at once, the last one has the place
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ class Claim:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             written.write_text(json.dumps(asdict(self.owner), indent=1) + "\n")
-            if owner is None and not self._is_first():
+            overtaken = not self._is_first() if owner is None else _read(self.file) != owner
+            if overtaken:
                 return False
             written.replace(self.file)
         except OSError as error:

@@ -22,7 +22,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    for name, seconds in {"BEAT_S": 0.05, "SILENT_S": 0.5, "POLL_S": 0.02}.items():
+    for name, seconds in {"BEAT_S": 0.05, "SILENT_S": 0.3, "POLL_S": 0.02}.items():
         monkeypatch.setattr(claim, name, seconds)
 
 
@@ -70,7 +70,7 @@ def test_a_killed_run_is_recognised_at_once(file):
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         begun = time.monotonic()
         Claim(file, "place").release()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < claim.SILENT_S / 2
         child.join()
 
 
@@ -95,15 +95,16 @@ def test_slurms_numbers_are_those_of_the_job(monkeypatch):
 def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(file, quick, monkeypatch, capsys):
     first = Claim(file, "place")
     elsewhere(monkeypatch)
-    with pytest.raises(OSError, match="still going"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="still going"):
+        patch.setattr(claim, "SILENT_S", 60)  # a busy machine may let its beat wait
         Claim(file, "place")
-    assert "watching for up to 0.5 s" in capsys.readouterr().err
+    assert "watching for up to 60 s" in capsys.readouterr().err
     first._released.set()  # killed: no beat, and the file stays
     first._thread.join()
     begun = time.monotonic()
     second = Claim(file, "place")
-    assert time.monotonic() - begun >= 0.5
-    with pytest.raises(OSError, match=r"taken over by another run, process \d+ on .* no sign of life for 0.5 s"):
+    assert time.monotonic() - begun >= claim.SILENT_S
+    with pytest.raises(OSError, match=r"taken over by another run, process \d+ on .* no sign of life for 0.3 s"):
         first.check()
     first.release()
     second.check()
@@ -112,7 +113,7 @@ def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(file, qu
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[1]"])
-def test_an_unreadable_file_belongs_to_an_unknown_run(file, quick, content):
+def test_an_unreadable_file_belongs_to_an_unknown_run(file, quick, monkeypatch, content):
     file.parent.mkdir()
     file.write_text(content)
     claimed = Claim(file, "place")
@@ -120,9 +121,8 @@ def test_an_unreadable_file_belongs_to_an_unknown_run(file, quick, content):
     claimed.release()
     file.write_text(content)
     os.utime(file, (1, 1))
-    begun = time.monotonic()
+    monkeypatch.setattr(claim, "SILENT_S", 1000)  # silent for years: it is not watched
     Claim(file, "place").release()
-    assert time.monotonic() - begun < 0.45, "silent for years, and watched all the same"
 
 
 def test_a_file_that_somebody_removed_is_made_again(file):
