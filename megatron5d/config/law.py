@@ -78,4 +78,9 @@ def tensor_parallel_fix(config: Config, world: int) -> str:
     sizes = tensor_parallel_sizes(config, world)
     if sizes:
         return f"parallel.tp={nearest(config.parallel.tp, sizes)}"
-    return "parallel.tp=1" + (" parallel.sp=false" if config.parallel.sp else "")
+    overlapped = config.parallel.sp and config.parallel.tp_overlap != "none"
+    return (
+        "parallel.tp=1"
+        + (" parallel.sp=false" if config.parallel.sp else "")
+        + (" parallel.tp_overlap=none" if overlapped else "")
+    )

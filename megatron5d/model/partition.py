@@ -40,10 +40,11 @@ def layout_of(config: Config, placement: Placement) -> list[int]:
     """
     pipeline, num_stages, counts = config.pipeline, placement.num_stages, config.recompute.stage_layers
     if counts is not None and len(counts) != num_stages:
+        legal = ",".join(map(str, (counts + [0] * num_stages)[:num_stages]))
         raise ValueError(
             f"recompute.stage_layers = {counts} names {len(counts)} stages, but pipeline.schedule = "
             f"{pipeline.schedule} with parallel.pp = {config.parallel.pp} has {num_stages}; nearest legal: "
-            f"recompute.stage_layers={(counts + [0] * num_stages)[:num_stages]}"
+            f"recompute.stage_layers=[{legal}]"
         )
     if pipeline.layout is not None:
         return _as_told(config, placement)

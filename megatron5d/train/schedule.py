@@ -137,7 +137,7 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
         planned_pipeline(config, world)
     except ValueError as error:
         reason, _, fix = str(error).rpartition("; ")
-        fix = fix.removeprefix("set ")
+        fix = fix.removeprefix("set ").removeprefix("nearest legal: ")
         knobs = [knob for knob in PIPELINE_KNOBS if knob in str(error)] or ["pipeline.schedule"]
         if "num_microbatches" in reason:
             knobs.append("train.gbs")

@@ -1,11 +1,13 @@
 """What the random tests draw: every knob that decides on numbers or on layout, or one that says here why not."""
 
 import random
+import re
 from fnmatch import fnmatch
 
 from random_configs import random_run, random_shape
 
 from megatron5d.config.convert import leaves, value_of
+from megatron5d.train.shrink import faults_of
 
 ELSEWHERE = {
     "model.name": "a name",
@@ -38,3 +40,12 @@ def test_every_knob_is_drawn_or_tested_elsewhere():
     still = {key for key, values in seen.items() if len(values) == 1}
     excused = {key for key in seen if any(fnmatch(key, glob) for glob in ELSEWHERE)}
     assert still == excused
+
+
+def test_every_fix_is_an_override_to_paste():
+    dice = random.Random(0)
+    for _ in range(60):
+        shape, world = random_shape(dice)
+        for fault in faults_of(random_run(dice, shape), world):
+            assert re.match(r"([a-z0-9_.]+=(\S+)|start \d+ ranks)( |,|;|$)", fault.fix), fault
+            assert ", " not in "".join(re.findall(r"\[[^]]*\]", fault.fix)), f"a shell cuts the list of {fault}"
