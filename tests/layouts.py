@@ -47,11 +47,9 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     model.initialize(config.train.seed)
     perturb(model.weights())
     biases = {spec_of(buffer).name: buffer for buffer in model.weights()[len(list(model.parameters())) :]}
-    specs = {name: spec_of(parameter) for name, parameter in model.named_specs()}
-    weights = {
-        name: parameter.detach()[: specs[name].shape[0]].clone().requires_grad_()
-        for name, parameter in model.named_specs()
-    }
+    pairs = [(spec_of(parameter), parameter.detach()) for parameter in model.parameters()]
+    specs = {spec.name: spec for spec, _ in pairs}
+    weights = {spec.name: whole[: spec.shape[0]].clone().requires_grad_() for spec, whole in pairs}
     o = config.optim
     decay = {name: o.weight_decay * decays(specs[name], o.decay_exclude) for name in weights}
     muon = reference_muon.Muon(weights, decay, config)

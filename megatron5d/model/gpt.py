@@ -3,7 +3,7 @@ with multi-token prediction, per depth its input, the phases of a block, and its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -230,8 +230,3 @@ class Gpt(nn.Module):
     def weights(self) -> list[torch.Tensor]:
         """Everything local that a checkpoint keeps of the model: parameters, and the routers' biases (buffers)."""
         return [*self.parameters(), *(buffer for buffer in self.buffers() if hasattr(buffer, "spec"))]
-
-    def named_specs(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(global name, local parameter), a tied parameter once."""
-        for parameter in self.parameters():
-            yield parameter.spec.name, parameter  # type: ignore[attr-defined]

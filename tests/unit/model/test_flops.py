@@ -33,7 +33,7 @@ def test_flops_are_those_that_the_reference_computes(model):
     """The reference computes the whole score matrix; of it the convention counts what a causal query sees."""
     config, gpt = built(model)
     gpt.initialize(1)
-    weights = {name: p.detach()[: p.spec.shape[0]] for name, p in gpt.named_specs()}
+    weights = {p.spec.name: p.detach()[: p.spec.shape[0]] for p in gpt.parameters()}
     with FlopCounterMode(display=False) as counter:
         reference_gpt.logits(weights, config, torch.zeros(1, S, dtype=torch.int64))
     mla = config.attention == "mla"
