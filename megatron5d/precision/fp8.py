@@ -81,7 +81,7 @@ def _rows(x: Tensor, powers_of_two: bool) -> Operand:
     if carried is not None:
         return carried
     q = quantize_rows(x.reshape(-1, x.shape[-1]), E4M3, powers_of_two=powers_of_two)
-    return q.values.view(x.shape), q.scales.view(*x.shape[:-1], -1)
+    return q.values.view(x.shape), q.scales.view(*x.shape[:-1], q.scales.shape[-1])  # of no rows, -1 could be anything
 
 
 class BlockwiseGemms(Gemms):

@@ -36,7 +36,7 @@ def carried_by(x: Tensor) -> Carried | None:
 
 
 def _carrying(q: Quantized, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return stand_in(shape, dtype, (q.values.view(shape), q.scales.view(*shape[:-1], -1)))
+    return stand_in(shape, dtype, (q.values.view(shape), q.scales.view(*shape[:-1], q.scales.shape[-1])))
 
 
 class _Swiglu(torch.autograd.Function):

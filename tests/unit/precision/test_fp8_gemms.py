@@ -125,6 +125,24 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
         torch.testing.assert_close(experts.up.main_grad[e], dup, **close)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize(("recipe", "powers_of_two"), RECIPES)
+def test_experts_that_no_token_chose(recipe, powers_of_two, activation):
+    """A micro-batch may leave a rank's experts without a row: the step goes on, and their gradients are zero."""
+    config = ModelConfig(num_experts=3, hidden_size=144, moe_ffn_hidden_size=80, activation=activation)
+    experts = Experts(config, "experts", single("ep"), single("etp"), dtype=torch.float32, device="cpu")
+    for parameter in experts.parameters():
+        parameter.data.normal_()
+        parameter.gemms = recipe_of(recipe, powers_of_two)[1]
+        parameter.main_grad = torch.zeros_like(parameter)
+    x, waiting = torch.randn(0, 144).requires_grad_(), []
+    experts(x, torch.zeros(4, dtype=torch.int64), waiting.append).backward(torch.randn(0, 144))
+    for closure in waiting:
+        closure()
+    assert x.grad.shape == (0, 144)
+    assert not any(parameter.main_grad.any() for parameter in experts.parameters())
+
+
 def test_weights_are_quantised_once_until_they_change():
     weight = torch.nn.Parameter(torch.randn(128, 128))
     gemms, made = fp8.BlockwiseGemms(True), []
