@@ -235,7 +235,7 @@ def _newest_checkpoints(c: Config) -> str:
 
 PATH_LAWS = (
     _huggingface("model.from_hf", "config.json"),
-    _huggingface("init.from_hf", "*.safetensors"),
+    _huggingface("init.from_hf", "model.safetensors*"),
     Law(
         "init-from-checkpoint-folder",
         ("init.from_checkpoint",),

@@ -110,9 +110,13 @@ def _from_slurm(variables: Mapping[str, str]) -> Environment:
     local_rank = _integer(variables, "SLURM_LOCALID")
     if world == 1:
         return Environment(rank, world, local_rank)
-    host = variables.get("MASTER_ADDR") or first_host(
-        variables.get("SLURM_STEP_NODELIST") or variables["SLURM_JOB_NODELIST"]
-    )
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
+    host = variables.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
+    if host is None:
+        raise ValueError(
+            f"{world} ranks, and neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST says where they meet; "
+            "set MASTER_ADDR"
+        )
     if "MASTER_PORT" in variables:
         port = _integer(variables, "MASTER_PORT")
     else:

@@ -87,11 +87,16 @@ def test_files_of_which_no_sample_can_be_made_are_refused(folder):
         ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a' is not a whole number"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "9"}, "rank 2 of a world of 2"),
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
+            "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST says where they meet",
+        ),
     ],
 )
 def test_wrong_variables_of_a_launcher_are_refused(variables, said, monkeypatch, capsys):
-    for name in ("RANK", "WORLD_SIZE", "MEGATRON5D_MEETING"):
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MEGATRON5D_MEETING"):
+            monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["model=tiny"]) == 2
