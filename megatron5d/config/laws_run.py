@@ -190,6 +190,23 @@ TRAIN_LAWS = (
         lambda c, w: "checkpoint.dir=runs/NAME/checkpoints, or checkpoint.async=false",
     ),
     Law(
+        "profile-ranks-exist",
+        ("log.profile_ranks",),
+        lambda c, w: not c.log.profile_ranks or not 0 <= min(c.log.profile_ranks) <= max(c.log.profile_ranks) < w,
+        lambda c, w: f"log.profile_ranks = {c.log.profile_ranks} is no list of ranks from 0 to {w - 1}",
+        lambda c, w: "log.profile_ranks=[0]",
+    ),
+    Law(
+        "profile-before-end",
+        ("log.profile_step", "log.profile", "train.steps", "train.stop_after"),
+        lambda c, w: c.log.profile is not None and c.log.profile_step >= (c.train.stop_after or c.train.steps),
+        lambda c, w: (
+            f"log.profile_step = {c.log.profile_step}: a trace is taken of the step after it, and step "
+            f"{c.train.stop_after or c.train.steps} is the last"
+        ),
+        lambda c, w: f"log.profile_step={max(1, (c.train.stop_after or c.train.steps) - 1)}, or fewer",
+    ),
+    Law(
         "apex-installed",
         ("optim.implementation",),
         lambda c, w: c.optim.implementation == "apex" and find_spec("amp_C") is None,

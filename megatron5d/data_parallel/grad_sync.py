@@ -169,6 +169,9 @@ class GradSync:
         """As before_forward, where a backward runs the phase again: its weights stay until `after_backward`."""
         self.weights.before_recompute(phase)
 
+    def after_recompute(self, phase: nn.Module) -> None:
+        """Nothing: they stay."""
+
     def before_backward(self, phase: nn.Module) -> None:
         """Waits for the weights that the input gradient of this phase reads."""
         self.weights.before(phase, False)
@@ -176,6 +179,9 @@ class GradSync:
     def after_backward(self, phase: nn.Module) -> None:
         """Lets go of the weights that the input gradient of this phase has read, under ZeRO-3."""
         self.weights.after(phase, False)
+
+    def before_weight_grads(self, phase: nn.Module) -> None:
+        """Nothing: W reads no weights."""
 
     def after_weight_grads(self, phase: nn.Module) -> None:
         """Starts a bucket's reduction when a micro-batch, or under ZeRO-0 and 1 the step, has put its last gradient in.

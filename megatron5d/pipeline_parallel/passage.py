@@ -32,11 +32,17 @@ class PhaseHooks(Protocol):
     def before_recompute(self, phase: nn.Module) -> None:
         """A backward runs the phase forward again; its weights stay until `after_backward`."""
 
+    def after_recompute(self, phase: nn.Module) -> None:
+        """It has run forward again."""
+
     def before_backward(self, phase: nn.Module) -> None:
         """In B or I. W reads no weights."""
 
     def after_backward(self, phase: nn.Module) -> None:
         """The gradient of its input is made; its weights are not needed before the next action."""
+
+    def before_weight_grads(self, phase: nn.Module) -> None:
+        """In W: what the phase has put off is about to be made."""
 
     def after_weight_grads(self, phase: nn.Module) -> None:
         """In B or W, after `after_backward`: the micro-batch has added all that this phase owes."""
@@ -252,6 +258,7 @@ class Segment:
             for phase in self.phases:
                 self.hooks.before_recompute(phase)
                 x = self._with_graph(phase, x)
+                self.hooks.after_recompute(phase)
                 yield None
             del x
         for earlier, passage in reversed(list(zip([None, *self.passages], self.passages))):
@@ -269,6 +276,7 @@ class Segment:
     def weight_steps(self) -> Iterator[None]:
         """Yields after each phase, last to first, whose kept weight gradients have been computed."""
         for passage in reversed(self.passages):
+            self.hooks.before_weight_grads(passage.phase)
             passage.weight_grads.run()
             self.hooks.after_weight_grads(passage.phase)
             yield None

@@ -52,6 +52,11 @@ class Pipeline:
         """This rank computes the loss of some micro-batches."""
         return any(stage == self.placement.num_stages - 1 for _, stage in self._stages)
 
+    @property
+    def stages(self) -> list[Stage]:
+        """What this rank computes, relays left out."""
+        return [stage for stage in self._stages.values() if isinstance(stage, Stage)]
+
     def executor(self, num_microbatches: int, training: bool = True) -> Executor:
         """The executor of so many micro-batches, made on first use."""
         key = num_microbatches, training

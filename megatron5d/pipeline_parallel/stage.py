@@ -40,8 +40,8 @@ class NoHooks:
     def _nothing(self, phase: nn.Module) -> None:
         pass
 
-    before_forward = after_forward = before_recompute = before_backward = after_backward = _nothing
-    after_weight_grads = _nothing
+    before_forward = after_forward = before_recompute = after_recompute = _nothing
+    before_backward = after_backward = before_weight_grads = after_weight_grads = _nothing
 
 
 def segments_of(phases: Sequence[nn.Module]) -> list[tuple[list[nn.Module], bool]]:

@@ -13,6 +13,7 @@ from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import train_loader, valid_loader
 from megatron5d.train.memory import Snapshots, snapshots
 from megatron5d.train.places import Places, places
+from megatron5d.train.profiler import Profiler
 from megatron5d.train.report import Reporter
 from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.state import run_record, run_tensors
@@ -89,7 +90,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, ta
     last = train_config.stop_after or train_config.steps
     valid_exists = _evaluate(run, reporter, "initial_valid_loss") if progress.step == 0 else True
     loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens)
-    saved_at = progress.step
+    saved_at, profiler = progress.step, Profiler(run, reporter.say)
     stopped = False
     reporter.start_clock()
     try:
@@ -97,7 +98,8 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, ta
             batches = next(loader)  # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens
             lr = learning_rate(config.optim, progress.step + 1, train_config.steps)
             watched = progress.step == 0 or _due(progress.step + 1, config.moe.log_every)
-            result = run.trainer.step(batches, lr, stop=bool(stop), watched=watched)
+            with profiler.step():
+                result = run.trainer.step(batches, lr, stop=bool(stop), watched=watched)
             reporter.stop_clock()
             progress.step += 1
             progress.skipped += result.skipped is not None

@@ -1,0 +1,81 @@
+"""log.profile: every phase of a step is on the clock once a pass, the laps fill the step, and no number changes."""
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from runs import curve, records, train_on_ranks, write_corpus
+
+from megatron5d.config.schema import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
+
+STEPS, LAYERS, MICRO_BATCHES = 5, 4, 4
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """The folder of a run under ZeRO-3, with I and W apart and everything recomputed, and its configuration."""
+    folder = tmp_path_factory.mktemp("profiled")
+    config = Config(
+        model=ModelConfig(num_layers=LAYERS, vocab_size=64),
+        parallel=ParallelConfig(pp=2, zero=3),
+        pipeline=PipelineConfig("zb_h1"),
+        recompute=RecomputeConfig("full"),
+        train=TrainConfig(steps=STEPS, gbs=2 * MICRO_BATCHES, seq_len=16),
+        data=DataConfig(train=[write_corpus(folder / "toy", vocab_size=64)], prefetch=0),
+        log=LogConfig(
+            jsonl=str(folder / "log.jsonl"), progress=False, profile=str(folder / "profile"), profile_step=3,
+            profile_ranks=[0, 2],
+        ),
+    )  # fmt: skip
+    assert train_on_ranks(config, 4) == [0] * 4
+    return folder, config
+
+
+def test_the_ranks_that_were_named_write_both_steps(profiled):
+    names = {path.name for path in (profiled[0] / "profile").iterdir()}
+    assert names == {f"rank{rank}_step{what}" for rank in (0, 2) for what in ("3_phases.json", "4_trace.json.gz")}
+
+
+def test_laps_fill_the_step(profiled):
+    folder, _ = profiled
+    laps = json.loads((folder / "profile" / "rank0_step3_phases.json").read_text())
+    step_s = records(folder / "log.jsonl")[2]["step_time_s"]  # with the wait for data, and reading the clock
+    assert 0.5 * step_s < sum(lap["seconds"] for lap in laps) <= step_s
+    passes = {(lap["what"], lap["pass"]) for lap in laps if lap["pass"]}
+    layer = ("forward", "again", "backward", "weights")
+    ends = {("Embedding", "forward"), ("Embedding", "backward"), ("Embedding", "weights")}
+    assert passes == {(kind, each) for kind in ("Attention", "Mlp") for each in layer} | ends
+    assert all(lap["seconds"] > 0 for lap in laps if lap["pass"])
+
+
+def test_a_trace_has_a_range_for_every_phase_of_every_pass(profiled):
+    folder, _ = profiled
+    with gzip.open(folder / "profile" / "rank2_step4_trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    counts = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    expected = {
+        f"layers.{layer}.{place} {kind} {each}": MICRO_BATCHES
+        for layer in range(LAYERS // 2, LAYERS)
+        for place, kind in enumerate(("Attention", "Mlp"))
+        for each in ("forward", "again", "backward", "weights")
+    } | {f"head Head {each}": MICRO_BATCHES for each in ("forward", "backward", "weights")}
+    assert {name: count for name, count in counts.items() if name in expected} == expected
+    assert not [name for name in counts if name.startswith(("layers.", "head ", "embedding ")) and name not in expected]
+
+
+def test_no_number_changes(profiled, tmp_path):
+    folder, config = profiled
+    log = LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False)
+    assert train_on_ranks(replace(config, log=log), 4) == [0] * 4
+    assert curve(tmp_path / "log.jsonl") == curve(folder / "log.jsonl")
