@@ -163,7 +163,10 @@ def _value(kind: Any, value: Any, path: str, faults: list[Fault]) -> Any:
 
 
 def _plain(kind: Any, value: Any) -> Any:
-    """`value` as `kind`, or _BAD. A lone word is a list of one; an integer is a number; nothing else is bent."""
+    """`value` as `kind`, or _BAD. A lone word is a list of one; an integer is a number; nothing else is bent.
+
+    An empty text is nothing: who wants none says null.
+    """
     if value is None:
         return None if kind != _without_none(kind) else _BAD
     kind = _without_none(kind)
@@ -177,7 +180,7 @@ def _plain(kind: Any, value: Any) -> Any:
         return _number(value)
     if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)  # a name or a folder may consist of digits
-    if kind is int and isinstance(value, bool):
+    if (kind is int and isinstance(value, bool)) or value == "":  # log.dir=$NOT_SET is a mistake
         return _BAD
     return value if isinstance(value, kind) else _BAD
 
