@@ -8,6 +8,9 @@ from megatron5d.config.law import Law, data_parallel, divisors, nearest
 from megatron5d.config.laws_layout import MODEL_AXES
 from megatron5d.config.schema import Config
 
+MOST_MICRO_BATCHES = 1 << 16
+"""Of a step: every one of them is an action of the schedule, which is listed and verified at the start."""
+
 
 def _kv_heads_fix(c: Config, world: int) -> str:
     return f"model.num_kv_heads={nearest(c.model.num_kv_heads, divisors(c.model.num_heads))}"
@@ -128,6 +131,18 @@ TRAIN_LAWS = (
             f"train.mbs·dp = {c.train.mbs}·{data_parallel(c, w)} = {_batch_unit(c, w)}"
         ),
         _ramp_fix,
+        needs=("world-fits", "gbs-splits"),
+    ),
+    Law(
+        "micro-batches-in-reach",
+        ("train.gbs", "train.mbs", *MODEL_AXES),
+        lambda c, w: c.train.gbs // _batch_unit(c, w) > MOST_MICRO_BATCHES,
+        lambda c, w: (
+            f"train.gbs = {c.train.gbs} is {c.train.gbs // _batch_unit(c, w):,} micro-batches of train.mbs = "
+            f"{c.train.mbs} on each of {data_parallel(c, w)} data-parallel ranks; a schedule has at most "
+            f"{MOST_MICRO_BATCHES:,}"
+        ),
+        lambda c, w: f"train.gbs={MOST_MICRO_BATCHES * _batch_unit(c, w)}, or a larger train.mbs",
         needs=("world-fits", "gbs-splits"),
     ),
     Law(
