@@ -7,8 +7,8 @@
 Needs torch and Triton only. Each figure is the median of many calls over several sets of inputs with a cold cache.
 Shares are of this very device's measured copy bandwidth or bfloat16 GEMM rate, in the same run. Memory is what a call
 takes at its peak beyond what was there before it. Liger-Kernel is measured where it is installed.
-A provider that fails says why and ends nothing; one that crashes or hangs ends its row. The file is written after every
-row, and rows that the time does not suffice for are named.
+A provider that fails says why and ends nothing; one that crashes or hangs ends its row. The file is written with every
+figure, and rows that the time does not suffice for are named.
 """
 
 import argparse
@@ -56,6 +56,8 @@ def measure(benchmark: Benchmark, sets: int, repeats: int) -> Iterator[tuple[str
         made = [benchmark.calls() for _ in range(sets)]
     except Exception as error:
         yield "inputs", because(error)
+        if device_is_lost():
+            raise
         made = [{}]
     for provider in made[0]:
         try:
@@ -126,7 +128,7 @@ def main() -> int:
 
 
 def report(told: Iterator[tuple], file: Path | None) -> None:
-    """Print rows as they end, and write all that is known to the file each time.
+    """Print rows as they end, and write all that is known to the file with each figure.
 
     Args:
         told: `(None, what the device is)`, `(row, provider, figures)`, and `(row, why it ended early)`.
@@ -138,8 +140,6 @@ def report(told: Iterator[tuple], file: Path | None) -> None:
     def show(name: str) -> None:
         if name:
             print(table(name, found["rows"][name], found.get("limits", {})), flush=True)
-        if file:
-            file.write_text(json.dumps(found, indent=1))
 
     for name, *rest in told:
         if name is None:
@@ -149,12 +149,14 @@ def report(told: Iterator[tuple], file: Path | None) -> None:
             if new:
                 print(f"{found['device']}, torch {found['torch']}: copy {limits['GB/s']:.0f} GB/s, "
                       f"bfloat16 GEMM {limits['TFLOP/s']:.0f} TFLOP/s", flush=True)  # fmt: skip
-            continue
-        if name != printed:
-            show(printed)
-            printed = name
-        provider, row = rest if len(rest) == 2 else ("the rest", {"unavailable": rest[0]})
-        found["rows"].setdefault(name, {})[provider] = row
+        else:
+            if name != printed:
+                show(printed)
+                printed = name
+            provider, row = rest if len(rest) == 2 else ("the rest", {"unavailable": rest[0]})
+            found["rows"].setdefault(name, {})[provider] = row
+        if file:  # at once: a machine that is taken away has left what it found
+            file.write_text(json.dumps(found, indent=1))
     show(printed)
 
 

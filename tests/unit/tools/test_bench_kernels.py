@@ -55,6 +55,15 @@ def test_nothing_is_measured_on_a_broken_device(quick):
         next(measured)
 
 
+def test_a_device_that_the_inputs_have_broken_ends_the_process(quick):
+    """The next one has a sound device; in this one every row behind would fail."""
+    quick.setattr(bench_kernels, "device_is_lost", lambda: True)
+    measured = bench_kernels.measure(row(lambda device: fails()), 1, 5)
+    assert next(measured)[0] == "inputs"
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        next(measured)
+
+
 def troubled(names, tell):
     """A worker some of whose pieces end it."""
     tell((None, LIMITS))
@@ -89,12 +98,14 @@ def test_what_the_time_does_not_suffice_for_is_named(tmp_path):
     ]
 
 
-def test_the_file_holds_a_row_before_the_next_one_is_asked_for(tmp_path):
+def test_the_file_holds_every_figure_before_the_next_one_is_asked_for(tmp_path):
     file = tmp_path / "figures.json"
 
     def told():
-        yield from ((None, LIMITS), ("a", "ours", {"unavailable": "x"}), ("b", "ours", {"unavailable": "y"}))
-        assert json.loads(file.read_text())["rows"].keys() >= {"a"}
+        yield None, LIMITS
+        for name, provider in (("a", "ours"), ("a", "theirs"), ("b", "ours")):
+            yield name, provider, {"unavailable": "x"}
+            assert json.loads(file.read_text())["rows"][name][provider] == {"unavailable": "x"}
 
     bench_kernels.report(told(), file)
 
