@@ -255,6 +255,8 @@ PATH_LAWS = (
     *_writable("log.dir"),
     *_writable("log.wandb.dir"),
     *_writable("log.jsonl", as_folder=False),
+    *_writable("log.profile"),
+    *_writable("log.memory_snapshot"),
     _writable("data.cache_dir")[0],  # where it may not be written, each rank builds its own and says so
     Law(
         "checkpoint-resume-folder",

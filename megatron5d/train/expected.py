@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron5d.comm.collectives import all_reduce
+from megatron5d.config.schema import Config
+from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
 from megatron5d.plan.cost import StepCost
 from megatron5d.train.build import Run
 from megatron5d.train.estimate import bytes_on, step_on
-from megatron5d.train.schedule import micro_batch_counts
+from megatron5d.train.schedule import PipelinePlan, micro_batch_counts
 from megatron5d.train.search import run_costs
 from megatron5d.train.step import StepResult
 
@@ -44,8 +47,7 @@ class Expectation:
             return None
         program = run.plan.program_of(micro_batch_counts(config, run.process.world)[-1])
         if config.parallel.pp > 1:
-            costs = run_costs(config).of(program.placement)
-            self.bubble = waiting_shares(program, simulate(program, costs))
+            self.bubble = expected_bubble(config, run.plan, program)
         try:
             self.sent = bytes_on(config, run.process.world, run.plan)
         except Exception as error:  # a layer that needs values cannot be counted; it trains all the same
@@ -95,6 +97,18 @@ class Expectation:
         if process.device.type == "cuda" or cores >= process.world:
             return ""
         return f"; {process.world} ranks take turns on {cores} core{'' if cores == 1 else 's'}"
+
+
+def expected_bubble(config: Config, plan: PipelinePlan, program: Program) -> list[float]:
+    """Of every pipeline rank, see `waiting_shares`.
+
+    Args:
+        config: of the run.
+        plan: deals the layers; `pipeline.schedule=auto` may have found another split than the configuration has.
+        program: of a step.
+    """
+    dealt = replace(config, pipeline=replace(config.pipeline, layout=list(plan.layout)))
+    return waiting_shares(program, simulate(program, run_costs(dealt).of(program.placement)))
 
 
 def _told(sent: Mapping[str, int], predicted: Mapping[str, int]) -> str:

@@ -100,7 +100,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, ta
             watched = progress.step == 0 or _due(progress.step + 1, config.moe.log_every)
             with profiler.step():
                 result = run.trainer.step(batches, lr, stop=bool(stop), watched=watched)
-            reporter.stop_clock()
+                reporter.stop_clock()  # before the profiler writes
             progress.step += 1
             progress.skipped += result.skipped is not None
             progress.consumed_samples = loader.consumed_samples

@@ -140,16 +140,22 @@ class Profiler:
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        config = run.config.log
+        config, train = run.config.log, run.config.train
         self._run, self._say = run, say
         self._steps_here = 0
         self._folder = None
-        if config.profile is not None and run.process.rank in config.profile_ranks:
+        if config.profile is None:
+            return
+        left = (train.stop_after or train.steps) - run.progress.step
+        if 0 < left <= config.profile_step:
+            say(f"log.profile: {left} steps are left, too few for log.profile_step = {config.profile_step}")
+        if run.process.rank in config.profile_ranks:
             self._folder = Path(config.profile)
+        phases = set(run.model.phases)
         self._names = {
             phase: (type(getattr(phase, "phase", phase)).__name__, place)  # `Beside` wraps those of mtp
             for place, phase in run.model.named_modules()
-            if phase in set(run.model.phases)
+            if phase in phases
         }
 
     def step(self) -> AbstractContextManager[None]:

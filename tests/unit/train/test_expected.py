@@ -16,7 +16,9 @@ from megatron5d.config.schema import (
 )
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
-from megatron5d.train.search import run_costs
+from megatron5d.train.expected import expected_bubble
+from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.search import known_programs, run_costs
 
 STEPS, EVAL_EVERY = 4, 2
 
@@ -46,6 +48,22 @@ def test_bubble_and_bytes_stand_beside_their_predictions(tmp_path, capfd):
         assert _bytes(measured) == pytest.approx(step[2][f"comm_{axis}_bytes"], rel=0.01)
         assert {record[f"comm_{axis}_bytes"] for record in step[1:]} == {step[1][f"comm_{axis}_bytes"]}
     assert [("valid_loss" in record) for record in step] == [False, True, False, True]
+
+
+def test_the_bubble_is_that_of_the_split_that_auto_has_found():
+    """The head is as dear as many layers: the first and the last stage get none."""
+    config = Config(
+        model=ModelConfig(num_layers=12, vocab_size=4096, hidden_size=64, ffn_hidden_size=128),
+        parallel=ParallelConfig(pp=4),
+        pipeline=PipelineConfig("auto", flops_per_byte=0),
+        train=TrainConfig(gbs=8, seq_len=32),
+    )
+    found = known_programs(config, [8])
+    plan = plan_pipeline(config, 4, found)
+    assert plan.layout == (0, 2, 2, 2, 2, 2, 2, 0) and found.config.pipeline.split == "cost"
+    costs = run_costs(found.config).of(plan.placement)
+    shares = waiting_shares(program := plan.program_of(8), simulate(program, costs))
+    assert expected_bubble(config, plan, program) == pytest.approx(shares)
 
 
 def _bytes(text: str) -> float:
