@@ -86,9 +86,10 @@ def _turn_kernel(
         DTYPE: tl.constexpr = turned_ptr.dtype.element_ty
         values, scale = quantized(x, tl.max(magnitude(x), 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
     place = group.to(tl.int64) * GROUP + tl.arange(0, GROUP)
-    # The tile's dead rows are stored too: they are the zeros that fill the group.
+    # The tile's dead rows are stored too: they are the zeros that fill the group. A mask with `row` in it, where an
+    # expert's rows begin anywhere, would have every byte stored by itself.
     known = (column < columns)[None, :]
-    tl.store(turned_ptr + column[None, :] * (groups * GROUP) + place[:, None], values, known & (row >= 0)[:, None])
+    tl.store(turned_ptr + column[None, :] * (groups * GROUP) + place[:, None], values, known)
     tl.store(turned_scales_ptr + column[None, :] * groups + group, scale, known)
 
 
