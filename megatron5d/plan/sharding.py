@@ -23,12 +23,16 @@ class Sharding:
 
     Args:
         config: parallel and precision.
-        sizes: axis name -> ranks.
+        sizes: axis name -> ranks; the lines of pairs among them where mirrored pipeline ranks hold everything together.
     """
 
     def __init__(self, config: Config, sizes: Mapping[str, int]) -> None:
         parallel, dtype = config.parallel, config.precision.dtype
-        self.zero, self.sizes = parallel.zero, sizes
+        self.zero, self.sizes, pair = parallel.zero, sizes, "_pair" if "dp_cp_pair" in sizes else ""
+        self._wholes = f"dp_cp{pair}", f"edp{pair}"
+        cut, copied = (pair, "") if self.zero == 1 else ("", pair)  # as data_parallel.grad_sync.data_axes
+        self.shards = {False: f"dp_shard_cp{cut}", True: f"edp_shard{cut}"}  # experts' or not -> axis
+        self._replicas = {False: f"dp_replicate{copied}", True: f"edp_replicate{copied}"}
         self.weight, self.grad = _WIDTHS[dtype], 8 if dtype == "fp64" else _WIDTHS[config.precision.grad_dtype]
         masters = 4 if dtype == "bf16" and config.precision.master_weights else 0
         wide = 8 if dtype == "fp64" else 4
@@ -50,10 +54,10 @@ class Sharding:
         units, sent = list(units), defaultdict[tuple[str, str], float](float)
         for unit in units:
             for axis, elements in unit.copied.items():
-                n, share = self.sizes[axis], self.sizes["dp_shard_cp"] if self.zero else 1
+                n, share = self.sizes[axis], self.sizes[self.shards[False]] if self.zero else 1
                 sent[axis, "all_reduce"] += 2 * (n - 1) / n * elements / share * self.grad
         if self.zero == 0:
-            for whole, elements in (("dp_cp", _dense(units)), ("edp", _expert(units))):
+            for whole, elements in zip(self._wholes, (_dense(units), _expert(units))):
                 n = self.sizes[whole]
                 sent[whole, "all_reduce"] += 2 * (n - 1) / n * elements * self.grad
             return sent
@@ -88,8 +92,8 @@ class Sharding:
     def owned_matrices(self, units: Iterable[Unit]) -> float:
         """Those of them that Muon updates."""
         found = [matrix for unit in units for matrix in unit.matrices]
-        shards = {False: self.sizes["dp_shard_cp"], True: self.sizes["edp_shard"]}
-        return sum(matrix.elements / (shards[matrix.expert] if self.zero else 1) for matrix in found)
+        shards = {expert: self.sizes[axis] if self.zero else 1 for expert, axis in self.shards.items()}
+        return sum(matrix.elements / shards[matrix.expert] for matrix in found)
 
     def state_bytes(self, units: Iterable[Unit]) -> float:
         """Of what stays: weights, gradients, optimiser; buffers and what fills buckets up not counted."""
@@ -104,7 +108,8 @@ class Sharding:
         return whole - self.owned_matrices(units) * self.moment  # Muon has one
 
     def _lines(self, units: Sequence[Unit]) -> Sequence[tuple[str, str, int]]:
-        return ("dp_shard_cp", "dp_replicate", _dense(units)), ("edp_shard", "edp_replicate", _expert(units))
+        elements = {False: _dense(units), True: _expert(units)}
+        return [(self.shards[expert], self._replicas[expert], elements[expert]) for expert in elements]
 
     def _gather(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
         return {

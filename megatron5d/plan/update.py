@@ -53,7 +53,8 @@ class Round:
 
 def rounds(units: Sequence[Unit], sharding: Sharding) -> Iterator[Round]:
     """Of the matrices of all units of a rank."""
-    for expert, shard, cut in ((False, "dp_shard_cp", "tp"), (True, "edp_shard", "etp")):
+    for expert, cut in ((False, "tp"), (True, "etp")):
+        shard = sharding.shards[expert]
         matrices = [matrix for unit in units for matrix in unit.matrices if matrix.expert is expert]
         matrices.sort(key=lambda matrix: -matrix.elements)
         size = sharding.sizes[shard] if sharding.zero else 1

@@ -12,7 +12,7 @@ from megatron5d.plan.cluster import Cluster, cluster_of
 from megatron5d.plan.cost import Prices, StepCost, step_cost
 from megatron5d.plan.sharding import Sharding
 from megatron5d.plan.traffic import sent_bytes
-from megatron5d.topology.mesh import lines_of
+from megatron5d.topology.mesh import lines_of, pair_lines_of
 from megatron5d.train.build import sizes_of
 from megatron5d.train.forecast import Target
 from megatron5d.train.schedule import PipelinePlan, micro_batch_counts, planned_pipeline
@@ -45,7 +45,7 @@ class Estimator:
         check_predictable(config)
         plan = plan or planned_pipeline(config, world)
         program = plan.program_of(micro_batch_counts(config, world)[-1])
-        lines = lines_of(sizes_of(config, world), 0, config.model.num_kv_heads)
+        lines = _lines(config, world, plan)
         stages = self.workloads.stages(config, parts_of(plan.layout))
         flops = flops_per_token(config.model, config.train.seq_len)
         return step_cost(Prices(self.cluster, config, lines), program, stages, world, flops)
@@ -60,9 +60,16 @@ def bytes_on(config: Config, world: int, plan: PipelinePlan) -> tuple[Mapping[st
         plan: of its pipeline.
     """
     program = plan.program_of(micro_batch_counts(config, world)[-1])
-    lines = lines_of(sizes_of(config, world), 0, config.model.num_kv_heads)
+    lines = _lines(config, world, plan)
     sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()})
     return sent_bytes(config, sharding, program, Workloads(Target()).stages(config, parts_of(plan.layout)))
+
+
+def _lines(config: Config, world: int, plan: PipelinePlan) -> dict[str, tuple[int, ...]]:
+    """Those of rank 0 by axis; of pairs, too, where mirrored pipeline ranks hold two copies of everything."""
+    sizes = sizes_of(config, world)
+    lines = lines_of(sizes, 0, config.model.num_kv_heads)
+    return lines | pair_lines_of(sizes, 0) if plan.shared == "all" else lines
 
 
 def check_predictable(config: Config) -> None:

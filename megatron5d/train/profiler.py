@@ -148,7 +148,7 @@ class Profiler:
             return
         left = (train.stop_after or train.steps) - run.progress.step
         if 0 < left <= config.profile_step:
-            say(f"log.profile: {left} steps are left, too few for log.profile_step = {config.profile_step}")
+            say(f"log.profile: too few steps are left ({left}) for log.profile_step = {config.profile_step}")
         if run.process.rank in config.profile_ranks:
             self._folder = Path(config.profile)
         phases = set(run.model.phases)

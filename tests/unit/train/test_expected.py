@@ -50,6 +50,24 @@ def test_bubble_and_bytes_stand_beside_their_predictions(tmp_path, capfd):
     assert [("valid_loss" in record) for record in step] == [False, True, False, True]
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_what_two_copies_of_everything_send_is_predicted(zero, tmp_path, capfd):
+    """DualPipe's mirrored ranks reduce together what both hold."""
+    config = Config(
+        model=ModelConfig(num_layers=2, vocab_size=64, hidden_size=64, ffn_hidden_size=128),
+        parallel=ParallelConfig(pp=2, zero=zero),
+        pipeline=PipelineConfig("dualpipe"),
+        train=TrainConfig(steps=3, gbs=8, seq_len=32),
+        data=DataConfig(train=[write_corpus(tmp_path / "toy", vocab_size=64)], prefetch=0),
+        log=LogConfig(progress=False),
+    )
+    assert train_on_ranks(config, 4) == [0] * 4
+    axes = re.findall(r"(\w+) ([\d.]+ [kM]?B) \(([\d.]+ [kM]?B)\)", "".join(capfd.readouterr()))
+    assert "pp" in (names := {axis for axis, _, _ in axes}) and any(name.endswith("_pair") for name in names)
+    for _, measured, predicted in axes:
+        assert _bytes(measured) == pytest.approx(_bytes(predicted), rel=0.02)
+
+
 def test_the_bubble_is_that_of_the_split_that_auto_has_found():
     """The head is as dear as many layers: the first and the last stage get none."""
     config = Config(
@@ -68,4 +86,4 @@ def test_the_bubble_is_that_of_the_split_that_auto_has_found():
 
 def _bytes(text: str) -> float:
     number, unit = text.split()
-    return float(number) * {"B": 1, "kB": 1e3}[unit]
+    return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]

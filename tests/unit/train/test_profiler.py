@@ -107,4 +107,4 @@ def test_a_run_that_goes_on_for_too_few_steps_says_so(profiled):
         model=SimpleNamespace(phases=[], named_modules=list),
     )  # fmt: skip
     Profiler(run, said.append)
-    assert said == ["log.profile: 3 steps are left, too few for log.profile_step = 3"]
+    assert said == ["log.profile: too few steps are left (3) for log.profile_step = 3"]
