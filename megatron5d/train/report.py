@@ -68,7 +68,8 @@ class Reporter:
         tokens_per_s = record["tokens_per_s_per_gpu"] * self.run.process.world
         self._display.update(record["loss"], record["grad_norm"], tokens_per_s)
         config, step = self.run.config, self.run.progress.step
-        if step % config.log.every == 0 or step in (1, config.train.steps) or self._pending:
+        last = config.train.stop_after or config.train.steps
+        if step % config.log.every == 0 or step in (1, last) or result.stop or self._pending:
             record |= self._pending
             self._pending = {}
             for writer in (self._jsonl, self._wandb):

@@ -87,3 +87,15 @@ def test_the_bubble_is_that_of_the_split_that_auto_has_found():
 def _bytes(text: str) -> float:
     number, unit = text.split()
     return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
+
+
+def test_the_first_and_the_last_step_are_recorded_whatever_log_every_says(tmp_path):
+    """Also where `stop_after` makes it the last."""
+    config = Config(
+        model=ModelConfig(num_layers=1, vocab_size=64),
+        train=TrainConfig(steps=9, stop_after=5, gbs=1, seq_len=16),
+        data=DataConfig(train=[write_corpus(tmp_path / "toy", vocab_size=64)], prefetch=0),
+        log=LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False, every=3),
+    )
+    assert train_on_ranks(config, 1) == [0]
+    assert [record["step"] for record in records(tmp_path / "log.jsonl")] == [1, 3, 5]
