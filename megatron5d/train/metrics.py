@@ -129,9 +129,9 @@ class ProgressDisplay:
             total=total, initial=done, disable=not (enabled and on_terminal), unit="step", desc="train", mininterval=0.5
         )
         self._lines = enabled and not on_terminal
-        self._total = total
-        self._begun_with, self._done = done, done
-        self._since, self._said_at = time.perf_counter(), -math.inf
+        self._total, self._done = total, done
+        self._first: tuple[int, float] | None = None  # the first step here, slower than others, and when it was over
+        self._said_at = -math.inf
         self._unsaid: str | None = None  # the line of the last step, where there was none
 
     def update(self, loss: float, grad_norm: float, tokens_per_s: float) -> None:
@@ -142,8 +142,13 @@ class ProgressDisplay:
         self._bar.update()
         now = time.perf_counter()
         if self._lines:
-            left = (self._total - self._done) * (now - self._since) / (self._done - self._begun_with)
-            self._unsaid = f"step {self._done}/{self._total}: {told}, {tqdm.format_interval(left)} left"
+            self._unsaid = f"step {self._done}/{self._total}: {told}"
+            if self._first is None:
+                self._first = self._done, now
+            else:
+                step, over = self._first
+                left = (self._total - self._done) * (now - over) / (self._done - step)
+                self._unsaid += f", {tqdm.format_interval(left)} left"
             if self._done == self._total or now - self._said_at >= LINE_EVERY_S:
                 self._said_at = now
                 self._say_progress()
