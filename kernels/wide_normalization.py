@@ -1,9 +1,9 @@
 """RMSNorm and LayerNorm of rows too wide for the registers of a program: two walks over a row, the second from cache.
 
 Passes over the memory of the device: forward, x is read and y is written (with a residual, it is read and the sum is
-written too); backward, x and dy are read and dx is written. So both go at the speed of a copy as long as the rows that
-are being worked on stay in the second-level cache. Between the walks they pass through it once more; and the backward
-also reads and writes its float32 share of dw there, once a row.
+written too); backward, x and dy are read and dx is written. That holds as long as the rows that are being worked on
+stay in the second-level cache, through which they pass once more between the walks; the backward also reads and writes
+its float32 share of dw there, once a row. So the forward may go at the speed of a copy, and the backward will not.
 `normalization.py` has the formulas, and decides by the tables which rows are wide.
 """
 
