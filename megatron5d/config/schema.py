@@ -274,9 +274,7 @@ class LogConfig:
     device_memory_gb: float | None = None  # 10⁹ bytes of one device; None = as this process's GPU says
     memory_snapshot: str | None = None  # folder for snapshots of GPU memory, taken when it runs out; None = none
     memory_snapshot_step: int = 0  # and after this step; 0 = never
-    profile: str | None = (
-        None  # folder for the time of every phase in one step, and for a trace of the next; None = none
-    )
+    profile: str | None = None  # folder for the time of every phase in one step, and a trace of the next; None = none
     profile_step: int = 5  # which one, counted from this start of the run
     profile_ranks: list[int] = field(default_factory=lambda: [0])  # who looks
 

@@ -136,7 +136,7 @@ class Profiler:
 
     Args:
         run: whose steps.
-        say: tells rank 0's table.
+        say: speaks on rank 0 alone.
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
@@ -215,18 +215,17 @@ def table(seconds: Mapping[Mark, float]) -> str:
     lines = [f"{'ms':<32}" + "".join(f"{passing:>10}" for passing in PASSES) + f"{'sum':>10}{'share':>8}"]
     for kind in kinds:
         each = [seconds.get((kind, passing), 0.0) for passing in PASSES]
-        lines.append(_line(kind, each, whole))
+        lines.append(_line(kind, sum(each), whole, each))
     for what in rest:
         if (taken := _of(what, seconds)) >= 1e-3 * whole:
-            lines.append(_line(what, [0.0] * len(PASSES), whole, taken))
-    return "\n".join([*lines, _line("step", [0.0] * len(PASSES), whole, whole)])
+            lines.append(_line(what, taken, whole))
+    return "\n".join([*lines, _line("step", whole, whole)])
 
 
 def _of(kind: str, seconds: Mapping[Mark, float]) -> float:
     return sum(taken for (what, _), taken in seconds.items() if what == kind)
 
 
-def _line(name: str, each: Sequence[float], whole: float, total: float | None = None) -> str:
-    total = sum(each) if total is None else total
-    columns = "".join(f"{1e3 * taken:>10.2f}" if taken else f"{'':>10}" for taken in each)
-    return f"{name:<32}{columns}{1e3 * total:>10.2f}{total / whole:>8.1%}"
+def _line(name: str, taken: float, whole: float, each: Sequence[float] = ()) -> str:
+    columns = "".join(f"{1e3 * part:>10.2f}" if part else f"{'':>10}" for part in each)
+    return f"{name:<32}{columns:<{10 * len(PASSES)}}{1e3 * taken:>10.2f}{taken / whole:>8.1%}"
