@@ -47,10 +47,6 @@ def _etp(c: Config) -> int:
     return c.parallel.etp or c.parallel.tp
 
 
-def _expert_ffn(c: Config) -> int:
-    return c.model.moe_ffn_hidden_size or c.model.ffn_hidden_size
-
-
 def _group(c: Config) -> int:
     """Experts of a group."""
     return c.model.num_experts // c.model.num_groups
@@ -169,12 +165,14 @@ MOE_LAWS = (
     Law(
         "experts-split-over-etp",
         ("parallel.etp", "parallel.tp", "model.moe_ffn_hidden_size", "model.ffn_hidden_size", "model.num_experts"),
-        lambda c, w: _moe(c) and _expert_ffn(c) % _etp(c) != 0,
+        lambda c, w: _moe(c) and c.model.expert_hidden_size % _etp(c) != 0,
         lambda c, w: (
-            f"an expert's {_expert_ffn(c)} features (model.moe_ffn_hidden_size, or ffn_hidden_size) are not divisible "
-            f"by parallel.etp = {_etp(c)}{' (= parallel.tp)' if c.parallel.etp is None else ''}"
+            f"an expert's {c.model.expert_hidden_size} features (model.moe_ffn_hidden_size, or ffn_hidden_size) are "
+            f"not divisible by parallel.etp = {_etp(c)}{' (= parallel.tp)' if c.parallel.etp is None else ''}"
         ),
-        lambda c, w: f"parallel.etp={nearest(_etp(c), [d for d in divisors(_etp(c)) if _expert_ffn(c) % d == 0])}",
+        lambda c, w: (
+            f"parallel.etp={nearest(_etp(c), [d for d in divisors(_etp(c)) if c.model.expert_hidden_size % d == 0])}"
+        ),
     ),
     Law(
         "shared-expert-splits-over-tp",

@@ -53,7 +53,7 @@ def cut_features(config: Config, name: str) -> dict[str, tuple[int, int]]:
         knob, over, size = {
             "mlp": ("model.ffn_hidden_size", "parallel.tp", model.ffn_hidden_size),
             "shared_expert": ("model.shared_ffn_hidden_size", "parallel.tp", model.shared_ffn_hidden_size),
-            "experts": ("model.moe_ffn_hidden_size", "etp", model.moe_ffn_hidden_size or model.ffn_hidden_size),
+            "experts": ("model.moe_ffn_hidden_size", "etp", model.expert_hidden_size),
         }[block]
         ranks = etp if over == "etp" else tp
         return {f"{knob} / {over}": (size // ranks, ranks)}

@@ -6,6 +6,7 @@ everything below the door receives these objects and never a Hydra node.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -79,6 +80,16 @@ class ModelConfig:
     group_score: str = "max"  # what a group is worth: max (DeepSeek-V2) | top2_sum (DeepSeek-V3)
     router_bias: bool = False  # a bias per expert that counts when experts are chosen and not in their weights
     num_mtp_layers: int = 0  # blocks behind the last layer, each predicting one more token ahead (DeepSeek-V3's MTP)
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Features inside one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def output_init_std(self) -> float:
+        """Initial standard deviation of the matrices that write into the residual stream."""
+        return self.init_std / math.sqrt(2 * self.num_layers) if self.init_scale_output else self.init_std
 
 
 @dataclass(frozen=True)

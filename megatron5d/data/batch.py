@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
-
-IGNORED = -100  # a token or label that is padding; torch's cross_entropy ignores the same value
+from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
 
 
 def make_micro_batch(

@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron5d.data.batch import IGNORED, make_micro_batch
+from megatron5d.data.batch import make_micro_batch
 from megatron5d.data.sampler import check_batch_sizes, global_batch_size, micro_batch_samples
 from megatron5d.data.samples import Samples
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
 
 Step = tuple[int, list[MicroBatch]]  # consumed_samples after the step, its micro-batches
 

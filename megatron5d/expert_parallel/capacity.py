@@ -38,13 +38,13 @@ def within_capacity(
     everybody = all_gather(mine, axis)  # [n, 2k+1] -> [N, 2k+1]  all_gather cp_tp
     in_order = everybody[:, -1].argsort()
     choices = everybody[in_order]
-    taken = _taken(choices[:, :k].long().flatten(), choices[:, k : 2 * k].flatten(), num_experts, k, factor, by)
+    taken = _taken(choices[:, :k].long().flatten(), choices[:, k : 2 * k].flatten(), num_experts, factor, by)
     keep = torch.empty(everybody.shape[0], k, dtype=torch.bool, device=experts.device)
     keep[in_order] = taken.view(-1, k)
     return keep[axis.rank * n : (axis.rank + 1) * n]
 
 
-def _taken(experts: Tensor, weights: Tensor, num_experts: int, k: int, factor: float, by: str) -> Tensor:
+def _taken(experts: Tensor, weights: Tensor, num_experts: int, factor: float, by: str) -> Tensor:
     """bool per choice, choices in the order of their tokens."""
     if by == "probability":
         line = weights.argsort(descending=True, stable=True)

@@ -6,7 +6,6 @@ down  [E, h, f]    E cut over ep, f over etp: the output is a partial sum over e
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -58,12 +57,11 @@ class Experts(nn.Module):
         self, config: ModelConfig, name: str, ep: Axis, etp: Axis, *, parts: Parts = KEEP_ALL, **factory
     ) -> None:
         super().__init__()
-        h, f = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
+        h, f = config.hidden_size, config.expert_hidden_size
         self.activation, self.ep, self.etp, self.parts = config.activation, ep, etp, parts
         self.num_local = ep.divide(config.num_experts, "model.num_experts")  # E/ep
         first, inner = ep.rank * self.num_local, etp.divide(f, "model.moe_ffn_hidden_size")  # f/etp
         halves = 2 if config.activation == "swiglu" else 1
-        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
         if etp.size == 1:
             rows: tuple[int, ...] = (self.num_local, halves * f, h)
             pieces: tuple[Piece, ...] = (Piece((first, 0, 0), rows),)
@@ -79,7 +77,7 @@ class Experts(nn.Module):
         self.up = new_parameter(rows, up, **factory)
         rows = (self.num_local, h, inner)
         pieces = (Piece((first, 0, etp.rank * inner), rows),)
-        down = ShardSpec(f"{name}.down.weight", (config.num_experts, h, f), pieces, True, init=out_std)
+        down = ShardSpec(f"{name}.down.weight", (config.num_experts, h, f), pieces, True, init=config.output_init_std)
         self.down = new_parameter(rows, down, **factory)
 
     def forward(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:

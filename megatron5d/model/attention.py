@@ -69,10 +69,10 @@ class Attention(nn.Module):
         # Norms make new q and k; over cp keys and values are copied to travel, and a view of q would keep all three.
         self.turns_in_place = not config.qk_norm and context is None
         self.core = AttentionCore(config, name, mesh, scale=1 / math.sqrt(d), context=context, **factory)
-        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
         self.out = RowParallelLinear(
-            config.num_heads * d, h, f"{name}.out", tp, sp=sp, bias=config.attention_out_bias, init=out_std, **factory
-        )
+            config.num_heads * d, h, f"{name}.out", tp, sp=sp, bias=config.attention_out_bias,
+            init=config.output_init_std, **factory,
+        )  # fmt: skip
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""

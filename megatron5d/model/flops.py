@@ -111,5 +111,5 @@ def _feed_forward(model: ModelConfig, layer: int, active: bool) -> int:
     if not is_moe(model, layer):
         return matrices(model.ffn_hidden_size)
     experts = model.top_k if active else model.num_experts
-    each = matrices(model.moe_ffn_hidden_size or model.ffn_hidden_size)
+    each = matrices(model.expert_hidden_size)
     return experts * each + matrices(model.shared_ffn_hidden_size) + model.num_experts * h

@@ -108,7 +108,7 @@ def _wanted_deepseek(config: ModelConfig, family: str) -> dict[str, Any]:
     wanted: dict[str, Any] = {"mlp_bias": False}
     if config.num_experts == 0:
         return wanted
-    inner, sparse = config.moe_ffn_hidden_size or config.ffn_hidden_size, moe_layers(config)
+    inner, sparse = config.expert_hidden_size, moe_layers(config)
     wanted["shared_ffn_hidden_size"] = max(1, config.shared_ffn_hidden_size // inner) * inner
     if sparse != list(range(sparse[0], config.num_layers)):
         wanted |= {"moe_interval": 1, "moe_layers": None}
@@ -121,7 +121,7 @@ def _wanted_deepseek(config: ModelConfig, family: str) -> dict[str, Any]:
 
 def routing_settings(config: ModelConfig, family: str) -> dict[str, Any]:
     """What config.json says about experts and routers; `wanted_routing` must hold."""
-    inner = config.moe_ffn_hidden_size or config.ffn_hidden_size
+    inner = config.expert_hidden_size
     if family == "mixtral":
         return {
             "num_local_experts": config.num_experts,
@@ -172,7 +172,7 @@ def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -
         i: the layer, one that is a mixture of experts.
         fused: all experts of a layer lie in two tensors.
     """
-    h, f, experts = config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size, config.num_experts
+    h, f, experts = config.hidden_size, config.expert_hidden_size, config.num_experts
     ours, (module, gate, up, down) = f"layers.{i}", _NAMES[family]
     theirs, shape = f"model.layers.{i}.{'mlp' if fused else module}", (experts, h)
     entries = [Entry(f"{ours}.router.weight", (0, shape[0]), f"{theirs}.gate.weight", shape)]

@@ -33,18 +33,10 @@ from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
-    column_linear,
+    local_linear,
     replicated_parameter,
 )
-from megatron5d.topology.axis import single
 from megatron5d.topology.mesh import Mesh
-
-_ALONE = single("tp")
-
-
-def _product(x: Tensor, weight: Tensor, defer: Defer) -> Tensor:
-    """x·Wᵀ with what this rank holds of W; what must be gathered and summed over tp is so elsewhere."""
-    return column_linear(x, weight, _ALONE, False, defer)
 
 
 class Mla(nn.Module):
@@ -94,10 +86,9 @@ class Mla(nn.Module):
         self.kv_up = ColumnParallelLinear(kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear)
         scale = softmax_temperature(config.rope_scaling) / math.sqrt(dn + dr)
         self.core = AttentionCore(config, name, mesh, scale=scale, context=context, **factory)
-        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
         self.out = RowParallelLinear(
-            config.num_heads * dv, h, f"{name}.out", self.tp, sp=sp, bias=config.attention_out_bias, init=out_std,
-            **factory,
+            config.num_heads * dv, h, f"{name}.out", self.tp, sp=sp, bias=config.attention_out_bias,
+            init=config.output_init_std, **factory,
         )  # fmt: skip
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
@@ -111,12 +102,12 @@ class Mla(nn.Module):
     def _up(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
         """q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents travel, q and them."""
         dn, dr, dv = self.dims
-        q = _product(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))  # [s/cp, b, a/tp, dn+dr]
+        q = local_linear(q, self.q.weight, defer).unflatten(-1, (self.num_heads, dn + dr))  # [s/cp, b, a/tp, dn+dr]
         tables = self.rope(batch.positions)
         q, k_pe = apply_rope_to_ends(q, k_pe.unsqueeze(2), *tables, interleaved=self.interleaved)
         if self.compress:
             return q, torch.cat((c_kv, k_pe.squeeze(2)), -1)  # [s/cp, b, r+dr]
-        kv = _product(c_kv, self.kv_up.weight, defer)  # [s/cp, b, a·(dn+dv)/tp]
+        kv = local_linear(c_kv, self.kv_up.weight, defer)  # [s/cp, b, a·(dn+dv)/tp]
         kv = kv.unflatten(-1, (self.num_heads, dn + dv))  # [s/cp, b, a/tp, dn+dv]
         k, v = _keys_values(kv, k_pe, dn)  # [s/cp, b, a/tp, dn+dr], [s/cp, b, a/tp, dv]
         return q, k, v.contiguous()  # a view would keep all of kv alive for the backward
@@ -133,9 +124,9 @@ class Mla(nn.Module):
             x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         q = x
         if self.q_down is not None and self.q_norm is not None:
-            q = self.q_norm(_product(x, self.q_down, defer))  # [s/cp/tp, b, rq], and s/cp where not late
+            q = self.q_norm(local_linear(x, self.q_down, defer))  # [s/cp/tp, b, rq], and s/cp where not late
         _, kv_rank, dr = self.latents
-        c_kv, k_pe = _product(x, self.kv_down, defer).split([kv_rank, dr], -1)  # cut along s as q is
+        c_kv, k_pe = local_linear(x, self.kv_down, defer).split([kv_rank, dr], -1)  # cut along s as q is
         c_kv = self.kv_norm(c_kv)
         if self.late:
             joined = self._enter(torch.cat((q, c_kv, k_pe), -1))  # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp

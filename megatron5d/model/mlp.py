@@ -1,8 +1,7 @@
-"""The feed-forward half of a dense block, its inner dim cut over tp."""
+"""The feed-forward half of a dense block; its two matrices also make the shared expert of a MoE block."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 from torch import Tensor, nn
@@ -14,11 +13,53 @@ from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer
 from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
 
+class FeedForward(nn.Module):
+    """down(activation(up(x))), the inner dim cut over tp; with swiglu, `up` holds the gate rows, then the up rows.
+
+    Args:
+        config: the architecture.
+        inner_size: f, features between the two matrices.
+        name: global name.
+        tp: axis that cuts the inner dim.
+        sp: x arrives, and y leaves, cut along the sequence.
+        bias: add one to both products.
+        parts: `mlp` and `activation` may be computed again.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(
+        self, config: ModelConfig, inner_size: int, name: str, tp: Axis, *, sp: bool, bias: bool = False,
+        parts: Parts = KEEP_ALL, **factory,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        h, f, self.activation, self.parts = config.hidden_size, inner_size, config.activation, parts
+        blocks = [(f, 1), (f, 1)] if config.activation == "swiglu" else [(f, 1)]
+        linear = {"sp": sp, "bias": bias, **factory}
+        self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, init=config.init_std, **linear)
+        self.down = RowParallelLinear(f, h, f"{name}.down", tp, init=config.output_init_std, **linear)
+
+    def project_up(self, x: Tensor, defer: Defer) -> Tensor:
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> what `project_down` takes, `[s/cp, b, f/tp]`."""
+        return self.parts("mlp", partial(self._up_and_activation, defer=defer), x)
+
+    def project_down(self, inner: Tensor, defer: Defer) -> Tensor:
+        """-> `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`)."""
+        return self.down(inner, defer)  # [s/cp, b, f/tp] -> [s/cp/tp, b, h]  reduce_scatter tp
+
+    def _up_and_activation(self, x: Tensor, defer: Defer) -> Tensor:
+        inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
+        # The activation's backward may write over the output of `up`, which nobody else keeps.
+        gemms, overwrite = gemms_of(self.down.weight), self.parts.keeps("activation")
+        activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)
+        return self.parts("activation", activate, inner)  # [s/cp, b, f/tp]
+
+
 class Mlp(nn.Module):
-    """Phase: x + down(activation(up(norm(x)))); with swiglu, `up` holds the gate rows, then the up rows.
+    """Phase: x + feed_forward(norm(x)).
 
     Args:
         config: the architecture.
@@ -35,26 +76,17 @@ class Mlp(nn.Module):
         self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, parts: Parts = KEEP_ALL, **factory
     ) -> None:
         super().__init__()
-        tp, h, f = mesh["tp"], config.hidden_size, config.ffn_hidden_size
-        name = f"layers.{layer}.mlp"
-        self.activation, self.parts = config.activation, parts
-        norm = {"partial": sp, "eps": config.norm_eps, "parts": parts, **factory}
-        self.norm = Norm(config.norm, h, f"{name}.norm", tp, **norm)
-        blocks = [(f, 1), (f, 1)] if config.activation == "swiglu" else [(f, 1)]
-        linear = {"sp": sp, "bias": config.mlp_bias, **factory}
-        self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, init=config.init_std, **linear)
-        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
-        self.down = RowParallelLinear(f, h, f"{name}.down", tp, init=out_std, **linear)
+        tp, name = mesh["tp"], f"layers.{layer}.mlp"
+        factory = {"parts": parts, **factory}
+        self.norm = Norm(
+            config.norm, config.hidden_size, f"{name}.norm", tp, partial=sp, eps=config.norm_eps, **factory
+        )
+        self.feed_forward = FeedForward(
+            config, config.ffn_hidden_size, name, tp, sp=sp, bias=config.mlp_bias, **factory
+        )
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        normed, x = self.norm.branch(x, gemms_of(self.up.weight))  # [s/cp/tp, b, h]
-        inner = self.parts("mlp", partial(self._inner, defer=defer), normed)  # [s/cp, b, f/tp]
-        return x + self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
-
-    def _inner(self, x: Tensor, defer: Defer) -> Tensor:
-        inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
-        # its backward writes over what `up` made, which nobody else keeps
-        gemms, alone = gemms_of(self.down.weight), self.parts.keeps("activation")
-        act = partial(gemms.activate, kind=self.activation, overwrite=alone)
-        return self.parts("activation", act, inner)  # [s/cp, b, f/tp]
+        normed, x = self.norm.branch(x, gemms_of(self.feed_forward.up.weight))  # [s/cp/tp, b, h]
+        inner = self.feed_forward.project_up(normed, defer)  # [s/cp, b, f/tp]  all_gather tp
+        return x + self.feed_forward.project_down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp

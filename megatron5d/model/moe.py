@@ -13,9 +13,8 @@ routes its share of them, and the outputs are gathered.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,13 +30,12 @@ from megatron5d.expert_parallel.dispatch import Dispatcher, Trip
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.expert_parallel.hierarchy import NodeDispatcher, NodeTrip
 from megatron5d.expert_parallel.router import Jitter, Router
+from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer
 from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.precision.wire import EightBitRows
-from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
@@ -185,45 +183,6 @@ class MoeDispatch(nn.Module):
         return experts.masked_fill(~keep, num_experts), weights * keep.to(weights.dtype), dropped
 
 
-class SharedExpert(nn.Module):
-    """An MLP that every token passes, its inner dim cut over tp.
-
-    Args:
-        config: the architecture; shared_ffn_hidden_size features inside.
-        name: global name.
-        tp: axis that cuts the inner dim.
-        sp: tokens are cut along the sequence.
-        parts: `mlp` and `activation` may be computed again.
-        factory: dtype and device of the parameters.
-    """
-
-    def __init__(
-        self, config: ModelConfig, name: str, tp: Axis, *, sp: bool, parts: Parts = KEEP_ALL, **factory
-    ) -> None:
-        super().__init__()
-        h, f = config.hidden_size, config.shared_ffn_hidden_size
-        self.activation, self.parts = config.activation, parts
-        blocks = [(f, 1), (f, 1)] if config.activation == "swiglu" else [(f, 1)]
-        self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, sp=sp, init=config.init_std, **factory)
-        out_std = config.init_std / math.sqrt(2 * config.num_layers) if config.init_scale_output else config.init_std
-        self.down = RowParallelLinear(f, h, f"{name}.down", tp, sp=sp, init=out_std, **factory)
-
-    def enter(self, x: Tensor, defer: Defer) -> Tensor:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> what `leave` takes, `[s/cp, b, f/tp]`."""
-        return self.parts("mlp", partial(self._inner, defer=defer), x)
-
-    def leave(self, inner: Tensor, defer: Defer) -> Tensor:
-        """-> `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`)."""
-        return self.down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
-
-    def _inner(self, x: Tensor, defer: Defer) -> Tensor:
-        inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
-        # its backward writes over what `up` made, which nobody else keeps
-        gemms, alone = gemms_of(self.down.weight), self.parts.keeps("activation")
-        act = partial(gemms.activate, kind=self.activation, overwrite=alone)
-        return self.parts("activation", act, inner)  # [s/cp, b, f/tp]
-
-
 class MoeExperts(nn.Module):
     """Phase: State -> State, the experts' outputs under way home.
 
@@ -249,17 +208,18 @@ class MoeExperts(nn.Module):
         self.experts = Experts(config, f"layers.{layer}.experts", mesh["ep"], mesh["etp"], **factory)
         self.shared = None
         if config.shared_ffn_hidden_size:
-            self.shared = SharedExpert(config, f"layers.{layer}.shared_expert", mesh["tp"], sp=sp, **factory)
+            name, inner_size = f"layers.{layer}.shared_expert", config.shared_ffn_hidden_size
+            self.shared = FeedForward(config, inner_size, name, mesh["tp"], sp=sp, **factory)
 
     def forward(self, state: State, batch: MicroBatch, defer: Defer) -> State:
         """State -> State: waits for r rows `[r, h]` of this rank's experts, and starts their way home."""
         x, ticket, weights, normed, trip = state
         shared = None
         if self.shared is not None and normed is not None:
-            shared = self.shared.enter(normed, defer)  # under the tokens' way
+            shared = self.shared.project_up(normed, defer)  # while the tokens travel
         ticket, trip = self.dispatcher.go_on(ticket, trip)
         if self.shared is not None and shared is not None:
-            shared = self.shared.leave(shared, defer)  # and under the second half of it
+            shared = self.shared.project_down(shared, defer)  # while they travel inside the node
         rows, trip = self.dispatcher.receive(ticket, trip)  # [r, h]
         y = self.experts(rows, trip.offsets, defer)  # [r, h], partial over etp
         return x, self.dispatcher.send_back(y, weights, trip), weights, shared, trip

@@ -25,15 +25,11 @@ from torch import Tensor, nn
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.ends import OutputMatrix
 from megatron5d.model.norm import Norm
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
 from megatron5d.precision.gradient import Defer
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
-from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter
-from megatron5d.topology.axis import Axis, single
-
-IGNORED = -100  # as in a batch's labels
-
-_ALONE = single("mtp")  # the join is whole on every rank of tp: with sp each multiplies its share of the sequence
+from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
+from megatron5d.topology.axis import Axis
 
 
 def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
@@ -106,7 +102,7 @@ class MtpInput(nn.Module):
         assert batch.ahead_tokens is not None, "look_ahead makes what the prediction blocks read"
         embedded = self.tokens(batch.ahead_tokens[self.depth], defer)  # [s/cp/tp, b, h]  reduce_scatter tp
         joined = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
-        return sums, column_linear(joined, self.join, _ALONE, False, defer)  # [s/cp/tp, b, h]
+        return sums, local_linear(joined, self.join, defer)  # [s/cp/tp, b, h]
 
 
 class MtpHead(nn.Module):

@@ -83,7 +83,7 @@ def upcycled_weights(
                 return saved.read(name, offset, shape)
 
             made[PREFIX + name] = lazy_tensor(shape, {zero: shape}, entry.properties.dtype, same)
-    h, inner = sparse.hidden_size, sparse.moe_ffn_hidden_size or sparse.ffn_hidden_size
+    h, inner = sparse.hidden_size, sparse.expert_hidden_size
     slices, parts = dense.ffn_hidden_size // inner, 2 if dense.activation == "swiglu" else 1
     shapes = {"up": (parts * inner, h), "down": (h, inner)}
     for i in (i for i in blocks(dense) if is_moe(sparse, i)):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IGNORED = -100  # a token or label that is padding; torch's cross_entropy ignores the same value
+
 
 @dataclass(frozen=True)
 class MicroBatch:

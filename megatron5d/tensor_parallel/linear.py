@@ -85,6 +85,17 @@ def column_linear(x: Tensor, weight: Tensor, tp: Axis, sp: bool, defer: Defer = 
     return _ColumnLinear.apply(x, weight, tp, sp and tp.size > 1, defer)
 
 
+_NO_AXIS = single("tp")
+
+
+def local_linear(x: Tensor, weight: Tensor, defer: Defer = run_now) -> Tensor:
+    """x·Wᵀ with the weight that lies here: `[..., in]`, `[out, in]` -> `[..., out]`.
+
+    Whatever has to be gathered or summed over tp is, elsewhere.
+    """
+    return column_linear(x, weight, _NO_AXIS, False, defer)
+
+
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, layer: RowParallelLinear, defer: Defer):

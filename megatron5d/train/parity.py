@@ -20,7 +20,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
 from megatron5d.topology.forked_ranks import run_ranks
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard import ShardSpec, spec_of
@@ -28,7 +28,6 @@ from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.schedule import PipelinePlan, plan_pipeline
 from megatron5d.train.state import run_tensors
 
-IGNORED = -100  # the id of a row's padding
 ROWS_SEED = 7  # of the random tokens
 Rectangles = list[tuple[str, tuple[int, ...], Tensor]]  # global name, first index in the whole tensor, values
 

@@ -21,7 +21,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.model.gpt import Gpt
-from megatron5d.model.moe import SharedExpert
+from megatron5d.model.mlp import FeedForward
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
@@ -209,7 +209,7 @@ def order_of_the_way(rank, world, config):
     events = []
     with pytest.MonkeyPatch.context() as patch:
         both_ways = [(Exchange, name) for name in ("_start", "_wait", "_start_back", "_wait_back")]
-        for owner, name in [*both_ways, (SharedExpert, "enter"), (SharedExpert, "leave")]:
+        for owner, name in [*both_ways, (FeedForward, "project_up"), (FeedForward, "project_down")]:
             function = getattr(owner, name)
 
             def recorded(self, *args, function=function, name=name):
@@ -229,10 +229,10 @@ def test_the_shared_expert_runs_under_both_halves_of_a_way_over_nodes():
     there = [
         "_start ep_outer",
         "_start ep_outer",
-        "enter",
+        "project_up",
         "_wait ep_outer",
         "_start ep_inner",
-        "leave",
+        "project_down",
         "_wait ep_inner",
     ]
     config = config_of("deepseek", "none", ep=4, ep_inner=2)

@@ -44,11 +44,13 @@ def numbers(config, in_place, monkeypatch):
     model = Gpt(config, build_mesh(resolve(1), 0), "cpu")
     model.initialize(1)
     block, rows = model.layers["0"], make_rows(config, 1)
-    assert block[0].turns_in_place and is_quantized(block[1].down.weight) == (config.precision.fp8 != "none")
+    assert block[0].turns_in_place and is_quantized(block[1].feed_forward.down.weight) == (
+        config.precision.fp8 != "none"
+    )
     block[0].turns_in_place = in_place
     if not in_place:
-        for phase in block:
-            monkeypatch.setattr(phase.parts, "keeps", lambda name: name != "activation")
+        for parts in (block[0].parts, block[1].feed_forward.parts):
+            monkeypatch.setattr(parts, "keeps", lambda name: name != "activation")
     torch.manual_seed(0)
     batch = micro_batch(config, rows[:1])
     x = torch.randn(config.train.seq_len, 1, config.model.hidden_size).bfloat16().requires_grad_()

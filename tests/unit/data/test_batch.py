@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron5d.data.batch import IGNORED, make_micro_batch
+from megatron5d.data.batch import make_micro_batch
+from megatron5d.pipeline_parallel.microbatch import IGNORED
 
 EOD = 0
 rows_of_tokens = st.integers(1, 4).flatmap(
