@@ -82,7 +82,7 @@ def losses(config: Config) -> list[float]:
     """The loss of every step of one run in this process."""
     plan = plan_pipeline(config, 1)
     mesh = build_mesh(sizes_of(config, 1), 0, num_kv_heads=config.model.num_kv_heads)
-    model = Gpt(config, mesh, "cpu", plan.parts(0), plan.shared)
+    model = Gpt(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(config.train.seed)
     _, _, trainer = build_trainer(config, mesh, model, plan)
     rows, gbs, found, steps = rows_of(config), config.train.gbs, list[float](), config.train.steps

@@ -100,7 +100,7 @@ def zigzag(outer: int) -> tuple[int, ...]:
     return tuple(c for r in range(outer) for c in (r, 2 * outer - 1 - r))
 
 
-def layout_of(method: str, cp: int, seq_len: int, inner: int = 1) -> SequenceLayout:
+def sequence_layout(method: str, cp: int, seq_len: int, inner: int = 1) -> SequenceLayout:
     """How a method cuts the sequence.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 
 from megatron5d.config.schema import Config
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.context_parallel.layout import layout_of
+from megatron5d.context_parallel.layout import sequence_layout
 from megatron5d.context_parallel.plan import Planner
 from megatron5d.model.mtp import look_ahead
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
@@ -40,7 +40,7 @@ class SequenceSharding:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         parallel, self.cp = config.parallel, mesh["cp"]
-        layout = layout_of(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner)
+        layout = sequence_layout(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner)
         model = config.model
         self.depths = model.num_mtp_layers
         masks: dict[str, Any] = {"causal": model.attention_causal, "window": model.attention_window}

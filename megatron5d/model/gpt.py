@@ -23,7 +23,7 @@ from megatron5d.model.mla import Mla
 from megatron5d.model.mlp import Mlp
 from megatron5d.model.moe import MoeCombine, MoeDispatch, MoeExperts, TokenShare
 from megatron5d.model.mtp import Beside, MtpHead, MtpInput
-from megatron5d.model.partition import Part
+from megatron5d.model.partition import StageSpec
 from megatron5d.model.rope import RotaryTables, rotary_dim
 from megatron5d.precision.kept import KEEP_ALL, Parts, keeping
 from megatron5d.tensor_parallel.embedding import vocab_weight
@@ -77,7 +77,7 @@ def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
     return recompute.mode != "none" and (count is None or place < count)
 
 
-def _parts_of(recompute: RecomputeConfig, stage: int, place: int) -> tuple[Parts, bool]:
+def _recomputed_parts(recompute: RecomputeConfig, stage: int, place: int) -> tuple[Parts, bool]:
     """What is computed again within a block, and whether all of it is."""
     again = is_recomputed(recompute, stage, place)
     parts = Parts(recompute.parts) if again and recompute.mode == "selective" else KEEP_ALL
@@ -103,7 +103,7 @@ class Gpt(nn.Module):
         config: the whole run's configuration (model, moe, parallel.sp, precision, recompute, train.z_loss).
         mesh: this rank's axes.
         device: of the parameters; "meta" allocates nothing.
-        parts: what this rank holds, by stage; None = the whole model as stage 0.
+        stages: what this rank holds, by stage; None = the whole model as stage 0.
         shared: which parameters the mirrored pipeline rank holds too: "all", "tied" (the embedding) or "none".
     """
 
@@ -112,25 +112,25 @@ class Gpt(nn.Module):
         config: Config,
         mesh: Mesh,
         device: torch.device | str = "cpu",
-        parts: Mapping[int, Part] | None = None,
+        stages: Mapping[int, StageSpec] | None = None,
         shared: str = "none",
     ) -> None:
         super().__init__()
         model = config.model
-        self.parts = dict(sorted((parts or {0: Part(range(model.num_layers), True, True)}).items()))
+        self.stages = dict(sorted((stages or {0: StageSpec(range(model.num_layers), True, True)}).items()))
         dtype = DTYPES[config.precision.dtype]
         build: dict[str, Any] = {"sp": config.parallel.sp, "dtype": dtype, "device": device}
-        has_embedding = any(part.embedding for part in self.parts.values())
+        has_embedding = any(spec.embedding for spec in self.stages.values())
         self.embedding = Embedding(model, mesh, **build) if has_embedding else None
         self.balancer = self._balancer(config, mesh, device, shared)
         block = block_maker(config, mesh, self.balancer, build)
         self.layers = nn.ModuleDict()
-        for stage, part in self.parts.items():
-            for place, i in enumerate(part.layers):
-                named, again = _parts_of(config.recompute, stage, place)
-                self.layers[str(i)] = _with_keeping(block(i, named), config.recompute, named, again)
+        for stage, spec in self.stages.items():
+            for place, i in enumerate(spec.layers):
+                parts, again = _recomputed_parts(config.recompute, stage, place)
+                self.layers[str(i)] = _with_keeping(block(i, parts), config.recompute, parts, again)
         self.head, self.ahead = None, nn.ModuleList()
-        if any(part.head for part in self.parts.values()):
+        if any(spec.head for spec in self.stages.values()):
             tied = self.embedding.tokens.weight if self.embedding is not None and model.tie_embeddings else None
             slice_tokens = config.recompute.logit_tokens
             self.head = Head(model, mesh, z_loss=config.train.z_loss, tied=tied, slice_tokens=slice_tokens, **build)
@@ -154,8 +154,8 @@ class Gpt(nn.Module):
             factory = {name: build[name] for name in ("dtype", "device")}
             table = vocab_weight(model.vocab_size, model.hidden_size, TIED, tp, model.init_std, **factory)
         for depth in range(model.num_mtp_layers):
-            last, part = next(item for item in self.parts.items() if item[1].head)
-            parts, again = _parts_of(config.recompute, last, len(part.layers) + depth)
+            last, spec = next(item for item in self.stages.items() if item[1].head)
+            parts, again = _recomputed_parts(config.recompute, last, len(spec.layers) + depth)
             phases: list[nn.Module] = [MtpInput(model, depth, tp, table=table, **build)]
             phases += [Beside(phase) for phase in block(model.num_layers + depth, parts)]
             phases.append(MtpHead(model, depth, tp, output=output, **build))
@@ -165,8 +165,8 @@ class Gpt(nn.Module):
         """Of all MoE layers here; a rank without one still takes part in what is told of them."""
         if not config.model.num_experts:
             return None
-        mine = [i for part in self.parts.values() for i in part.layers]
-        if any(part.head for part in self.parts.values()):
+        mine = [i for spec in self.stages.values() for i in spec.layers]
+        if any(spec.head for spec in self.stages.values()):
             mine += blocks(config.model)[config.model.num_layers :]
         here = [i for i in mine if is_moe(config.model, i)]
         stage = mesh["stage_pair" if shared == "all" else "stage"]
@@ -177,7 +177,7 @@ class Gpt(nn.Module):
         recompute = config.recompute
         if recompute.mode != "full":
             return
-        for stage in self.parts:
+        for stage in self.stages:
             for place, phases in enumerate(self._blocks_of(stage)):
                 for phase in phases if is_recomputed(recompute, stage, place) else []:
                     phase.recompute = place // recompute.group_layers  # type: ignore[assignment]
@@ -192,19 +192,19 @@ class Gpt(nn.Module):
         return list(self.layers[str(i)].children())
 
     def _ahead_of(self, stage: int) -> list[list[nn.Module]]:
-        return [list(phases.children()) for phases in self.ahead] if self.parts[stage].head else []
+        return [list(phases.children()) for phases in self.ahead] if self.stages[stage].head else []
 
     def _blocks_of(self, stage: int) -> list[list[nn.Module]]:
         """What can be computed again: the layers, and the blocks that predict further without their heads."""
-        return [self._layer(i) for i in self.parts[stage].layers] + [phases[:-1] for phases in self._ahead_of(stage)]
+        return [self._layer(i) for i in self.stages[stage].layers] + [phases[:-1] for phases in self._ahead_of(stage)]
 
     def units_of(self, stage: int) -> list[list[nn.Module]]:
         """The phases of a local stage, grouped by what is reduced, sharded and gathered together."""
-        part = self.parts[stage]
-        units: list[list[nn.Module]] = [self._layer(i) for i in part.layers]
-        if part.embedding and self.embedding is not None:
+        spec = self.stages[stage]
+        units: list[list[nn.Module]] = [self._layer(i) for i in spec.layers]
+        if spec.embedding and self.embedding is not None:
             units.insert(0, [self.embedding])
-        if part.head and self.head is not None:
+        if spec.head and self.head is not None:
             units += [[self.head], *self._ahead_of(stage)]
         return units
 
@@ -215,7 +215,7 @@ class Gpt(nn.Module):
     @property
     def units(self) -> list[list[nn.Module]]:
         """Of all local stages, in order: the embedding, each block, the head, the blocks that predict further."""
-        return [unit for stage in self.parts for unit in self.units_of(stage)]
+        return [unit for stage in self.stages for unit in self.units_of(stage)]
 
     @property
     def phases(self) -> list[nn.Module]:

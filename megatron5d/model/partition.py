@@ -14,7 +14,7 @@ from megatron5d.pipeline_parallel.program import Placement
 
 
 @dataclass(frozen=True)
-class Part:
+class StageSpec:
     """What one stage holds of the model."""
 
     layers: range  # global indices
@@ -22,14 +22,14 @@ class Part:
     head: bool = False  # the last stage, which also computes the losses, those of multi-token prediction among them
 
 
-def parts_of(layout: Sequence[int]) -> list[Part]:
+def stage_specs(layout: Sequence[int]) -> list[StageSpec]:
     """What every stage holds, given its number of layers."""
     ends = list(accumulate(layout))
     last = len(layout) - 1
-    return [Part(range(end - count, end), s == 0, s == last) for s, (count, end) in enumerate(zip(layout, ends))]
+    return [StageSpec(range(end - count, end), s == 0, s == last) for s, (count, end) in enumerate(zip(layout, ends))]
 
 
-def layout_of(config: Config, placement: Placement) -> list[int]:
+def layers_per_stage(config: Config, placement: Placement) -> list[int]:
     """Layers per stage: as `pipeline.layout` says, else dealt out as `pipeline.split` and `pipeline.balance` say.
 
     `pipeline.balance = auto` evens stages here; where the search has chosen, the configuration that it gives says so.

@@ -10,7 +10,7 @@ import numpy as np
 from megatron5d.config.pattern import blocks, is_moe
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import core_flops, head_flops, layer_flops
-from megatron5d.model.partition import layout_of, parts_of
+from megatron5d.model.partition import layers_per_stage, stage_specs
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Placement
 
@@ -40,13 +40,13 @@ class ModelCosts:
         """
         config = self.config
         model, seq_len = config.model, config.train.seq_len
-        parts = parts_of(layout_of(config, placement))
+        specs = stage_specs(layers_per_stage(config, placement))
         core = core_flops(model, seq_len) / 3
-        held = [[*part.layers, *(blocks(model)[model.num_layers :] if part.head else [])] for part in parts]
+        held = [[*spec.layers, *(blocks(model)[model.num_layers :] if spec.head else [])] for spec in specs]
         layers = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in held])
         unit = layers.sum() / placement.num_ranks
         cores = np.array([core * len(mine) for mine in held])
-        head = np.array([head_flops(model) / 3 if part.head else 0.0 for part in parts])
+        head = np.array([head_flops(model) / 3 if spec.head else 0.0 for spec in specs])
         twice = [self._recomputed(stage, mine) for stage, mine in enumerate(held)]
         again = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in twice])
         again += head if config.recompute.logit_tokens else 0.0

@@ -11,7 +11,7 @@ from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
 from megatron5d.checkpoint.load import agreed_checkpoint
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import Config
-from megatron5d.context_parallel.layout import layout_of
+from megatron5d.context_parallel.layout import sequence_layout
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.ends import loss_terms
 from megatron5d.model.gpt import DTYPES, Gpt
@@ -58,7 +58,7 @@ def sizes_of(config: Config, world: int) -> Sizes:
     p = config.parallel
     return resolve(
         world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, dp_replicate=p.dp_replicate, order=tuple(p.order),
-        ep_inner=p.ep_inner, cp_inner=layout_of(p.cp_method, p.cp, config.train.seq_len, p.cp_inner).inner,
+        ep_inner=p.ep_inner, cp_inner=sequence_layout(p.cp_method, p.cp, config.train.seq_len, p.cp_inner).inner,
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def build_run(config: Config, process: Process) -> Run:
         timeout_s=config.parallel.timeout_s,
     )
     with without_memory():
-        model = Gpt(config, mesh, process.device, plan.parts(mesh["pp"].rank), plan.shared)
+        model = Gpt(config, mesh, process.device, plan.stage_specs(mesh["pp"].rank), plan.shared)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
     notes, progress = [*idle_routers(config), plan.note], Progress()

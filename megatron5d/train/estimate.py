@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import flops_per_token
-from megatron5d.model.partition import parts_of
+from megatron5d.model.partition import stage_specs
 from megatron5d.plan.cluster import Cluster, cluster_of
 from megatron5d.plan.cost import Prices, StepCost, step_cost
 from megatron5d.plan.sharding import Sharding
@@ -46,7 +46,7 @@ class Estimator:
         plan = plan or planned_pipeline(config, world)
         program = plan.program_of(micro_batch_counts(config, world)[-1])
         lines = _lines(config, world, plan)
-        stages = self.workloads.stages(config, parts_of(plan.layout))
+        stages = self.workloads.stages(config, stage_specs(plan.layout))
         flops = flops_per_token(config.model, config.train.seq_len)
         return step_cost(Prices(self.cluster, config, lines), program, stages, world, flops)
 
@@ -62,7 +62,7 @@ def bytes_on(config: Config, world: int, plan: PipelinePlan) -> tuple[Mapping[st
     program = plan.program_of(micro_batch_counts(config, world)[-1])
     lines = _lines(config, world, plan)
     sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()})
-    return sent_bytes(config, sharding, program, Workloads(Target()).stages(config, parts_of(plan.layout)))
+    return sent_bytes(config, sharding, program, Workloads(Target()).stages(config, stage_specs(plan.layout)))
 
 
 def _lines(config: Config, world: int, plan: PipelinePlan) -> dict[str, tuple[int, ...]]:

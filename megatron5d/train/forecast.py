@@ -109,7 +109,7 @@ class Forecaster:
         config, plan, rank = self.config, self.plan, mesh["pp"].rank
         with MemoryWatch(self.target.block) as watch:
             with without_memory():
-                model = Gpt(config, mesh, "meta", plan.parts(rank), plan.shared)
+                model = Gpt(config, mesh, "meta", plan.stage_specs(rank), plan.shared)
             sync = build_sync(config, mesh, model)
             optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
             away = _on_host(optimizer, watch)
@@ -122,10 +122,10 @@ class Forecaster:
         set_load(model, self.target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, self.num_microbatches * self.sizes.dp)
         sync.start_step(dict.fromkeys(model.phases, _ENDLESS))
-        for stage in model.parts:
+        for stage in model.stages:
             self._traces[stage], self._boxes[stage] = self._trace(model, sync, stage, batch)
         sums = {} if config.parallel.zero >= 2 else sums  # there the passes count them
-        reduced = {stage: [sums.get(phase, 0) for phase in reversed(model.phases_of(stage))] for stage in model.parts}
+        reduced = {stage: [sums.get(phase, 0) for phase in reversed(model.phases_of(stage))] for stage in model.stages}
         peak = find_peak(self._program, rank, self._traces, self._message_bytes(), self._standing(model), reduced)
         # under ZeRO-3 they come and go with the weights, and the passes count them
         staying = model.parameters() if config.parallel.zero < 3 else []
@@ -141,7 +141,7 @@ class Forecaster:
             end_of_step=end_of_step,
             setup=setup,
             library=GEMM_WORKSPACE.get(self.target.architecture or "", 0),
-            boxes=max(self._boxes[stage] for stage in model.parts),
+            boxes=max(self._boxes[stage] for stage in model.stages),
             outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
             host_optimizer=away,
         )
@@ -158,26 +158,26 @@ class Forecaster:
 
     def _standing(self, model: Gpt) -> int:
         """One bucket waits for its sum, whichever stage it is of; what stays whole for a step does in every stage."""
-        each = [self._traces[stage].standing for stage in model.parts]
+        each = [self._traces[stage].standing for stage in model.stages]
         parallel = self.config.parallel
         return sum(each) if "per_step" in (parallel.reduce, parallel.regather) else max(each)
 
     def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
         """Of one stage, and the bytes of boxes; stages of the same layers have the same trace."""
-        units, part = _units(model.units_of(stage)), model.parts[stage]
+        units, spec = _units(model.units_of(stage)), model.stages[stage]
         if not units:
             return relay_trace(self._message_bytes()), 0
         signatures = tuple(map(_signature, units))
-        key = (signatures, part.embedding, part.head, model.embedding is not None and model.head is not None)
+        key = (signatures, spec.embedding, spec.head, model.embedding is not None and model.head is not None)
         if key not in self._known:
             form = boundary_form(self.config, "meta")
             split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
             num_sums, hooks = len(loss_terms(self.config)), sync if self.config.parallel.zero >= 2 else None
             tracer = Tracer(form.shape, form.dtype, batch, num_sums, hooks=hooks, split=split, block=self.target.block)
-            trace = tracer.trace(units, signatures, first=part.embedding, last=part.head)
+            trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
             boxes = model.overlap.box_bytes
             if boxes or self.config.precision.fp8 != "none":  # that pass made them, or weights' 8-bit copies: they stay
-                trace = tracer.trace(units, signatures, first=part.embedding, last=part.head)
+                trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
                 standing = 0 if hooks is None else sync.buffer_bytes()
                 trace = dataclasses.replace(trace, standing=standing, first={})
             self._known[key] = trace, boxes
@@ -263,7 +263,7 @@ def _end_of_step(
 
     Also what is left until then of the reduction that each phase's backward starts.
     """
-    for stage in model.parts:
+    for stage in model.stages:
         Stage(model.phases_of(stage), sync)  # tells data parallelism the order of its phases
     before = watch.forget_peak()
     sync.start_step(dict.fromkeys(model.phases, 1))

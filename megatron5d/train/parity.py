@@ -129,7 +129,7 @@ def _train_on_rank(
 ) -> RankRecord:
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
-    model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
+    model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
     model.initialize(config.train.seed)
     perturb(model.weights(), coarse)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)

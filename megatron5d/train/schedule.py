@@ -15,7 +15,7 @@ from megatron5d.config.fault import Fault, closest
 from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
-from megatron5d.model.partition import Part, at_both_ends, layout_of, parts_of, shared_by_mirror
+from megatron5d.model.partition import StageSpec, at_both_ends, layers_per_stage, shared_by_mirror, stage_specs
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.text import read_program
@@ -55,10 +55,10 @@ class PipelinePlan:
     shared: str
     note: str = ""
 
-    def parts(self, pp_rank: int) -> dict[int, Part]:
+    def stage_specs(self, pp_rank: int) -> dict[int, StageSpec]:
         """What a pipeline rank holds of the model, by stage."""
-        parts = parts_of(self.layout)
-        return {stage: parts[stage] for _, stage in self.placement.stages_of(pp_rank)}
+        specs = stage_specs(self.layout)
+        return {stage: specs[stage] for _, stage in self.placement.stages_of(pp_rank)}
 
 
 def plan_pipeline(config: Config, world: int, found: Found | None = None) -> PipelinePlan:
@@ -85,7 +85,7 @@ def plan_pipeline(config: Config, world: int, found: Found | None = None) -> Pip
             f"pipeline.schedule = {config.pipeline.schedule} lays its stages out differently for the numbers of "
             f"micro-batches that train.gbs_ramp = {config.train.gbs_ramp} passes through; set train.gbs_ramp=null"
         )
-    layout = layout_of(config, placement)
+    layout = layers_per_stage(config, placement)
     return PipelinePlan(program_of, placement, tuple(layout), shared_by_mirror(placement, at_both_ends(config.model)))
 
 

@@ -24,7 +24,7 @@ from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.model.ends import loss_terms
 from megatron5d.model.flops import core_flops
 from megatron5d.model.gpt import Gpt, is_recomputed
-from megatron5d.model.partition import Part
+from megatron5d.model.partition import StageSpec
 from megatron5d.optim.assembly import whole_shape
 from megatron5d.optim.muon import takes_muon, to_update
 from megatron5d.pipeline_parallel.stage import Stage, segments_of
@@ -92,18 +92,18 @@ class Workloads:
         self.target = target
         self._known: dict[str, dict[Kind, Unit]] = {}
 
-    def stages(self, config: Config, parts: Sequence[Part]) -> list[list[Unit]]:
+    def stages(self, config: Config, specs: Sequence[StageSpec]) -> list[list[Unit]]:
         """The units of every stage.
 
         Args:
             config: a lawful configuration.
-            parts: what each stage holds.
+            specs: what each stage holds.
         """
-        return [[self._unit(config, kind) for kind in _kinds(config, stage, part)] for stage, part in enumerate(parts)]
+        return [[self._unit(config, kind) for kind in _kinds(config, stage, spec)] for stage, spec in enumerate(specs)]
 
     def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
         """The units of the whole model: of each kind one, how many there are, and whether it is a layer or an end."""
-        kinds = Counter(_kinds(config, 0, Part(range(config.model.num_layers), True, True)))
+        kinds = Counter(_kinds(config, 0, StageSpec(range(config.model.num_layers), True, True)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
     def _unit(self, config: Config, kind: Kind) -> Unit:
@@ -121,16 +121,16 @@ def _sharing(unit: Unit, layers: int) -> Unit:
     return dataclasses.replace(unit, passes=passes)
 
 
-def _kinds(config: Config, stage: int, part: Part) -> Iterator[Kind]:
+def _kinds(config: Config, stage: int, spec: StageSpec) -> Iterator[Kind]:
     model, recompute = config.model, config.recompute
-    if part.embedding:
+    if spec.embedding:
         yield EMBEDDING, frozenset(), _slices(config)
-    for place, i in enumerate(part.layers):
+    for place, i in enumerate(spec.layers):
         yield _block(config, i, is_recomputed(recompute, stage, place))
-    if part.head:
+    if spec.head:
         yield HEAD, frozenset(), _slices(config)
         for depth in range(model.num_mtp_layers):
-            again = is_recomputed(recompute, stage, len(part.layers) + depth)
+            again = is_recomputed(recompute, stage, len(spec.layers) + depth)
             name, matrices, _ = _block(config, model.num_layers + depth, again)
             yield f"ahead {name}", matrices, again
 
@@ -189,11 +189,11 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
     world = dense * (experts // gcd(experts, dense))
     ledger, window = Ledger(), _window(config)
     mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
-    part = Part(window, True, True)
-    kinds = list(_kinds(config, 0, part))
+    spec = StageSpec(window, True, True)
+    kinds = list(_kinds(config, 0, spec))
     with target.paths():
         with without_memory():
-            model = Gpt(config, mesh, "meta", {0: part})
+            model = Gpt(config, mesh, "meta", {0: spec})
         set_load(model, target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, world // dense)
         with _Counter(ledger) as counter:

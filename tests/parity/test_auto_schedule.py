@@ -20,7 +20,7 @@ from megatron5d.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
-from megatron5d.model.partition import layout_of
+from megatron5d.model.partition import layers_per_stage
 from megatron5d.pipeline_parallel.program import loop_placement
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search.named import best_named
@@ -82,7 +82,9 @@ def test_the_search_chooses_how_layers_are_dealt(tmp_path):
     config = config_of(tmp_path, "by FLOPs")
     found = searched(config, [5])
     plan = plan_pipeline(config, 2, found)
-    assert list(plan.layout) == layout_of(found.config, plan.placement) != layout_of(config, plan.placement)
+    assert (
+        list(plan.layout) == layers_per_stage(found.config, plan.placement) != layers_per_stage(config, plan.placement)
+    )
     of_1f1b = simulate(build_program("1f1b", 2, 5), run_costs(config).of(loop_placement(2))).peak_activations
     cap, fits = np.full(2, 1.25 * of_1f1b.max()), []
     for split in ("even", "cost"):

@@ -34,7 +34,7 @@ def scheduled(config, schedule, layers):
 
 
 def first_gradients(rank, config, mesh, plan, batches):
-    model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
+    model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
     model.initialize(config.train.seed)
     perturb(model.weights())
     sync, _, trainer = build_trainer(config, mesh, model, plan)

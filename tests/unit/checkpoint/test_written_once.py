@@ -28,7 +28,7 @@ LAYOUTS = [
 def rectangles(config, rank, world, writing):
     """(key, global shape, first index, extent) of what a rank writes, or holds."""
     mesh, plan = build_mesh(sizes_of(config, world), rank), plan_pipeline(config, world)
-    model = Gpt(config, mesh, "cpu", plan.parts(0), plan.shared)
+    model = Gpt(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(1)
     sync, optimizer, _ = build_trainer(config, mesh, model, plan)
     tensors = run_tensors(sync, optimizer, model.weights(), writing=writing)

@@ -13,9 +13,9 @@ from megatron5d.context_parallel.layout import (
     SequenceLayout,
     chunk_pairs,
     even_layout,
-    layout_of,
     num_hops,
     plan_calls,
+    sequence_layout,
     unmasked_pairs,
 )
 from megatron5d.context_parallel.plan import Planner, balance
@@ -151,6 +151,6 @@ def test_balance_is_the_waiting_time():
 
 def test_what_does_not_divide_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"train.seq_len = 20 .* by 8 \(parallel.cp = 4.* 16 or 24"):
-        layout_of("ring", 4, 20)
+        sequence_layout("ring", 4, 20)
     with pytest.raises(ValueError, match="parallel.cp_inner = 3 does not divide parallel.cp = 4"):
-        layout_of("two_level", 4, 64, 3)
+        sequence_layout("two_level", 4, 64, 3)

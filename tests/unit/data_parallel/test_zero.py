@@ -26,7 +26,7 @@ class OnRank:
         self.config, self.ledger = config, Ledger()
         mesh = build_mesh(sizes_of(config, world), rank, recorder=self.ledger)
         plan = plan_pipeline(config, world)
-        self.model = Gpt(config, mesh, "cpu", plan.parts(0), plan.shared)
+        self.model = Gpt(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
         self.model.initialize(1)
         self.sync, _, self.trainer = build_trainer(config, mesh, self.model, plan)
         rows, t = make_rows(config, 1), config.train

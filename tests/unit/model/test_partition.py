@@ -17,7 +17,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.model.flops import flops_per_token, head_flops
-from megatron5d.model.partition import Part, layout_of, parts_of, shared_by_mirror
+from megatron5d.model.partition import StageSpec, layers_per_stage, shared_by_mirror, stage_specs
 from megatron5d.model.split import balanced, balanced_ranks
 from megatron5d.model.stage_costs import ModelCosts
 from megatron5d.pipeline_parallel.program import Placement, loop_placement, mirrored_placement, zigzag_placement
@@ -70,7 +70,7 @@ PLACEMENTS = [
 
 def rank_loads(layout, costs, placement, first, last):
     """Work of every rank, and of every stage."""
-    parts = parts_of(layout)
+    parts = stage_specs(layout)
     stages = [sum(costs[i] for i in p.layers) + first * p.embedding + last * p.head for p in parts]
     ranks = [sum(stages[s] for _, s in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
     return ranks, stages
@@ -121,16 +121,16 @@ def config_of(num_layers=8, **pipeline):
 
 
 def test_ends_count_as_layers_where_the_user_says_so():
-    assert layout_of(config_of(10, embedding_layers=1, head_layers=1), loop_placement(4)) == [2, 3, 3, 2]
-    assert layout_of(config_of(10), loop_placement(4)) == [3, 3, 2, 2]
+    assert layers_per_stage(config_of(10, embedding_layers=1, head_layers=1), loop_placement(4)) == [2, 3, 3, 2]
+    assert layers_per_stage(config_of(10), loop_placement(4)) == [3, 3, 2, 2]
 
 
 def test_a_stage_may_be_empty_where_its_rank_has_others():
     """As the user says, or to even the ranks of which one has the head."""
     told = [2, 0, 2, 2, 0, 1, 1, 0]
-    assert layout_of(config_of(layout=told), zigzag_placement(4)) == told
+    assert layers_per_stage(config_of(layout=told), zigzag_placement(4)) == told
     even = config_of(12, balance="ranks", head_layers=4)
-    assert layout_of(even, loop_placement(4, 2)) == [2, 2, 2, 0, 2, 2, 2, 0]
+    assert layers_per_stage(even, loop_placement(4, 2)) == [2, 2, 2, 0, 2, 2, 2, 0]
     assert ModelCosts(even).of(loop_placement(4, 2)).compute[:, 3].tolist() == [0, 0, 0, 0]
 
 
@@ -138,7 +138,7 @@ def test_by_cost_the_head_weighs_what_it_computes():
     config = config_of(12, split="cost")
     head = 6 * 4096 * 64
     layer = (flops_per_token(config.model, 64) - head) / 12
-    layout = layout_of(config, loop_placement(4))
+    layout = layers_per_stage(config, loop_placement(4))
     assert sum(layout) == 12
     assert max(layout[:-1]) >= layout[-1] + int(head / layer) - 1
     assert layout[-1] < min(layout[:-1])
@@ -154,12 +154,15 @@ def test_by_cost_the_head_weighs_what_it_computes():
 )
 def test_a_layout_that_does_not_fit_is_refused(layout, message):
     with pytest.raises(ValueError, match=message):
-        layout_of(config_of(layout=layout), loop_placement(4))
+        layers_per_stage(config_of(layout=layout), loop_placement(4))
 
 
-def test_parts_cover_the_model_in_order():
-    assert parts_of([0, 3, 2]) == [Part(range(0), True, False), Part(range(3)), Part(range(3, 5), False, True)]
-    assert parts_of([2]) == [Part(range(2), True, True)]
+def test_stages_cover_the_model_in_order():
+    first, second, last = stage_specs([0, 3, 2])
+    assert first == StageSpec(range(0), embedding=True)
+    assert second == StageSpec(range(3))
+    assert last == StageSpec(range(3, 5), head=True)
+    assert stage_specs([2]) == [StageSpec(range(2), True, True)]
 
 
 def test_who_shares_what():

@@ -48,7 +48,7 @@ def sent_on_rank(rank: int, world: int, config) -> tuple[int, dict[str, int]]:
         sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, pairs=plan.shared != "none",
         recorder=ledger,
     )  # fmt: skip
-    model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
+    model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
     model.initialize(1)
     sync, _, trainer = build_trainer(config, mesh, model, plan)
     t, sharding = config.train, SequenceSharding(config, mesh)

@@ -110,7 +110,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
     with MemoryWatch() as watch:
-        model = Gpt(config, mesh, "cpu", plan.parts(mesh["pp"].rank), plan.shared)
+        model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
         model.initialize(1)
         sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
         time.sleep(0.02)  # gloo's threads let go of what ranks have told each other a moment later
@@ -171,10 +171,10 @@ def _activations(config, model, batch) -> Counter[str]:
 
 def _pass(config, model, batch) -> Counter[str]:
     form, kept = boundary_form(config, "cpu"), Counter[str]()
-    for index in model.parts:
+    for index in model.stages:
         stage = Stage(model.phases_of(index))
         with DeviceWatch() as watch:
-            x = None if model.parts[index].embedding else torch.zeros(form.shape, dtype=form.dtype)
+            x = None if model.stages[index].embedding else torch.zeros(form.shape, dtype=form.dtype)
             work = stage.forward_steps(0, x, batch)
             del x
             for phase in stage.phases:
