@@ -1,8 +1,9 @@
-"""All-gather attention: keys and values of all outer ranks are collected, some heads at a time, and attended to.
+"""All-gather attention: every outer rank collects all keys and values, one group of heads at a time.
 
-forward    all_gather of k, v:               (cp-1)·(s/cp)·b·(g/tp)·(d+dv) elements per rank
-backward   the same again, and a reduce_scatter of dk, dv of as many
-The peak is that of one group of heads. Source: Dubey et al. 2024 (arXiv:2407.21783), section 3.3.2.
+forward    all_gather of k, v: (cp-1)·(s/cp)·b·(g/tp)·(d+dv) elements per rank
+backward   the same all_gather, and a reduce_scatter of dk, dv of the same size
+Memory peaks with two groups of heads: the one that is attended to and the one being gathered.
+Source: Dubey et al. 2024 (arXiv:2407.21783), section 3.3.2.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor
 from kernels.dispatch import first_order
 from megatron5d.comm.collectives import Pending, reduce_scatter, start_all_gather
 from megatron5d.context_parallel.blocks import Merge, attend_block, block_gradients, sink_gradient
+from megatron5d.context_parallel.kv_format import KVFormat
 from megatron5d.context_parallel.plan import ContextPlan
-from megatron5d.context_parallel.travel import Carrier
 from megatron5d.topology.axis import Axis
 
-HEAD_GROUPS = 4  # at most so many gathers per layer; each holds 1/4 of the keys and values of the whole sequence
+HEAD_GROUPS = 4  # gathers per layer, each of 1/4 of the heads; fewer where there are fewer heads
 
 
 def _groups(num_kv_heads: int) -> list[slice]:
@@ -30,10 +31,10 @@ def _groups(num_kv_heads: int) -> list[slice]:
 
 
 def _gathered(own: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]:
-    """(KV heads, blocks by rank) group after group; the next group's gather runs under this group's attention."""
+    """Yields (KV heads, blocks by rank), group after group; one group is gathered while the last is attended to."""
 
     def start(heads: slice) -> Pending:
-        return start_all_gather(own[:, :, heads], axis)
+        return start_all_gather(own[:, :, heads], axis)  # [s/cp, b, g', d+dv] -> [s, b, g', d+dv]  all_gather cp
 
     groups = _groups(own.shape[2])
     pending = start(groups[0])
@@ -45,33 +46,33 @@ def _gathered(own: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]:
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """`apply(q, block, sinks, carrier, plan, axis, score)`.
+    """`apply(q, block, sinks, kv_format, plan, axis, score)`.
 
     q `[s/cp, b, a/tp, d]`, block `[s/cp, b, g/tp, d+dv]` -> `[s/cp, b, a/tp, dv]`.
     """
 
     @staticmethod
-    def forward(ctx, q, block, sinks, carrier: Carrier, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
+    def forward(ctx, q, block, sinks, kv_format: KVFormat, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
         share = q.shape[2] // block.shape[2]
         outs, lses = [], []
         for heads, blocks in _gathered(block, axis):
             own = slice(heads.start * share, heads.stop * share)
-            merge = Merge(q[:, :, own], carrier.value_dim, None if sinks is None else sinks[own])
+            merge = Merge(q[:, :, own], kv_format.value_dim, None if sinks is None else sinks[own])
             for other, each in enumerate(blocks):
-                k, v = carrier.open(each)
+                k, v = kv_format.unpack(each)
                 attend_block(merge, plan, other, q[:, :, own], k, v, **score)
             outs.append(merge.out.to(q.dtype))
             lses.append(merge.lse)
         out, lse = torch.cat(outs, 2), torch.cat(lses, 1)
         ctx.save_for_backward(q, block, sinks, out, lse)
-        ctx.carrier, ctx.plan, ctx.axis, ctx.score = carrier, plan, axis, score
+        ctx.kv_format, ctx.plan, ctx.axis, ctx.score = kv_format, plan, axis, score
         return out
 
     @staticmethod
     @first_order
     def backward(ctx, dout):
         q, block, sinks, out, lse = ctx.saved_tensors
-        carrier, plan, axis, score = ctx.carrier, ctx.plan, ctx.axis, ctx.score
+        kv_format, plan, axis, score = ctx.kv_format, ctx.plan, ctx.axis, ctx.score
         share = q.shape[2] // block.shape[2]
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dblock = []
@@ -81,8 +82,10 @@ class AllGatherAttention(torch.autograd.Function):
             dq_own, dout_own = dq[:, :, own], dout[:, :, own].contiguous()
             parts = []
             for other, each in enumerate(blocks):
-                k, v = carrier.open(each)
-                parts.append(carrier.close(each, *block_gradients(plan, other, saved, dout_own, k, v, dq_own, **score)))
-            dblock.append(reduce_scatter(torch.cat(parts), axis))  # [s, b, g', d+dv] -> [s/cp, b, g', d+dv]
+                k, v = kv_format.unpack(each)
+                dk, dv = block_gradients(plan, other, saved, dout_own, k, v, dq_own, **score)
+                parts.append(kv_format.unpack_backward(each, dk, dv))
+            # partial [s, b, g', d+dv] -> [s/cp, b, g', d+dv]  reduce_scatter cp
+            dblock.append(reduce_scatter(torch.cat(parts), axis))
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
         return dq.to(q.dtype), torch.cat(dblock, 2).to(block.dtype), dsinks, None, None, None, None

@@ -1,8 +1,8 @@
-"""Attention of local queries over blocks of keys that arrive one by one: exact, because log-sum-exps merge.
+"""Attention of local queries to blocks of keys that arrive one by one. The results merge exactly:
 
     out = Σᵢ exp(lseᵢ - lse)·outᵢ,   lse = log Σᵢ exp(lseᵢ)        (Liu et al. 2023, arXiv:2310.01889)
 
-Backward: every block's gradients follow from the *merged* out and lse, so blocks may come in any order again.
+In the backward the gradients of each block follow from the merged out and lse alone, so blocks may come in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron5d.context_parallel.plan import ContextPlan
 
 
 class Merge:
-    """The running out and lse of local queries, in fp32 (fp64 for fp64).
+    """What local queries have collected so far: `out` `[s, b, a, dv]` and `lse` `[b, a, s]`, in fp32 (fp64 for fp64).
 
     Args:
         q: `[s, b, a, d]`.
@@ -46,7 +46,7 @@ class Merge:
 
 
 def attend_block(merge: Merge, plan: ContextPlan, block: int, q: Tensor, k: Tensor, v: Tensor, **score: Any) -> None:
-    """Adds the attention of local q over outer rank `block`'s k and v; `score` is scale and softcap."""
+    """Merges in the attention of local q to the k and v of outer rank `block`; `score` is scale and softcap."""
     for call in plan.calls[block]:
         queries, keys = slice(*call.queries), slice(*call.keys)
         out, lse = attention(q[queries], k[keys], v[keys], **score, **plan.options(call, block))
@@ -63,15 +63,15 @@ def block_gradients(
     dq: Tensor,
     **score: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Adds a block's share of dq in place and returns its dk, dv.
+    """Adds the share of dq that comes from one block, in place, and returns the block's dk and dv.
 
     Args:
         plan: the micro-batch's.
         block: outer rank of the keys.
-        saved: q, and the merged out and lse.
-        dout: gradient of the merged out.
-        k, v: the block.
-        dq: fp32 (fp64), added to.
+        saved: q `[s, b, a, d]`, and the merged out and lse.
+        dout: `[s, b, a, dv]`, gradient of the merged out.
+        k, v: of the block.
+        dq: `[s, b, a, d]` fp32 (fp64); added to.
         score: scale and softcap.
     """
     q, out, lse = saved

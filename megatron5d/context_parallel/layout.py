@@ -1,15 +1,14 @@
-"""Which rows of a sequence each rank holds, and which blocks of queries and keys meet; integers only.
+"""Which rows of a sequence each cp rank holds, and which blocks of queries and keys meet; integers only.
 
-A cp axis is outer × inner ranks, inner fastest. Heads are exchanged for sequence over the inner ranks (Ulysses), keys
-and values travel over the outer ones (ring, allgather):
+A cp axis is outer × inner ranks, inner fastest. The inner ranks exchange heads for sequence (Ulysses); over the outer
+ranks keys and values travel (ring, allgather):
 
     ring, allgather   outer = cp, inner = 1         ulysses   outer = 1, inner = cp         two_level   both
 
-Over the outer ranks the sequence is cut into 2·outer chunks, two for each, so that the pairs of queries and keys that
-the masks leave are dealt out evenly (`even_layout`). Under a causal mask that makes rank r hold chunks r and
-2·outer-1-r (zigzag; Brandon et al. 2023, arXiv:2311.09431); where all chunks have as much work, as under a window or a
-full mask, neighbours. Over the inner ranks, which see whole sequences while they attend, the outer rank's rows are cut
-contiguously.
+The sequence is cut into 2·outer chunks, and every outer rank gets two, chosen so that all have about the same number of
+visible query-key pairs (`even_layout`). Under a causal mask rank r gets chunks r and 2·outer-1-r (zigzag; Brandon et
+al. 2023, arXiv:2311.09431). Where all chunks are equally much work, as under a window or a full mask, it gets
+neighbours. The rows of an outer rank are cut contiguously over its inner ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ class Mask:
     """Which keys a query sees.
 
     Args:
-        causal: none that stand behind it.
-        window: keys less than so many rows away, itself counted; None = any.
-        documents: number of the document of each row, `[b, s]`, rising along a row: its own alone; None = one document.
+        causal: only keys at or before its own position.
+        window: only keys less than this many rows away, itself included; None = any.
+        documents: `[b, s]`, the number of each row's document, rising along a sequence: only keys of its own document;
+            None = one document.
     """
 
     causal: bool = True

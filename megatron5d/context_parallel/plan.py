@@ -1,4 +1,4 @@
-"""What the attention of one micro-batch computes on this rank, decided once for all layers, on the CPU."""
+"""What this rank's attention computes for one micro-batch: planned once, on the CPU, for all layers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from megatron5d.context_parallel.layout import (
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """
+    """Made by `Planner`; travels with the micro-batch (`MicroBatch.context`).
+
     Args:
         layout: which rows of this micro-batch's sequences each rank holds.
         rank: outer rank of the queries.
-        calls: per outer rank of keys.
-        hops: that keys must make around the outer ranks, the same on all of them.
-        pairs: query-key pairs that no mask hides, of each outer rank's queries.
+        calls: of the attention kernel, for each outer rank's keys.
+        hops: how many hops around the outer ranks keys must make; the same on all ranks.
+        pairs: for each outer rank, how many query-key pairs no mask hides.
         rows: int64 `[s/outer]` per outer rank: the global rows it holds.
-        own: int64 `[s/cp]`: those of this rank of the whole cp axis.
+        own: int64 `[s/cp]`: the global rows of this rank.
         documents: int64 `[b, s]` of whole rows, or None.
         causal, window: as in the model.
     """
@@ -47,7 +48,7 @@ class ContextPlan:
     window: int | None
 
     def options(self, call: Call, block: int) -> dict[str, Any]:
-        """The mask arguments of one call; none at all where everything but the diagonal is seen."""
+        """The mask arguments of one call of the attention kernel."""
         if not call.masked:
             return {"causal": call.causal}
         q_rows = self.rows[self.rank][slice(*call.queries)]
@@ -64,8 +65,8 @@ class Planner:
     """Makes the plans of all micro-batches of a run.
 
     Args:
-        layout: how the sequence is cut; which rank holds which chunk is decided anew with each micro-batch's documents.
-        rank: of the whole cp axis.
+        layout: how the sequence is cut; the documents of a micro-batch decide anew which rank holds which chunk.
+        rank: this rank's position on the whole cp axis.
         causal, window: as in the model.
         device: where the plans' index tensors will be used.
     """
@@ -105,9 +106,10 @@ class Planner:
 
 
 def balance(plans: Iterable[ContextPlan]) -> float:
-    """How much longer cp ranks are busy than if the pairs of each micro-batch were dealt out evenly; 1 = even.
+    """How much longer attention takes than if all cp ranks had equally much to do; 1 = even.
 
-    The ranks wait for each other in every layer: Σ of the busiest rank's pairs over Σ of their mean, by micro-batch.
+    The ranks wait for each other in every layer, so the busiest one decides: the sum over micro-batches of the busiest
+    rank's query-key pairs, divided by the sum of the mean.
     """
     plans = list(plans)
     busiest = sum(max(plan.pairs) for plan in plans)

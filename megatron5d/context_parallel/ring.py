@@ -1,11 +1,11 @@
-"""Ring attention: keys and values travel around the outer ranks, each hop under the previous block's attention.
+"""Ring attention: blocks of keys and values travel around the outer ranks while attention to the block at hand runs.
 
-forward    blocks make cp-1 hops:                (cp-1)·(s/cp)·b·(g/tp)·(d+dv) elements per rank
-backward   they make them again, and their gradients travel one block behind, from the first rank that adds to them
-           home: the same twice, gradients in fp32
-Where a window or documents let nobody see beyond fewer hops, no more are made, and gradients go straight home.
-Latents that travel instead (travel.py) are (cp-1)·(s/cp)·b·(r+dr) elements a way. Source: Liu et al. 2023
-(arXiv:2310.01889).
+forward    each block makes cp-1 hops: (cp-1)·(s/cp)·b·(g/tp)·(d+dv) elements per rank
+backward   each block makes the same hops again, and its gradient (fp32) follows one hop behind, collecting what every
+           rank adds, until it is back at its owner: twice as many transfers as forward
+If a window or document masks hide everything beyond fewer hops, no more are made, and gradients go straight home.
+Where latents travel instead (kv_format.py), each way takes (cp-1)·(s/cp)·b·(r+dr) elements.
+Source: Liu et al. 2023 (arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -18,47 +18,49 @@ from torch import Tensor
 from kernels.dispatch import first_order
 from megatron5d.comm.ring import start_shift
 from megatron5d.context_parallel.blocks import Merge, attend_block, block_gradients, sink_gradient
+from megatron5d.context_parallel.kv_format import KVFormat
 from megatron5d.context_parallel.plan import ContextPlan
-from megatron5d.context_parallel.travel import Carrier
 from megatron5d.topology.axis import Axis
 
-_KV, _DKV = 0, 1  # tags
+_KV, _DKV = 0, 1  # tags: a block and a gradient may be on their way at once
 
 
 class RingAttention(torch.autograd.Function):
-    """`apply(q, block, sinks, carrier, plan, axis, score)`.
+    """`apply(q, block, sinks, kv_format, plan, axis, score)`.
 
-    q `[s/cp, b, a/tp, d]`, block `[s/cp, b, ...]` that `carrier` opens -> `[s/cp, b, a/tp, dv]`. cp is `axis`: where an
-    inner line has exchanged heads for sequence, s/cp is s/outer here, and a/tp a/tp/inner.
+    q `[s/cp, b, a/tp, d]`, this rank's block `[s/cp, b, ...]` of keys and values -> `[s/cp, b, a/tp, dv]`.
+    `axis` is cp. Where inner ranks have exchanged heads for sequence, it is cp_outer, s/cp means s/outer, and a/tp
+    means a/tp/inner.
     """
 
     @staticmethod
-    def forward(ctx, q, own, sinks, carrier: Carrier, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
-        merge = Merge(q, carrier.value_dim, sinks)
+    def forward(ctx, q, own, sinks, kv_format: KVFormat, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
+        merge = Merge(q, kv_format.value_dim, sinks)
         block = own
         for step in range(plan.hops + 1):
-            shift = start_shift(block, axis, _KV) if step < plan.hops else None  # shift cp_outer, under the attention
-            k, v = carrier.open(block)  # [s/cp, b, g/tp, d], [s/cp, b, g/tp, dv] of the rank `step` behind
+            shift = start_shift(block, axis, _KV) if step < plan.hops else None  # [s/cp, b, ...]  shift cp_outer
+            k, v = kv_format.unpack(block)  # [s/cp, b, g/tp, d], [s/cp, b, g/tp, dv] of the rank `step` behind
             attend_block(merge, plan, (axis.rank - step) % axis.size, q, k, v, **score)
             if shift is not None:
                 block = shift.wait()
         out = merge.out.to(q.dtype)  # [s/cp, b, a/tp, dv]
         ctx.save_for_backward(q, own, sinks, out, merge.lse)
-        ctx.carrier, ctx.plan, ctx.axis, ctx.score = carrier, plan, axis, score
+        ctx.kv_format, ctx.plan, ctx.axis, ctx.score = kv_format, plan, axis, score
         return out
 
     @staticmethod
     @first_order
     def backward(ctx, dout):
         q, block, sinks, out, lse = ctx.saved_tensors
-        carrier, plan, axis, score = ctx.carrier, ctx.plan, ctx.axis, ctx.score
+        kv_format, plan, axis, score = ctx.kv_format, ctx.plan, ctx.axis, ctx.score
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dout = dout.contiguous()
 
         def gradient(block: Tensor, step: int) -> Tensor:
             other = (axis.rank - step) % axis.size
-            k, v = carrier.open(block)
-            return carrier.close(block, *block_gradients(plan, other, (q, out, lse), dout, k, v, dq, **score))
+            k, v = kv_format.unpack(block)  # [s/cp, b, g/tp, d], [s/cp, b, g/tp, dv] of the rank `step` behind
+            dk, dv = block_gradients(plan, other, (q, out, lse), dout, k, v, dq, **score)
+            return kv_format.unpack_backward(block, dk, dv)  # [s/cp, b, ...] fp32
 
         hops = plan.hops
         shift = start_shift(block, axis, _KV) if hops else None
@@ -67,11 +69,12 @@ class RingAttention(torch.autograd.Function):
         for step in range(1, hops + 1):
             assert shift is not None
             block = shift.wait()
-            shift = start_shift(block, axis, _KV) if step < hops else None
+            shift = start_shift(block, axis, _KV) if step < hops else None  # [s/cp, b, ...]  shift cp_outer
             grad = gradient(block, step)
             if travelling is not None:
-                grad += travelling.wait()  # what earlier ranks found for this very block
-            travelling = start_shift(grad, axis, _DKV, 1 if step < hops else -hops)  # at the end straight home
+                grad += travelling.wait()  # what the ranks before this one have added for the same block
+            distance = 1 if step < hops else -hops  # after the last hop, straight home
+            travelling = start_shift(grad, axis, _DKV, distance)  # [s/cp, b, ...]  shift cp_outer
         if travelling is not None:
             own += travelling.wait()
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)

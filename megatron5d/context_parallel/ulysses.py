@@ -1,6 +1,6 @@
 """Ulysses: exchange a share of the sequence for a share of the heads, and back.
 
-Per tensor (s/n)·b·heads·d·(n-1)/n elements per rank and way; its transpose is the exchange back.
+Each exchange sends (s/n)·b·heads·d·(n-1)/n elements per rank; the backward of one is the other.
 Source: Jacobs et al. 2023 (arXiv:2309.14509).
 """
 
@@ -21,8 +21,8 @@ def heads_for_sequence(x: Tensor, axis: Axis) -> Tensor:
     if n == 1:
         return x
     s, b, a, d = x.shape
-    dealt = x.view(s, b, n, a // n, d).permute(2, 0, 1, 3, 4)  # [n (heads), s/n, b, a/n, d]
-    return all_to_all(dealt, axis).reshape(n * s, b, a // n, d)
+    by_rank = x.view(s, b, n, a // n, d).permute(2, 0, 1, 3, 4)  # [n (heads), s/n, b, a/n, d]
+    return all_to_all(by_rank, axis).reshape(n * s, b, a // n, d)  # [n (sequence), ...] -> [s, b, a/n, d]  all_to_all
 
 
 def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
@@ -31,12 +31,12 @@ def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
     if n == 1:
         return x
     s, b, a, d = x.shape
-    collected = all_to_all(x.view(n, s // n, b, a, d), axis)  # [n (heads), s/n, b, a/n, d]
+    collected = all_to_all(x.view(n, s // n, b, a, d), axis)  # -> [n (heads), s/n, b, a/n, d]  all_to_all
     return collected.permute(1, 2, 0, 3, 4).reshape(s // n, b, n * a, d)
 
 
 def shared_heads(x: Tensor, axis: Axis) -> Tensor:
-    """KV heads repeated until every rank can have one: `[s, b, g, d]` -> `[s, b, max(g, n), d]`."""
+    """Repeats KV heads until there is one for every rank: `[s, b, g, d]` -> `[s, b, max(g, n), d]`."""
     n, g = axis.size, x.shape[2]
     if g >= n:
         return x

@@ -1,4 +1,4 @@
-"""Who attends to whom: the part of attention between the projections, the same for every kind of attention."""
+"""The part of attention between the projections, the same for GQA and MLA: scores, masks, softmax, values."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from kernels import attention
 from megatron5d.config.schema import ModelConfig
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.context_parallel.travel import Carrier
+from megatron5d.context_parallel.kv_format import KVFormat
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
 
 
 class AttentionCore(nn.Module):
-    """softmax(mask(scale·q·kᵀ))·v, with a logit per head for what nobody should be looked at (a sink) if wanted.
+    """softmax(mask(scale·q·kᵀ))·v; with attention sinks, a learned logit per head joins every softmax, without a value.
 
     Args:
         config: the architecture: masks, softcap, sinks.
@@ -42,14 +42,14 @@ class AttentionCore(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:
         """q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp, b, a·dv/tp]`."""
-        if self.context is not None:
+        if self.context is not None:  # ring, all-gather or Ulysses over cp
             return self.context(q, k, v, batch.context, sinks=self.sinks, **self.score).flatten(2)
         core, _ = attention(
             q, k, v, documents=batch.documents, window=self.window, sinks=self.sinks, causal=self.causal, **self.score
         )
         return core.flatten(2)
 
-    def compressed(self, q: Tensor, latents: Tensor, carrier: Carrier, batch: MicroBatch) -> Tensor:
-        """The same over cp, where `latents` travel and become this rank's heads' keys and values on arrival."""
+    def compressed(self, q: Tensor, latents: Tensor, kv_format: KVFormat, batch: MicroBatch) -> Tensor:
+        """The same over cp where latents travel, from which `kv_format` computes keys and values as they arrive."""
         assert self.context is not None
-        return self.context.compressed(q, latents, carrier, batch.context, sinks=self.sinks, **self.score).flatten(2)
+        return self.context.compressed(q, latents, kv_format, batch.context, sinks=self.sinks, **self.score).flatten(2)

@@ -114,8 +114,8 @@ class Mla(nn.Module):
 
     def _core(self, q: Tensor, *keys: Tensor, batch: MicroBatch) -> Tensor:
         if self.compress:
-            carrier = Latents(self.kv_up.weight, self.num_heads, self.dims)
-            return self.core.compressed(q, keys[0], carrier, batch)
+            kv_format = LatentKV(self.kv_up.weight, self.num_heads, self.dims)
+            return self.core.compressed(q, keys[0], kv_format, batch)
         return self.core(q, *keys, batch=batch)
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +150,7 @@ def _keys_values(kv: Tensor, k_pe: Tensor, dn: int) -> tuple[Tensor, Tensor]:
     return torch.cat((k_nope, k_pe.expand(-1, -1, kv.shape[2], -1)), -1), v
 
 
-class Latents:
+class LatentKV:
     """A block is c_kv beside the turned k_pe, `[t, b, r+dr]`, the same for all heads; kv_up is applied on arrival.
 
     The weight's gradient is written while the block is here, whatever the schedule: kept for later, the gradients of
@@ -168,22 +168,22 @@ class Latents:
         self.rows = slice(None) if rows is None else rows
         self.value_dim = dims[2]
 
-    def share(self, rank: int, size: int) -> Latents:
+    def for_heads(self, rank: int, size: int) -> LatentKV:
         """The same for the heads of one of `size` ranks that exchange heads."""
         dn, _, dv = self.dims
         n = self.num_heads // size
         rows = n * (dn + dv)
-        return Latents(self.weight, n, self.dims, slice(rank * rows, (rank + 1) * rows)) if size > 1 else self
+        return LatentKV(self.weight, n, self.dims, slice(rank * rows, (rank + 1) * rows)) if size > 1 else self
 
-    def open(self, block: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """Latents `[t, b, r+dr]` -> k `[t, b, a/tp, dn+dr]`, v `[t, b, a/tp, dv]` of the heads that are opened."""
         dn, dr, dv = self.dims
         c_kv, k_pe = block.split([block.shape[-1] - dr, dr], -1)
         kv = F.linear(c_kv, self.weight[self.rows]).unflatten(-1, (self.num_heads, dn + dv))
         return _keys_values(kv, k_pe.unsqueeze(2), dn)
 
-    def close(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """The gradient of `open` -> `[t, b, r+dr]`; adds the up-projection's weight gradient to its buffer."""
+    def unpack_backward(self, block: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """The gradient of `unpack` -> `[t, b, r+dr]`; adds the up-projection's weight gradient to its buffer."""
         dn, dr, _ = self.dims
         dk_nope, dk_pe = dk.split([dn, dr], -1)
         dkv = torch.cat((dk_nope, dv), -1).flatten(2).to(block.dtype)  # [t, b, a·(dn+dv)]
