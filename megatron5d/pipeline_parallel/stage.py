@@ -1,19 +1,19 @@
 """One stage of the model at run time: a list of phases, run forward and backward micro-batch by micro-batch.
 
-Every phase is a small autograd graph of its own, cut off at its input. That gives the three actions of a schedule
-without surgery on graphs:
+Every phase is a small autograd graph of its own, cut off at its input (passage.py). That gives the actions of a
+schedule without surgery on graphs:
 
     F   run the phases, keep each one's input and graph
-    B   per phase, last to first: gradient of the input, weight gradients at once
-    I   the same, but what phases hand to `defer` (the weight-gradient GEMMs) is kept ...
-    W   ... and runs now
+    B   per phase, last to first: gradient of the input, and weight gradients at once
+    I   per phase, last to first: gradient of the input; what phases hand to `defer` (the weight-gradient GEMMs) is kept
+    W   per phase, last to first: the kept weight gradients
 
-A forward and a backward advance phase by phase (`forward_steps`, `backward_steps` are generators), so that two
-micro-batches can be interleaved: one's communication under the other's compute.
-Between the phases of a stage travels a tensor, or a tuple of such: its floating-point tensors have gradients where a
-phase asks for them, everything else (indices, plans, None) is passed on as it is. Between stages travels one tensor.
-Neighbouring phases with the same `recompute` (not None) keep the input of the first of them alone and run again, once,
-in B or I, communication included.
+A forward and a backward advance phase by phase (`forward_steps` and `backward_steps` are generators), so that two
+micro-batches can be interleaved, the communication of one under the compute of the other.
+Between the phases of a stage goes a tensor or a tuple; its floating-point tensors have gradients, everything else
+(indices, plans, None) is passed on as it is. Between stages goes one tensor.
+Neighbouring phases with the same `recompute` (not None) keep only the input of the first of them, and run once more, in
+B or I, communication included.
 """
 
 from __future__ import annotations
@@ -25,33 +25,110 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron5d.pipeline_parallel.passage import PhaseHooks, Segment
+from megatron5d.pipeline_parallel.hooks import NoHooks, PhaseHooks
+from megatron5d.pipeline_parallel.passage import Segment
 
 
-class NoHooks:
-    """For a stage that nobody reduces or gathers."""
+class Stage:
+    """Runs the phases of one model chunk for any number of micro-batches in flight.
 
-    def follow(self, phases: Sequence[nn.Module]) -> None:
-        pass
+    Args:
+        phases: called as `phase(x, batch, defer) -> y` with hidden states `[s/cp/tp, b, h]`; the first stage's first
+            phase ignores x (None) and reads tokens from the batch, the last stage's last returns sums of losses.
+        hooks: told when phases begin and end; None = nobody listens.
+    """
 
-    def expect(self, phase: nn.Module, forward: bool) -> None:
-        pass
+    def __init__(self, phases: Sequence[nn.Module], hooks: PhaseHooks | None = None) -> None:
+        self.phases = list(phases)
+        self.hooks: PhaseHooks = hooks or NoHooks()
+        self.hooks.follow(self.phases)
+        self._segments = segments_of(self.phases)
+        self._in_flight: dict[int, list[Segment]] = {}
 
-    def _nothing(self, phase: nn.Module) -> None:
-        pass
+    def expect(self, op: str) -> None:
+        """Tells the hooks with which phase the next action begins, so that its weights are gathered; W needs none."""
+        if op != "W":
+            self.hooks.expect(self.phases[0 if op == "F" else -1], op == "F")
 
-    before_forward = after_forward = before_recompute = after_recompute = _nothing
-    before_backward = after_backward = before_weight_grads = after_weight_grads = _nothing
+    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Any]:
+        """F: yields after each phase with its output; the last one yielded is the stage's output, a tensor."""
+        segments = self._in_flight[microbatch] = []
+        for phases, recompute in self._segments:
+            segment = Segment(phases, batch, recompute, self.hooks)
+            segments.append(segment)
+            for y in segment.forward_steps(x):
+                x = y
+                yield y
 
+    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Any]:
+        """B, or I with `split`: yields after each phase, last to first, with the gradient of its input.
 
-def segments_of(phases: Sequence[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
-    """Neighbours with the same `recompute` together, and whether they are recomputed."""
-    groups = groupby(phases, key=lambda phase: getattr(phase, "recompute", None))
-    return [(list(group), key is not None) for key, group in groups]
+        Yields None after the embedding, which has no input, and after each phase that has run forward again.
+
+        Args:
+            microbatch: one whose forward has run.
+            grad: gradient of the stage's output.
+            split: keep the weight gradients for `weight_steps`.
+        """
+        segments = self._in_flight[microbatch]
+        segments[-1].fetch()
+        for earlier, segment in reversed(list(zip([None, *segments], segments))):
+            if earlier is not None:
+                earlier.fetch()
+            for upstream in segment.backward_steps(grad, split):
+                if upstream is not None:
+                    grad = upstream
+                yield upstream
+        if not split:
+            del self._in_flight[microbatch]
+
+    def weight_steps(self, microbatch: int) -> Iterator[None]:
+        """W: yields after each phase, last to first, whose kept weight gradients have been computed."""
+        for segment in reversed(self._in_flight.pop(microbatch)):
+            yield from segment.weight_steps()
+
+    def forward(self, microbatch: int, x: Tensor | None, batch: Any) -> Tensor:
+        """F: `[s/cp/tp, b, h]` -> the stage's output."""
+        *_, y = self.forward_steps(microbatch, x, batch)
+        return y
+
+    def backward(self, microbatch: int, grad: Tensor) -> Tensor | None:
+        """B: gradient of the output -> gradient of the input, weight gradients included."""
+        *_, dx = self.backward_steps(microbatch, grad)
+        return dx
+
+    def backward_input(self, microbatch: int, grad: Tensor) -> Tensor | None:
+        """I: gradient of the output -> gradient of the input; weight gradients are kept."""
+        *_, dx = self.backward_steps(microbatch, grad, split=True)
+        return dx
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: the weight gradients that I kept."""
+        for _ in self.weight_steps(microbatch):
+            pass
+
+    def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
+        """Forward without gradients; nothing is kept."""
+        with torch.no_grad():
+            for phase in self.phases:
+                self.hooks.before_forward(phase)
+                x = phase(x, batch, None)
+                self.hooks.after_forward(phase)
+        assert x is not None
+        return x
+
+    def host_bytes(self, microbatch: int) -> int:
+        """Bytes that a micro-batch, whose forward has begun, keeps in the host's memory."""
+        return sum(segment.host_bytes for segment in self._in_flight.get(microbatch, ()))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches whose weight gradients are still owed."""
+        return len(self._in_flight)
 
 
 class Relay:
-    """A stage that holds nothing, between two that do: what it is given is what it hands on."""
+    """A stage without layers: it hands on what it is given."""
 
     num_in_flight = 0
 
@@ -78,99 +155,7 @@ class Relay:
         return x
 
 
-class Stage:
-    """Runs the phases of one model chunk for any number of micro-batches in flight.
-
-    Args:
-        phases: called as `phase(x, batch, defer) -> y` with hidden states `[s/cp/tp, b, h]`; the first stage's first
-            phase ignores x (None) and reads tokens from the batch, the last stage's last returns sums of losses.
-        hooks: told when a phase begins and ends to need its weights, and when its weight gradients are complete.
-    """
-
-    def __init__(self, phases: Sequence[nn.Module], hooks: PhaseHooks | None = None) -> None:
-        self.phases = list(phases)
-        self.hooks: PhaseHooks = hooks or NoHooks()
-        self.hooks.follow(self.phases)
-        self._segments = segments_of(self.phases)
-        self._in_flight: dict[int, list[Segment]] = {}
-
-    def expect(self, op: str) -> None:
-        """Lets what the action after the next one needs first be fetched meanwhile; W needs nothing."""
-        if op != "W":
-            self.hooks.expect(self.phases[0 if op == "F" else -1], op == "F")
-
-    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Any]:
-        """Yields after each phase with its output; the last one yielded is the stage's output, a tensor."""
-        segments = self._in_flight[microbatch] = []
-        for phases, recompute in self._segments:
-            segment = Segment(phases, batch, recompute, self.hooks)
-            segments.append(segment)
-            for y in segment.forward_steps(x):
-                x = y
-                yield y
-
-    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Any]:
-        """Yields after each phase, last to first, with the gradient of its input; None for the tokens' phase.
-
-        Also yields None after each phase that is computed again.
-
-        Args:
-            microbatch: one whose forward has run.
-            grad: gradient of the stage's output.
-            split: keep the weight gradients for `backward_weight`.
-        """
-        segments = self._in_flight[microbatch]
-        segments[-1].fetch()
-        for earlier, segment in reversed(list(zip([None, *segments], segments))):
-            if earlier is not None:
-                earlier.fetch()
-            for upstream in segment.backward_steps(grad, split):
-                if upstream is not None:
-                    grad = upstream
-                yield upstream
-        if not split:
-            del self._in_flight[microbatch]
-
-    def weight_steps(self, microbatch: int) -> Iterator[None]:
-        """Yields after each phase, last to first, whose kept weight gradients have been computed."""
-        for segment in reversed(self._in_flight.pop(microbatch)):
-            yield from segment.weight_steps()
-
-    def forward(self, microbatch: int, x: Tensor | None, batch: Any) -> Tensor:
-        """F: `[s/cp/tp, b, h]` -> the stage's output."""
-        *_, y = self.forward_steps(microbatch, x, batch)
-        return y
-
-    def backward(self, microbatch: int, grad: Tensor) -> Tensor | None:
-        """B: gradient of the output -> gradient of the input, weight gradients included."""
-        *_, dx = self.backward_steps(microbatch, grad)
-        return dx
-
-    def backward_input(self, microbatch: int, grad: Tensor) -> Tensor | None:
-        """I: gradient of the output -> gradient of the input; weight gradients are kept."""
-        *_, dx = self.backward_steps(microbatch, grad, split=True)
-        return dx
-
-    def backward_weight(self, microbatch: int) -> None:
-        """W: the weight gradients that I kept."""
-        for _ in self.weight_steps(microbatch):
-            pass
-
-    def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
-        """Forward alone, nothing kept."""
-        with torch.no_grad():
-            for phase in self.phases:
-                self.hooks.before_forward(phase)
-                x = phase(x, batch, None)
-                self.hooks.after_forward(phase)
-        assert x is not None
-        return x
-
-    def host_bytes(self, microbatch: int) -> int:
-        """Of a micro-batch whose forward has begun: what it keeps in the host's memory."""
-        return sum(segment.host_bytes for segment in self._in_flight.get(microbatch, ()))
-
-    @property
-    def num_in_flight(self) -> int:
-        """Micro-batches whose weight gradients are still owed."""
-        return len(self._in_flight)
+def segments_of(phases: Sequence[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
+    """Groups neighbours with the same `recompute`, and says of each group whether it is recomputed."""
+    groups = groupby(phases, key=lambda phase: getattr(phase, "recompute", None))
+    return [(list(group), key is not None) for key, group in groups]

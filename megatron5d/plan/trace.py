@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron5d.pipeline_parallel.passage import PhaseHooks
+from megatron5d.pipeline_parallel.hooks import PhaseHooks
 from megatron5d.pipeline_parallel.stage import Stage, segments_of
 from megatron5d.plan.watch import MemoryWatch
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron5d.pipeline_parallel.passage import PhaseHooks
+from megatron5d.pipeline_parallel.hooks import PhaseHooks
 from megatron5d.train.build import Run
 
 PASSES = ("forward", "again", "backward", "weights")  # what a phase is run for; `again`: recomputed

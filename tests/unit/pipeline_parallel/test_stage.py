@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron5d.pipeline_parallel.stage import NoHooks, Stage
+from megatron5d.pipeline_parallel.hooks import NoHooks
+from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.precision.gradient import add_weight_grad
 
 

@@ -1,0 +1,58 @@
+"""What a stage tells data parallelism about its phases, so that weights are gathered and gradients reduced in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import nn
+
+
+class PhaseHooks(Protocol):
+    """Called by a stage as its phases begin and end; a phase is the unit of gathering and reducing."""
+
+    def follow(self, phases: Sequence[nn.Module]) -> None:
+        """A stage runs these phases, in this order forward."""
+
+    def expect(self, phase: nn.Module, forward: bool) -> None:
+        """The action after the one that starts now begins with this phase."""
+
+    def before_forward(self, phase: nn.Module) -> None:
+        """Its weights are about to be read."""
+
+    def after_forward(self, phase: nn.Module) -> None:
+        """Its weights are not needed before another action runs it."""
+
+    def before_recompute(self, phase: nn.Module) -> None:
+        """A backward runs the phase forward again; its weights must stay until `after_backward`."""
+
+    def after_recompute(self, phase: nn.Module) -> None:
+        """It has run forward again."""
+
+    def before_backward(self, phase: nn.Module) -> None:
+        """B or I is about to read its weights; W reads none."""
+
+    def after_backward(self, phase: nn.Module) -> None:
+        """The gradient of its input is there; its weights are not needed before another action runs it."""
+
+    def before_weight_grads(self, phase: nn.Module) -> None:
+        """W is about to compute the weight gradients that I has put off."""
+
+    def after_weight_grads(self, phase: nn.Module) -> None:
+        """In B or W: all weight gradients of this phase and micro-batch have been added up."""
+
+
+class NoHooks:
+    """For a stage whose weights nobody gathers and whose gradients nobody reduces."""
+
+    def follow(self, phases: Sequence[nn.Module]) -> None:
+        pass
+
+    def expect(self, phase: nn.Module, forward: bool) -> None:
+        pass
+
+    def _nothing(self, phase: nn.Module) -> None:
+        pass
+
+    before_forward = after_forward = before_recompute = after_recompute = _nothing
+    before_backward = after_backward = before_weight_grads = after_weight_grads = _nothing
