@@ -125,7 +125,7 @@ def tokens(config: Config) -> Iterator[torch.Tensor]:
 def ours(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:
     """A function that trains one step and returns its loss."""
     run = build_run(config, Process(0, 1, 0, device))
-    return lambda rows: run.trainer.step([make_micro_batch(rows)], LEARNING_RATE).sums["loss"]
+    return lambda rows: run.trainer.step([make_micro_batch(rows)], LEARNING_RATE).losses["loss"]
 
 
 def theirs(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:

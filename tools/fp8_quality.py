@@ -89,7 +89,7 @@ def losses(config: Config) -> list[float]:
     for step in range(steps):
         batch = make_micro_batch(rows[step * gbs : (step + 1) * gbs])
         rate = learning_rate(config.optim, step + 1, steps)
-        found.append(trainer.step([batch], rate).sums["loss"])
+        found.append(trainer.step([batch], rate).losses["loss"])
         if sys.stderr.isatty():
             print(f"\r{config.precision.fp8:10} {step + 1}/{steps} {found[-1]:.4f}", end="", file=sys.stderr)
     return found

@@ -147,7 +147,7 @@ def _train_on_rank(
         numbers = micro_batch_samples(step * t.gbs, t.gbs, t.mbs, dp.rank, dp.size)
         batches = [sharding(micro_batch(config, rows, torch.tensor(each))) for each in numbers]
         result = trainer.step(batches, learning_rate(config.optim, step + 1, t.steps), watched=True)
-        record.figures.append(result.sums | {"grad_norm": result.grad_norm})
+        record.figures.append(result.losses | {"grad_norm": result.grad_norm})
         record.layers.append(result.layers)
     with sync.whole_weights():
         for weight in model.weights():

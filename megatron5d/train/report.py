@@ -85,7 +85,7 @@ class Reporter:
         rate = result.num_targets / self._seconds / run.process.world
         record: dict[str, Any] = {
             "step": run.progress.step,
-            "loss": result.sums["loss"],
+            "loss": result.losses["loss"],
             "grad_norm": result.grad_norm,
             "lr": lr,
             "tokens": run.progress.tokens,
@@ -98,8 +98,8 @@ class Reporter:
         }
         record |= self.expectation.record()
         if config.train.z_loss:
-            record["z_loss"] = result.sums["z_loss"]
-        record |= {name: value for name, value in result.sums.items() if name not in ("loss", "z_loss")}
+            record["z_loss"] = result.losses["z_loss"]
+        record |= {name: value for name, value in result.losses.items() if name not in ("loss", "z_loss")}
         if config.optim.on_nonfinite == "skip" or config.optim.skip_norm:
             record["update_skipped"] = result.skipped is not None
         if config.parallel.zero:

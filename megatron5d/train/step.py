@@ -24,16 +24,16 @@ from megatron5d.train.guard import Guard
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step, the same on every rank but for the last."""
+    """Figures of one step, the same on every rank unless they say otherwise."""
 
-    sums: dict[str, float]  # over the global batch: means over target tokens (loss, z_loss), the routers' losses
+    losses: dict[str, float]  # of the global batch: means over target tokens (loss, z_loss), and the routers' losses
     grad_norm: float  # before clipping
     num_targets: int  # target tokens of the global batch
     stop: bool  # some rank was asked to stop
     cp_balance: float = 1.0  # context_parallel.plan.balance, mean over dp; 1 = even
-    layers: dict[str, float] = field(default_factory=dict)  # what the routers did, on steps that are watched
-    zero_exposed_s: float = 0.0  # of this rank: seconds in which it waited for weights and did nothing else
-    bubble: float = 0.0  # of this rank: share of the passes' time in which it waited for its pipeline neighbours
+    layers: dict[str, float] = field(default_factory=dict)  # what the routers did, layer by layer, if asked for
+    zero_exposed_s: float = 0.0  # this rank: seconds in which it waited for weights and did nothing else
+    bubble: float = 0.0  # this rank: share of the passes' time in which it waited for its pipeline neighbours
     skipped: str | None = None  # why the update was left out; None = it was made
 
 
@@ -48,7 +48,7 @@ class Trainer:
         terms: what the last stage's sums are for.
         config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.
-        check: raises where the device has made a step's numbers without something that another rank should have sent.
+        check: raises if another rank has not sent what this step's numbers were computed from (tp_overlap=fused).
     """
 
     def __init__(
@@ -60,12 +60,13 @@ class Trainer:
         self.guard = Guard(config, mesh, sync.buckets)
 
     def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False) -> StepResult:
-        """
+        """Forward and backward of all micro-batches, gradient reduction, and one update of the weights.
+
         Args:
-            batches: this rank's micro-batches, the same number on every rank.
+            batches: this rank's micro-batches `[b, s/cp]`, the same number on every rank.
             lr: learning rate.
-            stop: this rank was asked to stop; told to everybody in the step's reduction.
-            watched: tell what the routers did, layer by layer.
+            stop: this rank was asked to stop; all ranks learn of it in the step's reduction.
+            watched: collect what the routers do, layer by layer.
 
         Raises:
             ValueError: the global batch has no target token.
@@ -77,29 +78,29 @@ class Trainer:
             optimiser sends (muon), all_gather of the weights (left pending); with experts all_reduce of counts over the
             stage, and over the world on a watched step.
         """
-        share = self.accumulate(batches, watched)
-        self.sync.finish_reduce()
+        sums = self.accumulate(batches, watched)
+        self.sync.finish_reduce()  # every owned slice now holds its part of the mean gradient
         square_sum = global_square_sum(self.sync.buckets)
-        routers = share[:0] if self.balancer is None else self.balancer.values
-        uneven = cp_balance(batches)
-        report = torch.cat((square_sum.view(1), routers, share, share.new_tensor([float(stop), uneven])))
-        square_total, *totals, stops, uneven = all_reduce(report, self.mesh["world"]).tolist()
+        routers = sums[:0] if self.balancer is None else self.balancer.values
+        # all that ranks must agree on, in one all_reduce: this rank's shares in, totals of the world out
+        shares = torch.cat((square_sum.view(1), routers, sums, sums.new_tensor([float(stop), cp_balance(batches)])))
+        square_total, *totals, stops, balances = all_reduce(shares, self.mesh["world"]).tolist()
         self.check()
-        losses, totals = totals[: len(routers)], totals[len(routers) :]
+        router_losses, totals = totals[: len(routers)], totals[len(routers) :]
         num_targets = round(totals[len(self.terms)])
         if num_targets == 0:
             raise ValueError("a global batch has no target token at all: its loss is masked everywhere")
         names = () if self.balancer is None else self.balancer.names
-        sums, grad_norm = self.means(totals) | dict(zip(names, losses)), math.sqrt(square_total)
+        losses, grad_norm = self.means(totals) | dict(zip(names, router_losses)), math.sqrt(square_total)
         result = StepResult(
-            sums=sums,
+            losses=losses,
             grad_norm=grad_norm,
             num_targets=num_targets,
             stop=stops > 0,
-            cp_balance=uneven / self.mesh["world"].size,
+            cp_balance=balances / self.mesh["world"].size,
             zero_exposed_s=self.sync.weights.exposure.take(),
             bubble=self.pipeline.take_bubble(),
-            skipped=self.guard.refuses(sums["loss"], grad_norm, share),
+            skipped=self.guard.refuses(losses["loss"], grad_norm, sums),
         )
         if result.skipped is not None:
             return result
@@ -111,28 +112,28 @@ class Trainer:
         return result
 
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
-        """Forward and backward of all micro-batches; leaves the mean gradient in the owned slices once reduced.
+        """Forward and backward of all micro-batches; once reduced, the owned slices hold the mean gradient.
 
         Returns:
-            fp64 `[terms + counts]`: this rank's share of the sums over target tokens and, behind, of their numbers;
-            added up over the world they are those of the global batch.
+            fp64 `[terms + counts]`: this rank's share of the sums over target tokens, then of the numbers of targets.
+            Added up over the world they are those of the global batch.
         """
         device = self.sync.buckets[0].weights.device
         self.sync.start_step(self.pipeline.passes(len(batches)))
-        here = _LossHere(self.terms, device)
+        loss = _SummedLoss(self.terms, device)
         if self.pipeline.has_loss:
-            here.count(batches, self.mesh)
+            loss.start_counting(batches, self.mesh)
         batches = [batch.to(device) for batch in batches]
         if self.balancer is not None:
             self._start_balancing(self.balancer, batches, watched)
-        self.pipeline.train(batches, here)
-        return here.share * self._counts
+        self.pipeline.train(batches, loss)
+        return self._counted_once(loss.sums)
 
     def _start_balancing(self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool) -> None:
-        """Sets the scale of auxiliary gradients; where they need the whole batch's choices, makes these first.
+        """Sets the scale of the auxiliary losses; if one needs the choices of the whole batch, makes these first.
 
-        A loss over the global batch pulls by counts that no micro-batch knows alone: one forward more makes its
-        gradient exact on any layout, for a third more compute.
+        Its gradient depends on counts that no micro-batch knows alone. One more forward makes it exact on any layout,
+        for a third more compute.
         """
         num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
         balancer.start_step(len(batches) * self.mesh["dp"].size, num_tokens, self.mesh["dp_cp"], watched)
@@ -144,10 +145,10 @@ class Trainer:
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Forward alone; returns what `accumulate` returns."""
         device = self.sync.buckets[0].weights.device
-        here = _LossHere(self.terms, device)
-        batches = [replace(batch, samples=None) for batch in batches]  # what is random in training is not here
-        self.pipeline.evaluate([batch.to(device) for batch in batches], here)
-        return here.share * self._counts
+        loss = _SummedLoss(self.terms, device)
+        batches = [replace(batch, samples=None) for batch in batches]  # without numbers of samples nothing is random
+        self.pipeline.evaluate([batch.to(device) for batch in batches], loss)
+        return self._counted_once(loss.sums)
 
     def means(self, totals: Sequence[float]) -> dict[str, float]:
         """What `accumulate` or `evaluate` returned, added up over the world, as means by name."""
@@ -157,20 +158,19 @@ class Trainer:
             found[term.name] += term.share * total / max(counts[term.count], 1)
         return found
 
-    @property
-    def _counts(self) -> bool:
-        """The other tp ranks computed the same loss."""
-        return self.mesh["tp"].rank == 0
+    def _counted_once(self, sums: torch.Tensor) -> torch.Tensor:
+        """All tp ranks have computed the same loss: the first one alone reports it."""
+        return sums * (self.mesh["tp"].rank == 0)
 
 
 def cp_balance(batches: Sequence[MicroBatch]) -> float:
-    """`balance` of the attention that these micro-batches bring; 1 where sequences are whole."""
+    """How evenly the attention of these micro-batches is dealt out over cp (`balance`); 1 where sequences are whole."""
     plans = [batch.context for batch in batches if batch.context is not None]
     return balance(plans) if plans else 1.0
 
 
-class _LossHere:
-    """Adds up the last stage's outputs on this rank and gives their gradient.
+class _SummedLoss:
+    """Adds up what the last stage returns on this rank, and gives the gradient of their mean over the global batch.
 
     Args:
         terms: the entries of an output.
@@ -179,18 +179,18 @@ class _LossHere:
 
     def __init__(self, terms: Sequence[Term], device: torch.device) -> None:
         self._terms, num_counts = terms, max(term.count for term in terms) + 1
-        self.share = torch.zeros(len(terms) + num_counts, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(terms) + num_counts, dtype=torch.float64, device=device)
         self._counting: Pending | None = None
         self._grad: torch.Tensor | None = None
 
-    def count(self, batches: Sequence[MicroBatch], mesh: Mesh) -> None:
-        """Starts counting the targets of the global batch, wherever their loss is computed."""
-        targets = torch.stack([batch.target_counts for batch in batches]).sum(0).to(self.share.device)
+    def start_counting(self, batches: Sequence[MicroBatch], mesh: Mesh) -> None:
+        """Starts counting the targets of the global batch. Comm: all_reduce dp_cp of one number per kind of target."""
+        targets = torch.stack([batch.target_counts for batch in batches]).sum(0).to(self.sums.device)
         self._counting = start_all_reduce(targets, mesh["dp_cp"])
 
     def __call__(self, batch: MicroBatch, y: torch.Tensor) -> torch.Tensor | None:
-        self.share += torch.cat((y.double(), batch.target_counts))  # y: [terms], sums over this micro-batch's tokens
-        if self._counting is not None:  # a loss is a sum, divided once by the global number of its targets
+        self.sums += torch.cat((y.double(), batch.target_counts))  # y: [terms], sums over this micro-batch's tokens
+        if self._counting is not None:
             counts = self._counting.wait().clamp(min=1)
             self._grad = torch.stack([term.coefficient / counts[term.count] for term in self._terms]).to(y.dtype)
             self._counting = None

@@ -51,7 +51,7 @@ def test_a_loss_that_is_divided_by_the_targets_of_one_cp_rank(monkeypatch, capsy
         targets = sum(batch.target_counts for batch in batches)
         self._counting = start_all_reduce(targets, mesh["dp"])
 
-    monkeypatch.setattr(step._LossHere, "count", count)
+    monkeypatch.setattr(step._SummedLoss, "start_counting", count)
     gradients, equal, record = found(capsys, 4, "parallel.cp=2", "parallel.tp=2")
     assert (gradients[0], gradients[-1]) == ("embedding.weight", "head.weight")
     assert equal == {"parallel.cp=1"} and record["without"]["parallel.tp=1"] == "different"

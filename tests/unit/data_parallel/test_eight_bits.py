@@ -85,7 +85,7 @@ def on_rank(rank, world):
             losses = []
             for _ in range(2):
                 ledger.clear()
-                losses.append(trainer.step(batches, 1e-2).sums["loss"])
+                losses.append(trainer.step(batches, 1e-2).losses["loss"])
             sent = [ledger.totals[axis, "all_gather"].num_bytes for axis in ("dp_shard_cp", "edp_shard")]
             held = [bucket.holds(wide=False) for bucket in sync.buckets]
             narrow = {id(p) for bucket in sync.buckets if bucket.eight_bits for p in bucket.parameters}

@@ -146,7 +146,7 @@ def test_stages_train_the_same_bits_where_they_reduce_alike():
         found = []
         for zero, m, options in (case for cases in alike for case in cases):
             here = OnRank(config(zero, m, dtype="bf16", **options), rank, world)
-            losses = [(result.sums["loss"], result.grad_norm) for result in (here.step(), here.step())]
+            losses = [(result.losses["loss"], result.grad_norm) for result in (here.step(), here.step())]
             with here.sync.whole_weights():
                 found.append((losses, [p.detach().float().numpy().copy() for p in here.model.parameters()]))
         return found
