@@ -1,13 +1,11 @@
-"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline. Read it, and you have seen all training."""
+"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline, weights. What holds what is seen here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
 from megatron5d.checkpoint.load import agreed_checkpoint
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import Config
@@ -25,6 +23,7 @@ from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.rng import initialize_rectangle
 from megatron5d.topology.shard import without_memory
+from megatron5d.train.notes import broken_checkpoints, checkpoints_ahead, idle_routers
 from megatron5d.train.schedule import PipelinePlan, agreed_plan, boundary_form
 from megatron5d.train.state import Progress, load_other_run, resume, weight_shards
 from megatron5d.train.step import Trainer
@@ -44,36 +43,17 @@ class Run:
     trainer: Trainer
     progress: Progress
     plan: PipelinePlan
-    notes: list[str] = field(default_factory=list)  # of the pipeline and of loading, for the log
+    notes: list[str] = field(default_factory=list)  # shown when the run starts
 
     @property
     def reads_tokens(self) -> bool:
-        """This rank looks at tokens or labels; the middle of a pipeline does to tell documents, or padding, apart."""
+        """This rank needs tokens: at the ends of the pipeline; in its middle, to tell documents or padding apart."""
         ends = self.model.embedding is not None or self.model.head is not None
         return ends or self.config.data.document_mask or self.config.model.num_experts > 0
 
 
-def sizes_of(config: Config, world: int) -> Sizes:
-    """The axes of a run: dp is what remains of the world."""
-    p = config.parallel
-    return resolve(
-        world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, dp_replicate=p.dp_replicate, order=tuple(p.order),
-        ep_inner=p.ep_inner, cp_inner=sequence_layout(p.cp_method, p.cp, config.train.seq_len, p.cp_inner).inner,
-    )  # fmt: skip
-
-
-def grad_dtype(config: Config) -> torch.dtype:
-    """Of main gradients: fp64 for a model in fp64, else as configured."""
-    return torch.float64 if config.precision.dtype == "fp64" else DTYPES[config.precision.grad_dtype]
-
-
-def rounding_seed(config: Config) -> int | None:
-    """Of an optimiser that moves bf16 weights themselves; None where they have masters."""
-    return None if config.precision.master_weights else config.train.seed
-
-
 def build_run(config: Config, process: Process) -> Run:
-    """Builds a run and brings it to where its checkpoint, or its initialisation, says.
+    """Builds a run and brings it to its first step: new weights, imported ones, or those of a checkpoint.
 
     Args:
         config: a lawful configuration.
@@ -100,22 +80,50 @@ def build_run(config: Config, process: Process) -> Run:
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
     notes, progress = [*idle_routers(config), plan.note], Progress()
     if checkpoint is None:
-        notes += first_weights(config, sync, optimizer, model)
+        notes += _first_weights(config, sync, optimizer, model)
     else:
         progress, changed = resume(checkpoint, sync, optimizer, model.weights(), config)
         notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
-    if process.rank == 0:  # who shows the notes
-        notes += [*passed_over(config), *left_behind(config, progress.step)]
+    if process.rank == 0:  # which shows the notes
+        notes += [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)]
     return Run(
         config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, [note for note in notes if note]
     )
 
 
-def first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: Gpt) -> list[str]:
-    """The weights of a first step: each rank fills the slices that it owns, and nothing else is ever in memory.
+def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
+    """Data parallelism, optimiser and pipeline around a model, whose weights may still have no values.
+
+    Comm: the pipeline's channels are opened; as of `build_optimizer`.
+    """
+    sync = build_sync(config, mesh, model)
+    optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
+    held = plan.placement.stages_of(mesh["pp"].rank)
+    phases = {stage: model.phases_of(stage) for _, stage in held}
+    stages = {(way, stage): Stage(phases[stage], sync) if phases[stage] else Relay() for way, stage in held}
+    form = boundary_form(config, sync.buckets[0].weights.device)
+    pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
+    terms = loss_terms(config)
+    check = model.overlap.check
+    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check=check)
+    return sync, optimizer, trainer
+
+
+def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
+    """Data parallelism around a model, whose parameters become views of its buckets."""
+    p = config.parallel
+    return GradSync(
+        model.units, mesh, p.zero, grad_dtype(config),
+        reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
+        gather_eight_bits=config.precision.fp8_gather, apart=lambda spec: takes_muon(spec, config.optim),
+    )  # fmt: skip
+
+
+def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: Gpt) -> list[str]:
+    """The weights of the first step. Each rank fills only the slices that it owns, so no rank ever holds a whole model.
 
     Returns:
-        Where they were trained as another function than this model computes, for the log.
+        Notes for the log: where loaded weights were trained as another function than this model computes.
 
     Comm: below ZeRO-3 an all_gather of the slices; DCP's planning, for a checkpoint.
     """
@@ -134,59 +142,20 @@ def first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: G
     return notes
 
 
-def passed_over(config: Config) -> list[str]:
-    """Why `checkpoint.resume=auto` does not go on from what looks like a newer checkpoint."""
-    c = config.checkpoint
-    faults = faults_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
-    return [f"not resumed from: {fault}" for fault in faults]
-
-
-def left_behind(config: Config, step: int) -> list[str]:
-    """Which checkpoints a run goes back behind that begins at a step: the first it saves puts them aside."""
-    folder = config.checkpoint.dir
-    if folder is None or not (later := saved_after(Path(folder), step)):
-        return []
-    return [
-        f"begins at step {step}, though checkpoint.dir = {folder} holds step {', '.join(map(str, later))}: the next "
-        f"checkpoint renames these to step-*{LEFT}, so that checkpoint.resume=auto goes on from this run's"
-    ]
-
-
-def idle_routers(config: Config) -> list[str]:
-    """Why the routers will not learn what is asked for: balancing without strength, or weights that cannot change."""
-    if config.model.num_experts == 0:
-        return []
-    knobs = {kind: "bias_rate" if kind == "bias" else "aux_coef" for kind in config.moe.balance if kind != "none"}
-    idle = {kind: knob for kind, knob in knobs.items() if getattr(config.moe, knob) == 0}
-    notes = [f"moe.balance={kind} does nothing while moe.{knob} = 0" for kind, knob in idle.items()]
-    if config.model.norm_topk_prob and config.model.top_k == 1:
-        notes.append("with model.top_k = 1, model.norm_topk_prob=true makes every weight 1: the loss teaches no router")
-    return notes
-
-
-def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
-    """Data parallelism around a model, whose parameters become views of its buckets."""
+def sizes_of(config: Config, world: int) -> Sizes:
+    """The sizes of a run's axes; dp is what remains of the world."""
     p = config.parallel
-    return GradSync(
-        model.units, mesh, p.zero, grad_dtype(config),
-        reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
-        gather_eight_bits=config.precision.fp8_gather, apart=lambda spec: takes_muon(spec, config.optim),
+    return resolve(
+        world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, dp_replicate=p.dp_replicate, order=tuple(p.order),
+        ep_inner=p.ep_inner, cp_inner=sequence_layout(p.cp_method, p.cp, config.train.seq_len, p.cp_inner).inner,
     )  # fmt: skip
 
 
-def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
-    """Data parallelism, optimiser and pipeline around a model whose weights are there, or will come into the buckets.
+def grad_dtype(config: Config) -> torch.dtype:
+    """The dtype of main gradients: fp64 for a model in fp64, else as configured."""
+    return torch.float64 if config.precision.dtype == "fp64" else DTYPES[config.precision.grad_dtype]
 
-    Comm: the pipeline's channels are opened; as of `build_optimizer`.
-    """
-    sync = build_sync(config, mesh, model)
-    optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
-    held = plan.placement.stages_of(mesh["pp"].rank)
-    phases = {stage: model.phases_of(stage) for _, stage in held}
-    stages = {(way, stage): Stage(phases[stage], sync) if phases[stage] else Relay() for way, stage in held}
-    form = boundary_form(config, sync.buckets[0].weights.device)
-    pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
-    terms = loss_terms(config)
-    check = model.overlap.check
-    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check=check)
-    return sync, optimizer, trainer
+
+def rounding_seed(config: Config) -> int | None:
+    """The seed of stochastic rounding, for bf16 weights without fp32 masters; None where there are masters."""
+    return None if config.precision.master_weights else config.train.seed

@@ -23,8 +23,9 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.topology.process import Process
-from megatron5d.train.build import build_run, passed_over
+from megatron5d.train.build import build_run
 from megatron5d.train.loop import train
+from megatron5d.train.notes import broken_checkpoints
 from megatron5d.train.parity import owned_slices
 from megatron5d.train.signals import REQUEUE
 from megatron5d.train.step import Trainer
@@ -146,7 +147,7 @@ def test_a_torn_or_truncated_checkpoint_is_never_resumed(tmp_path, corpus):
     shutil.copytree(last(torn, 4), last(torn, 4).with_name("step-00000007.tmp"))  # a save that was killed
     shutil.copytree(last(torn, 4), last(torn, 8))
     (last(torn, 8) / "files.json").unlink()
-    told = passed_over(config_of(torn, corpus))
+    told = broken_checkpoints(config_of(torn, corpus))
     assert [last(torn, step).name in text for step, text in zip((8, 5), told, strict=True)] == [True, True]
     run(tmp_path / "torn", corpus)
     assert curve(torn / "log.jsonl") == curve(straight / "log.jsonl")

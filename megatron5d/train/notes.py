@@ -1,0 +1,38 @@
+"""What a user should know when a run starts, though nothing is wrong enough to refuse it: one text each, to be shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
+from megatron5d.config.schema import Config
+
+
+def broken_checkpoints(config: Config) -> list[str]:
+    """Why `checkpoint.resume=auto` does not resume from what looks like a newer checkpoint."""
+    c = config.checkpoint
+    faults = faults_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
+    return [f"not resumed from: {fault}" for fault in faults]
+
+
+def checkpoints_ahead(config: Config, step: int) -> list[str]:
+    """Which checkpoints are of later steps than the one at which this run begins: its first save renames them."""
+    folder = config.checkpoint.dir
+    if folder is None or not (later := saved_after(Path(folder), step)):
+        return []
+    return [
+        f"begins at step {step}, though checkpoint.dir = {folder} holds step {', '.join(map(str, later))}: the next "
+        f"checkpoint renames these to step-*{LEFT}, so that checkpoint.resume=auto goes on from this run's"
+    ]
+
+
+def idle_routers(config: Config) -> list[str]:
+    """Which balancing has no effect because its coefficient is 0; and whether the loss cannot teach the routers."""
+    if config.model.num_experts == 0:
+        return []
+    knobs = {kind: "bias_rate" if kind == "bias" else "aux_coef" for kind in config.moe.balance if kind != "none"}
+    idle = {kind: knob for kind, knob in knobs.items() if getattr(config.moe, knob) == 0}
+    notes = [f"moe.balance={kind} does nothing while moe.{knob} = 0" for kind, knob in idle.items()]
+    if config.model.norm_topk_prob and config.model.top_k == 1:
+        notes.append("with model.top_k = 1, model.norm_topk_prob=true makes every weight 1: the loss teaches no router")
+    return notes
