@@ -1,4 +1,4 @@
-"""What a user should know when a run starts, though nothing is wrong enough to refuse it: one text each, to be shown."""
+"""What a user should know when a run starts, though nothing is wrong enough to refuse it."""
 
 from __future__ import annotations
 
