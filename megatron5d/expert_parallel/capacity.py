@@ -1,7 +1,7 @@
-"""Experts that take a limited number of tokens: which choices of a micro-batch they refuse.
+"""Experts with a limited capacity: which choices of a micro-batch they drop.
 
-The limit holds for the whole micro-batch, wherever its tokens lie, so that no layout changes what is dropped:
-ceil(factor · T·k/E) choices an expert, T tokens that are not padding. Source: Fedus et al. 2021 (arXiv:2101.03961),
+The limit is for the whole micro-batch, wherever its tokens lie, so that no layout changes what is dropped:
+ceil(factor · T·k/E) choices per expert, T tokens that are not padding. Source: Fedus et al. 2021 (arXiv:2101.03961),
 section 2.2; by probability: Megatron-Core's `moe_token_drop_policy=probs`.
 """
 
@@ -17,7 +17,7 @@ from megatron5d.topology.axis import Axis
 def within_capacity(
     experts: Tensor, weights: Tensor, order: Tensor, num_experts: int, factor: float, by: str, axis: Axis
 ) -> Tensor:
-    """Which choices the experts take.
+    """Which choices are within the experts' capacity.
 
     Args:
         experts: int64 `[n, k]`; `num_experts` where there is no choice (padding).
@@ -50,7 +50,7 @@ def _taken(experts: Tensor, weights: Tensor, num_experts: int, factor: float, by
         line = weights.argsort(descending=True, stable=True)
     else:
         line = torch.arange(experts.numel(), device=experts.device)
-    line = line[experts[line].argsort(stable=True)]  # by expert, and for each the most welcome first
+    line = line[experts[line].argsort(stable=True)]  # by expert, and for each expert those it keeps longest first
     queue = experts[line]
     bounds = torch.searchsorted(queue, torch.arange(num_experts + 1, device=queue.device))
     place = torch.arange(queue.numel(), device=queue.device) - bounds[queue]

@@ -1,16 +1,17 @@
 """Tokens to their experts and back: sort, all-to-all with uneven splits, and the weighted sum at home.
 
-    plan       counts travel first (all_gather ep_etp of E numbers), then everybody knows all splits
-    send       [n, h] -> [n·k, h] sorted by expert -> under way              all_to_all ep / waits
-    go_on      nothing to do, unless the way leads over nodes
-    receive    rows of all experts of this rank -> sorted by expert [r, h]   all_gather etp / reduce_scatter, all_to_all
-    send_back  [r, h], partial over etp -> under way                         reduce_scatter etp, all_to_all ep / ...
-    combine    [n·k, h] -> weighted sum [n, h]
+               forward                                            collectives forward / backward
+    send       [n, h] -> [n·k, h] sorted by expert -> under way   all_gather ep_etp of counts, all_to_all ep / –
+    go_on      nothing here; in hierarchy.py the second half of the way
+    receive    rows for this rank's experts -> [r, h] by expert   all_gather etp / reduce_scatter etp, all_to_all ep
+    send_back  [r, h], partial over etp -> under way              reduce_scatter etp, all_to_all ep / all_gather etp
+    combine    [n·k, h] -> weighted sum [n, h]                    – / all_to_all ep
 
-Rows keep one order everywhere: by expert, for each by rank, for each by token; sums at home run in the order of a
-token's choices. So the same tokens give the same sums in the same order on any layout.
-Memory: a rank holds at most n·min(k, E/ep) rows from each of the ep·etp ranks, which it meets when every token chooses
-its experts. Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
+Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/exchange.py), so that other work
+runs in between. Rows are always ordered by expert, then by source rank, then by token, and the sums at home run in the
+order of a token's choices: the same tokens give the same sums, in the same order, on any layout.
+Memory: a rank receives at most n·min(k, E/ep) rows from each of the ep·etp ranks, namely if all tokens choose its
+experts. Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Trip:
     """Where the rows of one micro-batch go and how they come back.
 
     Args:
-        home: row of every choice of this rank's tokens.
+        home: for every choice of this rank's tokens, its row among the choices sorted by expert.
         num_sent: choices that are sent; the others are dropped or padding and come last in `home`.
         there, back: the two all-to-alls over ep.
-        from_etp: rows that each etp rank of this rank's experts has received.
-        away: place of each arrived row among those sorted by expert, with the experts' offsets.
+        from_etp: how many rows each etp rank receives for the experts that they share.
+        away: for every row that arrives, its place among the rows sorted by expert; and the experts' offsets.
     """
 
     home: Places
@@ -56,21 +57,21 @@ class Trip:
 
 
 class Dispatcher:
-    """The way to the experts of one layer.
+    """Sends tokens to the experts of one layer and collects what comes back.
 
     Args:
         num_experts: of the layer.
         ep, etp: axes of the expert view.
         ep_etp: both as one line, etp fastest.
-        codec: what rows travel over ep as, to their experts; None = as they are.
+        codec: how rows are encoded on their way to the experts (moe.fp8_dispatch); None = as they are.
     """
 
     def __init__(self, num_experts: int, ep: Axis, etp: Axis, ep_etp: Axis, codec: Codec | None = None) -> None:
         self.codec = codec
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
-        # on the meta device, which cannot count: rows that come here and the most that may, of an even share; and how
-        # many of the choices are sent at all
+        # For forecasts on the meta device, which cannot count: rows that this rank receives, and may receive at most,
+        # in even shares; and which fraction of the choices is sent at all.
         self.planned_load, self.planned_limit, self.planned_sent = 1.0, math.inf, 1.0
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
@@ -88,12 +89,12 @@ class Dispatcher:
         """
         home = places(experts, self.num_experts)
         counting = start_all_gather(home.offsets.diff()[None], self.ep_etp)  # [1, E] -> [ep·etp, E]
-        rows = permute(x, home)  # [n, h] -> [n·k, h] sorted by expert, under the counts' way
+        rows = permute(x, home)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
         trip = self._trip(home, counting.wait())
-        return trip.there.start(rows[: trip.num_sent]), weights, trip  # all_to_all ep
+        return trip.there.start(rows[: trip.num_sent]), weights, trip  # [n·k, h] under way  all_to_all ep
 
     def go_on(self, ticket: Tensor, trip: Trip) -> tuple[Tensor, Trip]:
-        """The second half of the way, where it has one (hierarchy.py): here there is none."""
+        """Nothing: the direct way has no second half (hierarchy.py has one)."""
         return ticket, trip
 
     def receive(self, ticket: Tensor, trip: Trip) -> tuple[Tensor, Trip]:
@@ -105,15 +106,16 @@ class Dispatcher:
         Comm: all_gather etp / reduce_scatter etp, all_to_all ep.
         """
         rows = gather_rows(trip.there.finish(ticket), self.etp, trip.from_etp)  # -> [r, h]  all_gather etp
-        return _Reorder.apply(rows, trip.away.token, trip.away.place.flatten()), trip
+        return _Reorder.apply(rows, trip.away.token, trip.away.place.flatten()), trip  # [r, h] sorted by expert
 
     def send_back(self, y: Tensor, weights: Tensor, trip: Trip) -> Tensor:
         """Starts the way home of `[r, h]`, partial over etp. Comm: reduce_scatter etp, all_to_all ep / all_gather."""
-        rows = _Reorder.apply(y, trip.away.place.flatten(), trip.away.token)
-        return trip.back.start(reduce_scatter_rows(rows, self.etp, trip.from_etp))
+        rows = _Reorder.apply(y, trip.away.place.flatten(), trip.away.token)  # [r, h] in the order of arrival
+        own = reduce_scatter_rows(rows, self.etp, trip.from_etp)  # -> [from_etp, h]  reduce_scatter etp
+        return trip.back.start(own)  # under way  all_to_all ep
 
     def combine(self, ticket: Tensor, weights: Tensor, trip: Trip) -> Tensor:
-        """Waits for the rows and adds them up.
+        """Waits for the rows and adds up each token's, weighted.
 
         Args:
             ticket: from `send_back`.
@@ -128,7 +130,7 @@ class Dispatcher:
         return weighted_sum(trip.back.finish(ticket), weights, trip.home)
 
     def _trip(self, home: Places, counts: Tensor) -> Trip:
-        """Everybody's splits from everybody's counts.
+        """Computes all splits from all ranks' counts.
 
         Args:
             home: of this rank's choices.
@@ -140,7 +142,7 @@ class Dispatcher:
         if counts.is_meta:
             table = self._planned_counts(home.token.numel())
         else:
-            table = by_rank.cpu()  # the one host synchronisation: splits must be known to start an all-to-all
+            table = by_rank.cpu()  # the layer's only host synchronisation: an all-to-all needs its splits on the host
         send = table[ep.rank, etp.rank].sum(-1).tolist()
         receive = table[:, etp.rank, ep.rank].sum(-1).tolist()
         from_etp = table[:, :, ep.rank].sum((0, 2)).tolist()
@@ -157,10 +159,10 @@ class Dispatcher:
         )
 
     def _planned_counts(self, num_choices: int) -> Tensor:
-        """int64 `[ep, etp, ep, E/ep]` where every rank has as many choices and this one is sent `planned_load` shares.
+        """int64 `[ep, etp, ep, E/ep]`: planned counts, in which this rank receives `planned_load` times an even share.
 
-        A rank is sent all choices, or what its experts' capacity admits, at most; what the others are sent falls as its
-        own rises.
+        No rank receives more than all choices, or than its experts' capacity; the others receive less as this one
+        receives more.
         """
         ep, etp, local = self.ep, self.etp, self.num_local
         choices = num_choices * self.planned_sent

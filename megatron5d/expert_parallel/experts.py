@@ -1,4 +1,4 @@
-"""The experts' own matrices: grouped over the experts of this rank, their inner dim cut over etp, W apart from I.
+"""The experts' own matrices: one grouped GEMM for all experts of this rank, backward split into input and weights.
 
 up    [E, 2f, h]   with swiglu the gate rows, then the up rows, of each expert; E cut over ep, f over etp
 down  [E, h, f]    E cut over ep, f over etp: the output is a partial sum over etp
@@ -42,12 +42,12 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The experts of one layer that this rank holds, or its share of them.
+    """The experts of one layer that this rank holds, each cut over etp.
 
     Args:
         config: the architecture.
         name: global name, `layers.{i}.experts`.
-        ep: axis that deals the experts out.
+        ep: axis over which the experts are distributed.
         etp: axis that cuts the inner dim of each.
         parts: `experts` and `activation` may be computed again.
         factory: dtype and device of the parameters.
@@ -65,7 +65,7 @@ class Experts(nn.Module):
         if etp.size == 1:
             rows: tuple[int, ...] = (self.num_local, halves * f, h)
             pieces: tuple[Piece, ...] = (Piece((first, 0, 0), rows),)
-        else:  # an expert's gate rows and up rows are two rectangles: dim 0 is a stack of both of every expert
+        else:  # gate rows and up rows of an expert are two rectangles of the whole, so dim 0 stacks both of all experts
             rows = (self.num_local * halves, inner, h)
             pieces = tuple(
                 Piece((first + e, part * f + etp.rank * inner, 0), (1, inner, h), row=e * halves + part)
@@ -95,10 +95,10 @@ class Experts(nn.Module):
 
     def _inner(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp] or [r, f/etp]
-        # its backward writes over what `up` made, which nobody else keeps
-        gemms, alone = expert_gemms_of(self.down), self.parts.keeps("activation")
-        act = partial(gemms.activate, kind=self.activation, overwrite=alone)
-        return self.parts("activation", act, inner)  # [r, f/etp]
+        # The activation's backward may write over the output of `up`, which nobody else keeps.
+        gemms, overwrite = expert_gemms_of(self.down), self.parts.keeps("activation")
+        activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)
+        return self.parts("activation", activate, inner)  # [r, f/etp]
 
     def extra_repr(self) -> str:
         shape = self.up.spec.shape  # type: ignore[attr-defined]

@@ -1,15 +1,15 @@
-"""Tokens to their experts across nodes: once to each node that has experts of theirs, then on inside the node.
+"""Tokens to their experts across nodes: once to each node that holds some of their experts, then on inside the node.
 
 Expert ranks lie on nodes of ep_inner: ep = ep_outer × ep_inner. Rank i of a node talks to rank i of the others:
 
-    there   a row of each token for each node it needs, with its weights and its experts there    all_to_all ep_outer
-            inside the node as if it were the whole world (dispatch.py), weighted and added up     ep_inner, etp
-            (`go_on` starts it, so that something may be computed under each half of the way)
-    back    one row for each that came                                                             all_to_all ep_outer
+    there   for each token a row per node it needs, with its weights and its experts there        all_to_all ep_outer
+            then inside the node as if that were the whole world (dispatch.py)                     ep_inner, etp
+            (`go_on` starts this half, so that other work can run during each half of the way)
+    back    weighted and summed inside the node, one row for each that came                        all_to_all ep_outer
 
-With m_t nodes that token t needs, a rank sends to other nodes Σ m_t·h elements forward for dispatch, as many come back
-for combine, and the same backward, where the direct way sends k·n·h: at most min(k, ep_outer) of k, and with
-top_groups = nodes exactly what routing limited to groups was made for. Beside each row go k weights and k expert ids.
+If token t needs m_t nodes, a rank sends Σ m_t·h elements to other nodes for dispatch, receives as many for combine, and
+the same again backward. The direct way sends k·n·h. Group-limited routing bounds m_t by top_groups, if a group is a
+node. Beside each row go k weights and k expert ids.
 Source: DeepSeek-V3 (arXiv:2412.19437), section 3.2.2.
 """
 
@@ -30,11 +30,11 @@ from megatron5d.topology.axis import Axis
 
 @dataclass(frozen=True)
 class NodeTrip:
-    """Where the rows of one micro-batch go.
+    """Where the rows of one micro-batch go, as Trip.
 
     Args:
-        home: row of each token for each node; the choices that need no row of their own come last.
-        sent: bool `[n, k]`, the choices that have one.
+        home: the row of each token for each node; choices that need no row of their own come last.
+        sent: bool `[n, k]`, the choices that have a row of their own: the first for each node.
         there, back: of hidden states over ep_outer.
         weights: of the weights, there.
         experts: int64 `[rows, k]`, under way: each row's experts among those of its node.
@@ -57,13 +57,13 @@ class NodeTrip:
 
 
 class NodeDispatcher:
-    """As Dispatcher, in two steps.
+    """As Dispatcher, over nodes and then inside them.
 
     Args:
         num_experts: of the layer.
         ep_outer: ranks at the same place in every node.
         ep_inner, etp: axes inside a node; `ep_inner_etp` both as one line.
-        codec: what rows travel as, to their experts; None = as they are.
+        codec: how rows are encoded on their way to the experts; None = as they are.
     """
 
     def __init__(

@@ -27,10 +27,10 @@ from megatron5d.topology.shard import ShardSpec, new_parameter, whole
 
 @dataclass(frozen=True)
 class Jitter:
-    """Multiplies what routers read by factors drawn anew for every token and feature; the same on any layout.
+    """Multiplies what routers read by random factors, one for every token and feature.
 
-    The factor is a function of the layer, the token's sequence and place in it, and the feature: a forward that is
-    repeated draws the same. Source: Fedus et al. 2021 (arXiv:2101.03961), appendix C.
+    A factor depends on the seed, the layer, the token's sequence and place in it, and the feature: so it is the same on
+    any layout, and when a forward is repeated. Source: Fedus et al. 2021 (arXiv:2101.03961), appendix C.
 
     Args:
         amount: factors lie between 1 - amount and 1 + amount.
@@ -56,7 +56,7 @@ class Jitter:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What routing is computed in for a model in `dtype`."""
+    """The dtype in which routing is computed, for a model in `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -66,7 +66,7 @@ class _RouterLinear(torch.autograd.Function):
         ctx.weight, ctx.defer = weight, defer
         ctx.save_for_backward(x)
         wide = wide_dtype(x.dtype)
-        return x.to(wide) @ weight.to(wide).t()
+        return x.to(wide) @ weight.to(wide).t()  # [n, h] -> [n, E]
 
     @staticmethod
     @first_order
@@ -90,7 +90,7 @@ class Router(nn.Module):
         config: the architecture.
         name: global name of the router.
         tp: ranks that hold the weight and see different tokens.
-        biased: there is a bias per expert; it is a buffer, changed by balancing and never by a gradient.
+        biased: there is a bias per expert: a buffer, which balancing changes and no gradient.
         owner: this rank writes the bias to checkpoints.
         dtype, device: of the weight.
     """
@@ -142,7 +142,7 @@ def scores_of(logits: Tensor, kind: str) -> Tensor:
 
 
 def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> Tensor:
-    """The k experts of each token, the best first; of equals the one with the lower index.
+    """The k experts of each token, the best first; among equals the one with the lower index comes first.
 
     Args:
         scores: `[n, E]`.
@@ -161,7 +161,7 @@ def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> T
 
 
 def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:
-    """bool `[n, E]`: experts of the groups that a token may choose from."""
+    """bool `[n, E]`: whether an expert is in one of the groups that the token may choose from."""
     groups = ranked.unflatten(-1, (config.num_groups, -1))  # [n, G, E/G]
     if config.group_score == "max":
         worth = groups.amax(-1)
@@ -173,7 +173,7 @@ def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:
 
 
 def weights_of(scores: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
-    """`[n, k]`: how much each chosen expert counts."""
+    """`[n, k]`: the weight of each chosen expert."""
     weights = scores.gather(1, experts)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

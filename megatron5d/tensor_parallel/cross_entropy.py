@@ -1,7 +1,8 @@
-"""Cross-entropy over a vocabulary cut over tp: three numbers per token travel, never the logits.
+"""Cross-entropy over a vocabulary cut over tp: three numbers per token are sent, never the logits.
 
-With m = max z and l = Σ exp(z - m) over the whole row, loss = m + log l - z_label; each rank contributes its own
-(max, sum, target), and ranks merge by m = max mᵢ, l = Σ lᵢ·exp(mᵢ - m), z_label = Σ z_labelᵢ.
+With m = max z and l = Σ exp(z - m) over a token's whole row of logits, loss = m + log l - z_label. Each rank i computes
+mᵢ, lᵢ and z_labelᵢ (0 if it does not hold the label) of its columns; then m = max mᵢ, l = Σ lᵢ·exp(mᵢ - m) and
+z_label = Σ z_labelᵢ.
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
 """
 
@@ -18,8 +19,11 @@ from megatron5d.topology.axis import Axis
 
 
 def merge_statistics(local_max: Tensor, local_sum: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """`[n]` maximum, sum and target logit over the whole vocabulary. Comm: 2× all_reduce tp, of n and 2·n elements."""
-    row_max = all_reduce(local_max.clone(), tp, "max")
+    """Maximum, sum and target logit `[n]` of this rank's columns -> of the whole vocabulary, `[n]`.
+
+    Comm: 2× all_reduce tp, of n and 2·n elements.
+    """
+    row_max = all_reduce(local_max.clone(), tp, "max")  # [n]
     row_sum, target = all_reduce(torch.stack((local_sum * torch.exp(local_max - row_max), target)), tp)
     return row_max, row_sum, target
 

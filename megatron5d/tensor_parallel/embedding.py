@@ -1,6 +1,6 @@
 """Token embedding cut over tp along the vocabulary.
 
-Each rank looks up the tokens of its rows and zeros for the others; the sum over tp is the embedding.
+Each rank looks up the tokens whose rows it holds and takes zeros for all others; the sum over tp is the embedding.
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
 """
 
@@ -19,7 +19,7 @@ _ROW_MULTIPLE = 8  # bf16 GEMMs of the head want 16-byte rows
 
 
 class VocabRange:
-    """The vocabulary rows of one tp rank: padded so that all ranks hold equally many.
+    """Which rows of the vocabulary a tp rank holds; padded, so that all ranks hold equally many.
 
     Args:
         vocab_size: true number of tokens.
@@ -76,7 +76,7 @@ class VocabParallelEmbedding(nn.Module):
         tp: axis that cuts the vocabulary.
         sp: the result leaves cut along the sequence.
         init: standard deviation of the initialisation.
-        weight: of another embedding, to be used here too; None = its own.
+        weight: an existing embedding's, to be shared; None = a new one.
         factory: dtype and device.
     """
 
@@ -103,4 +103,5 @@ class VocabParallelEmbedding(nn.Module):
         Comm: reduce_scatter (sp) or all_reduce tp of s/cp·b·h elements / all_gather (sp) or none.
         """
         x = _Lookup.apply(self.weight, tokens.t(), self.vocab.start, defer)  # partial [s/cp, b, h]
+        # [s/cp/tp, b, h]  reduce_scatter tp; without sp [s/cp, b, h]  all_reduce tp
         return reduce_scatter_to(x, self.tp) if self.sp else reduce_from(x, self.tp)

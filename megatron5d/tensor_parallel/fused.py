@@ -1,10 +1,11 @@
-"""`parallel.tp_overlap=fused`: ranks write into each other's memory, and products follow what has arrived tile by tile.
+"""`parallel.tp_overlap=fused`: ranks write into each other's memory, and products work on whatever has arrived.
 
-    gather_product   chunks are pushed to all ranks; one kernel multiplies each as its flag comes
-    product_scatter  one kernel stores each tile where its owner adds it up; the last tile of a chunk raises its flag
+    gather_product   chunks are pushed to all ranks; one kernel multiplies each chunk once its flag is set
+    product_scatter  one kernel stores each tile in its owner's memory, where it is added up; the last tile of a chunk
+                     sets the flag
 
-On a GPU each is one launch for narrow floats multiplied as they are. Products in 8 bits, and in float64, are made chunk
-by chunk over the same boxes and flags. On the CPU the boxes are in shared memory (comm/segments.py).
+On a GPU, in 16-bit floats, each is one launch; other products are made chunk by chunk through the same boxes and flags.
+On the CPU the boxes lie in shared memory (comm/segments.py).
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Column, no sp       y = x·Wᵀ                                  dx = dy·W; all
 Row, sp             y = x·Wᵀ; reduce_scatter y                all_gather dy; dx = dy·W            dW = dyᵀ·x
 Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W                           dW = dyᵀ·x
 
-W is handed to `defer`, which runs it at once, under the collective of dx, or keeps it for a schedule that splits
-the backward. Under sp only the sharded x is kept between forward and backward; it is gathered again under dx's GEMM.
-How the products are made, and in what form x and dy are kept and gathered, the weight says (precision/gemms.py); also
-how a product and its collective are laid over each other (overlap.py).
+W is handed to `defer`, which runs it at once, while dx's collective is under way, or keeps it for a schedule that
+splits the backward. With sp only the sharded x is kept for the backward, and gathered again while dx's GEMM runs.
+The weight says how products are made, and in what form x and dy are kept and gathered (`gemms_of`,
+precision/gemms.py); also whether a product and its collective overlap (`overlap_of`, overlap.py).
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
@@ -44,8 +44,8 @@ class _ColumnLinear(torch.autograd.Function):
         operand = derive(x, gemms.operand)
         ctx.save_for_backward(*operand)
         if not sp:
-            return gemms.forward(operand, weight)
-        # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
+            return gemms.forward(operand, weight)  # [s/cp, b, in] -> [s/cp, b, out/tp]
+        # [s/cp/tp, b, in] -> [s/cp, b, in] -> [s/cp, b, out/tp]  all_gather tp
         return overlap_of(weight).gather_product(operand, Product(weight), tp, keep=False)[0]
 
     @staticmethod
@@ -53,6 +53,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx, dy):
         tp, weight = ctx.tp, ctx.weight
         gemms = gemms_of(weight)
+        # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
         gathering = [start_all_gather(part, tp) if ctx.sp else Pending(part) for part in ctx.saved_tensors]
         dy = gemms.operand(dy, gradient=True)
         if ctx.sp and overlap_of(weight) is not WHOLE:
@@ -60,10 +61,10 @@ class _ColumnLinear(torch.autograd.Function):
             reducing = Pending(overlap_of(weight).product_scatter(dy, Product(weight, backward=True), tp))
         else:
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
-            # [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp
+            # partial [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp; without sp [s/cp, b, in]  all_reduce tp
             reducing = start_reduce_scatter(dx, tp) if ctx.sp else start_all_reduce(dx, tp)
         x = tuple(part.wait() for part in gathering)
-        ctx.defer(lambda: gemms.weight_grad(weight, dy, x))
+        ctx.defer(lambda: gemms.weight_grad(weight, dy, x))  # dW [out/tp, in]
         return reducing.wait(), None, None, None, None
 
 
@@ -89,9 +90,9 @@ _NO_AXIS = single("tp")
 
 
 def local_linear(x: Tensor, weight: Tensor, defer: Defer = run_now) -> Tensor:
-    """x·Wᵀ with the weight that lies here: `[..., in]`, `[out, in]` -> `[..., out]`.
+    """x·Wᵀ without communication: `[..., in]`, `[out, in]` -> `[..., out]`.
 
-    Whatever has to be gathered or summed over tp is, elsewhere.
+    For callers that gather x, and sum its gradient, over tp themselves.
     """
     return column_linear(x, weight, _NO_AXIS, False, defer)
 
@@ -117,8 +118,8 @@ class _RowLinear(torch.autograd.Function):
             product = Product(weight, backward=True)
             dx, dy = overlap_of(weight).gather_product(dy, product, ctx.layer.tp, keep=True)
         else:
-            dx = gemms.input_grad(dy, weight)
-        ctx.defer(lambda: gemms.weight_grad(weight, dy, x))
+            dx = gemms.input_grad(dy, weight)  # [s/cp, b, out] -> [s/cp, b, in/tp]
+        ctx.defer(lambda: gemms.weight_grad(weight, dy, x))  # dW [out, in/tp]
         return dx, None, None, None
 
 
@@ -128,10 +129,10 @@ def column_pieces(
     """How this rank's share of a stack of row blocks lies in the whole.
 
     Args:
-        blocks: (count, rows of one) per part, e.g. q heads, k heads, v heads; each part is cut by blocks.
+        blocks: (count, rows of one) per part, e.g. q heads, k heads, v heads; a cut never goes through a block.
         inner: the remaining dims, `(in,)` for a weight and `()` for a bias.
         tp: the axis that cuts.
-        copies: the tp ranks that hold the same block where a part has fewer blocks than ranks.
+        copies: the tp ranks that hold copies of one block, where a part has fewer blocks than ranks (KV heads).
 
     Returns:
         Number of local rows, and the pieces in local order.
@@ -250,13 +251,13 @@ def replicated_parameter(
     shape: tuple[int, ...], name: str, tp: Axis, *, partial: bool, init: float | str = "zeros", decay: bool = False,
     **factory,
 ) -> nn.Parameter:  # fmt: skip
-    """A parameter that every tp rank holds whole (norms, output biases, position tables).
+    """A parameter of which every tp rank holds a whole copy (norms, output biases, position tables).
 
     Args:
         shape: of the parameter.
         name: global name.
         tp: the axis of copies.
-        partial: its gradient is a partial sum on each rank (it acted on a sequence shard) and is added over tp.
+        partial: each rank sees only part of its gradient (of a share of the sequence), to be summed over tp.
         init, decay: as in ShardSpec.
         factory: dtype and device.
     """

@@ -1,12 +1,12 @@
-"""A linear layer's product and its collective, one after the other or in chunks that travel under other products.
+"""A linear layer's product and its collective: one after the other, or in chunks, so that one hides the other.
 
                      whole (`none`)                     in chunks of one rank's tokens (`chunked`, `fused`)
-    gather_product   all_gather x, then one product     products of own x, the previous rank's, ... as they come
-    product_scatter  one product, then reduce_scatter   products for the ranks ahead, own chunk last; their sums
+    gather_product   all_gather x, then one product     products of own x, the previous rank's, ... as they arrive
+    product_scatter  one product, then reduce_scatter   products for the other ranks first, own chunk last; their sums
 
-With tp ranks there are tp products of 1/tp of the rows. Either way (tp-1)/tp of the whole travels. `chunked` passes it
-to the next rank, again and again, and adds up in the order of the ring; `fused` (fused.py) writes it into the memory of
-the rank that wants it.
+In chunks there are tp products, each of 1/tp of the rows. Either way (tp-1)/tp of the whole travels. `chunked` passes
+chunks around a ring of ranks and adds up in that order; `fused` (fused.py) writes them into the memory of the rank that
+wants them.
 Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition" (ASPLOS 2023).
 """
 
@@ -26,11 +26,12 @@ from megatron5d.topology.axis import Axis
 
 @dataclass(frozen=True)
 class Product:
-    """What a linear layer makes of some tokens: its outputs, or the gradient of its inputs.
+    """A linear layer's product for some of the tokens, forward or backward.
 
     Args:
         weight: `[out, in]`.
-        backward: of gradients of outputs: `[..., out]` -> `[..., in]`, instead of `[..., in]` -> `[..., out]`.
+        backward: False computes outputs, `[..., in]` -> `[..., out]`; True gradients of inputs, `[..., out]` ->
+            `[..., in]`.
     """
 
     weight: Tensor
@@ -42,16 +43,16 @@ class Product:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one product with the weight as it is, which a kernel may make on its own."""
+        """Whether it is one product with the weight as it is, not in 8 bits, so that a fused kernel can make it."""
         return gemms_of(self.weight) is PLAIN
 
 
 class Overlap(Protocol):
-    """How a product and its collective are laid over each other."""
+    """How a product and its collective are combined."""
 
     @property
     def box_bytes(self) -> int:
-        """Of this rank's memory that other ranks write into."""
+        """Bytes of this rank's memory that other ranks write into."""
         ...
 
     def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
@@ -60,8 +61,8 @@ class Overlap(Protocol):
         Args:
             operand: tensors `[s/tp, ...]`, this rank's tokens.
             product: `[n, b, ...]` -> `[n, b, out]`.
-            tp: in whose order the tokens are joined.
-            keep: what was gathered is wanted too.
+            tp: ranks that hold a share of the tokens each, in their order.
+            keep: also return what was gathered.
 
         Returns:
             `[s, b, out]`, and with keep the operand of all tokens.
@@ -86,10 +87,10 @@ class Overlap(Protocol):
         ...
 
     def check(self) -> None:
-        """Asked before what the products gave is believed, once the device has made them.
+        """To be called before results are used for good, once the device has computed them.
 
         Raises:
-            TimeoutError: a rank has not sent what it should have; names it.
+            TimeoutError: a rank has not sent its share; names it.
         """
         ...
 
@@ -109,7 +110,7 @@ class Whole:
         return reduce_scatter(product(operand), tp)
 
     def check(self) -> None:
-        """Collectives give up by themselves."""
+        """Nothing to do: collectives time out by themselves."""
 
 
 class Chunked:
@@ -126,7 +127,7 @@ class Chunked:
             last = step + 1 == tp.size
             shifts = [] if last else [start_shift(part, tp, tag) for tag, part in enumerate(chunk)]
             owner = (tp.rank - step) % tp.size
-            outputs[owner], chunks[owner] = product(chunk), chunk
+            outputs[owner], chunks[owner] = product(chunk), chunk  # [s/tp, b, out] of the rank `step` behind
             chunk = tuple(shift.wait() for shift in shifts)
         return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*chunks)) if keep else ()
 
@@ -139,16 +140,16 @@ class Chunked:
             term = product(tuple(part.narrow(0, owner * rows, rows) for part in operand)).contiguous()
             if travelling is not None:
                 term += travelling.wait()
-            travelling = start_shift(term, tp) if step + 1 < tp.size else None
+            travelling = start_shift(term, tp) if step + 1 < tp.size else None  # [s/tp, b, out]  shift tp
         return term
 
     def check(self) -> None:
-        """Shifts give up by themselves."""
+        """Nothing to do: shifts time out by themselves."""
 
 
 WHOLE = Whole()
 
 
 def overlap_of(weight: Tensor) -> Overlap:
-    """How the products of this weight and their collectives are laid over each other."""
+    """How the products of this weight and their collectives are combined; model/arithmetic.py chooses."""
     return getattr(weight, "overlap", WHOLE)

@@ -1,12 +1,12 @@
-"""The output matrix and the cross-entropy together: the logits of a few tokens at a time, made again in the backward.
+"""Output matrix and cross-entropy together: logits of a few tokens at a time, computed again in the backward.
 
-    forward    slice by slice: logits = x·Wᵀ and their three numbers a token; over tp these are merged once, at the end
+    forward    slice by slice: logits = x·Wᵀ and three numbers per token, which are merged over tp once, at the end
     backward   slice by slice: logits again, their gradient in place, dx = dlogits·W, and dW = dlogitsᵀ·x to `defer`
 
-Kept are x and two numbers a token instead of `[s/cp, b, v/tp]`; it costs the logits' product once more. In F and B the
-logits of one slice are there at a time. Where a schedule splits the backward, the gradients of all slices wait for W,
-as every operand of a weight gradient does.
-Source: Liger-Kernel (arXiv:2410.10989), which makes the gradients in the forward already; here each has its own time.
+This keeps x and two numbers per token instead of the logits `[s/cp, b, v/tp]`, and computes the product twice. F and B
+hold the logits of one slice at a time. Where a schedule splits the backward, the gradients of all slices wait for W, as
+every operand of a weight gradient does.
+Source: Liger-Kernel (arXiv:2410.10989), which computes the gradients in the forward already.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron5d.topology.axis import Axis
 
 @dataclass(frozen=True)
 class SlicedLoss:
-    """Token losses of a linear head whose logits are never whole.
+    """Token losses of a linear head whose logits never exist as a whole.
 
     Args:
         vocab: which rows of the vocabulary this rank holds.
         tp: axis that cuts it.
         sp: hidden states arrive cut along the sequence.
-        tokens: whose logits are made at a time, rounded down to whole positions of the micro-batch, at least one.
+        tokens: how many tokens have logits at a time, rounded down to whole sequence positions, at least one.
         z_coef: coefficient of the z-loss.
         softcap: logits z become softcap·tanh(z/softcap); 0 = they stay.
     """
@@ -67,14 +67,14 @@ class SlicedLoss:
         return _SlicedLoss.apply(x, weight, labels, self, defer)
 
     def gather(self, operand: Operand) -> list[Pending]:
-        """Each part of what is multiplied, of all positions: `[s/cp/tp, b, h]` -> `[s/cp, b, h]` with sp.
+        """Starts gathering each part of the operand: with sp `[s/cp/tp, b, h]` -> `[s/cp, b, h]`.
 
         Comm: all_gather tp of s/cp·b·h elements with sp, else none.
         """
         return [start_all_gather(part, self.tp) if self.sp else Pending(part) for part in operand]
 
     def slices(self, positions: int, batch: int) -> Iterator[slice]:
-        """Of the positions."""
+        """Ranges of sequence positions, `tokens` tokens each."""
         step = max(1, self.tokens // batch)
         return (slice(lo, min(lo + step, positions)) for lo in range(0, positions, step))
 
