@@ -79,20 +79,38 @@ class Trainer:
             stage, and over the world on a watched step.
         """
         sums = self.accumulate(batches, watched)
-        self.sync.finish_reduce()  # every owned slice now holds its part of the mean gradient
+        self.sync.finish_reduce()  # the owned slices now hold the mean gradient
+        result = self._agree(sums, stop, cp_balance(batches))
+        if result.skipped is None:
+            self.optimizer.step(lr, clip_coefficient(result.grad_norm, self.clip))
+            self.sync.start_gather()
+            if self.balancer is not None:
+                self.balancer.finish_step()
+                result.layers.update(self.balancer.layer_figures(self.mesh["world"]) if watched else {})
+        return result
+
+    def _agree(self, sums: torch.Tensor, stop: bool, balance: float) -> StepResult:
+        """The step's figures, the same on every rank, from each rank's share of them.
+
+        Args:
+            sums: as `accumulate` returned them.
+            stop: this rank was asked to stop.
+            balance: `cp_balance` of this rank's micro-batches.
+
+        Comm: all_reduce world of a few numbers; more where the guard finds one that is not finite.
+        """
         square_sum = global_square_sum(self.sync.buckets)
-        routers = sums[:0] if self.balancer is None else self.balancer.values
-        # all that ranks must agree on, in one all_reduce: this rank's shares in, totals of the world out
-        shares = torch.cat((square_sum.view(1), routers, sums, sums.new_tensor([float(stop), cp_balance(batches)])))
+        router_losses = sums[:0] if self.balancer is None else self.balancer.values
+        shares = torch.cat((square_sum.view(1), router_losses, sums, sums.new_tensor([float(stop), balance])))
         square_total, *totals, stops, balances = all_reduce(shares, self.mesh["world"]).tolist()
         self.check()
-        router_losses, totals = totals[: len(routers)], totals[len(routers) :]
+        names = () if self.balancer is None else self.balancer.names
+        router_totals, totals = totals[: len(names)], totals[len(names) :]
         num_targets = round(totals[len(self.terms)])
         if num_targets == 0:
             raise ValueError("a global batch has no target token at all: its loss is masked everywhere")
-        names = () if self.balancer is None else self.balancer.names
-        losses, grad_norm = self.means(totals) | dict(zip(names, router_losses)), math.sqrt(square_total)
-        result = StepResult(
+        losses, grad_norm = self.means(totals) | dict(zip(names, router_totals)), math.sqrt(square_total)
+        return StepResult(
             losses=losses,
             grad_norm=grad_norm,
             num_targets=num_targets,
@@ -102,14 +120,6 @@ class Trainer:
             bubble=self.pipeline.take_bubble(),
             skipped=self.guard.refuses(losses["loss"], grad_norm, sums),
         )
-        if result.skipped is not None:
-            return result
-        self.optimizer.step(lr, clip_coefficient(grad_norm, self.clip))
-        self.sync.start_gather()
-        if self.balancer is not None:
-            self.balancer.finish_step()
-            result.layers.update(self.balancer.layer_figures(self.mesh["world"]) if watched else {})
-        return result
 
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
         """Forward and backward of all micro-batches; once reduced, the owned slices hold the mean gradient.
