@@ -1,22 +1,23 @@
-"""One unit's parameters in one flat buffer, their main gradients in another: what is reduced and sharded at once.
+"""One unit's parameters in one flat buffer, and their main gradients in another: what is reduced and gathered as one.
 
     weights    | p0 | p1 | ... | pad |     dtype of the model; each parameter is a view
     grads      | p0 | p1 | ... | pad |     main-gradient dtype; each parameter's .main_grad is a view
 
-Both are cut into n = `shard.size` equal slices, and a rank owns one: it reduces into `grad_slice`, keeps the optimiser
-state of it, steps `weight_slice`, and gathers the others' slices back. With n = 1 the slice is the whole buffer.
+Both are cut into n = `shard.size` equal slices, of which a rank owns one. It receives the reduced gradient in
+`grad_slice`, keeps the optimiser state for it, updates `weight_slice`, and gathers the other ranks' slices of the
+weights. With n = 1 the slice is the whole buffer.
 
-What is resident, in elements per bucket, N = `numel` (its parameters, each padded to 16 elements, the whole to 16·n):
+What stays in memory, in elements per bucket; N = `numel` (parameters padded to 16 elements each, the whole to 16·n):
 
     zero   weights                                 grads
     0      N (n = 1)                               N
     1      N, the slice a view of them             N, the slice a view of them
-    2      N, the slice a view of them             N/n, and N while the unit's gradient is made and reduced
-    3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is made and reduced
+    2      N, the slice a view of them             N/n, and N while the unit's gradient is computed and reduced
+    3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is computed and reduced
 
-A buffer that comes and goes is emptied and filled in place (residence.py): a parameter stays the view that it is.
-Matrices that are multiplied in 8 bits may come and go as 8-bit values instead (eight_bits.py): N bytes, and N/n more
-that stay.
+The memory of a buffer that comes and goes is freed and allocated in place (residence.py), so parameters remain views of
+it. Matrices that are multiplied in 8 bits may be gathered as 8-bit values instead (eight_bits.py): N bytes while the
+unit computes, and N/n bytes that stay.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class Segment:
     owned: tuple[int, int]
 
     def counted(self) -> list[tuple[int, int]]:
-        """Flat ranges of the owned slice that this rank counts: in a piece, and first among its copies."""
+        """Flat ranges of the owned slice that this rank counts in norms: pieces of which it has the first copy."""
         return [span for piece, span in self.pieces() if piece.owner]
 
     def pieces(self) -> list[tuple[Piece, tuple[int, int]]]:
-        """Each piece that meets the segment, with the meeting as a flat range of the owned slice."""
+        """The pieces that lie in the segment, each with the flat range of the owned slice in which it lies."""
         shift = self.owned[0] - self.local[0]
         met = []
         for piece in self.spec.pieces:
@@ -71,13 +72,13 @@ class Bucket:
     """Flat buffers of one unit.
 
     Args:
-        parameters: of the unit; they become views of the buffers, with `.main_grad`. Their values move in, or, built
-            `without_memory`, are still to come: into `weight_slice`, which begins as zeros, padding included.
-        shard: ranks among which the slices are dealt out.
+        parameters: of the unit; they become views of the buffers and get a `.main_grad`. Their values are copied in; of
+            those built `without_memory` they come later, into `weight_slice`, which begins as zeros.
+        shard: ranks that own one slice each.
         replicate: ranks that hold the same slice.
         grad_dtype: of the main gradients.
         zero: stage, which says what stays resident.
-        eight_bits: weights that come and go do so in the 8 bits in which they are multiplied, all of them.
+        eight_bits: under ZeRO-3 the weights, all multiplied in 8 bits, are gathered in 8 bits.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Bucket:
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
     def _adopt(self) -> None:
-        """Makes the parameters views of the weights; the values of those that have any move in."""
+        """Makes the parameters views of the weights and copies in the values of those that have any."""
         segments = {id(parameter): segment for parameter, segment in self._parts()}
         for parameter, offset in zip(self.parameters, self.offsets):
             values, parameter.data = parameter.data, self._view(self.weights, parameter, offset)
@@ -145,18 +146,18 @@ class Bucket:
 
     @property
     def resident_weights(self) -> list[Tensor]:
-        """What of the weights stays between uses."""
+        """What of the weights stays in memory between uses."""
         if self.eight_bits is not None:
             return [self.weight_slice, self.eight_bits.slice, *self.eight_bits.scales]
         return [self.weight_slice if self.shards_weights else self.weights]
 
     @property
     def resident_grads(self) -> Tensor:
-        """What of the main gradients stays between uses."""
+        """What of the main gradients stays in memory between uses."""
         return self.grad_slice if self.shards_grads else self.grads
 
     def segments(self) -> list[Segment]:
-        """What of each parameter lies in the owned slice, in order."""
+        """The part of each parameter that lies in the owned slice, in order."""
         return [segment for _, segment in self._parts()]
 
     def _parts(self) -> list[tuple[nn.Parameter, Segment]]:
@@ -170,7 +171,7 @@ class Bucket:
         return parts
 
     def shares(self) -> list[list[tuple[int, int]]]:
-        """Of each parameter, the flat range of it that each rank of `shard` owns, which may be empty."""
+        """For each parameter the flat range, perhaps empty, that each rank of `shard` owns of it."""
         edges = [rank * self.slice_numel for rank in range(self.shard.size + 1)]
         shares = []
         for parameter, offset in zip(self.parameters, self.offsets):
@@ -179,7 +180,7 @@ class Bucket:
         return shares
 
     def copies(self) -> list[tuple[str, Tensor]]:
-        """(axis, view of `grad_slice`) of gradients that are still to be added up over copies (norms under sp)."""
+        """(axis, view of `grad_slice`) of gradients that must still be summed over copies (norms under sp)."""
         return [
             (name, self.grad_slice[start:stop])
             for segment in self.segments()
@@ -188,13 +189,13 @@ class Bucket:
         ]
 
     def clear_grads(self) -> None:
-        """Before a step's first gradient."""
+        """To be called before a step's first gradient."""
         self.grad_slice.zero_()
         if not self.shards_grads:
             self.grads.zero_()
 
     def hold_grads(self) -> None:
-        """Makes the accumulation buffer resident, zero, where it is not."""
+        """Allocates the accumulation buffer, filled with zeros, if it is not there."""
         if self._reducing is not None:
             self.finish_reduce()
         if not self.holds_grads:
@@ -216,7 +217,7 @@ class Bucket:
             self._reducing = start_reduce_scatter(self.grads, self.shard)
 
     def finish_reduce(self) -> None:
-        """Waits for the sum; a buffer that does not stay resident is given back."""
+        """Waits for the sum, and frees the accumulation buffer if it does not stay."""
         if self._reducing is None:
             return
         reduced, self._reducing = self._reducing.wait(), None
@@ -234,14 +235,14 @@ class Bucket:
         return start_all_reduce(self.grad_slice, self.replicate)
 
     def holds(self, wide: bool) -> bool:
-        """The weights are there: to be read by the phases, or (wide) by anybody, in the model's dtype."""
+        """Whether the weights are there: for the phases to read, or (wide) in the model's dtype for anybody."""
         return self.holds_weights if self.eight_bits is None or wide else self.eight_bits.is_held
 
     def start_gather(self, wide: bool = False) -> Pending:
-        """Makes the weights resident and collects everybody's slices of them; whole after `wait`.
+        """Allocates the whole weights and gathers all ranks' slices of them; they are complete after `wait`.
 
         Args:
-            wide: in the model's dtype also what the phases read in 8 bits.
+            wide: in the model's dtype even if the phases read them in 8 bits.
 
         Comm: all_gather over `shard`, (n-1)/n·N elements.
         """
@@ -260,12 +261,12 @@ class Bucket:
         return self.weights if self.eight_bits is None else self.eight_bits.whole
 
     def buffer_bytes(self) -> int:
-        """Bytes of what comes and goes, where it is there: gathered weights, a gradient being made or reduced."""
+        """Bytes of what comes and goes and is there now: gathered weights, a gradient being computed or reduced."""
         weights = self.gathered.nbytes if self.shards_weights and self.holds(wide=False) else 0
         return weights + (self.grads.nbytes if self.shards_grads and self.holds_grads else 0)
 
     def drop_weights(self) -> None:
-        """Gives the whole weights back, and 8-bit copies of them; the owned slice stays."""
+        """Frees the whole weights and 8-bit copies of them; the owned slice stays."""
         assert self.shards_weights
         forget_quantized(self.parameters)
         give_back(self.weights)

@@ -1,11 +1,11 @@
 """Weights under ZeRO-3 that are gathered in the 8 bits in which they are multiplied: half the bytes of bf16.
 
     slice    | bytes of the owned elements |           resident, quantised once after every change
-    whole    | p0 | p1 | ... | pad |                   while the unit computes; what the products read, without a copy
+    whole    | p0 | p1 | ... | pad |                   while the unit computes; the products read it as it is
     scales   one for each 128×128 block, float32       resident on every rank
 
-The numbers are those of quantising what bf16 would have brought: every rank takes the largest magnitude of each block
-in its slice, one all_reduce gives that of the whole block, and the scale follows from it alone.
+The numbers are the same as if bf16 weights had been gathered and then quantised: each rank finds the largest magnitude
+of each block in its slice, one all_reduce gives that of whole blocks, and scales follow from it alone.
 """
 
 from __future__ import annotations

@@ -6,28 +6,27 @@
     2      whole      1/n         1/n                   m reduce_scatters; all_gather of the weights after the step
     3      1/n        1/n         1/n                   m reduce_scatters; 2·m all_gathers of the weights
 
-The unit of all of it is a bucket: a block, the embedding, the head. buckets.py says what is resident, zero.py when
-weights are gathered and how many elements travel.
+The unit is a bucket: usually all parameters of a block, of the embedding or of the head. buckets.py says what stays in
+memory, zero.py when weights are gathered and how many elements are sent.
 
-Gradients under ZeRO-2 and 3. A unit's gradient is made in a buffer of main-gradient dtype that is there from the unit's
-first weight gradient on (under a split backward: in W alone). By default it is reduce-scattered after every micro-batch
-and added to the owned slice: at most two such buffers exist, one being filled and one being reduced, and m·Ψ elements
-travel. With `reduce_per_step` it stays until the step's last micro-batch and Ψ travel: every unit's buffer is resident
-for most of the step, as under ZeRO-1.
+Gradients under ZeRO-2 and 3. A unit's gradient is accumulated in a buffer of main-gradient dtype, allocated at the
+unit's first weight gradient (under a split backward: in W). By default it is reduce-scattered after every micro-batch
+and added to the owned slice. Then at most two such buffers exist, one being filled and one being reduced, and m·Ψ
+elements are sent. With `reduce_per_step` the buffer stays until the step's last micro-batch, as under ZeRO-1, and Ψ
+elements are sent.
 
-With `dp_replicate` (HSDP) the slices are dealt out over dp_shard·cp and summed again over dp_replicate, once a step.
-Experts are summed over edp, dealt out over edp_shard. A parameter that the mirrored pipeline rank holds too
-(`ShardSpec.shared`) counts that rank as data parallel: slices are dealt out over both ranks' lines under ZeRO-1, and
-over each one's own under ZeRO-2 and 3, where the mirror is one more replica: it comes to a unit at other times, so that
-the two ranks cannot gather and reduce for each other micro-batch by micro-batch.
-Gradients of copies (norms under sp) are added up last, on the slices.
+With `dp_replicate` (HSDP) slices are distributed over dp_shard·cp, and their gradients summed over dp_replicate once a
+step. Gradients of experts are summed over edp, their slices distributed over edp_shard. If the mirrored pipeline rank
+holds a parameter too (`ShardSpec.shared`), it counts as data parallel. Under ZeRO-1 slices are distributed over both
+ranks' lines. Under ZeRO-2 and 3 the mirror is a replica instead: it reaches a unit at other times, so the two ranks
+cannot gather and reduce for each other micro-batch by micro-batch.
+Gradients of copies (norms under sp) are summed last, on the slices.
 
-Bits. All stages add a micro-batch's gradients into the main gradient in one order, and reduce the same buffers in the
-same slices. So ZeRO-1, 2 and 3 give the same bits where gradients are reduced once a step (one micro-batch, or
-`reduce_per_step`) and no mirror takes part. Reduced per micro-batch, the sum over ranks is inside the sum over
-micro-batches instead of outside: other roundings. ZeRO-0 reduces by all_reduce, which on more than two ranks may add up
-in another order, and its gradient norm adds up whole parameters instead of slices. When weights are gathered changes no
-number.
+Bitwise equality. All stages add micro-batches into the main gradient in the same order and reduce the same buffers in
+the same slices. So ZeRO-1, 2 and 3 give the same bits if gradients are reduced once a step (one micro-batch, or
+`reduce_per_step`) and no mirror takes part. Reduced per micro-batch, the sum over ranks comes before the sum over
+micro-batches and rounds differently. ZeRO-0 uses all_reduce, which on more than two ranks may add in another order, and
+its gradient norm adds up whole parameters instead of slices. When weights are gathered changes no number.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
 """
 
@@ -50,7 +49,7 @@ from megatron5d.topology.shard import ShardSpec, spec_of
 
 
 def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> tuple[Axis, Axis]:
-    """(shard, replicate): among whom a bucket is dealt out, and who holds the same slice."""
+    """(shard, replicate): the ranks that own one slice of a bucket each, and the ranks that own the same slice."""
     pair = f"_{shared}" if shared else ""
     whole, shard, replicate = ("edp", "edp_shard", "edp_replicate") if expert else (
         "dp_cp", "dp_shard_cp", "dp_replicate"
@@ -63,7 +62,7 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
 
 
 def _kind(parameter: nn.Parameter, eight_bits: bool) -> tuple[str, bool, bool]:
-    """Parameters of one kind are reduced over the same ranks, and gathered alike (`eight_bits`: or not)."""
+    """Parameters of one kind are reduced over the same ranks and gathered in the same dtype."""
     spec = spec_of(parameter)
     return spec.shared, spec.expert, eight_bits and is_quantized(parameter)
 
@@ -72,16 +71,15 @@ class GradSync:
     """The PhaseHooks of a stage under data parallelism.
 
     Args:
-        units: lists of phases; each unit's own parameters share a bucket, those with another `shared` or `expert` a
-            second one. A parameter used by several units (tied embeddings) belongs to the first.
+        units: lists of phases. A unit's parameters share a bucket; those of another kind (`_kind`) get another one. A
+            parameter used by several units (tied embeddings) belongs to the first.
         mesh: this rank's axes.
         zero: 0 ... 3.
         grad_dtype: of main gradients and their reduction.
         reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every micro-batch.
         gather_per_step: ZeRO-3 keeps gathered weights until their last backward of a step.
         gather_eight_bits: ZeRO-3 gathers in 8 bits what is multiplied so, in a bucket of its own.
-        apart: says of a parameter whether it belongs with those of its unit for which it says the same: what is updated
-            by another rule has buckets of its own.
+        apart: splits a unit's parameters once more, for those that another optimiser updates.
     """
 
     def __init__(
@@ -119,15 +117,15 @@ class GradSync:
         self._reducing: dict[int, bool] = {}  # sums over the shard axis under way: bucket -> the step's last?
         self._summing: list[Pending] = []  # sums over replicas under way
         self._shared = [i for i, bucket in enumerate(self.buckets) if spec_of(bucket.parameters[0]).shared]
-        # torch's DETAIL checks make every collective wait for all ranks to call it, also one that is to run later: then
-        # shared reductions start only when the step's last action is done, and nobody waits for a waiting rank
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL even an asynchronous collective waits until all ranks have called it. Then
+        # reductions shared with the mirror start after the step's last action, so that no two ranks wait for each other.
         self._starts_early = dist.get_debug_level() != dist.DebugLevel.DETAIL
         self._meet_mirror()
         unit_of = {phase: number for number, unit in enumerate(units) for phase in unit}
         self.weights = GatheredWeights(self.buckets, self._uses, unit_of, gather_per_step)
 
     def _meet_mirror(self) -> None:
-        """Connects mirrored ranks now: in the first step one would wait here for the other, which needs its gradients.
+        """Connects mirrored ranks now; connecting in the first step, they could wait for each other.
 
         Comm: all_reduce of one element per axis on which shared parameters are reduced.
         """
@@ -136,11 +134,11 @@ class GradSync:
             start_all_reduce(self.buckets[0].grad_slice.new_zeros(1), axis).wait()
 
     def start_step(self, passes: Mapping[nn.Module, int]) -> None:
-        """Clears the gradients and says what will come.
+        """Clears the gradients and announces the step's micro-batches.
 
         Args:
-            passes: phase -> how many micro-batches leave their weight gradients in it, in an order that is the same on
-                mirrored ranks: theirs finish in different orders, but reductions that they share must start in one.
+            passes: phase -> number of micro-batches that pass it. Mirrored ranks finish phases in different orders, but
+                must start shared reductions in the same one: that of `passes`, which is the same on both.
         """
         for bucket in self.buckets:
             bucket.clear_grads()
@@ -162,7 +160,7 @@ class GradSync:
         self.weights.before(phase, True)
 
     def after_forward(self, phase: nn.Module) -> None:
-        """Lets go of the weights that this phase has read, under ZeRO-3."""
+        """Releases the weights that this phase has read, under ZeRO-3."""
         self.weights.after(phase, True)
 
     def before_recompute(self, phase: nn.Module) -> None:
@@ -177,14 +175,14 @@ class GradSync:
         self.weights.before(phase, False)
 
     def after_backward(self, phase: nn.Module) -> None:
-        """Lets go of the weights that the input gradient of this phase has read, under ZeRO-3."""
+        """Releases the weights that the input gradient of this phase has read, under ZeRO-3."""
         self.weights.after(phase, False)
 
     def before_weight_grads(self, phase: nn.Module) -> None:
         """Nothing: W reads no weights."""
 
     def after_weight_grads(self, phase: nn.Module) -> None:
-        """Starts a bucket's reduction when a micro-batch, or under ZeRO-0 and 1 the step, has put its last gradient in.
+        """Starts the reduction of buckets whose last gradient has come, of the step or (ZeRO-2, 3) of the micro-batch.
 
         A bucket shared with the mirrored rank also waits for its turn.
         """
@@ -202,7 +200,7 @@ class GradSync:
                 self._start_shared()
 
     def _start_reduce(self, index: int) -> None:
-        """The sum over the shard axis; without one, over the replicas at once. Sums with the mirror wait for _queue."""
+        """Starts the sum over the shard axis, or over the replicas if that is 1. Sums with the mirror use _queue."""
         bucket, shared = self.buckets[index], index in self._shared
         if bucket.shard.size == 1:
             if not shared:
@@ -212,11 +210,11 @@ class GradSync:
             self._reducing[index] = self._missing[index] == 0
 
     def _take_in(self, everything: bool = False) -> None:
-        """Waits for sums over shard axes, and starts those over replicas of what is complete.
+        """Finishes sums over shard axes and starts those over replicas.
 
-        Called when the next unit's gradient is ready: the sum has had that long, and its buffer is needed no longer.
-        Where nothing is given back and nobody waits for the sum, it is left alone until the end of the step. So is one
-        that the mirrored rank takes part in: it may have to come here first for what it still owes.
+        Called when the next unit's gradient is ready: until then the sum had time, and now its buffer can be freed. If
+        there is no buffer to free and no replica to sum with, the sum is left until the end of the step. So is one with
+        the mirrored rank, which may first have to do something for which it needs this rank.
         """
         left = {}
         for index, is_last in self._reducing.items():
@@ -232,7 +230,7 @@ class GradSync:
         self._reducing = left
 
     def _start_shared(self) -> None:
-        """Starts the sums with the mirror whose turn it is: over the shard axis under ZeRO-1, else over replicas."""
+        """Starts the sums with the mirror whose turn has come: over the shard axis under ZeRO-1, else over replicas."""
         while self._queue and self._missing[self._queue[0]] == 0 and self._queue[0] not in self._reducing:
             index = self._queue.pop(0)
             if self.zero == 1 and self.buckets[index].shard.size > 1:
@@ -256,7 +254,7 @@ class GradSync:
         self.weights.check_released()
 
     def _sum_copies(self) -> None:
-        """Adds up the gradients of parameters whose copies each saw a part of the work.
+        """Sums the gradients of parameters of which each copy has seen a part of the tokens (norms under sp).
 
         Comm: one all_reduce per axis of copies, of the elements of those gradients in the owned slices.
         """
@@ -271,19 +269,19 @@ class GradSync:
                 torch._foreach_copy_(views, list(flat.split([view.numel() for view in views])))
 
     def start_gather(self) -> None:
-        """After the optimiser: collects everybody's slices of the new weights, where weights stay whole."""
+        """After the optimiser: starts gathering the new weights, below ZeRO-3."""
         self.weights.start_gather()
 
     def finish_gather(self) -> None:
-        """Waits for all gathers under way (before slices are saved)."""
+        """Waits for all gathers under way."""
         self.weights.finish_gather()
 
     def buffer_bytes(self) -> int:
-        """Bytes of buffers that come and go with the passes, those that are there now (ZeRO-2 and 3)."""
+        """Bytes of buffers that come and go and are there now (ZeRO-2 and 3)."""
         return sum(bucket.buffer_bytes() for bucket in self.buckets)
 
     def fetched_bytes(self, phase: nn.Module) -> int:
-        """Bytes of the weights that are gathered for the unit of a phase and given back after it (ZeRO-3)."""
+        """Bytes of the weights that are gathered for the unit of a phase and freed after it (ZeRO-3)."""
         return self.weights.fetched_bytes(phase)
 
     def whole_weights(self) -> AbstractContextManager[None]:

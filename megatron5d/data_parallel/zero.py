@@ -1,12 +1,11 @@
-"""Which weights are whole at the moment: under ZeRO-3 those of the units that compute now or next.
+"""Which weights are whole at a given moment: under ZeRO-3, those of the units that compute now or next.
 
-A unit's weights are gathered before its first phase runs, forward or backward, and given back after its last. While a
-unit computes, the one that comes after it in the same action is gathered; while an action's last unit computes, the
-first one of the next action (`expect`). So at most two units per action of a slot are resident. A weight gradient (W)
-needs no weights.
+A unit's weights are gathered before its first phase runs, forward or backward, and freed after its last. While a unit
+computes, the next unit of the same action is gathered; while an action's last unit computes, the first unit of the next
+action (`expect`). So at most two units per action of a slot are whole. W needs no weights.
 
-With `per_step` a unit stays resident from its first forward of a step to its last backward; evaluations give back at
-once all the same.
+With `per_step` a unit stays whole from its first forward of a step to its last backward; evaluations free it at once
+all the same.
 
 Per step of m micro-batches each rank sends, with n = dp_shard·cp and Ψ elements in the units (padding included),
 
@@ -15,13 +14,13 @@ Per step of m micro-batches each rank sends, with n = dp_shard·cp and Ψ elemen
     reductions           m·Ψ·(n-1)/n     parallel.reduce=per_microbatch
                            Ψ·(n-1)/n     parallel.reduce=per_step
 
-so 3Ψ without accumulation, and 2Ψ at any m where both are per step. T is what turning saves: a unit with which one
-action ends and the next begins stays between them (the head between a micro-batch's forward and backward; without a
-pipeline T = m·Ψ(last unit) + (m-1)·Ψ(first unit)). A parameter that two units use (a tied embedding whose ends are on
-one rank) counts once for each of them per micro-batch; recompute gathers nothing more.
-The matrices of a unit that are multiplied in 8 bits travel so (precision.fp8_gather): a byte an element, not two; once
-a step the slices are quantised, for which a number in 16384 elements is reduced.
-Below ZeRO-3 the weights stay whole and are gathered once, after the optimiser (Ψ): the wait is here too.
+so 3Ψ without accumulation, and 2Ψ at any m if both are per step. T is saved where one action ends with the unit with
+which the next begins: it stays whole between them (the head between forward and backward of a micro-batch; without a
+pipeline T = m·Ψ(last unit) + (m-1)·Ψ(first unit)). A parameter used by two units (a tied embedding with both ends on
+one rank) counts once for each of them per micro-batch; recomputation gathers nothing more.
+Matrices that are multiplied in 8 bits are gathered in 8 bits (precision.fp8_gather), half the bytes of bf16. Their
+slices are quantised once a step, for which one number per 16384 elements is reduced.
+Below ZeRO-3 the weights stay whole and are gathered once, after the optimiser (Ψ); they are waited for here as well.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), sections 5 and 7.
 """
 
@@ -44,14 +43,14 @@ from megatron5d.precision.fp8_weights import forget_quantized
 
 @dataclass(frozen=True)
 class _Entry:
-    """What to gather where a pass, in one direction, comes to the first phase of a unit."""
+    """What to gather when an action, forward or backward, reaches a unit's first phase."""
 
     own: tuple[int, ...]  # buckets of the unit
-    ahead: tuple[int, ...] | None  # of the unit after it; None at the end of the pass
+    ahead: tuple[int, ...] | None  # of the unit after it; None at the end of the action
 
 
 class GatheredWeights:
-    """Gathers and gives back the weights of buckets as phases come and go.
+    """Gathers and frees the weights of buckets as phases begin and end.
 
     Args:
         buckets: of all local units.
@@ -70,10 +69,10 @@ class GatheredWeights:
         self._buckets, self._uses, self._unit_of, self._per_step = buckets, uses, unit_of, per_step
         self.exposure = Exposure(buckets[0].weights.device)
         self._entries: dict[tuple[nn.Module, bool], _Entry] = {}  # (phase, forward)
-        self._opens: dict[tuple[nn.Module, bool], tuple[int, ...]] = {}  # buckets that a unit's pass first needs here
+        self._opens: dict[tuple[nn.Module, bool], tuple[int, ...]] = {}  # buckets that a unit first needs in this phase
         self._pending: dict[int, Pending] = {}
-        self._users: Counter[int] = Counter()  # bucket -> passes that read it, or have it gathered to read it next
-        self._reserved: set[tuple[int, bool]] = set()  # (bucket, forward) gathered ahead of a pass
+        self._users: Counter[int] = Counter()  # bucket -> actions that read it, or have it gathered to read it next
+        self._reserved: set[tuple[int, bool]] = set()  # (bucket, forward) gathered ahead of its use
         self._reading: Counter[tuple[int, bool]] = Counter()
         self._expected: list[tuple[nn.Module, bool]] = []
         self._left: Counter[int] = Counter()  # bucket -> backward passes still to come in this step
@@ -127,7 +126,7 @@ class GatheredWeights:
             self._wait(index)
 
     def after(self, phase: nn.Module, forward: bool) -> None:
-        """Gives back what no later phase of the unit reads in this pass, unless another pass does."""
+        """Frees what no later phase of the unit reads in this action, unless another action does."""
         for index in self._opens[phase, not forward]:
             self._reading[index, forward] -= 1
             self._left[index] -= not forward
@@ -147,7 +146,7 @@ class GatheredWeights:
             self._pending[index] = self._buckets[index].start_gather(wide)
 
     def _quantize_anew(self) -> None:
-        """Before the first gather after a change: all units' slices at once, for one reduction of their maxima."""
+        """At the first gather after an update: quantises all units' slices at once, with one reduction of maxima."""
         stale = [bucket.eight_bits for bucket in self._buckets if bucket.eight_bits and bucket.eight_bits.is_stale]
         if stale:
             quantize_anew(stale)
@@ -164,12 +163,12 @@ class GatheredWeights:
             self.exposure.during(self._pending.pop(index).wait)
 
     def check_released(self) -> None:
-        """At the end of a step nothing may be left whole: the optimiser would make it stale."""
+        """Asserts that nothing is left whole at the end of a step: the optimiser would make it stale."""
         held = [i for i, bucket in enumerate(self._buckets) if bucket.shards_weights and bucket.holds(wide=False)]
         assert not held and not self._reserved, f"buckets {held} are still gathered, {self._reserved} were never used"
 
     def fetched_bytes(self, phase: nn.Module) -> int:
-        """Bytes that are gathered for the unit of a phase and given back after each of its passes."""
+        """Bytes that are gathered for the unit of a phase and freed after each use."""
         unit = [other for other, number in self._unit_of.items() if number == self._unit_of[phase]]
         indices = {index for other in unit for index in self._uses[other]}
         buckets = [self._buckets[index] for index in indices if not self._per_step]
@@ -178,9 +177,9 @@ class GatheredWeights:
         )
 
     def start_gather(self) -> None:
-        """The weights are new: where they stay whole, collects everybody's slices in the order of the forward.
+        """After an update: starts gathering the weights that stay whole, in the order of the forward.
 
-        What was made of the old ones (8-bit copies) is dropped; under ZeRO-3 it goes with the gathered weights.
+        8-bit copies of the old ones are dropped; under ZeRO-3 they go with the gathered weights.
 
         Comm: all_gather over the shard axis of numel/size elements per bucket; none under ZeRO-3.
         """
@@ -198,7 +197,7 @@ class GatheredWeights:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Everything is resident inside the context in the model's dtype, to be read outside the phases.
+        """Inside this context all weights are whole in the model's dtype, to be read outside the phases.
 
         Comm: under ZeRO-3 all_gather over the shard axis of numel/size elements per bucket.
         """

@@ -1,4 +1,4 @@
-"""How the model sees a sequence that is cut over cp: which rows are here, and how attention reaches the others."""
+"""What context parallelism means to the model: the rows of this rank, and the attention that reaches all others."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def context_attention(config: Config, mesh: Mesh) -> ContextAttention | None:
 
 
 class SequenceSharding:
-    """Makes of a micro-batch's whole rows what this rank's model reads.
+    """Turns a micro-batch of whole rows into what this cp rank's model reads; the loader calls it.
 
-    Multi-token prediction looks ahead while rows are whole; then this cp rank's part is taken, its attention planned.
+    Multi-token prediction looks ahead while rows are whole. Then attention is planned and this rank's rows are taken.
 
     Args:
         config: of the run (parallel.cp_method, cp_inner, train.seq_len, the model's masks and num_mtp_layers).

@@ -1,4 +1,4 @@
-"""The two ends of the model: tokens to hidden states, hidden states to loss."""
+"""The two ends of the model: tokens to hidden states, and hidden states to loss."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class OutputMatrix(nn.Module):
         config: the architecture.
         tp: axis that cuts the vocabulary.
         sp: hidden states arrive cut along the sequence.
-        tied: the embedding's weight where the two are one parameter and both are here.
-        slice_tokens: whose logits are made at a time for losses, and again in the backward; None = all, once.
+        tied: the embedding's weight, if the head shares it and both are on this rank.
+        slice_tokens: tokens whose logits are made at a time, and again in the backward; None = all, and once.
         factory: dtype and device of the parameters.
     """
 
@@ -76,7 +76,8 @@ class OutputMatrix(nn.Module):
 
     def local_logits(self, normed: Tensor, defer: Defer = run_now) -> Tensor:
         """`[s/cp/tp, b, h]` -> `[s/cp, b, v/tp]`, padding columns included."""
-        logits = column_linear(normed, self.weight, self.tp, self.sp, defer)  # all_gather tp
+        # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
+        logits = column_linear(normed, self.weight, self.tp, self.sp, defer)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     def losses(self, normed: Tensor, labels: Tensor, mask: Tensor, z_loss: float, defer: Defer) -> Tensor:
@@ -90,8 +91,8 @@ class OutputMatrix(nn.Module):
             defer: takes the weight-gradient half of the backward.
 
         Returns:
-            `[2]`: Σ loss·mask, and Σ lse²·mask (the z-loss before its coefficient, not differentiated here: the
-            gradient of the first entry already contains the coefficient's share).
+            `[2]`: Σ loss·mask, and Σ lse²·mask, the z-loss before its coefficient. The second is only for the log: the
+            gradient of the first already contains that of z_loss times the second.
 
         Comm: all_gather tp with sp, 2× all_reduce tp / all_gather, reduce_scatter.
         """
@@ -115,8 +116,7 @@ class Head(nn.Module):
         mesh: `tp` cuts the vocabulary.
         sp: hidden states arrive cut along the sequence.
         z_loss: coefficient of the z-loss.
-        tied: the embedding's weight where the two are one parameter and both are here.
-        slice_tokens: as of OutputMatrix.
+        tied, slice_tokens: as of OutputMatrix.
         factory: dtype and device of the parameters.
     """
 
@@ -154,7 +154,7 @@ class Term:
         name: of the logged figure; terms of one name are added up.
         count: index of the number that divides the sum (MicroBatch.target_counts).
         coefficient: of the mean in the objective.
-        share: of the mean in the logged figure.
+        share: factor of the mean in the logged figure.
     """
 
     name: str
@@ -164,7 +164,7 @@ class Term:
 
 
 def loss_terms(config: Config) -> list[Term]:
-    """The entries of the last stage's output, in order: `loss` never contains any other."""
+    """The entries of the last stage's output, in order; `loss` contains the first alone."""
     depths = config.model.num_mtp_layers
     ahead = [Term("mtp_loss", k + 1, config.train.mtp_loss / depths, 1 / depths) for k in range(depths)]
     return [Term("loss", coefficient=1.0), Term("z_loss"), *ahead]

@@ -1,5 +1,10 @@
-"""The GPT as phases: embedding; per layer attention and mlp, or attention, dispatch, experts and combine; head; and
-with multi-token prediction, per depth its input, the phases of a block, and its head."""
+"""The GPT as a list of phases, modules called as `phase(x, batch, defer)`:
+
+embedding
+per layer   attention, mlp    or    attention, dispatch, experts, combine
+head
+per depth of multi-token prediction   its input, the phases of a block, its head
+"""
 
 from __future__ import annotations
 
@@ -40,11 +45,11 @@ BlockMaker = Callable[[int, Parts], list[nn.Module]]
 
 
 def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: dict[str, Any]) -> BlockMaker:
-    """What all blocks of this rank share, ready to build any of them.
+    """Makes what all blocks of this rank share, and returns a function that builds one block.
 
     Args:
         config, mesh: as of Gpt.
-        balancer: of all MoE blocks here.
+        balancer: of all MoE blocks of this rank; None = there are none.
         build: sp, and dtype and device of the parameters.
     """
     model = config.model
@@ -72,20 +77,20 @@ def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: di
 
 
 def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
-    """Whether the block at a place of a stage, counted from 0, is among those that are computed again."""
+    """Whether the block at a place of a stage, counted from 0, is recomputed, as a whole or in parts."""
     count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
     return recompute.mode != "none" and (count is None or place < count)
 
 
 def _recomputed_parts(recompute: RecomputeConfig, stage: int, place: int) -> tuple[Parts, bool]:
-    """What is computed again within a block, and whether all of it is."""
+    """The parts of a block that are recomputed (selective), and whether all of it is (full)."""
     again = is_recomputed(recompute, stage, place)
     parts = Parts(recompute.parts) if again and recompute.mode == "selective" else KEEP_ALL
     return parts, again and recompute.mode == "full"
 
 
 def _with_keeping(phases: list[nn.Module], recompute: RecomputeConfig, parts: Parts, again: bool) -> nn.ModuleList:
-    """Tells the phases of a block what to keep, and where; `again`: it is computed again as a whole."""
+    """Tells the phases of a block what to keep for their backward, and where; `again`: it is fully recomputed."""
     for phase in phases:
         on_host = not again and getattr(phase, "kind", None) in recompute.offload
         phase.keeping = partial(  # type: ignore[assignment]
@@ -97,7 +102,7 @@ def _with_keeping(phases: list[nn.Module], recompute: RecomputeConfig, parts: Pa
 
 
 class Gpt(nn.Module):
-    """The phases of the model, in the order in which a micro-batch passes them: all of them, or some stages' share.
+    """The phases that one rank holds of the model, in the order in which a micro-batch passes them.
 
     Args:
         config: the whole run's configuration (model, moe, parallel.sp, precision, recompute, train.z_loss).
@@ -141,7 +146,7 @@ class Gpt(nn.Module):
         self.overlap = choose_overlap(self.parameters(), config, mesh)
 
     def _add_prediction(self, config: Config, tp: Axis, block: BlockMaker, build: dict[str, Any]) -> None:
-        """The blocks of multi-token prediction, one list of phases a depth, with the model's embedding and head."""
+        """Adds the blocks of multi-token prediction, which use the model's own embedding and head."""
         assert self.head is not None
         output, model = self.head.output, config.model
         if model.num_mtp_layers == 0:
@@ -162,7 +167,7 @@ class Gpt(nn.Module):
             self.ahead.append(_with_keeping(phases, config.recompute, parts, again))
 
     def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, shared: str) -> Balancer | None:
-        """Of all MoE layers here; a rank without one still takes part in what is told of them."""
+        """The balancer of this rank's MoE layers; a rank without any still takes part in its collectives."""
         if not config.model.num_experts:
             return None
         mine = [i for spec in self.stages.values() for i in spec.layers]
@@ -173,7 +178,7 @@ class Gpt(nn.Module):
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
     def _mark_recompute(self, config: Config) -> None:
-        """Full: whole layers, `group_layers` of them together, keep nothing but what enters the first."""
+        """Full recomputation: each group of `group_layers` neighbouring blocks keeps only what enters the first."""
         recompute = config.recompute
         if recompute.mode != "full":
             return
@@ -183,6 +188,7 @@ class Gpt(nn.Module):
                     phase.recompute = place // recompute.group_layers  # type: ignore[assignment]
 
     def _mark_shared(self, shared: str) -> None:
+        """Notes in the specs which parameters the mirrored pipeline rank holds too."""
         for parameter in self.parameters():
             spec = spec_of(parameter)
             if shared == "all" or (shared == "tied" and spec.name == TIED):
@@ -195,11 +201,11 @@ class Gpt(nn.Module):
         return [list(phases.children()) for phases in self.ahead] if self.stages[stage].head else []
 
     def _blocks_of(self, stage: int) -> list[list[nn.Module]]:
-        """What can be computed again: the layers, and the blocks that predict further without their heads."""
+        """What can be recomputed: the layers, and the blocks of multi-token prediction without their heads."""
         return [self._layer(i) for i in self.stages[stage].layers] + [phases[:-1] for phases in self._ahead_of(stage)]
 
     def units_of(self, stage: int) -> list[list[nn.Module]]:
-        """The phases of a local stage, grouped by what is reduced, sharded and gathered together."""
+        """The phases of a local stage in units of data parallelism, which are gathered and reduced as one."""
         spec = self.stages[stage]
         units: list[list[nn.Module]] = [self._layer(i) for i in spec.layers]
         if spec.embedding and self.embedding is not None:
@@ -214,19 +220,19 @@ class Gpt(nn.Module):
 
     @property
     def units(self) -> list[list[nn.Module]]:
-        """Of all local stages, in order: the embedding, each block, the head, the blocks that predict further."""
+        """The units of all local stages in order: embedding, layers, head, blocks of multi-token prediction."""
         return [unit for stage in self.stages for unit in self.units_of(stage)]
 
     @property
     def phases(self) -> list[nn.Module]:
-        """Of all local stages, in order."""
+        """The phases of all local stages in order."""
         return [phase for unit in self.units for phase in unit]
 
     def initialize(self, seed: int) -> None:
-        """Random weights from the seed and each parameter's global name: the same on any layout."""
+        """Fills all weights at random, from the seed and each parameter's global name: the same on any layout."""
         for parameter in self.parameters():
             initialize(parameter, seed)
 
     def weights(self) -> list[torch.Tensor]:
-        """Everything local that a checkpoint keeps of the model: parameters, and the routers' biases (buffers)."""
+        """What a checkpoint keeps of the local model: parameters, and the routers' biases, which are buffers."""
         return [*self.parameters(), *(buffer for buffer in self.buffers() if hasattr(buffer, "spec"))]

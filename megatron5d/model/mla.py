@@ -1,12 +1,13 @@
-"""Multi-head latent attention: queries, keys and values grow out of two small latents, heads cut over tp.
+"""Multi-head latent attention: queries, keys and values are projected up from two small latents, heads cut over tp.
 
     q = q_up(norm(q_down(x)))  or  q(x)             per head: dn features, and dr that positions turn
     c_kv, k_pe = kv_down(x);  k, v = kv_up(norm(c_kv))       per head: dn and dv; k_pe, dr, is one for all heads
     scores = [q, rope(q_pe)] · [k, rope(k_pe)]
 
-The down-projections are small and every tp rank holds them whole. Every head of every rank uses what they make, so
-exactly one collective must add up its gradient over tp. It stands where fewer elements pass: behind the
-down-projections (`late`) or, where queries come straight from x or the latents are no smaller than it, before them.
+The down-projections are small, and every tp rank holds them whole. The heads of all tp ranks use their outputs, so
+exactly one collective has to sum gradients over tp (under sp it also gathers the sequence). It stands where fewer
+elements pass: behind the down-projections (`late`), or before them if queries come straight from x or the latents are
+not smaller than x.
 Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
 """
 
@@ -119,7 +120,7 @@ class Mla(nn.Module):
         return self.core(q, *keys, batch=batch)
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
-        """What queries come from `[s/cp, b, rq]` (or h), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
+        """The latent of the queries `[s/cp, b, rq]` (or x itself, h), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
         if not self.late:
             x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         q = x
@@ -134,13 +135,16 @@ class Mla(nn.Module):
         return q, c_kv, k_pe
 
     def _first_gemms(self) -> Gemms:
-        """Of the products that read the norm, where nothing else does: behind `_enter` it is gathered as it is."""
+        """How the products that read the norm are made; as they are, where `_enter` reads it too."""
         if not self.late or self.q_down is None:
             return PLAIN
         return gemms_of(self.kv_down, self.q_down)
 
     def _enter(self, x: Tensor) -> Tensor:
-        """Into the region where each tp rank works for its own heads: gradients are added up on the way back."""
+        """Into the region where each tp rank works for its own heads, whose gradients are summed on the way back.
+
+        Comm: all_gather tp with sp, else none / reduce_scatter tp with sp, else all_reduce.
+        """
         return gather_from(x, self.tp) if self.sp else copy_to(x, self.tp)
 
 
@@ -151,16 +155,16 @@ def _keys_values(kv: Tensor, k_pe: Tensor, dn: int) -> tuple[Tensor, Tensor]:
 
 
 class LatentKV:
-    """A block is c_kv beside the turned k_pe, `[t, b, r+dr]`, the same for all heads; kv_up is applied on arrival.
+    """KVFormat of latents: a block is c_kv beside the rotated k_pe, `[t, b, r+dr]`, and kv_up is applied on arrival.
 
-    The weight's gradient is written while the block is here, whatever the schedule: kept for later, the gradients of
-    every block's keys and values would be as long as the whole sequence.
+    Its weight gradient is computed at once, whatever the schedule: to put it off, the gradients of all blocks' keys and
+    values would have to be kept, which is the whole sequence.
 
     Args:
         weight: kv_up's, `[a/tp·(dn+dv), r]`.
         num_heads: a/tp.
         dims: dn, dr, dv.
-        rows: of the weight, those of the heads that are opened; None = all.
+        rows: of the weight, those of the heads that are wanted; None = all.
     """
 
     def __init__(self, weight: Tensor, num_heads: int, dims: tuple[int, int, int], rows: slice | None = None) -> None:
@@ -176,7 +180,7 @@ class LatentKV:
         return LatentKV(self.weight, n, self.dims, slice(rank * rows, (rank + 1) * rows)) if size > 1 else self
 
     def unpack(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents `[t, b, r+dr]` -> k `[t, b, a/tp, dn+dr]`, v `[t, b, a/tp, dv]` of the heads that are opened."""
+        """Latents `[t, b, r+dr]` -> k `[t, b, a/tp, dn+dr]`, v `[t, b, a/tp, dv]`."""
         dn, dr, dv = self.dims
         c_kv, k_pe = block.split([block.shape[-1] - dr, dr], -1)
         kv = F.linear(c_kv, self.weight[self.rows]).unflatten(-1, (self.num_heads, dn + dv))

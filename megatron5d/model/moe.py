@@ -1,14 +1,12 @@
 """The mixture-of-experts half of a block as three phases: dispatch, experts, combine.
 
-    dispatch   norm, router, sort; starts the way to the experts
-    experts    the shared expert, under that way (where it leads over nodes, its first matrices under the way between
-               them, its last under the way inside one); then the routed ones; starts the way home
-    combine    waits, adds up by the router's weights, adds the shared expert and the residual
+    dispatch   norm, router, sort; starts sending tokens to their experts
+    experts    the shared expert while tokens travel (over nodes: up while they travel between nodes, down while inside
+               one); then the routed experts; starts sending outputs home
+    combine    waits, sums each token's outputs by the router's weights, adds the shared expert and the residual
 
-What goes from phase to phase is a tuple: the residual, the ticket of the exchange under way, the router's weights, the
-normalised input or the shared expert's output (None without one), and the trip, which is no tensor.
-Under sp the tokens are routed as they lie, cut along the sequence. Without sp the tp ranks hold the same tokens: each
-routes its share of them, and the outputs are gathered.
+With sp each tp rank routes the tokens that it has. Without sp all tp ranks have the same tokens: each routes its share
+of them, and the outputs are gathered.
 """
 
 from __future__ import annotations
@@ -40,10 +38,12 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
 State = tuple[Tensor, Tensor, Tensor, Tensor | None, Trip | NodeTrip]
+"""What goes from phase to phase: the residual; the ticket of the exchange under way (comm/exchange.py); the router's
+weights; for a shared expert its input, then its output, else None; and where the tokens go."""
 
 
 def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> Any:
-    """Straight to the experts, or node by node where ep has an inner and an outer part (parallel.ep_inner)."""
+    """Sends tokens straight to their experts, or first to nodes and then inside them (parallel.ep_inner)."""
     if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
         outer, inner, etp, inner_etp = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))
         return NodeDispatcher(num_experts, outer, inner, etp, inner_etp, codec)
@@ -51,7 +51,7 @@ def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> A
 
 
 class TokenShare:
-    """Which of the tokens that lie here this rank routes.
+    """Which of its tokens a rank routes.
 
     Args:
         tp: ranks that hold the same sequence positions (sp: neighbouring shares of them).
@@ -79,7 +79,7 @@ class TokenShare:
         return y.view(like.shape)
 
     def tokens(self, shape: torch.Size, batch: MicroBatch) -> Tokens:
-        """What is known of the tokens that `take` takes from hidden states of a shape."""
+        """Which tokens those are that `take` takes from hidden states of a shape."""
         if batch.context is None:
             tokens = self._whole(shape[0], shape[1], batch.tokens.device)
         else:
@@ -94,13 +94,13 @@ class TokenShare:
         return replace(tokens, real=local_slice(real, self.tp))
 
     def _places_of(self, s: int, b: int, device, rows: Tensor | None = None) -> Tokens:
-        """Of the positions `rows` of sequences, which a cp rank holds; None = all."""
+        """The tokens at sequence positions `rows`, those of this cp rank; None = all positions."""
         count = s * self.tp.size if self.sp else s
         rows = torch.arange(count, device=device) if rows is None else rows
         assert rows.numel() == count, f"{count} positions of a sequence, {rows.numel()} expected"
         order = (rows[:, None] * b + torch.arange(b, device=device)).flatten()
         missing = 0 if self.sp else -order.numel() % self.tp.size
-        if missing:  # padding to an even share lies behind everything
+        if missing:  # what pads to equal shares comes last
             order = torch.cat((order, order.max() + 1 + torch.arange(missing, device=device)))
         real = torch.arange(order.numel(), device=device) < order.numel() - missing if missing else None
         order = local_slice(order, self.tp)
@@ -172,7 +172,7 @@ class MoeDispatch(nn.Module):
     def _within_capacity(
         self, experts: Tensor, weights: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Choices that full experts refuse become none, with a weight of 0; and how many those are."""
+        """Drops choices beyond the experts' capacity: their expert becomes none, their weight 0; and counts them."""
         if self.moe.capacity_factor is None:
             return experts, weights, None
         num_experts = self.config.num_experts

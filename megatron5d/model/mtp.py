@@ -1,4 +1,4 @@
-"""Multi-token prediction: behind the last layer, blocks that predict one more token ahead each, for training alone.
+"""Multi-token prediction: blocks behind the last layer, each of which predicts one more token ahead; training only.
 
 With h⁰ the normed output of the last layer, for depth k = 1 ... D:
 
@@ -6,10 +6,10 @@ With h⁰ the normed output of the last layer, for depth k = 1 ... D:
     hᵏ  = norm(block(x))                                        attention and MLP or experts, like the last layer's
     loss of depth k: hᵏ through the model's own head predicts token i+k+1, where that token exists
 
-The objective has train.mtp_loss times the mean over the depths of each one's mean loss. The blocks' phases follow the
-head's on the last stage; beside the hidden states they carry the sums of losses so far. Where the embedding lies on
-another stage, the last one holds a copy of it, as of a tied one.
-The order of the halves and the normed h⁰ are as in the released weights' use. Source: DeepSeek-V3
+The objective gets train.mtp_loss times the average over the depths of their mean losses. On the last stage the blocks'
+phases follow the head; beside the hidden states they carry the sums of losses so far. If the embedding is on another
+stage, the last one holds a copy of it, as of a tied one.
+The order of the halves, and that h⁰ is normed, are as the released weights need it. Source: DeepSeek-V3
 (arXiv:2412.19437), section 2.2; Megatron-Core's multi_token_prediction.py.
 """
 
@@ -33,10 +33,10 @@ from megatron5d.topology.axis import Axis
 
 
 def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
-    """Adds what the prediction blocks read; must see whole sequences, so before cp takes its rows.
+    """Adds what the prediction blocks read. It needs whole sequences, so it comes before cp takes its rows.
 
-    A prediction of depth k counts where the one that stands k tokens later counts for the main loss, and, where
-    documents are told apart, lies in the same document.
+    A prediction of depth k counts where the main prediction k tokens later counts and, if documents are told apart, is
+    in the same document.
 
     Args:
         batch: whole rows.
@@ -61,7 +61,7 @@ def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
 
 
 class Beside(nn.Module):
-    """A phase of a block, past which the sums of losses are carried: `(sums, x)` -> `(sums, phase(x))`."""
+    """A phase of a block that also carries the sums of losses along: `(sums, x)` -> `(sums, phase(x))`."""
 
     def __init__(self, phase: nn.Module) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class Norm(nn.Module):
         size: n.
         name: global name.
         tp: ranks that hold copies of the weight.
-        partial: acts on a share of the sequence or of the heads, so its gradient is summed over tp.
+        partial: this rank's norm sees a share of the sequence or of the heads, so its gradient is summed over tp.
         eps: added to the variance.
         parts: `norm` may be computed again.
         factory: dtype and device.
@@ -38,18 +38,20 @@ class Norm(nn.Module):
             self.bias = replicated_parameter((size,), f"{name}.bias", tp, partial=partial, **factory)
 
     def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
-        """
+        """`[..., n]` -> the same.
+
         Args:
             x: `[..., n]`.
-            gemms: of the products that alone read the result; anything else needs the default.
+            gemms: how the products are made that read the result (8-bit ones quantise it at once); the default if
+                anything else reads it too.
         """
         return self.parts("norm", lambda x: self._beside(x, gemms)[0], x)
 
     def branch(self, x: Tensor, gemms: Gemms = PLAIN) -> tuple[Tensor, Tensor]:
-        """What a residual branch begins with, and x for the sum at its end.
+        """Begins a residual branch: the normalised x, and x itself for the sum at the branch's end.
 
-        The gradients of the two meet in the backward of the norm, in one pass over memory; where that is computed
-        again, autograd adds them up.
+        The two gradients meet in the norm's backward, in one pass over memory; if the norm is recomputed, autograd adds
+        them.
 
         Args:
             x, gemms: as of `forward`.
