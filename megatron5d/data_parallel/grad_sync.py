@@ -118,7 +118,7 @@ class GradSync:
         self._summing: list[Pending] = []  # sums over replicas under way
         self._shared = [i for i, bucket in enumerate(self.buckets) if spec_of(bucket.parameters[0]).shared]
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL even an asynchronous collective waits until all ranks have called it. Then
-        # reductions shared with the mirror start after the step's last action, so that no two ranks wait for each other.
+        # reductions shared with the mirror start after the step's last action, lest two ranks wait for each other.
         self._starts_early = dist.get_debug_level() != dist.DebugLevel.DETAIL
         self._meet_mirror()
         unit_of = {phase: number for number, unit in enumerate(units) for phase in unit}
