@@ -27,6 +27,8 @@ from megatron5d.topology.axis import Axis
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+TEXT_BYTES = 128  # of a text that one rank tells the others
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -144,6 +146,24 @@ def gather_objects(mine: Any, axis: Axis) -> list[Any]:
     said: list[Any] = [None] * axis.size
     dist.all_gather_object(said, mine, group=axis.group)
     return said
+
+
+def said_by(source: int, text: str, axis: Axis, device: torch.device) -> str:
+    """What one rank of the axis says, on all of them; its first `TEXT_BYTES` bytes. For messages.
+
+    Args:
+        source: its position.
+        text: of this rank; only that of the source counts.
+        axis: whose ranks hear it.
+        device: on which collectives run.
+
+    Comm: all_reduce of `TEXT_BYTES` elements.
+    """
+    letters = torch.zeros(TEXT_BYTES, dtype=torch.int32, device=device)
+    if source == axis.rank:
+        own = list(text.encode()[:TEXT_BYTES])
+        letters[: len(own)] = torch.tensor(own, dtype=torch.int32)
+    return bytes(filter(None, all_reduce(letters, axis).tolist())).decode(errors="replace")
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:

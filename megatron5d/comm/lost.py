@@ -49,7 +49,7 @@ def finish(work: Any, op: str, axis: Axis) -> None:
         LineLost: it failed.
     """
     try:
-        work.wait()
+        axis.wait(work.wait)
     except RuntimeError as error:
         raise LineLost(op, axis, error) from error
 

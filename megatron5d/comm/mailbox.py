@@ -203,7 +203,7 @@ class Exchange:
         Raises:
             TimeoutError: as of `wait_flag`.
         """
-        wait_flag(self.arrivals, source)
+        self._mailbox.axis.wait(partial(wait_flag, self.arrivals, source))
         return tuple(self.inbox(part)[source] for part in range(len(self._layout)))
 
 

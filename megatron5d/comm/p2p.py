@@ -115,7 +115,7 @@ class Outbox(_End):
     def _wait_first(self) -> None:
         work, _ = self._under_way.popleft()
         try:
-            work.wait()
+            self.axis.wait(work.wait)
         except RuntimeError as error:
             raise PeerLost(self.peer_rank, "sending to it", error) from error
         self._settled += 1
@@ -149,7 +149,7 @@ class Inbox(_End):
         """
         work, x = self._posted.popleft()
         try:
-            work.wait()
+            self.axis.wait(work.wait)
         except RuntimeError as error:
             raise PeerLost(self.peer_rank, "receiving from it", error) from error
         return x

@@ -174,6 +174,8 @@ SHAPES = (
            "two numbers, each at least 0 and below 1", lambda c: _spelled(Config().optim.betas)),
     _shape("optim.momentum", lambda c: 0 <= c.optim.momentum < 1, "at least 0 and below 1",
            lambda c: "0" if c.optim.momentum < 0 else "0.95"),
+    _shape("log.slow_rank", lambda c: c.log.slow_rank is None or c.log.slow_rank == 0 or c.log.slow_rank > 1,
+           "above 1, 0 or null", lambda c: "1.2" if (c.log.slow_rank or 0) > 0 else "0"),
     _shape("moe.jitter", lambda c: 0 <= c.moe.jitter < 1, "at least 0 and below 1",
            lambda c: "0" if c.moe.jitter < 0 else "0.01"),
     _shape("moe.balance", lambda c: all(word in BALANCES for word in c.moe.balance)

@@ -278,6 +278,7 @@ class LogConfig:
     jsonl: str | None = None  # one JSON object a step
     wandb: WandbConfig = field(default_factory=WandbConfig)
     every: int = 1  # steps between two records
+    slow_rank: float | None = None  # work over that of peers above which a rank is named; None = 1.2 on GPUs; 0 = never
     progress: bool = True  # on rank 0: a bar on a terminal, elsewhere a line every 10 s
     traceback: bool = False  # the calls that led to a fault, also where one message tells it
     peak_tflops: float | None = None  # of one device, for MFU; None = known devices only

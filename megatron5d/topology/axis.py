@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Recorder(Protocol):
     """What an axis tells about each collective (the ledger of `comm/` is one)."""
 
     def record(self, axis: str, op: str, num_elements: int, element_bytes: int) -> None: ...
+
+    def wait(self, axis: str, act: Callable[[], T]) -> T: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +54,10 @@ class Axis:
                 f"nearest that fit: {fits}"
             )
         return n // self.size
+
+    def wait(self, act: Callable[[], T]) -> T:
+        """`act()`, which waits for other ranks of this axis: every such wait goes through here."""
+        return act() if self.recorder is None else self.recorder.wait(self.name, act)
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.rank}/{self.size}]"

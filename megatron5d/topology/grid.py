@@ -144,6 +144,12 @@ def dense_grid(sizes: Sizes) -> Grid:
     return Grid(tuple(axes))
 
 
+def place_of(sizes: Sizes, rank: int) -> str:
+    """How a message calls a rank: its number, and its coordinates in the dense view."""
+    grid = dense_grid(sizes)
+    return f"rank {rank} ({', '.join(f'{axis} {grid.coordinate(rank, axis)}' for axis in grid.names)})"
+
+
 def expert_grid(sizes: Sizes, dense: Grid) -> Grid:
     """pp, edp, ep, etp: within one pipeline stage the ranks, ascending, are folded with etp fastest."""
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]

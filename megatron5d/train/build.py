@@ -65,7 +65,7 @@ def build_run(config: Config, process: Process) -> Run:
     Comm: group creation; the pipeline's channels; loading a checkpoint.
     """
     plan = agreed_plan(config, process)
-    ledger = Ledger()
+    ledger = Ledger(process.device)
     mesh = build_mesh(
         sizes_of(config, process.world),
         process.rank,

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron5d.comm.collectives import all_reduce
+from megatron5d.comm.collectives import all_reduce, said_by
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.buckets import Bucket
-from megatron5d.topology.grid import dense_grid
+from megatron5d.topology.grid import place_of
 from megatron5d.topology.mesh import Mesh
-
-_NAME_BYTES = 128  # of a parameter's name that travel to the other ranks
 
 
 class Guard:
@@ -66,22 +64,19 @@ class Guard:
 
     def _origin(self, share: Tensor) -> str:
         """The first ranks that hold something that is not finite, and the first parameter there."""
-        world, names = self._mesh["world"], self._nonfinite_parameters()
+        world, sizes, names = self._mesh["world"], self._mesh.sizes, self._nonfinite_parameters()
         bad = torch.tensor([not bool(share.isfinite().all()), bool(names)], device=share.device).double()
         firsts = all_reduce(-torch.where(bad > 0, world.rank, world.size).double(), world, "max")
         in_loss, in_grads = (round(-first) for first in firsts.tolist())
         num_loss, num_grads = (round(number) for number in all_reduce(bad, world).tolist())
         told = []
         if num_loss:
-            told.append(f"the loss of {num_loss} of {world.size} ranks is not finite, first of {self._place(in_loss)}")
+            of = f"{num_loss} of {world.size} ranks"
+            told.append(f"the loss of {of} is not finite, first of {place_of(sizes, in_loss)}")
         if num_grads:
-            text = torch.zeros(_NAME_BYTES, dtype=torch.float64, device=share.device)
-            if in_grads == world.rank:
-                letters = list(names[0].encode()[:_NAME_BYTES])
-                text[: len(letters)] = torch.tensor(letters, dtype=torch.float64)
-            name = bytes(round(letter) for letter in all_reduce(text, world).tolist() if letter).decode()
+            name = said_by(in_grads, names[0] if names else "", world, share.device)
             held = f"{num_grads} rank{'' if num_grads == 1 else 's'}"
-            told.append(f"gradients on {held} are not finite, first on {self._place(in_grads)} that of {name}")
+            told.append(f"gradients on {held} are not finite, first on {place_of(sizes, in_grads)} that of {name}")
         return "; ".join(told) or "every gradient is finite, and their squares overflow"
 
     def _nonfinite_parameters(self) -> list[str]:
@@ -91,7 +86,3 @@ class Guard:
             for segment in bucket.segments()
             if not bool(bucket.grad_slice[slice(*segment.owned)].isfinite().all())
         ]
-
-    def _place(self, rank: int) -> str:
-        grid = dense_grid(self._mesh.sizes)
-        return f"rank {rank} ({', '.join(f'{axis} {grid.coordinate(rank, axis)}' for axis in grid.names)})"

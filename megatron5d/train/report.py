@@ -11,6 +11,7 @@ from megatron5d.train.build import Run
 from megatron5d.train.expected import Expectation
 from megatron5d.train.memory import MEASURED_AFTER, MemoryReport
 from megatron5d.train.metrics import JsonLines, ProgressDisplay, Wandb, memory_gb, peak_tflops
+from megatron5d.train.slow_ranks import SlowRanks
 from megatron5d.train.step import StepResult
 
 
@@ -28,6 +29,7 @@ class Reporter:
         self._peak = peak_tflops(config.log, run.process.device)
         self.memory = MemoryReport(run)
         self.expectation = Expectation(run)
+        self._slow_ranks = SlowRanks(run)
         self._steps_here = 0
         self._flops = flops_per_token(config.model, config.train.seq_len)
         self._pending: dict[str, Any] = {}
@@ -39,15 +41,19 @@ class Reporter:
             self._wandb = Wandb(config.log, to_dict(config), progress.wandb_id)
             progress.wandb_id = self._wandb.run_id
         self._since, self._seconds, self._sent = time.perf_counter(), 0.0, dict[str, int]()
+        self._waits = dict[str, float]()
 
     def start_clock(self) -> None:
         """A step begins."""
         self.run.ledger.clear()
+        self.run.ledger.timing = self._slow_ranks.active
         self._since = time.perf_counter()
 
     def stop_clock(self) -> None:
         """A step is over: what follows (evaluation, saving) counts neither as its time nor as what it sent."""
         self._seconds, self._sent = time.perf_counter() - self._since, self.run.ledger.bytes_by_axis()
+        self.run.ledger.timing, self._waits = False, self.run.ledger.take_waits()
+        self._slow_ranks.step(self._seconds, self._waits)
 
     def add(self, name: str, value: float) -> None:
         """A figure that goes into the next record."""
@@ -56,28 +62,33 @@ class Reporter:
     def step(self, result: StepResult, lr: float) -> None:
         """Records one step; written every `log.every` steps, at the first and at the last.
 
-        Comm: once, after some steps: of MemoryReport and Expectation.
+        Comm: at a record that of SlowRanks; once, after some steps: of MemoryReport and Expectation.
         """
         self._steps_here += 1
+        config, step = self.run.config, self.run.progress.step
+        last = config.train.stop_after or config.train.steps
+        written = step % config.log.every == 0 or step in (1, last) or result.stop or bool(self._pending)
+        slow = list[str]()
+        if written:
+            compared, slow = self._slow_ranks.compare()
+            self._pending |= compared
         measured = []
         if self._steps_here == MEASURED_AFTER:
             measured = [self.expectation.beside(result, self._sent), self.memory.measured()]
+        told, self._pending = self._pending, {} if written else self._pending
         if not self.active:
             return
         record = self._record(result, lr)
         tokens_per_s = record["tokens_per_s_per_gpu"] * self.run.process.world
         self._display.update(record["loss"], record["grad_norm"], tokens_per_s)
-        config, step = self.run.config, self.run.progress.step
-        last = config.train.stop_after or config.train.steps
-        if step % config.log.every == 0 or step in (1, last) or result.stop or self._pending:
-            record |= self._pending
-            self._pending = {}
+        if written:
+            record |= told
             for writer in (self._jsonl, self._wandb):
                 if writer is not None:
                     writer.write(record)
         if result.skipped is not None:
             self.say(f"step {step}: the update is skipped: {result.skipped}")
-        for text in filter(None, measured):
+        for text in filter(None, [*measured, *slow]):
             self.say(text)
 
     def _record(self, result: StepResult, lr: float) -> dict[str, Any]:
@@ -111,6 +122,7 @@ class Reporter:
         record |= result.layers
         for axis, num_bytes in self._sent.items():
             record[f"comm_{axis}_bytes"] = num_bytes
+        record |= {f"comm_{axis}_exposed_s": seconds for axis, seconds in self._waits.items()}
         return record
 
     def say(self, text: str) -> None:
@@ -119,6 +131,7 @@ class Reporter:
             self._display.say(text)
 
     def close(self) -> None:
+        self._slow_ranks.close()
         self._display.close()
         for writer in (self._jsonl, self._wandb):
             if writer is not None:

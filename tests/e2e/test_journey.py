@@ -52,6 +52,9 @@ class Journal:
     def record(self, axis, op, num_elements, element_bytes):
         self.ops.append(f"{op} {axis}")
 
+    def wait(self, axis, act):
+        return act()
+
     def note(self, file, x, y, before):
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else None
         self.calls.append((file, shape, tuple(y.shape), Counter(self.ops[before:])))

@@ -1,0 +1,130 @@
+"""Which rank does its own work more slowly than others that have as much to do: `log.slow_rank`.
+
+One slow machine makes every step of the run longer, for all the others wait for it. What is compared is therefore a
+rank's work: the time of its steps, less its waits for other ranks (`Ledger.take_waits`).
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron5d.comm.collectives import all_reduce, said_by
+from megatron5d.config.schema import Config
+from megatron5d.topology.grid import DENSE_LINES, EXPERT_LINES, Sizes, dense_grid, expert_grid, place_of
+from megatron5d.train.build import Run
+
+DEFAULT = 1.2  # on GPUs; on CPUs ranks take turns on cores, and nothing is measured
+RECORDS = 3  # in a row on the other side of the threshold: less is noise
+_NAMED = 8  # of the ranks that become slow at once; a node has as many
+_SHORTEST_S = 1e-6  # of work: a rank that only waits has none
+
+
+class SlowRanks:
+    """Adds up each step's work, and compares the ranks at every record.
+
+    Args:
+        run: whose ranks.
+    """
+
+    def __init__(self, run: Run) -> None:
+        on_gpus = run.process.device.type == "cuda"
+        chosen = run.config.log.slow_rank
+        self.threshold = (DEFAULT if on_gpus else 0.0) if chosen is None else chosen
+        self._run, self._world = run, run.mesh["world"]
+        self._peers = torch.tensor(peers(run.mesh.sizes, run.config))  # [roles, ranks]
+        self.active = self.threshold > 0 and self._peers.shape[1] > 1
+        self._slow = torch.zeros(self._world.size, dtype=torch.bool)  # who was named
+        self._in_a_row = torch.zeros(self._world.size, dtype=torch.int64)  # records that contradict this
+        self._work_s, self._num_steps = 0.0, -1  # the first step compiles and connects: it says nothing
+        self._collecting_since = self._collected_s = 0.0
+        if self.active:
+            gc.callbacks.append(self._collecting)
+
+    def step(self, seconds: float, waits: Mapping[str, float]) -> None:
+        """One step is over.
+
+        Args:
+            seconds: that it took.
+            waits: axis -> seconds of these in which this rank waited for others.
+        """
+        if self._num_steps >= 0:
+            self._work_s += seconds - sum(waits.values()) - self._collected_s
+        self._num_steps, self._collected_s = self._num_steps + 1, 0.0
+
+    def compare(self) -> tuple[dict[str, Any], list[str]]:
+        """What a record tells, and what is to be said, of the steps since the last call; the same on every rank.
+
+        Comm: all_reduce over the world of a number for every rank, which takes a tree's depth, where a gather would
+            take a ring's length; for each rank that is named, of its host's name.
+        """
+        if not self.active or self._num_steps < 1:
+            return {}, []
+        work = torch.zeros(self._world.size, dtype=torch.float64, device=self._run.process.device)
+        work[self._world.rank] = max(self._work_s / self._num_steps, _SHORTEST_S)
+        self._work_s, self._num_steps = 0.0, 0
+        ratios = self.ratios(all_reduce(work, self._world).cpu())
+        slowest = int(ratios.argmax())
+        record = {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}
+        contradicts = (ratios > self.threshold) != self._slow
+        self._in_a_row = torch.where(contradicts, self._in_a_row + 1, 0)
+        turned = self._in_a_row == RECORDS
+        self._slow ^= turned
+        self._in_a_row[turned] = 0
+        told = [self._told(torch.where(turned & (self._slow == now))[0].tolist(), ratios, now) for now in (True, False)]
+        return record, list(filter(None, told))
+
+    def ratios(self, work: torch.Tensor) -> torch.Tensor:
+        """fp64 `[world]`: each rank's work over the median of its peers', of whom the busiest is left out.
+
+        Of a rank in the upper half this is the median of the others; two ranks are compared with each other.
+        """
+        table = work[self._peers]
+        others = table.sort(1).values[:, :-1].quantile(0.5, dim=1, keepdim=True)
+        ratios = torch.empty_like(work)
+        ratios[self._peers] = table / others
+        return ratios
+
+    def _told(self, ranks: list[int], ratios: torch.Tensor, slow: bool) -> str:
+        if not ranks:
+            return ""
+        device = self._run.process.device
+        here = f"{socket.gethostname()} ({device})"
+        each = [
+            f"{place_of(self._run.mesh.sizes, rank)} on {said_by(rank, here, self._world, device)} works "
+            f"{ratios[rank]:.2f} times as long as its peers"
+            for rank in ranks[:_NAMED]
+        ]
+        named = "; ".join(each) + (f"; and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+        if not slow:
+            return f"no longer slow: {named}"
+        why = "; hot experts make ranks slow, too (moe/layer_<i>/load)" if self._run.config.model.num_experts else ""
+        return f"slow rank: {named}, in {RECORDS} records in a row (log.slow_rank = {self.threshold:g}){why}"
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        """Python's garbage is collected on every rank now and then, and not at once."""
+        now = time.perf_counter()
+        if phase == "start":
+            self._collecting_since = now
+        else:
+            self._collected_s += now - self._collecting_since
+
+    def close(self) -> None:
+        if self.active:
+            gc.callbacks.remove(self._collecting)
+
+
+def peers(sizes: Sizes, config: Config) -> list[tuple[int, ...]]:
+    """Ranks that have as much to do as each other, all of them: those with the same layers, and the same experts.
+
+    Where nobody else holds the same experts, those with the same layers.
+    """
+    dense = dense_grid(sizes)
+    if config.model.num_experts and sizes.edp * sizes.etp > 1:
+        return list(expert_grid(sizes, dense).lines(*EXPERT_LINES["edp"], "etp"))
+    return list(dense.lines(*DENSE_LINES["stage"]))

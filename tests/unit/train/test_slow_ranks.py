@@ -1,0 +1,167 @@
+"""A rank that is slow is named, with its host; those that wait for it are not."""
+
+import gc
+import re
+import socket
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import records, write_corpus
+
+from megatron5d.comm.exposure import Exposure
+from megatron5d.comm.ledger import Ledger
+from megatron5d.config.schema import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig
+from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.pipeline_parallel.pipeline import Pipeline
+from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.grid import dense_grid, expert_grid, resolve
+from megatron5d.topology.mesh import Mesh
+from megatron5d.topology.process import Process
+from megatron5d.train import slow_ranks
+from megatron5d.train.loop import train
+from megatron5d.train.slow_ranks import RECORDS, SlowRanks, peers
+
+pytestmark = pytest.mark.alone
+
+WORLD, SLOW = 4, 1
+SLEEP_S, LONGER_S = 0.1, 0.5  # of every rank's forward of a micro-batch, and of the slow one's
+SLOW_STEPS, STEPS = range(2, 7), 14  # more records than it takes: other work on this machine may disturb some
+MODEL = ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_size=48, head_dim=8)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "sp": True, "zero": 3}, {"pp": 2}], ids=["tp2-dp2", "pp2-dp2"])
+def test_the_slow_rank_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, parallel):
+    """Neither its neighbours on tp nor the other stages, though their steps take as long. Evaluations do not count."""
+    corpus = write_corpus(tmp_path / "toy", vocab_size=97)
+    config = Config(
+        model=MODEL,
+        parallel=ParallelConfig(**parallel),
+        train=TrainConfig(steps=STEPS, gbs=4, mbs=1, seq_len=16, eval_every=3, eval_batches=1),
+        data=DataConfig(train=[corpus], split="9,1"),
+        log=LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False, memory_check="off", slow_rank=2),
+    )
+
+    def one(rank, world):
+        forward, start, begun = Stage.forward_steps, GradSync.start_step, []
+
+        def asleep(self, *args):
+            time.sleep(LONGER_S if rank == SLOW and len(begun) in SLOW_STEPS else SLEEP_S)
+            yield from forward(self, *args)
+
+        def counted(self, *args):
+            begun.append(None)
+            return start(self, *args)
+
+        Stage.forward_steps, GradSync.start_step = asleep, counted
+        code = train(config, Process(rank, world, rank, torch.device("cpu")))
+        assert not gc.callbacks
+        return code
+
+    assert run_ranks(one, WORLD, timeout=120) == [0] * WORLD
+    found, said = records(tmp_path / "log.jsonl"), capfd.readouterr().err.splitlines()
+    assert "slowest_rank" not in found[0]  # the first step is no measure
+    slow = [record for record in found if record["step"] in SLOW_STEPS]
+    assert sum(record["slowest_rank"] == SLOW and 2 < record["slowest_rank_ratio"] < 6 for record in slow) >= RECORDS
+    assert all(record["step_time_s"] > 2 * LONGER_S for record in slow)  # rank 0 waits as long as it takes
+    assert all(sum(v for k, v in record.items() if k.endswith("_exposed_s")) > 0.3 for record in slow)
+    (named,) = [line for line in said if "slow rank" in line]
+    (healed,) = [line for line in said if "no longer slow" in line]
+    assert re.findall(r"rank (\d) \(", named + healed) == [str(SLOW)] * 2
+    assert f"on {socket.gethostname()} (cpu)" in named and "log.slow_rank = 2" in named
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """Two pipeline stages of four ranks, and what they say when their work takes the given seconds."""
+    work = {}
+    monkeypatch.setattr(slow_ranks, "all_reduce", lambda own, axis: work["s"])
+    monkeypatch.setattr(slow_ranks, "said_by", lambda source, *_: f"host{source}")
+    mesh = Mesh(resolve(8, pp=2), {"world": Axis("world", tuple(range(8)))})
+    process = Process(0, 8, 0, torch.device("cpu"))
+    judge = SlowRanks(SimpleNamespace(config=Config(log=LogConfig(slow_rank=1.2)), process=process, mesh=mesh))
+
+    def at_record(*seconds):
+        judge.step(1.0, {})
+        work["s"] = torch.tensor(seconds, dtype=torch.float64)
+        return judge.compare()
+
+    judge.step(1.0, {})  # the first step
+    yield at_record
+    judge.close()
+
+
+EVEN, UNEVEN = (1, 1, 1, 1, 3, 3, 3, 3), (1, 1.1, 1, 1, 3, 3, 3.9, 3)
+
+
+def test_a_rank_is_compared_with_those_that_have_as_much_to_do(judged):
+    """Stages of a pipeline are not: the second one's layers take three times as long."""
+    assert judged(*EVEN)[0]["slowest_rank_ratio"] == 1
+    assert judged(*UNEVEN)[0] == {"slowest_rank": 6, "slowest_rank_ratio": pytest.approx(1.3)}
+
+
+def test_noise_is_not_told_and_what_lasts_is_told_once(judged):
+    for seconds in (UNEVEN, UNEVEN, EVEN, UNEVEN, UNEVEN):
+        assert judged(*seconds)[1] == []
+    (named,) = judged(*UNEVEN)[1]
+    assert "rank 6 (pp 1, " in named and "on host6 works 1.30 times as long as its peers, in 3 records" in named
+    for seconds in (UNEVEN, EVEN, EVEN, UNEVEN, EVEN, EVEN):
+        assert judged(*seconds)[1] == []
+    (healed,) = judged(*EVEN)[1]
+    assert "no longer slow" in healed and "rank 6" in healed
+
+
+def test_several_ranks_of_a_slow_node_are_named_together(judged):
+    node = (1, 1, 1.5, 1.5, 3, 3, 3, 3)
+    assert (judged(*node)[1], judged(*node)[1]) == ([], [])
+    (named,) = judged(*node)[1]
+    assert re.findall(r"rank (\d) \(", named) == ["2", "3"]
+
+
+@pytest.mark.parametrize(("experts", "ep", "etp"), [(0, 1, None), (8, 4, 1), (8, 2, 2), (8, 8, 1)])
+def test_peers_hold_the_same_layers_and_experts(experts, ep, etp):
+    """Where two ranks of a stage have the same experts; else the same layers are enough."""
+    sizes = resolve(16, pp=2, tp=2, ep=ep, etp=etp)
+    dense = dense_grid(sizes)
+    grid = expert_grid(sizes, dense)
+    layers = [dense.coordinate(rank, "pp") for rank in range(16)]
+    both = [(stage, grid.coordinate(rank, "ep")) for rank, stage in enumerate(layers)]
+    work = both if experts and len(set(both)) < 16 else layers
+    expected = {frozenset(rank for rank in range(16) if work[rank] == one) for one in work}
+    assert {*map(frozenset, peers(sizes, Config(model=ModelConfig(num_experts=experts))))} == expected
+
+
+@pytest.mark.parametrize("slow_rank", [0, 2])
+def test_what_it_costs(tmp_path, slow_rank):
+    """Two readings of the clock for a wait of every collective; and one small collective more, at a record alone."""
+    corpus = write_corpus(tmp_path / "toy", vocab_size=97)
+    config = Config(
+        model=MODEL,
+        train=TrainConfig(steps=5, gbs=4, mbs=1, seq_len=16),
+        data=DataConfig(train=[corpus]),
+        log=LogConfig(every=2, progress=False, memory_check="off", slow_rank=slow_rank),
+    )
+
+    def one(rank, world):
+        counts = Counter()
+
+        def counting(owner, name, what):
+            before = getattr(owner, name)
+            setattr(owner, name, lambda *args: (counts.update([what]), before(*args))[1])
+
+        counting(slow_ranks, "all_reduce", "compared")
+        counting(Pipeline, "train", "steps")
+        counting(Exposure, "during", "timed")
+        counting(Ledger, "record", "sent")
+        train(config, Process(rank, world, rank, torch.device("cpu")))
+        return counts
+
+    for counts in run_ranks(one, 2, timeout=120):
+        timed = counts["timed"] - counts["steps"]  # the pipeline's own measure
+        records_compared = 3  # of steps 2, 4 and 5
+        assert counts["compared"] == (records_compared if slow_rank else 0)
+        assert timed == (counts["sent"] - records_compared if slow_rank else 0)
