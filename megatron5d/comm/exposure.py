@@ -32,11 +32,11 @@ class Exposure:
             result = act()
             self._host_s += time.perf_counter() - begin
             return result
-        begin_end = self._free.pop() if self._free else tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin_end[0].record()
+        begin, end = self._free.pop() if self._free else (_event(), _event())
+        begin.record()
         result = act()
-        begin_end[1].record()
-        self._events.append(begin_end)
+        end.record()
+        self._events.append((begin, end))
         return result
 
     def clear(self) -> None:
@@ -53,3 +53,7 @@ class Exposure:
             seconds += begin.elapsed_time(end) / 1e3
             self._free.append((begin, end))
         return seconds
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
