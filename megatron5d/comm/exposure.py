@@ -28,9 +28,9 @@ class Exposure:
     def during(self, act: Callable[[], T]) -> T:
         """`act()`, timed."""
         if not self._cuda:
-            begin = time.perf_counter()
+            since = time.perf_counter()
             result = act()
-            self._host_s += time.perf_counter() - begin
+            self._host_s += time.perf_counter() - since
             return result
         begin, end = self._free.pop() if self._free else (_event(), _event())
         begin.record()
