@@ -1,4 +1,4 @@
-"""A collective that fails names the ranks that do not answer: the dead, and those that hang."""
+"""A collective or message that fails names the ranks that do not answer: the dead, and those that hang."""
 
 from __future__ import annotations
 
@@ -24,22 +24,52 @@ class LineLost(ConnectionError):
     """
 
     def __init__(self, op: str, axis: Axis, error: BaseException) -> None:
-        self.silent = silent_ranks(axis.ranks)
         ranks = ", ".join(map(str, axis.ranks[:16])) + (", ..." if axis.size > 16 else "")
-        said = str(error).splitlines()[0]
-        super().__init__(f"{op} over {axis.name} (ranks {ranks}) failed: {self._who()}. The backend says: {said}")
+        who = _told(silent_ranks(axis.ranks))
+        super().__init__(f"{op} over {axis.name} (ranks {ranks}) failed: {who}. The backend says: {_said(error)}")
 
-    def _who(self) -> str:
-        if self.silent is None:
-            return "and rank 0, where all ranks met, does not answer"
-        if not self.silent:
-            return "yet all of them answer, and nobody has missed another rank"
-        several = len(self.silent) > 1
-        shown = ", ".join(map(str, self.silent[:16])) + (", ..." if len(self.silent) > 16 else "")
-        return (
-            f"rank{'s' if several else ''} {shown} {'do' if several else 'does'} not answer within {PATIENCE_S:g} s: "
-            "dead, or hanging"
-        )
+
+class PeerLost(ConnectionError):
+    """A message has failed, or not come within `parallel.timeout_s`.
+
+    Args:
+        doing: what was to be done with the other end, in the form "receiving from".
+        rank: the other end's global rank.
+        error: what the backend said.
+    """
+
+    def __init__(self, doing: str, rank: int, error: BaseException) -> None:
+        said = _said(error)
+        if "timed out" in said.lower():
+            who = _told(silent_ranks((rank,)))
+        else:  # a connection breaks when its other end's process ends, and the first one's end is what matters
+            first = _first_gone(rank)
+            who = f"rank {first} is gone" + ("" if first == rank else f", and rank {rank} after it")
+        super().__init__(f"{doing} rank {rank} failed: {who}. The backend says: {said}")
+
+
+def _said(error: BaseException) -> str:
+    return str(error).splitlines()[0]
+
+
+def _told(silent: list[int] | None) -> str:
+    if silent is None:
+        return "and rank 0, where all ranks met, does not answer"
+    if not silent:
+        return "yet all of them answer, and nobody has missed another rank"
+    shown = ", ".join(map(str, silent[:16])) + (", ..." if len(silent) > 16 else "")
+    ranks = f"ranks {shown} do" if len(silent) > 1 else f"rank {shown} does"
+    return f"{ranks} not answer within {PATIENCE_S:g} s: dead, or hanging"
+
+
+def _first_gone(rank: int) -> int:
+    """The rank that anybody was first to miss, as far as the store that all ranks met at can still tell."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=5))
+        return int(store.compare_set(f"{_KEY}/first_gone", "", str(rank)))
+    except (RuntimeError, ValueError, AttributeError):  # the store died with its rank
+        return rank
 
 
 def finish(work: Any, op: str, axis: Axis) -> None:

@@ -10,45 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron5d.comm.lost import PeerLost
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import group_settings
 
 Link = tuple[int, int]
 """Positions on the axis: (source, destination)."""
-
-
-class PeerLost(ConnectionError):
-    """The rank at the other end of a channel does not answer any more.
-
-    Ranks that lose a dead one end, and are lost to others in turn: the message names the first one too.
-
-    Args:
-        rank: its global rank.
-        doing: what was to be done with it.
-        error: what the backend said.
-    """
-
-    def __init__(self, rank: int, doing: str, error: BaseException) -> None:
-        self.rank, self.first = rank, _first_lost(rank)
-        cause = "" if self.first == rank else f", after rank {self.first} was lost"
-        super().__init__(f"rank {rank} was lost while {doing}{cause}: {str(error).splitlines()[0]}")
-
-
-def _first_lost(rank: int) -> int:
-    """The rank that anybody was first to miss, as far as the store that all ranks met at can still tell."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(seconds=5))
-        return int(store.compare_set("megatron5d/first_lost", "", str(rank)))
-    except (RuntimeError, ValueError, AttributeError):  # the store died with its rank
-        return rank
 
 
 @dataclass(frozen=True)
@@ -87,7 +60,7 @@ class Outbox(_End):
             x: of the form that the other end expects; not to be changed before `settle` or `finish`.
 
         Raises:
-            PeerLost: the other end is gone.
+            PeerLost: the other end is dead or hangs.
 
         Comm: one message of numel elements.
         """
@@ -98,7 +71,7 @@ class Outbox(_End):
         try:
             work = self._group.send([x], self.peer, self._tag)
         except RuntimeError as error:
-            raise PeerLost(self.peer_rank, "sending to it", error) from error
+            raise PeerLost("sending to", self.peer_rank, error) from error
         self._under_way.append((work, x))
 
     def settle(self, count: int) -> None:
@@ -117,7 +90,7 @@ class Outbox(_End):
         try:
             self.axis.wait(work.wait)
         except RuntimeError as error:
-            raise PeerLost(self.peer_rank, "sending to it", error) from error
+            raise PeerLost("sending to", self.peer_rank, error) from error
         self._settled += 1
 
 
@@ -132,26 +105,26 @@ class Inbox(_End):
         """Starts receiving the channel's next message into memory of its own.
 
         Raises:
-            PeerLost: the other end is gone; here, or where the message is taken.
+            PeerLost: the other end is dead or hangs; here, or where the message is taken.
         """
         x = torch.empty(form.shape, dtype=form.dtype, device=form.device)
         try:
             work = self._group.recv([x], self.peer, self._tag)
         except RuntimeError as error:
-            raise PeerLost(self.peer_rank, "receiving from it", error) from error
+            raise PeerLost("receiving from", self.peer_rank, error) from error
         self._posted.append((work, x))
 
     def take(self) -> Tensor:
         """The oldest message that was posted and not yet taken, once it is there.
 
         Raises:
-            PeerLost: the other end is gone.
+            PeerLost: the other end is dead or hangs.
         """
         work, x = self._posted.popleft()
         try:
             self.axis.wait(work.wait)
         except RuntimeError as error:
-            raise PeerLost(self.peer_rank, "receiving from it", error) from error
+            raise PeerLost("receiving from", self.peer_rank, error) from error
         return x
 
     def finish(self) -> None:

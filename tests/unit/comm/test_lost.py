@@ -1,4 +1,4 @@
-"""A rank that hangs is named by those that wait for it in a collective, after `parallel.timeout_s` on any axis."""
+"""Who waits longer than `parallel.timeout_s`, in a collective or for a message, names the rank that hangs."""
 
 import time
 from contextlib import suppress
@@ -9,7 +9,8 @@ from ranks import run_ranks
 
 from megatron5d.comm import lost
 from megatron5d.comm.collectives import all_reduce
-from megatron5d.comm.lost import LineLost
+from megatron5d.comm.lost import LineLost, PeerLost
+from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.comm.ring import start_shift
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
@@ -63,6 +64,29 @@ def test_who_waits_for_one_that_waits_names_the_rank_behind(monkeypatch):
     told = run_ranks(fn, 4)
     assert told[0].startswith("all_reduce over tp (ranks 0, 1) failed: rank 1 does not answer")
     assert told[2].startswith("all_reduce over dp (ranks 0, 2) failed: rank 1 does not answer")
+
+
+def test_a_message_that_does_not_come_names_the_rank_behind(monkeypatch):
+    """Rank 1 hangs in its computation, rank 0 waits for it over tp, rank 2 for a message of rank 0's."""
+    monkeypatch.setattr(lost, "PATIENCE_S", 1.0)
+
+    def fn(rank, world):
+        mesh = build_mesh(resolve(world, tp=2, pp=2), rank, timeout_s=2.0)
+        all_reduce(torch.zeros(3), mesh["tp"])  # connects
+        inbox = open_channels([(0, 1)], mesh["pp"], timeout_s=2.0)[0]
+        time.sleep(6 if rank in (1, 3) else 0)
+        found = ""
+        if rank == 2:
+            inbox.post(Form((3,), torch.float32))
+            with pytest.raises(PeerLost) as lost_rank:
+                inbox.take()
+            found = str(lost_rank.value)
+        with suppress(LineLost, RuntimeError):
+            all_reduce(torch.zeros(3), mesh["tp"])
+        return found
+
+    told = run_ranks(fn, 4)
+    assert told[2].startswith("receiving from rank 0 failed: rank 1 does not answer within 1 s: dead, or hanging")
 
 
 def test_what_fails_at_once_names_its_axis():

@@ -95,7 +95,7 @@ def test_a_dead_peer_is_named():
         end.post(FORM)
         end.take()
 
-    with pytest.raises(RankFailure, match="rank 1 was lost while receiving from it"):
+    with pytest.raises(RankFailure, match="receiving from rank 1 failed: rank 1 is gone"):
         run_ranks(on_rank, 2)
 
 

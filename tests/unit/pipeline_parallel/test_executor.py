@@ -11,7 +11,7 @@ from ranks import RankFailure, run_ranks
 from timed_stages import FORM, last_gradient, run_timed, timed_executor
 from torch_pipelining import OurPipeline, unchecked_axis
 
-from megatron5d.comm.p2p import PeerLost
+from megatron5d.comm.lost import PeerLost
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.executor import Executor, PipelineError, forward_only
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
@@ -128,7 +128,7 @@ def test_a_rank_that_dies_is_named_by_the_others(schedule, tmp_path):
     said = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert said, "nobody noticed"
     for rank, text in said.items():
-        assert "rank 2 was lost" in text, f"rank {rank} said: {text}"
+        assert "rank 2 is gone" in text, f"rank {rank} said: {text}"
 
 
 def test_a_step_that_leaves_something_behind_is_refused():
