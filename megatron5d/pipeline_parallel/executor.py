@@ -1,9 +1,9 @@
 """Runs one rank's part of any Program: actions in order, messages on their channels, pairs interleaved.
 
-Before a slot runs, the receives of a later slot are posted (see transfers.py); then each action waits for its own
-input, advances its stage phase by phase, and hands its output on: to a channel, to another stage of this rank, or, at
-the end of the model, to the loss. Two overlapped actions take turns, one phase each, so that what one has set in
-motion on the network proceeds under the compute of the other.
+Before a slot runs, the receives of a later slot are posted (transfers.py). Then each action waits for its own input,
+runs its stage phase by phase, and passes its output on: to a channel, to another stage of this rank, or at the end of
+the model to the loss. Two overlapped actions take turns, one phase each, so that the communication that one has started
+proceeds under the compute of the other.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Runnable(Protocol):
         """W, phase by phase: what I has put off."""
 
     def expect(self, op: str) -> None:
-        """The action after the one that starts now is this one: its weights may be gathered meanwhile."""
+        """This op comes next, after the action that starts now: its weights may be gathered meanwhile."""
 
     def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
         """A forward without gradients, which keeps nothing."""
 
     @property
     def num_in_flight(self) -> int:
-        """Micro-batches whose backward is not over yet."""
+        """Micro-batches that still owe a backward."""
 
 
 class PipelineError(RuntimeError):
@@ -65,8 +65,8 @@ class Timing(NamedTuple):
     end: float  # its output was handed on
 
 
-class _Pass:
-    """One action with everything it touches, looked up once."""
+class _Task:
+    """One action with everything that it needs, looked up once for all steps."""
 
     __slots__ = ("action", "op", "microbatch", "stage", "inbox", "source", "outbox", "target", "is_last", "receipts")
 
@@ -76,8 +76,8 @@ class _Pass:
         self.inbox: Inbox | None = None
         self.outbox: Outbox | None = None
         self.receipts: list[tuple[Outbox, int]] = []
-        self.source: Value | None = None  # of an input or output that stays on this rank
-        self.target: Value | None = None
+        self.source: Value | None = None  # its input, if that is made on this rank
+        self.target: Value | None = None  # its output, if that is used on this rank
         self.is_last = self.op == "F" and place == num_stages - 1
         if self.op == "F":
             self.source = ("F", place, self.microbatch) if place > 0 else None
@@ -95,8 +95,8 @@ class Executor:
         rank: position on the pipeline axis.
         stages: the stage of every (direction, stage) that this rank holds.
         channels: this rank's end of every flow it takes part in.
-        name: how the rank is called in errors.
-        training: False where the Program has forwards only and nothing is kept for a backward.
+        name: what the rank is called in errors.
+        training: False if the Program has forwards only, so that nothing is kept for a backward.
         waits: measures how long actions wait for what other ranks send; None = not measured.
     """
 
@@ -117,105 +117,105 @@ class Executor:
         self._ends = list(channels.values())
         self._values: dict[Value, Tensor] = {}
         proofs = receipts(program, rank)
-        self._slots: list[tuple[tuple[Inbox, ...], tuple[_Pass, ...]]] = []
+        self._slots: list[tuple[tuple[Inbox, ...], tuple[_Task, ...]]] = []
         for receives, slot, _ in steps(program, rank):
-            passes = tuple(self._look_up(action, stages, channels, proofs) for action in slot)
-            self._slots.append((tuple(_end(channels, message, Inbox) for message in receives), passes))
-        self._following = _following([passes for _, passes in self._slots])
+            tasks = tuple(self._look_up(action, stages, channels, proofs) for action in slot)
+            self._slots.append((tuple(_end(channels, message, Inbox) for message in receives), tasks))
+        self._following = _following([tasks for _, tasks in self._slots])
 
-    def _look_up(self, action: Action, stages, channels, proofs) -> _Pass:
+    def _look_up(self, action: Action, stages, channels, proofs) -> _Task:
         program = self.program
-        here = _Pass(action, stages[program.direction[action.microbatch], action.stage], program.num_stages)
+        task = _Task(action, stages[program.direction[action.microbatch], action.stage], program.num_stages)
         incoming, outgoing = input_of(program, action), output_of(program, action)
         if incoming is not None:
-            here.inbox = _end(channels, incoming, Inbox)
+            task.inbox = _end(channels, incoming, Inbox)
         if outgoing is not None:
-            here.outbox = _end(channels, outgoing, Outbox)
-        here.receipts = [(channels[flow], count) for flow, count in proofs.get(action, ())]
-        return here
+            task.outbox = _end(channels, outgoing, Outbox)
+        task.receipts = [(channels[flow], count) for flow, count in proofs.get(action, ())]
+        return task
 
     def run(self, batches: Sequence[Any], loss: Loss, form: Form) -> None:
-        """Runs the whole Program once; nothing is left under way.
+        """Runs the whole Program once, and waits until all its messages have arrived.
 
         Args:
-            batches: what the phases of every micro-batch read (tokens, labels, positions).
-            loss: takes the last stage's outputs and gives their gradients.
-            form: of what travels between stages, `[s/cp/tp, b, h]`.
+            batches: the MicroBatch of every micro-batch, which its phases read.
+            loss: takes the last stage's outputs and returns their gradients.
+            form: shape and dtype of what is sent between stages, `[s/cp/tp, b, h]`.
 
         Raises:
             PipelineError: an action failed, or the rank that it waited for is gone.
 
         Comm: the Program's messages on the pipeline axis, beside the layers' own.
         """
-        for (receives, passes), following in zip(self._slots, self._following):
-            self._post(receives, passes, form)
+        for (receives, tasks), following in zip(self._slots, self._following):
+            self._post(receives, tasks, form)
             for each in following:
                 each.stage.expect(each.op)
-            if len(passes) == 1:
-                for _ in self._advance(passes[0], batches, loss):
+            if len(tasks) == 1:
+                for _ in self._advance(tasks[0], batches, loss):
                     pass
             else:
-                running = [self._advance(each, batches, loss) for each in passes]
+                running = [self._advance(each, batches, loss) for each in tasks]
                 while running:
                     running = [action for action in running if next(action, _DONE) is not _DONE]
         self._finish()
 
-    def _post(self, receives: tuple[Inbox, ...], passes: tuple[_Pass, ...], form: Form) -> None:
+    def _post(self, receives: tuple[Inbox, ...], tasks: tuple[_Task, ...], form: Form) -> None:
         try:
             for inbox in receives:
                 inbox.post(form)
         except Exception as error:
-            raise self._failure(passes[0].action, error) from error
+            raise self._failure(tasks[0].action, error) from error
 
-    def _advance(self, here: _Pass, batches: Sequence[Any], loss: Loss) -> Iterator[None]:
+    def _advance(self, task: _Task, batches: Sequence[Any], loss: Loss) -> Iterator[None]:
         """One action, phase by phase."""
         try:
-            work = self._start(here, batches)
+            work = self._start(task, batches)
             begin = time.perf_counter() if self.timeline is not None else 0.0
             y = None
             for step in work:
                 y = step
                 yield None
             if y is not None:
-                self._hand_on(here, y, batches, loss)
+                self._hand_on(task, y, batches, loss)
             if self.timeline is not None:
-                self.timeline.append(Timing(here.action, begin, time.perf_counter()))
+                self.timeline.append(Timing(task.action, begin, time.perf_counter()))
         except Exception as error:
-            raise self._failure(here.action, error) from error
+            raise self._failure(task.action, error) from error
 
-    def _start(self, here: _Pass, batches: Sequence[Any]) -> Iterator[Tensor | None]:
-        """The action's phases; its input goes to the stage, which alone says how long it lives."""
-        if here.op == "W":
-            return here.stage.weight_steps(here.microbatch)
-        if here.op == "F":
-            batch = batches[here.microbatch]
+    def _start(self, task: _Task, batches: Sequence[Any]) -> Iterator[Tensor | None]:
+        """The generator of the action's phases. The stage alone holds the input, and decides how long."""
+        if task.op == "W":
+            return task.stage.weight_steps(task.microbatch)
+        if task.op == "F":
+            batch = batches[task.microbatch]
             if not self.training:
-                return iter((here.stage.evaluate(self._input(here), batch),))
-            return here.stage.forward_steps(here.microbatch, self._input(here), batch)
-        grad = self._input(here)
+                return iter((task.stage.evaluate(self._input(task), batch),))
+            return task.stage.forward_steps(task.microbatch, self._input(task), batch)
+        grad = self._input(task)
         assert grad is not None
-        return here.stage.backward_steps(here.microbatch, grad, here.op == "I")
+        return task.stage.backward_steps(task.microbatch, grad, task.op == "I")
 
-    def _input(self, here: _Pass) -> Tensor | None:
-        """Waits for the action's input; None at the model's beginning."""
-        if here.inbox is None:
-            return None if here.source is None else self._values.pop(here.source)
-        x = here.inbox.take() if self._waits is None else self._waits.during(here.inbox.take)
-        for outbox, count in here.receipts:
+    def _input(self, task: _Task) -> Tensor | None:
+        """The action's input `[s/cp/tp, b, h]`, once it is there; None at the model's beginning.  receive pp"""
+        if task.inbox is None:
+            return None if task.source is None else self._values.pop(task.source)
+        x = task.inbox.take() if self._waits is None else self._waits.during(task.inbox.take)
+        for outbox, count in task.receipts:
             outbox.settle(count)
         return x
 
-    def _hand_on(self, here: _Pass, y: Tensor, batches: Sequence[Any], loss: Loss) -> None:
-        """The action's output goes to a channel, to another stage of this rank, or to the loss."""
-        if here.outbox is not None:
-            here.outbox.send(y)
-        elif here.is_last:
-            grad = loss(batches[here.microbatch], y)
+    def _hand_on(self, task: _Task, y: Tensor, batches: Sequence[Any], loss: Loss) -> None:
+        """Passes the action's output on: to a channel, to another stage of this rank, or to the loss."""
+        if task.outbox is not None:
+            task.outbox.send(y)  # [s/cp/tp, b, h]  send pp
+        elif task.is_last:
+            grad = loss(batches[task.microbatch], y)
             if self.training:
-                assert grad is not None and here.target is not None
-                self._values[here.target] = grad
-        elif here.target is not None:
-            self._values[here.target] = y
+                assert grad is not None and task.target is not None
+                self._values[task.target] = grad
+        elif task.target is not None:
+            self._values[task.target] = y
 
     def _finish(self) -> None:
         """Waits for the last messages and checks that the step has left nothing behind."""
@@ -235,23 +235,23 @@ class Executor:
         )
 
 
-def _following(slots: Sequence[tuple[_Pass, ...]]) -> list[tuple[_Pass, ...]]:
-    """For each slot that needs weights, the actions of the next one that does: their first weights can be fetched.
+def _following(slots: Sequence[tuple[_Task, ...]]) -> list[tuple[_Task, ...]]:
+    """For each slot that reads weights, the actions of the next slot that does: their first weights can be gathered.
 
-    W needs none, and a relay has none.
+    W reads none, and a relay has none.
     """
-    needy = [any(each.op != "W" and not isinstance(each.stage, Relay) for each in passes) for passes in slots]
+    needy = [any(each.op != "W" and not isinstance(each.stage, Relay) for each in tasks) for tasks in slots]
     places = [place for place, needs in enumerate(needy) if needs]
-    found: list[tuple[_Pass, ...]] = [()] * len(slots)
+    found: list[tuple[_Task, ...]] = [()] * len(slots)
     for place, after in zip(places, places[1:]):
         found[place] = slots[after]
     return found
 
 
 def forward_only(program: Program) -> Program:
-    """The forwards of a Program in its order: what evaluation runs.
+    """The forwards of a Program in its order, for evaluation.
 
-    Leaving actions out takes away reasons to wait and adds none, so the rest still runs through.
+    Leaving actions out can only remove reasons to wait, so the rest cannot deadlock.
     """
     lines = [
         [kept for slot in line if (kept := tuple(action for action in slot if action.op == "F"))]

@@ -1,4 +1,4 @@
-"""What travels beside the hidden states through every phase of every stage: one micro-batch's tokens and masks."""
+"""One micro-batch's tokens, labels and masks, which every phase of every stage may read beside its input."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MicroBatch:
 
     @property
     def num_targets(self) -> Tensor:
-        """Predictions that count, an fp32 scalar: this micro-batch's share of the loss's denominator."""
+        """Number of predictions that count, an fp32 scalar: this micro-batch's share of the loss's denominator."""
         return self.loss_mask.sum()
 
     @property
@@ -42,7 +42,7 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> Tensor:
-        """Inputs that are not padding, an fp64 scalar."""
+        """Number of inputs that are not padding, an fp64 scalar."""
         count = torch.full((), self.tokens.numel(), dtype=torch.float64, device=self.tokens.device)
         return count if self.padding is None else count - self.padding.sum()
 

@@ -1,4 +1,4 @@
-"""The local stages of a model as one pipeline: training steps and evaluations of any number of micro-batches."""
+"""This rank's part of the pipeline: its stages and channels, for steps of any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Pipeline:
     """Executors for every number of micro-batches, over one set of stages and channels.
 
     Args:
-        program_of: number of micro-batches of a step -> verified Program; all with the same placement.
+        program_of: number of micro-batches of a step -> verified Program, always with the same placement.
         placement: of those Programs.
         stages: the stage of every (direction, stage) that this rank holds.
         axis: pp.
-        form: of what travels between stages, `[s/cp/tp, b, h]`.
+        form: shape and dtype of what is sent between stages, `[s/cp/tp, b, h]`.
         timeout_s: seconds after which a message is given up (`parallel.timeout_s`); None = torch's own.
 
     Comm: the channels are opened, see comm/p2p.py.
@@ -49,16 +49,16 @@ class Pipeline:
 
     @property
     def has_loss(self) -> bool:
-        """This rank computes the loss of some micro-batches."""
+        """Whether this rank computes the loss of some micro-batches."""
         return any(stage == self.placement.num_stages - 1 for _, stage in self._stages)
 
     @property
     def stages(self) -> list[Stage]:
-        """What this rank computes, relays left out."""
+        """This rank's stages, without relays."""
         return [stage for stage in self._stages.values() if isinstance(stage, Stage)]
 
     def executor(self, num_microbatches: int, training: bool = True) -> Executor:
-        """The executor of so many micro-batches, made on first use."""
+        """The executor for a number of micro-batches, made at its first use."""
         key = num_microbatches, training
         if key not in self._executors:
             program = self._program_of(num_microbatches)
@@ -78,7 +78,7 @@ class Pipeline:
         self._runs.during(lambda: executor.run(batches, loss, self.form))
 
     def take_bubble(self) -> float:
-        """Share of the last `train` in which this rank waited for what others send; the device must be done with it."""
+        """Fraction of the last `train` in which this rank waited for messages; the device must have finished it."""
         waited, ran = self._waits.take(), self._runs.take()
         return waited / ran if ran else 0.0
 
@@ -87,9 +87,9 @@ class Pipeline:
         self.executor(len(batches), training=False).run(batches, loss, self.form)
 
     def passes(self, num_microbatches: int) -> dict[nn.Module, int]:
-        """Every local phase with the number of micro-batches that pass it, in the order in which the phases finish.
+        """Every local phase with its number of micro-batches, in the order in which phases finish.
 
-        The order is the same on all ranks that hold a copy of the same stages.
+        The order is the same on all ranks that hold copies of the same stages.
         """
         program = self.executor(num_microbatches).program
         counts: dict[nn.Module, int] = {}
@@ -103,9 +103,9 @@ class Pipeline:
 
 
 def _finish(program: Program, stage: int) -> tuple[int, int]:
-    """When the last holder of a copy has the last weight gradient of a stage, as (slots from its end, stage).
+    """When a stage has its last weight gradient on all ranks that hold a copy, as (slots from the end, stage).
 
-    Slots are counted back from each rank's own end: ranks begin at different times and end together.
+    Slots are counted back from each rank's end, since ranks begin at different times and end together.
     """
     left = []
     for rank in {line[stage] for line in program.placement.route}:

@@ -1,8 +1,8 @@
-"""When a rank knows that what it sent has arrived: a message back that its receiver sent later.
+"""How a rank knows, without asking, that what it sent has arrived: by a message that the receiver sent later.
 
-A sent tensor may be freed once its transfer is over. Asking the transfer costs a call into the backend for every slot
-(and gloo does not answer); but the Program itself tells: if rank q consumes our message in slot c, and sends us
-something after slot c, then whoever holds that something knows.
+A sent tensor may be freed once its transfer is over. To ask the transfer costs a call into the backend in every slot,
+and gloo does not answer. The Program tells it for free: if rank q consumes our message in slot c and sends us another
+one after slot c, then ours had arrived by the time that we have q's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron5d.pipeline_parallel.program import Action, Program
 from megatron5d.pipeline_parallel.transfers import Flow, Message, input_of, output_of
 
 Receipts = dict[Action, list[tuple[Flow, int]]]
-"""Action -> once its input is there, so many messages of these flows have arrived."""
+"""Action -> (flow, count): once the action's input is there, the first `count` messages of the flow have arrived."""
 
 
 def receipts(program: Program, rank: int) -> Receipts:
-    """What each action's input proves about the messages that `rank` sent before.
+    """What each action's input proves about messages that `rank` has sent.
 
     Args:
         program: a verified Program.
@@ -58,7 +58,7 @@ def receipts(program: Program, rank: int) -> Receipts:
 
 
 def _earliest(proofs: list[tuple[int, int, Action]]) -> list[tuple[int, int, Action]]:
-    """For every slot of the peer, of all that it sends from there on, what is taken here first."""
+    """For every slot of the peer: of all that it sends from there on, what is taken here first."""
     ordered = sorted(proofs, key=lambda entry: entry[0])
     for index in range(len(ordered) - 2, -1, -1):
         if ordered[index + 1][1] < ordered[index][1]:

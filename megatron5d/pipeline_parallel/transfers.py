@@ -1,11 +1,11 @@
 """The messages of a Program: what each rank sends after which slot, and when it posts which receive.
 
-A *flow* is a directed pair of ranks, forward or backward, and one boundary between two stages. Each flow is a channel
-of its own in which messages keep their order; between channels no order is needed. A receive is posted one slot before
-its consumer's predecessor: early enough that no message waits for the receiver's compute stream, and late enough that
-at most two messages per rank are under way before their time (four around overlapped slots).
-With fewer channels (one a pair of ranks, or one a direction) the plain program order of V-shaped, zigzag, bidirectional
-and looped zero-bubble schedules deadlocks.
+A *flow* is all messages from one rank to another across one boundary between two stages, in one direction (F or B).
+Each flow is a channel of its own: within it messages keep their order, between channels none is needed. A receive is
+posted two slots before its consumer: early enough that no message waits for the receiver to get to it, and late enough
+that at most two messages per rank arrive before their time (four around overlapped slots).
+With fewer channels (one per pair of ranks, or one per direction) V-shaped, zigzag, bidirectional and looped zero-bubble
+schedules would deadlock.
 """
 
 from collections.abc import Iterator

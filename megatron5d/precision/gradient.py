@@ -1,9 +1,9 @@
-"""Where a parameter's gradient goes: into its main gradient, which is wider than the parameter and never copied.
+"""Where a parameter's gradient goes: straight into its main gradient, which is usually wider than the parameter.
 
-A parameter under training carries `.main_grad` (a view of its unit's flat buffer, see data_parallel/buckets.py) and,
-where that buffer comes and goes, `.hold_main_grad`, which makes it resident: `grad_buffer` is the one way to it.
-Layers that write their weight gradient themselves add into it, through `defer`; what autograd leaves in `.grad` goes
-the same way (`hand_over_grads`), so that I makes no weight gradient and W makes all of them.
+In training a parameter carries `.main_grad`, a view of its unit's flat buffer (data_parallel/buckets.py), and under
+ZeRO-2 and 3 `.hold_main_grad`, which allocates that buffer. `grad_buffer` is the only way to it.
+Layers that compute their weight gradient themselves add it there through `defer`. What autograd leaves in `.grad`
+follows the same way (`hand_over_grads`), so that I adds up no weight gradient and W all of them.
 Without a main gradient (inference, unit tests) `.grad` is used, as anywhere in torch.
 """
 
@@ -27,7 +27,7 @@ def run_now(closure: Closure) -> None:
 
 
 def grad_buffer(parameter: Tensor) -> Tensor:
-    """The tensor that collects this parameter's gradient, created zero where there is none yet."""
+    """The tensor that collects this parameter's gradient; allocated, with zeros, if there is none yet."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         hold = getattr(parameter, "hold_main_grad", None)
@@ -51,7 +51,7 @@ def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
-    """Hands what a backward has left in `.grad` to `defer`, which adds it to the main gradient, and frees it.
+    """Takes what a backward has left in `.grad`, and lets `defer` add it to the main gradient.
 
     Args:
         parameters: of a phase whose backward has run; those without a main gradient keep their `.grad`.

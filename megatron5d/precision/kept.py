@@ -1,13 +1,13 @@
-"""What a phase keeps between its forward and its backward: a tensor, or a way to have it again.
+"""What a phase keeps between its forward and its backward: a tensor, or a way to compute it again.
 
-A part is a stretch of a phase, from some tensors to others. Recomputed, it keeps what goes in, and neither what happens
-inside nor what comes out: its outputs are marked, and whoever keeps one of them for its own backward (the next GEMM
-needs its input for its weight gradient) keeps the mark instead. The first who asks for the value runs the part again,
-with a graph, and the part's own backward then runs on that graph. So a part runs once more a micro-batch, in B or I and
-never in W, and what it communicates is communicated once more.
+A part is a stretch of a phase. If it is recomputed, it keeps its inputs, but neither what it computes inside nor its
+outputs. The outputs are marked, and an operation that needs one of them in its own backward (a GEMM needs its input for
+its weight gradient) keeps the mark instead. The first to ask for a value runs the part again, with a graph, and the
+part's own backward then uses that graph. So every part runs, and communicates, once more per micro-batch, in B or I and
+never in W.
 
-What each part saves for a micro-batch and layer, in elements of the model's dtype, and what it costs. t = s/cp·b
-tokens, u = t/tp with sp (else t), r rows of the experts here; h, a, g, d, dv, f as everywhere, a·d, g·d and f over tp:
+What each part saves per micro-batch and layer, in elements of the model's dtype, and what it costs. t = s/cp·b tokens,
+u = t/tp with sp (else t), r rows of this rank's experts; h, a, g, d, dv, f as everywhere, a·d, g·d and f over tp:
 
     part         not kept                                      computed again
     norm         u·h a norm, and its statistics in fp32        the norms
@@ -36,7 +36,7 @@ from megatron5d.precision.stand_in import carried_by, stand_in
 
 
 class Parts:
-    """The parts of a layer that are computed again.
+    """Which parts of a layer are recomputed; called around each part.
 
     Args:
         names: as in `recompute.parts`; none = everything is kept.
@@ -51,7 +51,7 @@ class Parts:
 
         Args:
             name: of the part.
-            fn: makes a tensor, or several, of which none is an input. Parameters and all else reach it by closure.
+            fn: computes one tensor or several, none of them an input. Parameters and all else reach it by closure.
             inputs: what the part keeps.
         """
         if name not in self.names or self._again or not torch.is_grad_enabled():
@@ -59,7 +59,7 @@ class Parts:
         return _Part.apply(self, fn, *inputs)
 
     def keeps(self, name: str) -> bool:
-        """Whether a part's inputs are tensors of the phase's own graph, which nobody needs behind its backward."""
+        """Whether a part is not recomputed, so that nobody needs its inputs after its backward."""
         return name not in self.names
 
     def again(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
@@ -105,7 +105,7 @@ def _outputs_again(ctx) -> tuple[Tensor, ...]:
 
 
 class _Mark:
-    """Stands for a tensor that lies in the storage of a part's output, or of what was derived from one."""
+    """Kept instead of a tensor that lies in the storage of a part's output, or of what was derived from one."""
 
     __slots__ = ("source", "index", "geometry")
 
@@ -119,7 +119,7 @@ class _Mark:
 
 
 class _Derived:
-    """What a function makes of a part's output, made again together with that."""
+    """What a function computes from a part's output; computed again together with that."""
 
     def __init__(self, source: _Mark, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         self.source, self.fn = source, fn
@@ -133,12 +133,12 @@ class _Derived:
 
 
 def derive(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """`fn(x)`, of which as little is kept as of x: where x is an output of a recomputed part, both are made again.
+    """`fn(x)`; if x is an output of a recomputed part, the result is not kept either, but computed again with x.
 
     Args:
         x: for example the input of a GEMM.
-        fn: without a gradient; its results (8-bit values and scales) are what the GEMM keeps. What it communicates is
-            communicated again.
+        fn: without a gradient. Its results, such as 8-bit values and scales, are what the GEMM keeps. If it
+            communicates, it does so again.
     """
     made_by = getattr(x.untyped_storage(), "made_by", None)
     results = fn(x)
@@ -170,7 +170,7 @@ def _unpack(kept: Kept) -> Tensor:
 
 @contextmanager
 def keeping(phase: nn.Module, parts: Parts = KEEP_ALL, host_bytes: int | None = None) -> Iterator[list[HostCopy]]:
-    """The context of a phase's forward: outputs of recomputed parts are not kept, large tensors on the host.
+    """The context of a phase's forward: outputs of recomputed parts are not kept, and large tensors go to the host.
 
     Args:
         phase: whose weights stay where they are.
