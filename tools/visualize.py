@@ -17,6 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron5d.config.options import OptionParser
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -121,10 +123,10 @@ def run_loss(args: argparse.Namespace) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pictures = parser.add_subparsers(required=True)
     loss = pictures.add_parser("loss", help="loss over tokens, one colour a run")
-    loss.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder or its .jsonl file")
+    loss.add_words("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder or its .jsonl file")
     loss.add_argument("--out", type=Path, default=Path("loss.png"), metavar="FILE", help="default loss.png")
     loss.add_argument("--json", action="store_true", help="print the first and last losses as JSON")
     loss.set_defaults(run=run_loss)

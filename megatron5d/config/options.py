@@ -1,4 +1,4 @@
-"""The command line of a tool that plans or checks a run: its options, and overrides anywhere between them."""
+"""The command line of a tool: its options, and the words it takes, such as overrides, anywhere between them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,35 @@ from megatron5d.config.fault import closest
 
 
 class OptionParser(argparse.ArgumentParser):
-    """An ArgumentParser, with subcommands or without, whose overrides need not come last or stand together."""
+    """An ArgumentParser, with subcommands or without, whose words need not come last or stand together."""
 
+    _words: argparse.Action | None = None
     _takes_overrides = False
+
+    def add_words(self, name: str, **options: Any) -> None:
+        """Adds an argument of several words that stand anywhere; takes what `add_argument` does."""
+        self._words = self.add_argument(name, **options)
 
     def add_overrides(self) -> None:
         """Adds `overrides`: what pretrain.py takes, folders of the user's own groups among it."""
         self.add_argument(
             "--config-dir", action="append", default=[], metavar="DIR", help=FLAGS["--config-dir"].removeprefix("DIR ")
         )
-        self.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+        self.add_words("overrides", nargs="*", metavar="key=value", help="of the configuration")
         self._takes_overrides = True
 
     def parse_known_args(  # type: ignore[override]  # whose overloads tell what a given namespace becomes
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Takes overrides behind later options too, which argparse leaves over."""
+        """Takes words behind later options too, which argparse leaves over."""
         found, left = super().parse_known_args(args, namespace)
-        if not self._takes_overrides:
+        if self._words is None:
             return found, left
         for word in left:
             if word.startswith("-"):
                 near = closest(word.partition("=")[0], self._option_string_actions, 0.6)
                 self.error(f"{word} is no option" + (f"; did you mean {near}?" if near else ""))
-        found.overrides = [*(f"--config-dir={folder}" for folder in found.config_dir), *found.overrides, *left]
+        words = [*getattr(found, self._words.dest), *map(self._words.type or str, left)]  # type: ignore[arg-type]
+        folders = found.config_dir if self._takes_overrides else []
+        setattr(found, self._words.dest, [*(f"--config-dir={folder}" for folder in folders), *words])
         return found, []

@@ -74,3 +74,12 @@ def test_help():
     )
     assert done.returncode == 0
     assert "loss.png" in done.stdout
+
+
+def test_runs_and_options_in_any_order(tmp_path, capsys):
+    one, other = (str(run_folder(tmp_path / name)) for name in ("a", "b"))
+    assert main(["loss", one, "--out", str(tmp_path / "loss.svg"), other, "--json"]) == 0
+    assert [f["run"] for f in json.loads(capsys.readouterr().out)] == ["a", "b"]
+    with pytest.raises(SystemExit) as ended:
+        main(["loss", one, "--ot", str(tmp_path / "loss.svg"), other])
+    assert ended.value.code == 2 and "did you mean --out?" in capsys.readouterr().err
