@@ -21,6 +21,7 @@ from megatron5d.train.device import device_faults
 from megatron5d.train.loop import train
 from megatron5d.train.memory import memory_faults
 from megatron5d.train.schedule import pipeline_faults, schedule_faults
+from megatron5d.train.state import checkpoint_faults
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             rank=environment.rank,
             model_from_hf=model_config_from_hf,
             options=[schedule_faults],
-            checks=[pipeline_faults, device_faults, data_faults, memory_faults],
+            checks=[pipeline_faults, device_faults, data_faults, checkpoint_faults, memory_faults],
         )
     except ConfigError as error:
         refuse(error.faults, environment.rank, environment.local_rank)

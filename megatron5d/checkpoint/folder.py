@@ -87,7 +87,7 @@ def fault_of(folder: Path) -> str | None:
     return changed(folder, RUN)
 
 
-def _named_steps(directory: Path) -> list[int]:
+def named_steps(directory: Path) -> list[int]:
     """Steps of all folders that are named as checkpoints, ascending."""
     names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
     return sorted(int(match.group(1)) for name in names if (match := _NAME.fullmatch(name)))
@@ -95,7 +95,7 @@ def _named_steps(directory: Path) -> list[int]:
 
 def saved_steps(directory: Path) -> list[int]:
     """Steps of all whole checkpoints in a directory, ascending."""
-    return [step for step in _named_steps(directory) if _is_whole(directory, step)]
+    return [step for step in named_steps(directory) if _is_whole(directory, step)]
 
 
 def _is_whole(directory: Path, step: int) -> bool:
@@ -105,13 +105,13 @@ def _is_whole(directory: Path, step: int) -> bool:
 
 def saved_after(directory: Path, step: int) -> list[int]:
     """Steps of the whole checkpoints that are later than a step, ascending."""
-    return [later for later in _named_steps(directory) if later > step and _is_whole(directory, later)]
+    return [later for later in named_steps(directory) if later > step and _is_whole(directory, later)]
 
 
 def faults_of_newer(directory: Path) -> list[str]:
     """Why the folders that are named as checkpoints newer than the newest whole one are none, the newest first."""
     found = []
-    for step in reversed(_named_steps(directory)):
+    for step in reversed(named_steps(directory)):
         fault = fault_of(step_folder(directory, step))
         if fault is None:
             break
@@ -121,7 +121,7 @@ def faults_of_newer(directory: Path) -> list[str]:
 
 def newest(directory: Path) -> Path | None:
     """The newest whole checkpoint, whatever `latest` says."""
-    found = next((step for step in reversed(_named_steps(directory)) if _is_whole(directory, step)), None)
+    found = next((step for step in reversed(named_steps(directory)) if _is_whole(directory, step)), None)
     return None if found is None else step_folder(directory, found)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron5d.checkpoint.folder import MANIFEST, fault_of, faults_of_newer, newest
+from megatron5d.checkpoint.folder import MANIFEST, fault_of, faults_of_newer, named_steps, newest, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 
 LISTED = 12  # tensors that do not fit and are named: the keys of the model that differ say more
@@ -112,6 +112,22 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
     if fault:
         raise ValueError(f"{knob} = {folder}: {fault}; name the folder of a whole checkpoint, or of some")
     return Path(folder)
+
+
+def certainly_none(folder: str | Path, knob: str) -> str | None:
+    """Why `whole_checkpoint` will find nothing in a folder that is there; None where it may find something.
+
+    Every rank asks, before any has met another, so that nothing is opened and few names are looked for.
+    """
+    directory = Path(folder)
+    try:
+        names = (directory, *(step_folder(directory, step) for step in reversed(named_steps(directory))))
+        if any((name / MANIFEST).is_file() for name in names):
+            return None
+        whole_checkpoint(folder, knob)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
 
 
 def load_tensors(folder: Path, tensors: dict[str, ShardedTensor], differing: Sequence[str] = ()) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 import megatron5d
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
-from megatron5d.checkpoint.load import agreed, load_tensors, whole_checkpoint
+from megatron5d.checkpoint.load import agreed, certainly_none, load_tensors, whole_checkpoint
 from megatron5d.config.convert import to_dict
+from megatron5d.config.fault import Fault
 from megatron5d.config.schema import Config
 from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
@@ -142,6 +144,28 @@ def resume(
     sync.start_gather()
     sync.finish_gather()
     return progress, changed
+
+
+def checkpoint_faults(config: Config, world: int) -> list[Fault]:
+    """Folders that shall hold a checkpoint, are there, and certainly hold none."""
+    resume = config.checkpoint.resume
+    named = [("checkpoint.resume", resume, "auto, or none")] if resume not in ("auto", "none") else []
+    if config.init.from_checkpoint is not None and not _may_resume(config):
+        named.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
+    found = []
+    for knob, folder, otherwise in named:
+        if isdir(folder) and (fault := certainly_none(folder, knob)):  # of a folder that is not there a law has told
+            fix = f"{knob}=DIR, a checkpoint that was saved to its end or a folder of them, or {otherwise}"
+            found.append(Fault("no-checkpoint", (knob,), fault, fix, True))
+    return found
+
+
+def _may_resume(config: Config) -> bool:
+    """A run that goes on takes its weights from its own checkpoint, whatever `init` says."""
+    folder, resume = config.checkpoint.dir, config.checkpoint.resume
+    if resume == "auto":
+        return folder is not None and isdir(folder) and certainly_none(folder, "checkpoint.dir") is None
+    return resume != "none"
 
 
 def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]], config: Config) -> list[str]:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from runs import write_corpus
 
+from megatron5d.config.schema import CheckpointConfig, Config, InitConfig
 from megatron5d.data.indexed import IndexedDataset
+from megatron5d.train.state import checkpoint_faults
 from pretrain import main
 
 ROOT = Path(__file__).parents[3]
@@ -79,6 +81,27 @@ def test_files_of_which_no_sample_can_be_made_are_refused(folder):
         "data.tokenizer: words.txt: not a sentencepiece model",
     ):
         assert words in ended.stderr, ended.stderr
+
+
+def test_folders_without_a_checkpoint_are_refused(folder):
+    """Rank 0 would tell the same after minutes, and end with code 1; of what may be whole it alone asks for all."""
+    write_corpus(folder / "long", vocab_size=97)
+    (folder / "empty").mkdir()
+    run = ["model=tiny", "data.train=[long]", "train.gbs=2", "checkpoint.resume=empty"]
+    ended = pretrain(folder, *run, world=2)
+    assert ended.returncode == 2 and "1 fault" in ended.stderr, ended.stderr
+    assert "checkpoint.resume = empty: empty has no files.json" in ended.stderr
+
+
+def test_first_weights_from_nowhere_are_a_fault_unless_the_run_goes_on(folder):
+    torn, own = folder / "torn" / "step-00000007", folder / "own" / "step-00000002"
+    torn.mkdir(parents=True)
+    own.mkdir(parents=True)
+    config = Config(init=InitConfig(from_checkpoint=str(torn.parent)), checkpoint=CheckpointConfig(str(own.parent)))
+    (fault,) = checkpoint_faults(config, world=1)
+    assert fault.reason.startswith(f"init.from_checkpoint = {torn.parent}: {torn} has no files.json") and fault.local
+    (own / "files.json").write_text("{}")  # it may be whole: rank 0 looks when all have met
+    assert checkpoint_faults(config, world=1) == []
 
 
 @pytest.mark.parametrize(
