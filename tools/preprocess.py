@@ -58,6 +58,10 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if not 0 <= args.valid_fraction < 1:
         parser.error(f"--valid-fraction {args.valid_fraction}: it is at least 0 and below 1")
+    if args.out.endswith((os.sep, ".")):
+        parser.error(f"--out {args.out} ends in no name; files are called PREFIX.bin and PREFIX.idx")
+    if len(set(args.json_keys)) < len(args.json_keys):
+        parser.error(f"--json-keys {' '.join(args.json_keys)}: each makes a dataset of its own, and one is named twice")
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers {args.workers}: at least 1")
     return args

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from megatron5d.data.corpus import Cursor
 from megatron5d.data.indexed import with_suffix
 
@@ -53,7 +55,7 @@ class Journal:
                 with_suffix(output, suffix).unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """The summary of this very job if it is done, else None.
+        """The summary of this very job if it is done and its token files are whole, else None.
 
         Raises:
             ValueError: something else has its output here.
@@ -66,6 +68,11 @@ class Journal:
         summary = _read(self.summary_path) if self.summary_path.exists() else {}
         if summary.get("fingerprint") != self.fingerprint or len(present) < len(self.outputs):
             raise ValueError(f"{present[0]} is there already, from other inputs or settings; --overwrite replaces it")
+        item_bytes = np.dtype(summary["dtype"]).itemsize
+        for output in self.outputs:
+            path = with_suffix(output, ".bin")
+            if not path.is_file() or path.stat().st_size != summary["outputs"][output]["tokens"] * item_bytes:
+                return None
         return summary
 
     def resume(self) -> Progress:

@@ -180,12 +180,10 @@ def _find_eod(path: Path, wanted: str | int | None, known: dict[str, int], usual
     """The id asked for, else the file's own end-of-sequence token, else the first usual name."""
     if wanted is None:
         return usual if usual is not None else next((known[name] for name in EOD_NAMES if name in known), None)
-    if isinstance(wanted, str) and wanted in known:
-        return known[wanted]
     try:
-        number = int(wanted)
+        number = int(wanted)  # an id, though digits are tokens as well
     except ValueError:
-        number = -1
+        number = known.get(str(wanted), -1)
     if number not in known.values():
         usual_names = [name for name in EOD_NAMES if name in known]
         raise ValueError(f"{path}: end-of-document token {wanted!r} is not in the vocabulary; it has {usual_names}")

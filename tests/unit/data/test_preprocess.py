@@ -77,6 +77,18 @@ def test_a_second_run_has_nothing_to_do_and_another_job_is_refused(tmp_path, tok
     assert summary_of(*arguments, "--append-eod", "--overwrite")["up_to_date"] is False
 
 
+def test_a_result_that_has_lost_its_tokens_is_made_again(tmp_path, tokenizer_file, corpus_file):
+    """Its .idx alone would be taken for the result, by a copy that stopped half-way as well."""
+    job = preprocess.Job((corpus_file,), str(tmp_path / "o"), Recipe(str(tokenizer_file)), valid_fraction=0.1)
+    preprocess.preprocess(job, workers=1)
+    whole = contents(tmp_path, "o_*")
+    (tmp_path / "o_train.bin").unlink()
+    assert preprocess.preprocess(job, workers=1)["up_to_date"] is False
+    (tmp_path / "o_valid.bin").write_bytes(b"")
+    assert preprocess.preprocess(job, workers=1)["up_to_date"] is False
+    assert contents(tmp_path, "o_*") == whole and preprocess.preprocess(job, workers=1)["up_to_date"] is True
+
+
 def test_validation_documents_are_held_out(tmp_path, tokenizer_file, corpus_file):
     common = ["--input", corpus_file, "--tokenizer", tokenizer_file, "--workers", 1]
     summary_of(*common, "--out", tmp_path / "all")
@@ -260,6 +272,8 @@ def test_each_key_is_a_dataset_of_its_own(tmp_path, tokenizer_file):
         ({"--valid-fraction": "1.5"}, "--valid-fraction 1.5"),
         ({"--workers": "0"}, "--workers 0"),
         ({"--eod": "<nope>"}, "'<nope>' is not in the vocabulary"),
+        ({"--out": "somewhere/"}, "--out somewhere/ ends in no name"),
+        ({"--json-keys": "text", "text": "text"}, "--json-keys text text text"),
     ],
 )
 def test_wrong_arguments_are_refused_with_code_2(tmp_path, tokenizer_file, corpus_file, change, message):

@@ -111,7 +111,7 @@ def test_eos_of_the_config_beside_it_wins(hugging_face_file, tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         assert load_tokenizer(tmp_path).eod == 0  # the folder is enough
     assert load_tokenizer(tmp_path, eod="<|endoftext|>").eod == 1
-    assert load_tokenizer(tmp_path, eod=7).eod == 7
+    assert load_tokenizer(tmp_path, eod=7).eod == load_tokenizer(tmp_path, eod="7").eod == 7  # id 7, not the digit
     with pytest.raises(ValueError, match="'<nope>' is not in the vocabulary; it has .*<|endoftext|>"):
         load_tokenizer(tmp_path, eod="<nope>")
 
