@@ -66,6 +66,21 @@ def normalised(weights: Sequence[float]) -> list[float]:
     return (array / np.sum(array)).tolist()
 
 
+def split_shares(split: str) -> list[float]:
+    """What a split string gives to train, valid and test, on a scale of its own; missing ones are 0.
+
+    Raises:
+        ValueError: the string is not up to three numbers of positive sum.
+    """
+    numbers = split.split(",")
+    if len(numbers) > 3 or not all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", number) for number in numbers):
+        raise ValueError(f"data.split={split!r}: up to three numbers 'train,valid,test', such as '969,30,1'")
+    shares = [float(number) for number in numbers] + [0.0] * (3 - len(numbers))
+    if sum(shares) == 0:
+        raise ValueError(f"data.split={split!r} sums to 0; '1,0,0' gives everything to train")
+    return shares
+
+
 def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]:
     """The contiguous range of items that a split string gives to one part.
 
@@ -83,12 +98,7 @@ def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]
     assert part in PARTS, part
     if split is None:
         return 0, num_items
-    numbers = split.split(",")
-    if len(numbers) > 3 or not all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", number) for number in numbers):
-        raise ValueError(f"data.split={split!r}: up to three numbers 'train,valid,test', such as '969,30,1'")
-    shares = [float(number) for number in numbers] + [0.0] * (3 - len(numbers))
-    if sum(shares) == 0:
-        raise ValueError(f"data.split={split!r} sums to 0; '1,0,0' gives everything to train")
+    shares = split_shares(split)
     borders = [0.0]
     for share in normalised(shares):
         borders.append(borders[-1] + share)

@@ -9,7 +9,7 @@ import torch
 
 from megatron5d.config.fault import Fault
 from megatron5d.config.schema import Config
-from megatron5d.data.blend import parse_sources, split_range
+from megatron5d.data.blend import parse_sources, split_range, split_shares
 from megatron5d.data.indexed import IndexedDataset
 from megatron5d.data.loader import Loader
 from megatron5d.data.sampler import samples_of_steps
@@ -74,13 +74,13 @@ def data_faults(config: Config, world: int) -> list[Fault]:
     Sizes are read and nothing else, so that it takes no time; what else can be wrong inside is named while training.
     """
     found = []
-    parts = [("data.train", "train", config.data.train, config.data.split)]
-    if (held_out := _held_out(config)) is not None:
-        parts.append(("data.valid" if config.data.valid else "data.train", "valid", *held_out))
-    for knob, part, entries, split in parts:
-        for source in parse_sources(entries, knob) if entries else []:
-            if all(isfile(source.prefix + ending) for ending in (".bin", ".idx")):
-                found += _source_faults(config, knob, source.prefix, split, part)
+    try:
+        sources = _sources(config)
+    except ValueError:
+        sources = []  # an illegal weight or split, of which a law has told
+    for knob, part, prefix, split in sources:
+        if all(isfile(prefix + ending) for ending in (".bin", ".idx")):
+            found += _source_faults(config, knob, prefix, split, part)
     if config.data.tokenizer is not None and exists(config.data.tokenizer):
         try:
             end_of_document(config)
@@ -90,6 +90,22 @@ def data_faults(config: Config, world: int) -> list[Fault]:
     return found
 
 
+def _sources(config: Config) -> list[tuple[str, str, str, str | None]]:
+    """(knob, part, prefix, split) of each pair of .bin and .idx that is read.
+
+    Raises:
+        ValueError: an illegal weight or split.
+    """
+    parts = [("data.train", "train", config.data.train, config.data.split)]
+    if (held_out := _held_out(config)) is not None:
+        parts.append(("data.valid" if config.data.valid else "data.train", "valid", *held_out))
+    return [
+        (knob, part, source.prefix, split)
+        for knob, part, entries, split in parts
+        for source in (parse_sources(entries, knob) if entries else [])
+    ]
+
+
 def _source_faults(config: Config, knob: str, prefix: str, split: str | None, part: str) -> list[Fault]:
     """What keeps one pair of .bin and .idx from giving samples."""
     try:
@@ -97,12 +113,15 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
     except ValueError as error:
         fix = f"{knob}=[PREFIX] of whole files, as tools/preprocess.py writes them"
         return [Fault("data-broken", (knob,), f"{knob}: {error}", fix, True)]
-    if config.data.order == "megatron" or dataset.num_tokens == 0:
-        return []  # Megatron's samples begin again within themselves; of empty files a law has told
+    if dataset.num_tokens == 0:
+        return []  # of which a law has told
+    megatron = config.data.order == "megatron"
     try:
-        begin, end = split_range(split, part, dataset.num_documents)
+        begin, end = split_range(split, part, dataset.num_sequences if megatron else dataset.num_documents)
     except ValueError as error:
         return [Fault("data-split-part", (knob, "data.split"), f"{prefix}: {error}", "data.split=null", True)]
+    if megatron:
+        return []  # whose samples begin again within themselves
     tokens, seq_len = dataset.document_start(end) - dataset.document_start(begin), config.train.seq_len
     if tokens > seq_len:
         return []
@@ -151,9 +170,9 @@ def valid_loader(config: Config, mesh: Mesh, *, reads: bool = True) -> Loader | 
 def _held_out(config: Config) -> tuple[list[str], str | None] | None:
     """(sources, split) of what evaluations read; None where there is nothing."""
     data = config.data
+    has_part = data.split is not None and split_shares(data.split)[1] > 0
     if data.valid:
         return data.valid, None
-    has_part = data.split is not None and float((data.split.split(",") + ["0"])[1]) > 0
     return (data.train, data.split) if has_part else None
 
 
