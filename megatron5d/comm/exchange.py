@@ -1,11 +1,11 @@
-"""An all-to-all between two phases: one starts it, a later one waits for it; the gradient travels back the same way.
+"""An all-to-all between two phases: one starts it, a later one waits for it. The gradient goes back in the same way.
 
             phase A                          phase B
 forward     start(x) -> ticket               finish(ticket) -> rows
 backward    waits for the gradient of x      sends the gradient of the rows on its way
 
-What is under way never lies in the autograd graph, whose engine could read it before it has arrived: the graph
-carries a ticket of one element, the payload stays here.
+A tensor that is still being received must not be in the autograd graph, whose engine could read it too early. So the
+graph carries a ticket of one element, and the rows are kept here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron5d.topology.axis import Axis
 
 
 class Codec(Protocol):
-    """What rows travel as, where they do not travel as they are; their gradients do."""
+    """Encodes rows for the way there; gradients are sent as they are."""
 
     def encode(self, rows: Tensor) -> Tensor: ...
 
@@ -35,7 +35,7 @@ class Exchange:
         axis: among whom.
         send: rows for each rank.
         receive: rows from each rank.
-        codec: of the rows on their way there, also of those that stay: the same numbers on any layout.
+        codec: of the rows on their way there, and also of those that stay here, for the same numbers on any layout.
     """
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int], codec: Codec | None = None) -> None:
@@ -46,7 +46,7 @@ class Exchange:
         self._grad: Pending | None = None
 
     def start(self, x: Tensor) -> Tensor:
-        """Sends the rows on their way; a phase that is recomputed sends nothing again.
+        """Starts sending the rows; when a phase is recomputed, nothing is sent again.
 
         Args:
             x: `[sum(send), ...]`, rows for rank 0 first.

@@ -1,4 +1,4 @@
-"""What a model's matrices carry: in how many bits they are multiplied, and how their collectives overlap."""
+"""Chooses for each of a model's matrices in how many bits it is multiplied, and how its collectives overlap."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megatron5d.topology.shard import spec_of
 
 
 def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
-    """Of linear layers and of experts, as precision.fp8 names them.
+    """How 8-bit products are made: of linear layers, and of experts.
 
-    Comm: tensorwise, all_reduce cp_tp of one number for each input and gradient, tp for each weight; etp of as many
-        numbers as experts for theirs.
+    Comm: later, in every tensorwise product: all_reduce of one number over cp_tp for each input and gradient, and over
+        tp for each weight; of one number per expert over etp for experts.
     """
     powers_of_two = config.precision.fp8_pow2_scales
     if config.precision.fp8 == "blockwise":
@@ -39,7 +39,7 @@ def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
 
 
 def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> None:
-    """Hangs the recipe on the weights that are multiplied in 8 bits; all others are multiplied as they are."""
+    """Sets `.gemms` of the weights that are multiplied in 8 bits; all others are multiplied as they are."""
     chosen = {f"{name}.weight" for name in quantised_matrices(config)}
     if not chosen:
         return
@@ -50,13 +50,10 @@ def choose_gemms(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh)
 
 
 def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mesh) -> Overlap:
-    """Hangs on the weights how their products and collectives are laid over each other (`parallel.tp_overlap`).
-
-    Returns:
-        The way.
+    """Sets `.overlap` of the weights as `parallel.tp_overlap` says, and returns it.
 
     Raises:
-        ValueError: on every rank, where `fused` cannot be had.
+        ValueError: on every rank, if `fused` is not possible here.
     """
     mode, tp = config.parallel.tp_overlap, mesh["tp"]
     if mode == "none" or tp.size == 1:

@@ -1,9 +1,9 @@
 """AdamW on the owned slices of the buckets: flat fp32 master weights and moments, one call for all of them.
 
-With optim.implementation=kernel clipping, update and the rounding of masters to weights are one pass over memory
-(kernels/multi_tensor.py), each number read and written once; the others take three.
-Without master weights (precision.master_weights) bf16 weights are updated themselves: widened, moved, and rounded back
-at random (rounding.py), a bucket at a time.
+With optim.implementation=kernel, clipping, update and the rounding of masters to weights are one pass over memory
+(kernels/multi_tensor.py); the others take three.
+Without master weights (precision.master_weights=false) bf16 weights are updated directly, a bucket at a time: widened,
+updated, and rounded back at random (rounding.py).
 
 Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); the arithmetic is torch's fused AdamW, or NVIDIA apex's FusedAdam
 where it is really there (the package of that name on PyPI is something else).

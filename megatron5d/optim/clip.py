@@ -11,10 +11,10 @@ from megatron5d.data_parallel.buckets import Bucket
 
 
 def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
-    """This rank's share of the squared L2 norm over all parameters of the model: sum it over the world.
+    """This rank's share of the squared L2 norm of all gradients; summed over the world it is the whole.
 
-    A rank adds up what it owns: pieces of which it is the first copy, and only where it is the first of the ranks that
-    hold the same slice.
+    To count each element once, a rank adds up only pieces of which it holds the first copy, and only if it is the first
+    of the ranks that own the same slice.
 
     Args:
         buckets: with reduced gradients.
@@ -36,7 +36,7 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float | None:
-    """What gradients are multiplied with so that their norm is at most `max_norm`; None where they stay.
+    """The factor that makes the gradients' norm at most `max_norm`; None if they stay as they are.
 
     torch's rule (`clip_grad_norm_`), with its 1e-6. `max_norm` = 0 means no clipping.
     """

@@ -1,4 +1,4 @@
-"""The optimiser of a run: a bucket belongs to one of its parts, which updates it by its own rule (`optim.name`)."""
+"""The optimiser of a run: AdamW alone, or Muon for matrices and AdamW for the rest (`optim.name`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megatron5d.topology.shard import spec_of
 
 
 class Optimizer:
-    """
+    """One or two update rules, each over buckets of its own.
+
     Args:
         name: `optim.name`.
-        parts: each over buckets of its own; together over all of this rank.
+        parts: the rules, together over all buckets of this rank.
     """
 
     def __init__(self, name: str, parts: Sequence[SliceOptimizer]) -> None:
@@ -32,7 +33,7 @@ class Optimizer:
 
     @property
     def step_count(self) -> int:
-        """Updates made, those before a resume among them."""
+        """Updates made, including those before a resume."""
         return self.parts[0].step_count
 
     def step(self, lr: float, scale: float | None = None) -> None:
@@ -41,17 +42,17 @@ class Optimizer:
             part.step(lr, scale)
 
     def rehearse(self) -> None:
-        """Allocates what a step does for a while, on the meta device."""
+        """On the meta device: allocates what a step needs temporarily, for the memory forecast."""
         for part in self.parts:
             part.rehearse()
 
     def weights_to_masters(self) -> None:
-        """Takes the model's weights as the truth (after an import)."""
+        """Copies the model's weights into the masters (after an import)."""
         for part in self.parts:
             part.weights_to_masters()
 
     def take_unsaved_masters(self) -> None:
-        """After a resume: masters that are no wider than the weights are saved once, as the weights."""
+        """After a resume: masters as wide as the weights are not saved beside them, and are copied from them."""
         for part in self.parts:
             part.take_unsaved_masters()
 
@@ -69,7 +70,7 @@ class Optimizer:
 def build_optimizer(
     buckets: Sequence[Bucket], config: OptimConfig, mesh: Mesh, rounding_seed: int | None = None
 ) -> Optimizer:
-    """The optimiser of `optim.name` over buckets in which `takes_muon` says the same of all parameters.
+    """The optimiser of a run; within a bucket, `takes_muon` must be the same for all parameters.
 
     Args:
         buckets: of this rank, at least one.

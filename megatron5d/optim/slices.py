@@ -1,7 +1,7 @@
-"""What optimisers share: state on the owned slices of the buckets, its masters, and what of it waits on the host.
+"""What all optimisers share: master weights and moments of the owned slices, on the device or on the host.
 
-An optimiser updates whole buckets, and says by name which moments it keeps of them (`kinds`): a flat tensor each over
-the owned slice. Checkpoints, resharding and the memory forecast go by these names alone.
+An optimiser updates whole buckets and lists the moments that it keeps by name (`kinds`), each a flat tensor over the
+owned slice. Checkpoints, resharding and the memory forecast need only these names.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class SliceState:
 
     bucket: Bucket
     segments: list[Segment]
-    master: Tensor  # the weights themselves where they are wide enough and not on the host
+    master: Tensor  # fp32 (fp64) weights; the model's own where those are as wide and updated on the device
     grads: Tensor  # what the update reads: the reduced gradients, or their copy on the host
     reduced: Tensor  # this slice of the bucket's main gradients
     moments: dict[str, Tensor]  # by kind
-    rounded: bool = False  # the weights are narrow and updated in place
+    rounded: bool = False  # bf16 weights without masters are updated in place, with stochastic rounding
 
     @property
     def on_host(self) -> bool:
-        """The update runs on copies in the host's memory."""
+        """Whether the update runs on copies in the host's memory."""
         return self.grads is not self.reduced
 
     @property
     def has_master(self) -> bool:
-        """Master weights are a copy of their own, wider than the weights."""
+        """Whether master weights are a separate, wider copy."""
         return self.master.dtype != self.bucket.weights.dtype
 
 
@@ -49,19 +49,19 @@ def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
 
 
 def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for a tensor in the host's memory, pinned where a GPU copies to it; nowhere for one on the meta device."""
+    """Memory on the host for a tensor, pinned if that is on a GPU; on the meta device for one that is there."""
     device = "meta" if tensor.is_meta else "cpu"
     return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=tensor.is_cuda)
 
 
 class SliceOptimizer(ABC):
-    """
+    """Updates the slices of buckets that this rank owns.
+
     Args:
         buckets: whose owned slices are updated; their gradients must be reduced.
-        config: of the update; with offload masters and moments stay on the host: every step the gradients travel
+        config: of the update. With offload, masters and moments stay on the host: every step the gradients are copied
             there, and new weights back.
-        rounding_seed: bf16 weights have no masters, and their updates are rounded at random from this seed; None = they
-            have.
+        rounding_seed: for bf16 weights without masters, whose updates are rounded at random; None = they have masters.
     """
 
     kinds: ClassVar[tuple[str, ...]]  # of moments
@@ -92,10 +92,10 @@ class SliceOptimizer(ABC):
 
     @abstractmethod
     def rehearse(self) -> None:
-        """Allocates what a step does for a while, on the meta device, for the memory forecast."""
+        """On the meta device: allocates what a step needs temporarily, for the memory forecast."""
 
     def _take_grads(self, scale: float | None) -> None:
-        """Clips the gradients in place, and sends those to the host that are read there."""
+        """Clips the gradients in place, and copies them to the host if the update runs there."""
         for state in self.slices:
             if scale is not None:
                 state.reduced.mul_(scale)
@@ -109,13 +109,13 @@ class SliceOptimizer(ABC):
                 state.bucket.weight_slice.copy_(state.master)
 
     def weights_to_masters(self) -> None:
-        """Takes the model's weights as the truth (after an import)."""
+        """Copies the model's weights into the masters (after an import)."""
         for state in self.slices:
             if state.has_master or state.on_host:
                 state.master.copy_(state.bucket.weight_slice)
 
     def take_unsaved_masters(self) -> None:
-        """After a resume: masters that are no wider than the weights are saved once, as the weights."""
+        """After a resume: masters as wide as the weights are not saved beside them, and are copied from them."""
         for state in self.slices:
             if state.on_host and not state.has_master:
                 state.master.copy_(state.bucket.weight_slice)

@@ -1,15 +1,15 @@
-"""The three products of a linear layer, y = x·Wᵀ, as one object that its weight carries.
+"""How the three products of a linear layer are made, as an object that its weight carries (`weight.gemms`).
 
     forward        y  = x·Wᵀ
     input_grad     dx = dy·W
     weight_grad    dW += dyᵀ·x
 
-What is multiplied, gathered over ranks and kept for the backward is an operand: tensors that all have the tokens as
-their leading dims, so that a layer treats them alike and need not know what they are. Here it is the tensor itself;
-fp8.py has the operands of 8 bits. A weight without a choice of its own is multiplied as it is: `gemms_of`.
+An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors whose leading dims
+are the tokens, which layers pass on without knowing what they hold. Here it is the tensor itself; in fp8.py it is 8-bit
+values and their scales. model/arithmetic.py chooses; a weight without a choice is multiplied as it is.
 
-The operation before a product is theirs as well where nothing else reads its result (`activate`, the norms): it may
-then come in a form that only they understand.
+The operation before a product (`activate`, the norms) belongs to it too if nothing else reads the result, which may
+then come in a form that only the product understands.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class Gemms:
     """Products in the dtype of the tensors."""
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
-        """What is multiplied for x.
+        """The operand for x.
 
         Args:
-            x: `[..., features]`, an input, or a gradient of an output.
-            gradient: it is a gradient.
+            x: `[..., features]`, an input of the layer, or a gradient of its output.
+            gradient: x is a gradient.
         """
         return (x,)
 
     def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """What stands between two matrices, for the second: `[..., 2f]` (swiglu) or `[..., f]` -> `[..., f]`."""
+        """The activation before the product: `[..., 2f]` (swiglu) or `[..., f]` -> `[..., f]`."""
         return activate(x, kind, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """RMSNorm for these products, `[..., in]` -> `[..., in]`, and x: gradients of both meet in one pass."""
+        """The RMSNorm before the product, `[..., in]` -> `[..., in]`, and x; one pass computes the gradient of both."""
         return add_rms_norm(x, None, weight, eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """LayerNorm, as `rms_norm`."""
+        """The LayerNorm before the product, as `rms_norm`."""
         return add_layer_norm(x, None, weight, bias, eps)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
@@ -62,10 +62,10 @@ class Gemms:
 
 
 class ExpertGemms:
-    """The same for the experts of a rank, over rows sorted by expert; weights are stacks `[E, out, in]`."""
+    """The same for a rank's experts, whose weights are a stack `[E, out, in]`; rows of x are sorted by expert."""
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
-        """What is multiplied for x `[r, features]`."""
+        """The operand for x `[r, features]`."""
         return (x.contiguous() if gradient else x,)
 
     def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
@@ -86,7 +86,7 @@ class ExpertGemms:
 
 
 def by_expert(stack: Tensor, experts: int) -> Tensor:
-    """A local parameter or its gradient as `[experts, out, in]`, whatever pieces its dim 0 is made of."""
+    """A local parameter, or its gradient, as `[experts, out, in]`."""
     return stack.view(experts, -1, stack.shape[-1])
 
 
@@ -95,11 +95,11 @@ PLAIN_EXPERTS = ExpertGemms()
 
 
 def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
-    """How the products of a linear layer's weight are made; of several with one input, as they are unless all agree."""
+    """How products with a weight are made. Of several weights with the same input: as they are, unless all agree."""
     gemms = getattr(weight, "gemms", PLAIN)
     return gemms if all(gemms_of(other) is gemms for other in others) else PLAIN
 
 
 def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
-    """How the products of a stack of experts are made."""
+    """How products with a stack of experts are made."""
     return getattr(parameter, "gemms", PLAIN_EXPERTS)
