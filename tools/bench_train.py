@@ -79,7 +79,7 @@ ROOM = 0.9  # of the device for what is predicted of ours: the peer's autocast k
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one provider on one model."""
+    """The figures of one provider on one model."""
 
     step_s: float
     tokens_per_s: float

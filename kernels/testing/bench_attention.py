@@ -90,7 +90,7 @@ def attention(
 
 
 def floating_point_operations(*, s, b, a, g, d, dv=0, window=0, document=0) -> float:
-    """Of the forward: two products over the pairs of a query and a key that it sees."""
+    """Operations of the forward: two products over all pairs of a query and a key that it sees."""
     pairs = s * (window - window / 2 * window / s if window else (document or s) / 2)
     return 2 * (d + (dv or d)) * pairs * b * a
 

@@ -94,7 +94,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until a save in the background is on disk; raises what went wrong in it."""
+        """Waits until a save in the background is on disk; raises what went wrong in it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -64,7 +64,7 @@ class Mailbox:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's segment: flags and boxes."""
+        """Bytes of this rank's segment: flags and boxes."""
         return self._flag_bytes + 2 * self.axis.size * self.box_bytes
 
     def exchange(self, layout: Layout) -> Exchange:

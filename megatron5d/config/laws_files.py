@@ -66,7 +66,7 @@ def _shown(names: list[str]) -> str:
 
 
 def _blend(knob: str) -> tuple[Law, ...]:
-    """Of data.train or data.valid: the weights are numbers above 0, the files exist and hold something."""
+    """The laws of data.train or data.valid: weights are numbers above 0, files exist and are not empty."""
     name = knob.replace(".", "-")
     return (
         Law(

@@ -62,7 +62,7 @@ class EightBitWeights:
         return slice(start - self._first, stop - self._first), start - offset
 
     def maxima(self) -> list[Tensor]:
-        """Of each parameter, the largest magnitudes of its blocks in this rank's slice."""
+        """For each parameter, the largest magnitude of each of its blocks in this rank's slice."""
         found = []
         for index, stack in enumerate(self._stacks):
             span, first = self.owned(index)
@@ -70,7 +70,7 @@ class EightBitWeights:
         return found
 
     def recipes(self) -> list:
-        """Of each parameter, how it is multiplied."""
+        """For each parameter, how it is multiplied (precision/gemms.py)."""
         return [parameter.gemms for parameter in self._parameters]  # type: ignore[attr-defined]
 
     def quantize(self, maxima: Sequence[Tensor]) -> None:

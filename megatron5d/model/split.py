@@ -116,7 +116,7 @@ def balanced_ranks(costs: Sequence[float], placement: Placement, first: float = 
 
 
 def _evenness(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of several splits, `[options, ranks]` what every rank does: the sum of squares, and the most."""
+    """How even splits are, given every rank's work `[options, ranks]`: the sum of squares, and the maximum."""
     return np.square(ranks).sum(axis=1), ranks.max(axis=1)
 
 

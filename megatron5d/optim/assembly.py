@@ -1,13 +1,13 @@
-"""Makes matrices whole that ranks hold in pieces, each on one rank, and sends what was made of them back.
+"""Assembles matrices that are cut over ranks, each on one rank, and sends back what was computed from them.
 
-A matrix is cut twice: by tp (experts: etp) into the parameters of several ranks, and each of these by ZeRO into flat
-slices over the shard axis of its bucket. So it comes together in two all-to-alls, and goes back in two:
+A matrix is cut twice: by tp (experts: etp) into the parameters of several ranks, and each parameter by ZeRO into flat
+slices over the shard axis of its bucket. So it is assembled by two all-to-alls, and sent back by two:
 
     slices  --shard-->  parameter of one tp rank  --tp-->  whole matrix  --tp-->  --shard-->  slices
 
-The matrices are dealt out over shard × tp, largest first, one a rank and round: a rank works on 1/(shard·tp) of them,
-side by side with others of about the same size, and holds one whole matrix at a time. Ranks that hold the same slices
-(`Bucket.replicate`) each do the same work.
+The matrices are assigned to the ranks of shard × tp, largest first, one per rank and round. So a rank works on
+1/(shard·tp) of them, at the same time as other ranks on others of about the same size, and holds one whole matrix at a
+time. Ranks that own the same slices (`Bucket.replicate`) all do the same work.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _rows_of(spec: ShardSpec) -> tuple[int, int]:
 
 
 def whole_shape(spec: ShardSpec) -> tuple[int, ...]:
-    """Of a parameter that was made whole: the global one; of experts, those that this rank has a part of."""
+    """The shape of an assembled parameter: the global one; for experts, of those that this rank has a part of."""
     *lead, rows, cols = spec.shape
     first, last = _rows_of(spec)
     return (last - first, rows, cols) if lead else (rows, cols)
@@ -119,7 +119,7 @@ class Assembly:
             matrix.write(part)
 
     def _over_cut(self, mine: Sequence[CutMatrix], flat: Tensor, work: Work) -> Tensor:
-        """From the slices of up to one local parameter for each rank of `cut` to those of the results."""
+        """Assembles, works and cuts again: slices of up to one parameter per rank of `cut` -> slices of the results."""
         lengths = [matrix.share(rank) for rank in range(self.shard.size) for matrix in mine]
         slices = flat.split(lengths)
         flat = torch.cat([part for k in range(len(mine)) for part in slices[k :: len(mine)]])

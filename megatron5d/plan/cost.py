@@ -172,7 +172,7 @@ def step_cost(
 
 
 def _waiting(found: Simulation, rank: int) -> dict[str, float]:
-    """What a rank's passes do not fill of the makespan."""
+    """The part of the makespan in which a rank runs no pass."""
     ep, p2p = float(found.exposed_a2a[rank]), float(found.exposed_p2p[rank])
     idle = found.makespan - float(found.work[rank]) - ep - p2p
     return {"ep": ep, "p2p": p2p, "bubble": max(0.0, idle)}  # below 0 by rounding

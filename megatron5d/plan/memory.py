@@ -61,7 +61,7 @@ class RankMemory:
 
     @property
     def resident(self) -> int:
-        """What is there from step to step."""
+        """Bytes that stay from step to step."""
         return self.weights + self.gradients + self.optimizer + self.buffers + self.library
 
     @property
@@ -80,12 +80,12 @@ class RankMemory:
 
     @property
     def margin(self) -> int:
-        """What fragmentation may take besides."""
+        """Bytes that fragmentation may take on top."""
         return round(FRAGMENTATION * self.allocated)
 
     @property
     def needed(self) -> int:
-        """What the device must have."""
+        """Bytes that the device must have."""
         return self.allocated + self.margin + self.boxes + self.outside
 
     def kinds(self) -> dict[str, int]:
@@ -113,7 +113,7 @@ class RankMemory:
         return {kind: count for kind, count in kinds.items() if count}
 
     def record(self) -> dict[str, Any]:
-        """For programs that read: every kind, and the sums, in bytes."""
+        """Every kind and the sums in bytes, for programs to read."""
         sums = {name: getattr(self, name) for name in ("resident", "allocated", "needed", "host")}
         action = self.peak.action
         worst = {"action": None if action is None else str(action), "in_flight": self.peak.in_flight}
@@ -121,7 +121,7 @@ class RankMemory:
 
 
 def outside_bytes(num_communicators: int) -> int:
-    """What a GPU's rank takes beside the allocator."""
+    """Bytes of a GPU that a rank takes outside of torch's allocator."""
     return CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES
 
 

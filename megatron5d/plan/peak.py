@@ -172,7 +172,7 @@ class _Walk:
             self._forward[here] = steps
 
     def _passes(self, trace: StageTrace, op: str) -> tuple[Step, ...]:
-        """Of one action: the step's first forward and backward find no buffers of an earlier one."""
+        """The steps of one action; the first forward and backward of a step find no buffers of an earlier one."""
         if not self.begins_empty or op in self._begun:
             return trace.passes[op]
         self._begun.add(op)
@@ -193,12 +193,12 @@ class _Walk:
                 self._fetch(self._fetched[after])
 
     def _fetch(self, num_bytes: int) -> None:
-        """Of data parallelism's own."""
+        """Counts weights that data parallelism gathers ahead."""
         self.stages += num_bytes
         self.units += num_bytes
 
     def _take(self, action: Action) -> None:
-        """Its input, message or value of this rank, becomes the stage's; what it proves to be over is let go."""
+        """The action takes its input; messages are freed that this input proves to have arrived (receipts.py)."""
         for flow, count in self._proofs.get(action, ()):
             while self._settled[flow] < count:
                 self._settled[flow] += 1

@@ -203,6 +203,6 @@ def best(
 
 
 def _priced(candidate: Candidate[Price], questions: Questions[Price], below: float = float("inf")) -> bool:
-    """Finds the price; whether it is lower."""
+    """Finds the price, and says whether it is lower."""
     candidate.cost, candidate.seconds = questions.price(candidate.change)
     return candidate.seconds < below

@@ -41,7 +41,7 @@ class Sharding:
         self.gathers_each = self.zero == 3 and parallel.regather == "per_microbatch"
 
     def beside(self, units: Iterable[Unit], op: str) -> Transfers:
-        """Beside each pass of a stage."""
+        """What is sent beside each pass of a stage."""
         units, sent = list(units), defaultdict[tuple[str, str], float](float)
         if self.gathers_each and op != "W":
             sent |= self._gather(units)
@@ -69,11 +69,11 @@ class Sharding:
         return sent
 
     def gathered(self, units: Iterable[Unit]) -> Transfers:
-        """Once a step: of weights that stay whole, or of those that are gathered once."""
+        """What gathering weights sends once a step, if they stay whole or are gathered once."""
         return {} if self.zero == 0 or self.gathers_each else self._gather(list(units))
 
     def turned(self, units: Sequence[Unit], program: Program) -> Transfers:
-        """What a rank without a pipeline does not send, because the unit at which it turns stays: below 0."""
+        """What a rank without a pipeline saves, because the unit between forward and backward stays whole: below 0."""
         if not self.gathers_each or program.num_ranks > 1:
             return {}
         m, sent = program.num_microbatches, defaultdict[tuple[str, str], float](float)
@@ -90,13 +90,13 @@ class Sharding:
         return sum(elements / self.sizes[shard] for shard, _, elements in self._lines(units))
 
     def owned_matrices(self, units: Iterable[Unit]) -> float:
-        """Those of them that Muon updates."""
+        """Elements of this rank's matrices that Muon updates."""
         found = [matrix for unit in units for matrix in unit.matrices]
         shards = {expert: self.sizes[axis] if self.zero else 1 for expert, axis in self.shards.items()}
         return sum(matrix.elements / shards[matrix.expert] for matrix in found)
 
     def state_bytes(self, units: Iterable[Unit]) -> float:
-        """Of what stays: weights, gradients, optimiser; buffers and what fills buckets up not counted."""
+        """Bytes of weights, gradients and optimiser state that stay, without temporary buffers and padding."""
         units = list(units)
         lines = [(elements, self.sizes[shard]) for shard, _, elements in self._lines(units)]
         per_element = {"weights": (self.weight, 3), "gradients": (self.grad, 2), "optimizer": (self.optimizer, 1)}

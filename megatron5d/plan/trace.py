@@ -78,7 +78,7 @@ class StageTrace:
 
 
 def relay_trace(message_bytes: int) -> StageTrace:
-    """Of a stage that holds nothing: a message is its own until it is handed on."""
+    """The trace of a relay: it holds a message until it passes it on."""
     passed = (Step(BOUNDARY, message_bytes, message_bytes), Step(BOUNDARY, 0, -message_bytes))
     return StageTrace({"F": passed, "B": passed, "I": passed, "W": ()}, output_kept=False)
 
@@ -87,7 +87,7 @@ class Buffers(PhaseHooks, Protocol):
     """Data parallelism whose buffers come and go with the passes."""
 
     def buffer_bytes(self) -> int:
-        """Bytes of them that are there now."""
+        """Bytes of buffers that are there now."""
 
     def fetched_bytes(self, phase: nn.Module) -> int:
         """Bytes of the weights that are gathered for the unit of a phase, and given back after it."""
@@ -166,7 +166,7 @@ class Tracer:
         return passes
 
     def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
-        """What arrives, and the step that counts it."""
+        """The tensor that arrives, and the step that counts it."""
         before = watch.forget_peak()
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         x = torch.empty(self.num_sums, dtype=wide, device="meta") if last else self._message()

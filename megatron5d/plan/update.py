@@ -52,7 +52,7 @@ class Round:
 
 
 def rounds(units: Sequence[Unit], sharding: Sharding) -> Iterator[Round]:
-    """Of the matrices of all units of a rank."""
+    """The rounds in which Muon assembles the matrices of a rank's units."""
     for expert, cut in ((False, "tp"), (True, "etp")):
         shard = sharding.shards[expert]
         matrices = [matrix for unit in units for matrix in unit.matrices if matrix.expert is expert]
@@ -64,7 +64,7 @@ def rounds(units: Sequence[Unit], sharding: Sharding) -> Iterator[Round]:
 
 
 def assembled(units: Sequence[Unit], sharding: Sharding) -> Transfers:
-    """What Muon's matrices send in a step, to be whole and back."""
+    """What assembling Muon's matrices, and sending the updates back, sends in a step."""
     sent = defaultdict[tuple[str, str], float](float)
     for each in rounds(units, sharding):
         for key, num_bytes in each.sent(sharding.sizes[each.cut], sharding.weight).items():
@@ -73,13 +73,13 @@ def assembled(units: Sequence[Unit], sharding: Sharding) -> Transfers:
 
 
 def passed_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
-    """Bytes that an update reads and writes, but for the iteration, of what a rank owns."""
+    """Bytes that a rank's update reads and writes, without Muon's iteration."""
     muon = sharding.owned_matrices(units)
     return (sharding.owned(units) - muon) * ADAMW_BYTES + muon * MUON_BYTES
 
 
 def carried_bytes(units: Sequence[Unit], sharding: Sharding) -> float:
-    """Bytes between device and host with `optim.offload`: gradients there, weights back; and of Muon's matrices what is
-    made orthogonal, and the result."""
+    """Bytes between device and host with `optim.offload`: gradients there and weights back; for Muon's matrices also
+    what is orthogonalised, and the result."""
     muon = sharding.owned_matrices(units)
     return sharding.owned(units) * (sharding.grad + sharding.weight) + muon * 2 * sharding.weight

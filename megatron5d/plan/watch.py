@@ -45,7 +45,7 @@ class MemoryWatch(TorchDispatchMode):
         return super().__exit__(*error)
 
     def forget_peak(self) -> int:
-        """From now on `peak_bytes` is the most since now; returns what is alive."""
+        """Starts a new `peak_bytes`; returns the bytes that are alive now."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
@@ -79,5 +79,5 @@ class MemoryWatch(TorchDispatchMode):
         size[0] = now
 
     def rounded(self, num_bytes: int) -> int:
-        """What the allocator hands out for so many bytes."""
+        """The bytes that the allocator hands out for a request."""
         return -(-num_bytes // self.block) * self.block

@@ -36,7 +36,7 @@ class Product:
 
     @property
     def num_bytes(self) -> float:
-        """That the device's memory reads and writes at least."""
+        """Bytes that the device's memory reads and writes, at least."""
         width = 1 if self.eight_bits else 2
         tokens, weights = self.rows * (self.inputs + self.outputs), self.stack * self.inputs * self.outputs
         return tokens * width + weights * (8 if self.summed else width)
@@ -115,7 +115,7 @@ class Unit:
 
 
 def together(works: Iterable[Work]) -> Work:
-    """Several passes, or phases of one, one after the other."""
+    """The work of several passes, or phases of one, done one after the other."""
     works = list(works)
     sent: dict[tuple[str, str], Traffic] = {}
     for work in works:

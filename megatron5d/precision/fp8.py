@@ -118,11 +118,11 @@ class BlockwiseGemms(Gemms):
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """From the largest of each 128×128 block `[1, down, across]` to those of scales, which broadcast over them."""
+        """Largest magnitudes of 128×128 blocks `[1, down, across]` -> those that scales are made from (broadcast)."""
         return blocks
 
     def over_ranks(self, maxima: Tensor) -> Tensor:
-        """Maxima, over the ranks that hold other parts of the weights that they belong to."""
+        """Maxima of this rank -> maxima over all ranks that hold parts of the same weights."""
         return maxima
 
     def stored(self, values: Tensor, scales: Tensor) -> Quantized:

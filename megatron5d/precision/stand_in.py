@@ -1,9 +1,9 @@
-"""Results that exist in 8 bits alone: SwiGLU before a down-projection, a norm before an up-projection.
+"""Results that exist only in 8 bits: SwiGLU before a down-projection, a norm before an up-projection.
 
-Where 8-bit products are all that reads a result, the wide form need never be written (kernels/fp8_fused.py). What takes
-its place in autograd's graph is a stand-in: of the wide result's shape and dtype, without its memory, an operand
-(gemms.py) hung on its storage. Gradients arrive as for any tensor, recomputation and views of it find the operand, and
-whoever takes it for a tensor reads NaN everywhere: a step that is refused instead of a wrong one.
+If only 8-bit products read a result, it need never be written in its wide dtype (kernels/fp8_fused.py). In autograd's
+graph a stand-in takes its place: a tensor of the wide result's shape and dtype, but without its memory, whose storage
+carries the operand (gemms.py). It gets gradients like any tensor, and recomputation and views find the operand. Whatever reads
+its values by mistake gets NaN everywhere, so that the step is refused instead of being wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def stand_in(shape: torch.Size, dtype: torch.dtype, operand: Carried) -> Tensor:
 
 
 def carried_by(x: Tensor) -> Carried | None:
-    """The operand that x stands in for; None where x is a tensor like any other."""
+    """The operand that x stands in for; None if x is an ordinary tensor."""
     return getattr(x.untyped_storage(), "operand", None)
 
 

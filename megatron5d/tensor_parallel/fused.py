@@ -42,7 +42,7 @@ class Fused:
         return self._mailbox.num_bytes
 
     def check(self) -> None:
-        """Of what the device has done so far."""
+        """Checks what the device has done so far."""
         self._mailbox.patience.check()
 
     def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:

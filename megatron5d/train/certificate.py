@@ -23,14 +23,14 @@ _MASKS = ("document_mask", "eod_mask_loss")  # of data: what decides about numbe
 
 
 def configuration_hash(config: Config) -> str:
-    """Of everything that decides about a run's numbers but its files: the same for a run on other data."""
+    """A hash of everything that decides about a run's numbers except its files: the same for a run on other data."""
     found = {group: keys for group, keys in to_dict(config).items() if group not in _PASSIVE}
     found["data"] = {key: found["data"][key] for key in _MASKS}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def source_hash() -> str:
-    """Of every Python file that a run executes, by its path and its text."""
+    """A hash of every Python file that a run executes, of its path and its text."""
     total = hashlib.sha256()
     for path in sorted(path for room in SOURCES for path in (ROOT / room).rglob("*.py")):
         total.update(f"{path.relative_to(ROOT)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

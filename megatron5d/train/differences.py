@@ -57,7 +57,7 @@ def index_of(offset: Sequence[int], values: Tensor) -> tuple[slice, ...]:
 
 
 def figure_differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: float) -> Iterator[Difference]:
-    """Of every figure of every step, on all ranks; losses first, then what the routers did."""
+    """The differences in every figure of every step, over all ranks; losses first, then what the routers did."""
     for kind in ("figures", "layers"):
         for step, expected in enumerate(getattr(truth, kind)):
             for name, value in expected.items():

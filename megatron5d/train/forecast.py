@@ -93,7 +93,7 @@ class Forecaster:
             return self._on(mesh)
 
     def ranks(self) -> dict[int, RankMemory]:
-        """Of every pipeline rank."""
+        """The memory of every pipeline rank."""
         return {rank: self.rank(rank) for rank in range(self.sizes.pp)}
 
     def activations(self, pp_rank: int) -> Counter[str]:
@@ -151,7 +151,7 @@ class Forecaster:
         return self.num_microbatches * sum(watch.rounded(tensor.nbytes) for tensor in tensors)
 
     def _message_bytes(self) -> int:
-        """Of what travels between stages."""
+        """Bytes of what is sent between stages."""
         form = boundary_form(self.config, "meta")
         message = torch.empty(form.shape, dtype=form.dtype, device="meta")
         return MemoryWatch(self.target.block).rounded(message.nbytes)
@@ -163,7 +163,7 @@ class Forecaster:
         return sum(each) if "per_step" in (parallel.reduce, parallel.regather) else max(each)
 
     def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
-        """Of one stage, and the bytes of boxes; stages of the same layers have the same trace."""
+        """The trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
         units, spec = _units(model.units_of(stage)), model.stages[stage]
         if not units:
             return relay_trace(self._message_bytes()), 0
@@ -245,7 +245,7 @@ def set_load(model: Gpt, imbalance: float, capacity_factor: float | None) -> Non
 
 
 def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:
-    """Of the storages of tensors, each once."""
+    """Bytes of the storages of tensors, each counted once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(watch.rounded(storage.nbytes()) for storage in storages.values())
 

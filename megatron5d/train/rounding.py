@@ -79,7 +79,7 @@ def _figures(
 def _tensors(
     quantity: str, held: Sequence[Rectangles], alone: Rectangles, exact: Rectangles, truth: RankRecord, factor: float
 ) -> Iterator[Difference]:
-    """Of every tensor; of copies the one that is furthest off counts, element by element."""
+    """The differences in every tensor; of several copies, the one that is furthest off counts, element by element."""
     whole = joined(exact)
     names = [name for name in truth.specs if name in whole and whole[name].any()]
     here = {name: _distance(error, whole[name]) for name, (error, _) in _errors([alone], whole).items()}

@@ -111,7 +111,7 @@ def differing(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _to(value: int, low: int, step: int = 1) -> list[int]:
-    """From `low` on in steps, and at last the value itself."""
+    """Values from `low` up in steps, and finally the value itself."""
     return [*range(low, value, step), value]
 
 
