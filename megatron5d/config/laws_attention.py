@@ -33,7 +33,9 @@ ATTENTION_LAWS = (
         "mla-needs-rope",
         ("model.attention", "model.position"),
         lambda c, w: _mla(c) and c.model.position != "rope",
-        lambda c, w: f"model.attention = mla turns qk_rope_head_dim features, and model.position = {c.model.position}",
+        lambda c, w: (
+            f"model.attention = mla rotates qk_rope_head_dim features, and model.position = {c.model.position}"
+        ),
         lambda c, w: "model.position=rope",
     ),
     Law(

@@ -59,8 +59,8 @@ class ModelConfig:
     attention: str = "gqa"  # gqa (from MHA to MQA) | mla: queries, keys and values from small latents (DeepSeek)
     q_lora_rank: int | None = None  # mla: features of the query's latent; None = queries straight from the hidden state
     kv_lora_rank: int = 512  # mla: features of the latent that keys and values share
-    qk_nope_head_dim: int = 128  # mla: features of a head that positions do not turn; head_dim says nothing
-    qk_rope_head_dim: int = 64  # mla: features that they turn, even; their key is one for all heads
+    qk_nope_head_dim: int = 128  # mla: features of a head without rotary position; head_dim is not used
+    qk_rope_head_dim: int = 64  # mla: features with rotary position, even; their key is shared by all heads
     v_head_dim: int = 128  # mla: features of a head's value
     logit_softcap: float = 0.0  # the same on the logits; 0 = off
     init_std: float = 0.02  # normal initialisation of matrices and embeddings

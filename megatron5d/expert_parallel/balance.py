@@ -1,4 +1,4 @@
-"""Keeping experts busy: auxiliary losses, the bias, and what a user watches, without a host synchronisation a step.
+"""Load balancing: auxiliary losses, the bias, and figures for the log, without a host synchronisation per step.
 
 T tokens (padding does not count), E experts, k chosen; n_e = tokens that choose e by the plain scores (no bias, no
 groups); p = softmax of the logits, or sigmoid divided by its sum. Summed over the layers:
@@ -9,11 +9,11 @@ groups); p = softmax of the logits, or sigmoid divided by its sum. Summed over t
     z           mean over the global batch's tokens of logsumexp²
     bias        after a step, bias += rate·sign(mean count − count); counts of the choices made, before any is dropped
 
-The objective has aux_coef times the first three and z_coef times the fourth. Their gradients are added where the
-weights of the chosen experts pass backward, so they arrive whatever output a pass starts from, each micro-batch with
-the scale of the step it belongs to. aux, times aux_coef, is Megatron-Core's `switch_load_balancing_loss_func` of a
-micro-batch (E·coef/(k·T²)·Σ counts·Σp), and z, times z_coef, its `z_loss_func` (coef·mean of logsumexp²), both of
-megatron/core/transformer/moe/moe_utils.py: the coefficients of its runs mean the same here.
+The objective contains aux_coef times the first three and z_coef times the fourth. Their gradients are added in the
+backward of the chosen experts' weights (`attach`), so they need no output of their own. The coefficients mean the same
+as in Megatron-Core: aux, times aux_coef, is its `switch_load_balancing_loss_func` of a micro-batch
+(E·coef/(k·T²)·Σ counts·Σp), and z, times z_coef, its `z_loss_func` (coef·mean of logsumexp²), both of
+megatron/core/transformer/moe/moe_utils.py.
 Source: Fedus et al. 2021 (arXiv:2101.03961), section 2.2; z: Zoph et al. 2022 (arXiv:2202.08906), section 3.2; per
 sequence and bias: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; global: Qiu et al. 2025 (arXiv:2501.11873).
 """
@@ -103,7 +103,7 @@ class Balancer:
 
     @property
     def counts_ahead(self) -> bool:
-        """The choices of the whole global batch must be known before the first backward."""
+        """Whether the choices of the whole global batch must be known before the first backward."""
         return "global_aux" in self.kinds
 
     def start_step(self, num_microbatches: int, num_tokens: Tensor, dp_cp: Axis, watched: bool) -> None:
@@ -133,7 +133,7 @@ class Balancer:
         all_reduce(self.plain, self.stage)
 
     def observe(self, layer: int, logits: Tensor, experts: Tensor, dropped: Tensor | None, tokens: Tokens) -> None:
-        """Counts a micro-batch's choices, once: a forward without gradients is repeated or of no account.
+        """Counts a micro-batch's choices, once: forwards without gradients are repeated later, or evaluations.
 
         Args:
             layer: global index.
@@ -164,7 +164,7 @@ class Balancer:
         self.figures[row, 3] += real
 
     def _plain_choice(self, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
-        """The choice by the scores alone; `num_experts` for padding."""
+        """The experts that would be chosen by the scores alone, without bias and groups; `num_experts` for padding."""
         model = self.model
         if not self.biases and model.top_groups == model.num_groups:
             return experts
@@ -172,7 +172,7 @@ class Balancer:
         return plain if tokens.real is None else plain.masked_fill(~tokens.real[:, None], model.num_experts)
 
     def attach(self, weights: Tensor, layer: int, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
-        """`weights`, on whose way back the auxiliary gradients of these tokens join.
+        """Returns `weights` unchanged; their backward adds these tokens' auxiliary gradients to that of the logits.
 
         Args:
             weights: `[n, k]`, on every path from the experts to the output.
@@ -233,7 +233,7 @@ class Balancer:
         return share * model.num_experts / (model.top_k * size.clamp(min=1).square()) * n
 
     def finish_step(self) -> None:
-        """Moves the biases by the step's counts, the same on every rank that holds them.
+        """Updates the biases by the step's counts, equally on every rank that holds them.
 
         Comm: all_reduce over the stage's ranks of E counts a layer, where there are biases.
         """
@@ -245,7 +245,7 @@ class Balancer:
             bias += moves[self._row[layer]].to(bias.dtype)
 
     def layer_figures(self, world: Axis) -> dict[str, float]:
-        """What a user watches, per layer, over the step's global batch.
+        """Figures for the log, per layer, over the step's global batch.
 
         Returns:
             `moe/layer_{i}/{figure}`: load (busiest expert's count / mean), entropy (nats a token), dropped (share of

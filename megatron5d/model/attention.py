@@ -66,8 +66,9 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = Norm("rmsnorm", d, f"{name}.q_norm", partial=True, **norm)
             self.k_norm = Norm("rmsnorm", d, f"{name}.k_norm", partial=True, **norm)
-        # Norms make new q and k; over cp keys and values are copied to travel, and a view of q would keep all three.
-        self.turns_in_place = not config.qk_norm and context is None
+        # Not with q and k norms, whose outputs are new tensors anyway. Not over cp, where keys and values are copied to
+        # be sent: q, as a view, would keep the whole projection in memory.
+        self.rotates_in_place = not config.qk_norm and context is None
         self.core = AttentionCore(config, name, mesh, scale=1 / math.sqrt(d), context=context, **factory)
         self.out = RowParallelLinear(
             config.num_heads * d, h, f"{name}.out", tp, sp=sp, bias=config.attention_out_bias,
@@ -82,11 +83,11 @@ class Attention(nn.Module):
         return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
-        """Turned q `[s/cp, b, a/tp, d]` and k, v `[s/cp, b, g/tp, d]` from normalised hidden states."""
+        """Rotated q `[s/cp, b, a/tp, d]` and k, v `[s/cp, b, g/tp, d]` from normalised hidden states."""
         d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads
         qkv = self.qkv(x, defer)  # [s/cp/tp, b, h] -> [s/cp, b, (a+2g)·d/tp]  all_gather tp
         qkv = qkv.unflatten(-1, (a + 2 * g, d))  # [s/cp, b, (a+2g)/tp, d]
-        if self.turns_in_place and self.rope is not None:
+        if self.rotates_in_place and self.rope is not None:
             tables = self.rope(batch.positions)
             return apply_rope_to_projection(qkv, (a, g), *tables, interleaved=self.config.rope_interleaved)
         q, k, v = qkv.split([a, g, g], dim=2)  # [s/cp, b, a/tp, d], 2× [s/cp, b, g/tp, d]

@@ -1,6 +1,6 @@
 """Multi-head latent attention: queries, keys and values are projected up from two small latents, heads cut over tp.
 
-    q = q_up(norm(q_down(x)))  or  q(x)             per head: dn features, and dr that positions turn
+    q = q_up(norm(q_down(x)))  or  q(x)             per head: dn features, and dr that are rotated
     c_kv, k_pe = kv_down(x);  k, v = kv_up(norm(c_kv))       per head: dn and dv; k_pe, dr, is one for all heads
     scores = [q, rope(q_pe)] · [k, rope(k_pe)]
 

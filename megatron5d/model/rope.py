@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies and their stretching to longer contexts.
 
-Pair j of the rotary dims turns by position·θ^(-2j/dr) (Su et al., arXiv:2104.09864). Stretchings, by the names that
-Hugging Face's configurations give them:
+Pair j of the rotary dims is rotated by position·θ^(-2j/dr) (Su et al., arXiv:2104.09864). Stretchings, by their
+names in Hugging Face's configurations:
   linear   all frequencies / factor (Chen et al., arXiv:2306.15595)
   llama3   wavelengths longer than original/low_freq_factor are divided by factor, those shorter than
            original/high_freq_factor kept, a linear blend between (Dubey et al., arXiv:2407.21783; constants in its
@@ -84,7 +84,7 @@ def _temperature(scaling: RopeScaling, mscale: float) -> float:
 
 
 def rotary_dim(model: ModelConfig) -> int:
-    """Features of a head that positions turn."""
+    """Features of a head that are rotated."""
     return model.qk_rope_head_dim if model.attention == "mla" else model.head_dim
 
 

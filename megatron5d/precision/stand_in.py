@@ -2,8 +2,8 @@
 
 If only 8-bit products read a result, it need never be written in its wide dtype (kernels/fp8_fused.py). In autograd's
 graph a stand-in takes its place: a tensor of the wide result's shape and dtype, but without its memory, whose storage
-carries the operand (gemms.py). It gets gradients like any tensor, and recomputation and views find the operand. Whatever reads
-its values by mistake gets NaN everywhere, so that the step is refused instead of being wrong.
+carries the operand (gemms.py). It gets gradients like any tensor, and recomputation and views find the operand. A
+reader of its values gets NaN everywhere, so that a mistake makes the step refused instead of wrong.
 """
 
 from __future__ import annotations

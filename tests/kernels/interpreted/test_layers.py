@@ -44,10 +44,10 @@ def numbers(config, in_place, monkeypatch):
     model = Gpt(config, build_mesh(resolve(1), 0), "cpu")
     model.initialize(1)
     block, rows = model.layers["0"], make_rows(config, 1)
-    assert block[0].turns_in_place and is_quantized(block[1].feed_forward.down.weight) == (
+    assert block[0].rotates_in_place and is_quantized(block[1].feed_forward.down.weight) == (
         config.precision.fp8 != "none"
     )
-    block[0].turns_in_place = in_place
+    block[0].rotates_in_place = in_place
     if not in_place:
         for parts in (block[0].parts, block[1].feed_forward.parts):
             monkeypatch.setattr(parts, "keeps", lambda name: name != "activation")
