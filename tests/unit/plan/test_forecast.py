@@ -191,8 +191,9 @@ def assert_predicted(config, world: int) -> dict[int, RankMemory]:
     for real in run_ranks(count_on_rank, world, config):
         mine = predicted[real.pp_rank]
         assert (mine.weights, mine.gradients, mine.optimizer) == real.kinds
-        # owned slices begin elsewhere on other ranks, and with them a count of steps for each piece of a parameter
-        assert mine.resident == pytest.approx(real.resident, abs=64 if real.elsewhere else 0)
+        # owned slices begin elsewhere on other ranks, and with them a count of steps for each piece of a parameter;
+        # and torch 2.11 keeps the byte of a barrier
+        assert mine.resident == pytest.approx(real.resident, abs=64 if real.elsewhere else 1)
         assert mine.boxes == real.boxes
         assert max(mine.peak.total, mine.end_of_step) == pytest.approx(real.peak, rel=0.02)
         assert mine.host == pytest.approx(real.host, rel=0.02)
