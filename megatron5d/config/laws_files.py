@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from os.path import exists, isdir, isfile  # where a folder is closed to this user they answer, pathlib raises
 from pathlib import Path
@@ -43,11 +44,44 @@ def _empty(entries: list[str]) -> list[str]:
     return [name for name in names if isfile(name) and Path(name).stat().st_size == 0]
 
 
-def _fuller(knob: str, entries: list[str]) -> str:
+def _fuller(knob: str, written: list[str], entries: list[str]) -> str:
+    """Without what holds nothing; `entries` is what `written` says behind the names, where the knob has names."""
     empty = _empty(entries)
-    kept = [text for text in entries if _entry(text)[1] + ".bin" not in empty]
+    kept = [text for text, entry in zip(written, entries) if _entry(entry)[1] + ".bin" not in empty]
     larger = "PREFIX of documents, from tools/preprocess.py with more of them or a larger --valid-fraction"
-    return f"{knob}=[{','.join(kept) if kept or knob == 'data.valid' else larger}]"
+    return f"{knob}={_list(kept)}" if kept or knob != "data.train" else f"{knob}=[{larger}]"
+
+
+def _named(entries: list[str]) -> list[tuple[str, str]]:
+    """(name, entry) of each entry of data.valid_sets."""
+    pairs = [text.strip().partition(" ") for text in entries]
+    return [(name, entry.strip()) for name, _, entry in pairs]
+
+
+def _unnamed(entries: list[str]) -> list[str]:
+    """Entries of data.valid_sets in which no set's name stands before the prefix."""
+    told = zip(entries, _named(entries))
+    return [text for text, (name, entry) in told if not entry or not re.fullmatch(r"[A-Za-z][\w.-]*", name)]
+
+
+def _twice(entries: list[str]) -> list[str]:
+    """Prefixes that one set of data.valid_sets names more than once, as `name prefix`."""
+    read = [f"{name} {_entry(entry)[1]}" for name, entry in _named(entries)]
+    return sorted({text for text in read if read.count(text) > 1})
+
+
+def _each_once(entries: list[str]) -> list[str]:
+    """The first entry of each name and prefix."""
+    firsts: dict[tuple[str, str], str] = {}
+    for text, (name, entry) in zip(entries, _named(entries)):
+        firsts.setdefault((name, _entry(entry)[1]), text)
+    return list(firsts.values())
+
+
+def _list(entries: list[str]) -> str:
+    """As a shell takes it."""
+    text = f"[{','.join(entries)}]"
+    return f"'{text}'" if " " in text else text
 
 
 def _shares(split: str | None) -> list[float] | None:
@@ -65,33 +99,45 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _blend(knob: str) -> tuple[Law, ...]:
-    """The laws of data.train or data.valid: weights are numbers above 0, files exist and are not empty."""
-    name = knob.replace(".", "-")
+def _blend(knob: str, prefix: str = "", read: Callable[[list[str]], list[str]] = list) -> tuple[Law, ...]:
+    """The laws of a list of data: weights are numbers above 0, files exist and are not empty.
+
+    Args:
+        knob: such as data.train.
+        prefix: what stands before each weight in examples.
+        read: the list as written -> its `weight prefix` entries.
+    """
+    name = knob.replace(".", "-").replace("_", "-")
+
+    def entries(c: Config) -> list[str]:
+        return read(value_of(c, knob))
+
     return (
         Law(
             f"{name}-weights",
             (knob,),
-            lambda c, w: _bad_weights(value_of(c, knob)) != [],
+            lambda c, w: _bad_weights(entries(c)) != [],
             lambda c, w: (
-                f"{knob}: {_shown([repr(text) for text in _bad_weights(value_of(c, knob))])} is no "
+                f"{knob}: {_shown([repr(text) for text in _bad_weights(entries(c))])} is no "
                 "'weight prefix' with a finite weight above 0, and no 'prefix'"
             ),
-            lambda c, w: f"{knob}='[0.7 DIR/web, 0.3 DIR/code]'; leave out what shall weigh nothing",
+            lambda c, w: f"{knob}='[{prefix}0.7 DIR/web, {prefix}0.3 DIR/code]'; leave out what shall weigh nothing",
         ),
         Law(
             f"{name}-files",
             (knob,),
-            lambda c, w: _absent(value_of(c, knob)) != [],
-            lambda c, w: f"{knob}: there is no {_shown(_absent(value_of(c, knob)))} (seen from {Path.cwd()})",
-            lambda c, w: f"{knob}=[PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.py writes them",
+            lambda c, w: _absent(entries(c)) != [],
+            lambda c, w: f"{knob}: there is no {_shown(_absent(entries(c)))} (seen from {Path.cwd()})",
+            lambda c, w: (
+                f"{knob}=[{prefix}PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.py writes them"
+            ),
         ),
         Law(
             f"{name}-tokens",
             (knob,),
-            lambda c, w: _empty(value_of(c, knob)) != [],
-            lambda c, w: f"{knob}: {_shown(_empty(value_of(c, knob)))} holds no token",
-            lambda c, w: _fuller(knob, value_of(c, knob)),
+            lambda c, w: _empty(entries(c)) != [],
+            lambda c, w: f"{knob}: {_shown(_empty(entries(c)))} holds no token",
+            lambda c, w: _fuller(knob, value_of(c, knob), entries(c)),
         ),
     )
 
@@ -106,6 +152,27 @@ DATA_LAWS = (
     ),
     *_blend("data.train"),
     *_blend("data.valid"),
+    Law(
+        "data-valid-sets-names",
+        ("data.valid_sets",),
+        lambda c, w: _unnamed(c.data.valid_sets) != [],
+        lambda c, w: f"data.valid_sets: {_shown([repr(text) for text in _unnamed(c.data.valid_sets)])} is no "
+        "'name prefix' or 'name weight prefix' whose name is a letter and then letters, digits, '.', '_' or '-'",
+        lambda c, w: "data.valid_sets='[web DIR/web, code 0.7 DIR/c, code 0.3 DIR/py]'",
+    ),
+    Law(
+        "data-valid-sets-once",
+        ("data.valid_sets",),
+        lambda c, w: _twice(c.data.valid_sets) != [],
+        lambda c, w: f"data.valid_sets: {_shown([repr(text) for text in _twice(c.data.valid_sets)])} is there "
+        "more than once; entries of one name are mixed, and a prefix has one weight in a mixture",
+        lambda c, w: f"data.valid_sets={_list(_each_once(c.data.valid_sets))}",
+        needs=("data-valid-sets-names",),
+    ),
+    *(
+        replace(law, needs=("data-valid-sets-names",))
+        for law in _blend("data.valid_sets", "NAME ", lambda texts: [entry for _, entry in _named(texts)])
+    ),
     Law(
         "data-split-numbers",
         ("data.split",),
@@ -122,10 +189,12 @@ DATA_LAWS = (
     ),
     Law(
         "eval-needs-valid",
-        ("train.eval_every", "data.valid", "data.split"),
-        lambda c, w: c.train.eval_every > 0 and not c.data.valid and (_shares(c.data.split) or [1.0, 0.0])[1] == 0,
-        lambda c, w: f"train.eval_every = {c.train.eval_every}, and neither data.valid nor data.split = "
-        f"{c.data.split!r} gives it anything to evaluate on",
+        ("train.eval_every", "data.valid", "data.valid_sets", "data.split"),
+        lambda c, w: c.train.eval_every > 0
+        and not (c.data.valid or c.data.valid_sets)
+        and (_shares(c.data.split) or [1.0, 0.0])[1] == 0,
+        lambda c, w: f"train.eval_every = {c.train.eval_every}, and neither data.valid nor data.valid_sets nor "
+        f"data.split = {c.data.split!r} gives it anything to evaluate on",
         lambda c, w: "data.split='\"969,30,1\"', or data.valid=[PREFIX], or train.eval_every=0",
     ),
     Law(

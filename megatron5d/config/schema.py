@@ -238,6 +238,7 @@ class DataConfig:
 
     train: list[str] = field(default_factory=list)  # "weight prefix" or "prefix" of Megatron .bin/.idx pairs
     valid: list[str] = field(default_factory=list)  # the same; empty = the valid part of `split`
+    valid_sets: list[str] = field(default_factory=list)  # "name prefix" or "name weight prefix": a loss for each name
     split: str | None = None  # Megatron's "969,30,1" over the documents of `train`; None = all of it trains
     order: str = "shuffled"  # shuffled | sequential | megatron
     document_mask: bool = False  # documents of one sequence do not attend to each other; positions restart

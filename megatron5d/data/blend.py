@@ -60,6 +60,18 @@ def parse_sources(entries: Sequence[str], knob: str = "data.train") -> list[Sour
     return sources
 
 
+def named_entries(entries: Sequence[str]) -> dict[str, list[str]]:
+    """The entries of `data.valid_sets` by name: what stands behind the name is an entry as `parse_sources` reads it.
+
+    Args:
+        entries: e.g. `["web /data/web", "code 0.7 /data/c", "code 0.3 /data/py"]`.
+    """
+    found: dict[str, list[str]] = {}
+    for name, _, entry in (text.strip().partition(" ") for text in entries):
+        found.setdefault(name, []).append(entry.strip())
+    return found
+
+
 def normalised(weights: Sequence[float]) -> list[float]:
     """Weights divided by their sum, in the arithmetic Megatron uses (numpy fp64), so that its ties fall alike."""
     array = np.array(weights, dtype=np.float64)

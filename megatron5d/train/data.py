@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from os.path import exists, isfile
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from megatron5d.config.fault import Fault
 from megatron5d.config.schema import Config
-from megatron5d.data.blend import parse_sources, split_range, split_shares
+from megatron5d.data.blend import named_entries, parse_sources, split_range, split_shares
 from megatron5d.data.indexed import IndexedDataset
 from megatron5d.data.loader import Loader
 from megatron5d.data.sampler import samples_of_steps
@@ -17,6 +18,14 @@ from megatron5d.data.samples import Samples, open_samples
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.model.context import SequenceSharding
 from megatron5d.topology.mesh import Mesh
+
+
+class Part(NamedTuple):
+    """Sources that are read together."""
+
+    knob: str  # that names them
+    entries: list[str]  # "weight prefix"
+    split: str | None  # of which a part is read; None = all of them
 
 
 def end_of_document(config: Config) -> int | None:
@@ -96,22 +105,22 @@ def _sources(config: Config) -> list[tuple[str, str, str, str | None]]:
     Raises:
         ValueError: an illegal weight or split.
     """
-    parts = [("data.train", "train", config.data.train, config.data.split)]
-    if (held_out := _held_out(config)) is not None:
-        parts.append(("data.valid" if config.data.valid else "data.train", "valid", *held_out))
+    parts = [("train", Part("data.train", config.data.train, config.data.split))]
+    parts += [("valid", held) for held in held_out(config).values()]
     return [
         (knob, part, source.prefix, split)
-        for knob, part, entries, split in parts
+        for part, (knob, entries, split) in parts
         for source in (parse_sources(entries, knob) if entries else [])
     ]
 
 
 def _source_faults(config: Config, knob: str, prefix: str, split: str | None, part: str) -> list[Fault]:
     """What keeps one pair of .bin and .idx from giving samples."""
+    example = f"{knob}=[{'NAME ' if knob == 'data.valid_sets' else ''}PREFIX]"
     try:
         dataset = IndexedDataset(prefix, checked=False)
     except ValueError as error:
-        fix = f"{knob}=[PREFIX] of whole files, as tools/preprocess.py writes them"
+        fix = f"{example} of whole files, as tools/preprocess.py writes them"
         return [Fault("data-broken", (knob,), f"{knob}: {error}", fix, True)]
     if dataset.num_tokens == 0:
         return []  # of which a law has told
@@ -128,7 +137,7 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
     of_it = f"'s part for {part} (data.split = {split})" if split is not None else ""
     reason = f"{knob}: {prefix}{of_it} holds {tokens} tokens, and one sample takes train.seq_len + 1 = {seq_len + 1}"
     shorter = f"train.seq_len={tokens - 1} or less, or " if tokens > 1 else ""
-    fix = f"{shorter}{knob}=[PREFIX] of at least {seq_len + 1} tokens"
+    fix = f"{shorter}{example} of at least {seq_len + 1} tokens"
     return [Fault("data-too-short", (knob, "train.seq_len"), reason, fix, True)]
 
 
@@ -145,35 +154,47 @@ def first_rows(config: Config, steps: int) -> torch.Tensor:
     return rows
 
 
-def valid_loader(config: Config, mesh: Mesh, *, reads: bool = True) -> Loader | None:
-    """The validation data from its beginning, the same batches at every evaluation; None where there is none."""
+def held_out(config: Config) -> dict[str, Part]:
+    """What evaluations read, by what stands behind `valid_loss` in a record.
+
+    "" is data.valid, or the valid part of data.split; "/web" is the set that data.valid_sets calls web.
+
+    Raises:
+        ValueError: an illegal split.
+    """
+    data, found = config.data, {}
+    has_part = data.split is not None and split_shares(data.split)[1] > 0
+    if data.valid:
+        found[""] = Part("data.valid", data.valid, None)
+    elif has_part:
+        found[""] = Part("data.train", data.train, data.split)
+    sets = named_entries(data.valid_sets)
+    return found | {f"/{name}": Part("data.valid_sets", entries, None) for name, entries in sets.items()}
+
+
+def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) -> Loader:
+    """Validation data from its beginning, the same batches at every evaluation.
+
+    Args:
+        config: data, train, and the model's vocabulary.
+        mesh: whose dp rank reads.
+        part: one of `held_out`.
+        reads: this rank needs the tokens, not only their positions.
+    """
     data, train = config.data, config.train
-    held_out = _held_out(config)
-    if held_out is None:
-        return None
-    entries, split = held_out
     if not reads:
         return _loader(config, mesh, BlankSamples(train.seq_len), 0, None, 0)
     samples = open_samples(
-        entries,
+        part.entries,
         seq_len=train.seq_len,
         order="megatron" if data.order == "megatron" else "sequential",
         seed=train.seed,
         num_samples=train.eval_batches * train.gbs,
-        split=split,
+        split=part.split,
         part="valid",
         cache_dir=data.cache_dir,
     )
     return _loader(config, mesh, samples, 0, None, 0)
-
-
-def _held_out(config: Config) -> tuple[list[str], str | None] | None:
-    """(sources, split) of what evaluations read; None where there is nothing."""
-    data = config.data
-    has_part = data.split is not None and split_shares(data.split)[1] > 0
-    if data.valid:
-        return data.valid, None
-    return (data.train, data.split) if has_part else None
 
 
 def _loader(config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] | None, prefetch: int) -> Loader:

@@ -10,7 +10,7 @@ from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
-from megatron5d.train.data import train_loader, valid_loader
+from megatron5d.train.data import Part, held_out, train_loader, valid_loader
 from megatron5d.train.memory import Snapshots, snapshots
 from megatron5d.train.places import Places, places
 from megatron5d.train.profiler import Profiler
@@ -128,22 +128,31 @@ def _due(step: int, every: int) -> bool:
 
 
 def _evaluate(run: Run, reporter: Reporter, name: str) -> bool:
-    """Mean loss over the first eval_batches global batches of the valid data; False where there is none.
+    """Records the mean loss of all that is held out, each part under its name; False where there is nothing.
+
+    Comm: of each part that of `_mean_loss`.
+    """
+    losses = {which: _mean_loss(run, part) for which, part in held_out(run.config).items()}
+    for which, loss in losses.items():
+        reporter.add(name + which, loss)
+    if losses:
+        told = ", ".join(f"{which.lstrip('/')} {loss:.4f}".strip() for which, loss in losses.items())
+        reporter.say(f"step {run.progress.step}: validation loss {told}")
+    return bool(losses)
+
+
+def _mean_loss(run: Run, part: Part) -> float:
+    """Mean loss over the first eval_batches global batches of a part of the held-out data.
 
     Comm: the layers' and the pipeline's; all_reduce over the world of a few numbers.
     """
-    loader = valid_loader(run.config, run.mesh, reads=run.reads_tokens)
-    if loader is None:
-        return False
+    loader = valid_loader(run.config, run.mesh, part, reads=run.reads_tokens)
     total = None
     for _ in range(run.config.train.eval_batches):
         share = run.trainer.evaluate(next(loader))
         total = share if total is None else total + share
     assert total is not None
-    loss = run.trainer.means(all_reduce(total, run.mesh["world"]).tolist())["loss"]
-    reporter.add(name, loss)
-    reporter.say(f"step {run.progress.step}: validation loss {loss:.4f}")
-    return True
+    return run.trainer.means(all_reduce(total, run.mesh["world"]).tolist())["loss"]
 
 
 def _save(run: Run, saver: Saver) -> None:

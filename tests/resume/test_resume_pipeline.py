@@ -37,11 +37,14 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=43)
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder / "toy_other", vocab_size=43, seed=7)
+    return write_corpus(folder / "toy", vocab_size=43)
 
 
 def run(folder, corpus, layout, stop_after=0):
     world, schedule, parallel, *layers = LAYOUTS[layout]
+    sets = [f"again {corpus}", f"other 2 {corpus}_other", f"other {corpus}"]
     config = Config(
         model=ModelConfig(
             num_layers=5, vocab_size=43, num_heads=2, num_kv_heads=2, hidden_size=16, ffn_hidden_size=24, head_dim=8,
@@ -52,7 +55,7 @@ def run(folder, corpus, layout, stop_after=0):
         train=TrainConfig(steps=STEPS, gbs=8, seq_len=8, eval_every=2, eval_batches=2, stop_after=stop_after),
         optim=OptimConfig(lr=1e-2, warmup_steps=2),
         precision=PrecisionConfig(dtype="fp64"),
-        data=DataConfig(train=[corpus], split="9,1", prefetch=0),
+        data=DataConfig(train=[corpus], split="9,1", prefetch=0, valid_sets=sets),
         checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0),
         log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False),
     )  # fmt: skip
@@ -72,7 +75,8 @@ def straight(tmp_path_factory, corpus):
 
 def assert_same_run(folder, reference):
     for mine, theirs in zip(records(folder / "log.jsonl"), records(reference / "log.jsonl"), strict=True):
-        for key in ("step", "loss", "grad_norm", "lr", "tokens", "initial_valid_loss", "valid_loss"):
+        evaluated = {f"{when}valid_loss{which}" for when in ("initial_", "") for which in ("", "/again", "/other")}
+        for key in {"step", "loss", "grad_norm", "lr", "tokens"} | evaluated:
             assert (key in mine) == (key in theirs), key
             if key in mine:
                 assert mine[key] == pytest.approx(theirs[key], rel=1e-10), (mine["step"], key)
@@ -88,7 +92,9 @@ def assert_same_run(folder, reference):
 def test_a_pipeline_trains_evaluates_and_saves_what_one_process_does(tmp_path, corpus, straight, layout):
     folder = run(tmp_path / "piped", corpus, layout)
     assert_same_run(folder, straight)
-    assert any("valid_loss" in record for record in records(folder / "log.jsonl"))
+    first, *_, last = records(folder / "log.jsonl")
+    for record, name in ((first, "initial_valid_loss"), (last, "valid_loss")):
+        assert record[f"{name}/again"] != record[name] and record[f"{name}/again"] != record[f"{name}/other"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

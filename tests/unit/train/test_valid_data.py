@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from runs import write_corpus
+from runs import records, write_corpus
 
 from megatron5d.config.laws import broken_laws
-from megatron5d.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from megatron5d.config.schema import Config, DataConfig, LogConfig, ModelConfig, TrainConfig
 from megatron5d.data.indexed import IndexedDataset
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.process import Process
 from megatron5d.train.build import sizes_of
-from megatron5d.train.data import data_faults, valid_loader
+from megatron5d.train.data import data_faults, held_out, valid_loader
+from megatron5d.train.loop import train
 
 DOCUMENTS, SEQ = 60, 16
 
@@ -34,8 +36,7 @@ def test_an_evaluation_reads_its_own_part_from_the_beginning(corpus, data, first
     dataset, mesh = IndexedDataset(corpus), build_mesh(sizes_of(config, 1))
     stream = torch.from_numpy(dataset.tokens(dataset.document_start(first), 2 * SEQ + 1).astype("int64"))
     for _ in range(2):
-        loader = valid_loader(config, mesh)
-        assert loader is not None
+        loader = valid_loader(config, mesh, held_out(config)[""])
         (batch,) = next(loader)
         assert torch.equal(batch.tokens, stream[:-1].view(2, SEQ)) and torch.equal(
             batch.labels, stream[1:].view(2, SEQ)
@@ -44,7 +45,7 @@ def test_an_evaluation_reads_its_own_part_from_the_beginning(corpus, data, first
 
 def test_without_valid_data_there_is_no_evaluation(corpus):
     config = Config(data=DataConfig(train=[corpus], split="1,0"))
-    assert valid_loader(config, build_mesh(sizes_of(config, 1))) is None
+    assert held_out(config) == {}
 
 
 @pytest.mark.parametrize("data", [{"train": ["0 {}"]}, {"train": ["nan {}", "{}"]}, {"split": "1e3"}])
@@ -59,3 +60,43 @@ def test_illegal_weights_and_splits_are_told_once_and_open_nothing(corpus, data)
 def test_a_part_without_documents_is_found_before_the_start(corpus, order):
     (fault,) = data_faults(Config(data=DataConfig([corpus], split="999,1", order=order)), 1)
     assert fault.id == "data-split-part" and f"gives valid 0 of {DOCUMENTS} documents" in fault.reason
+
+
+def test_each_set_has_its_name_and_entries_of_one_name_are_mixed():
+    sets = ["web a b/web", "code 0.7 c", "code 0.3 py"]
+    found = held_out(Config(data=DataConfig(train=["t"], split="9,1", valid_sets=sets)))
+    assert found == {
+        "": ("data.train", ["t"], "9,1"),
+        "/web": ("data.valid_sets", ["a b/web"], None),
+        "/code": ("data.valid_sets", ["0.7 c", "0.3 py"], None),
+    }
+    assert list(held_out(Config(data=DataConfig(train=["t"], valid_sets=sets)))) == ["/web", "/code"]
+
+
+def test_a_broken_set_is_told_before_the_run(corpus, tmp_path):
+    short = write_corpus(tmp_path / "short", vocab_size=43, documents=1)
+    config = Config(train=TrainConfig(seq_len=100), data=DataConfig(train=[corpus], valid_sets=[f"code {short}"]))
+    (fault,) = data_faults(config, 1)
+    assert fault.id == "data-too-short" and "data.valid_sets: " in fault.reason
+
+
+def test_sets_beside_data_valid_change_none_of_its_numbers(corpus, tmp_path):
+    """And the set that names the same files has the same loss."""
+    found = []
+    valid = write_corpus(tmp_path / "valid", vocab_size=43, seed=3)
+    for sets in ([], [f"other {corpus}", f"same {valid}"]):
+        config = Config(
+            model=ModelConfig(
+                vocab_size=43, num_layers=1, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2
+            ),
+            train=TrainConfig(steps=2, gbs=2, seq_len=SEQ, eval_batches=2, eval_every=1),
+            data=DataConfig(train=[corpus], valid=[valid], valid_sets=sets),
+            log=LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False, memory_check="off"),
+        )
+        assert train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
+        found.append(records(tmp_path / "log.jsonl"))
+    for alone, beside in zip(*found, strict=True):
+        for key in ("loss", "grad_norm", "initial_valid_loss", "valid_loss"):
+            assert alone.get(key) == beside.get(key)
+        assert beside["valid_loss"] == beside["valid_loss/same"] != beside["valid_loss/other"]
+    assert found[1][0]["initial_valid_loss"] == found[1][0]["initial_valid_loss/same"]
