@@ -51,8 +51,8 @@ class Reporter:
 
     def stop_clock(self) -> None:
         """A step is over: what follows (evaluation, saving) counts neither as its time nor as what it sent."""
-        self._seconds, self._sent = time.perf_counter() - self._since, self.run.ledger.bytes_by_axis()
         self.run.ledger.timing, self._waits = False, self.run.ledger.take_waits()
+        self._seconds, self._sent = time.perf_counter() - self._since, self.run.ledger.bytes_by_axis()
         self._slow_ranks.step(self._seconds, self._waits)
 
     def add(self, name: str, value: float) -> None:
@@ -68,14 +68,14 @@ class Reporter:
         config, step = self.run.config, self.run.progress.step
         last = config.train.stop_after or config.train.steps
         written = step % config.log.every == 0 or step in (1, last) or result.stop or bool(self._pending)
+        told, self._pending = self._pending, {}
         slow = list[str]()
         if written:
             compared, slow = self._slow_ranks.compare()
-            self._pending |= compared
+            told |= compared
         measured = []
         if self._steps_here == MEASURED_AFTER:
             measured = [self.expectation.beside(result, self._sent), self.memory.measured()]
-        told, self._pending = self._pending, {} if written else self._pending
         if not self.active:
             return
         record = self._record(result, lr)

@@ -41,6 +41,7 @@ class SlowRanks:
         self.active = self.threshold > 0 and self._peers.shape[1] > 1
         self._slow = torch.zeros(self._world.size, dtype=torch.bool)  # who was named
         self._in_a_row = torch.zeros(self._world.size, dtype=torch.int64)  # records that contradict this
+        self._gathered: torch.Tensor | None = None
         self._work_s, self._num_steps = 0.0, -1  # the first step compiles and connects: it says nothing
         self._collecting_since = self._collected_s = 0.0
         if self.active:
@@ -58,26 +59,38 @@ class SlowRanks:
         self._num_steps, self._collected_s = self._num_steps + 1, 0.0
 
     def compare(self) -> tuple[dict[str, Any], list[str]]:
-        """What a record tells, and what is to be said, of the steps since the last call; the same on every rank.
+        """What a record tells, and what is to be said, of the steps between the last two calls; on every rank the same.
+
+        Figures of the steps since the last call are on their way until the next one: who read them now would wait for
+        the optimizer's work on the device, outside of all clocks.
 
         Comm: all_reduce over the world of a number for every rank, which takes a tree's depth, where a gather would
             take a ring's length; for each rank that is named, of its host's name.
         """
-        if not self.active or self._num_steps < 1:
-            return {}, []
-        work = torch.zeros(self._world.size, dtype=torch.float64, device=self._run.process.device)
-        work[self._world.rank] = max(self._work_s / self._num_steps, _SHORTEST_S)
-        self._work_s, self._num_steps = 0.0, 0
-        ratios = self.ratios(all_reduce(work, self._world).cpu())
+        judged = ({}, list[str]()) if self._gathered is None else self.judge(self._gathered)
+        self._gathered = None
+        if self.active and self._num_steps > 0:
+            work = torch.zeros(self._world.size, dtype=torch.float64, device=self._run.process.device)
+            work[self._world.rank] = max(self._work_s / self._num_steps, _SHORTEST_S)
+            self._gathered = all_reduce(work, self._world).to("cpu", non_blocking=True)
+            self._work_s, self._num_steps = 0.0, 0
+        return judged
+
+    def judge(self, work: torch.Tensor) -> tuple[dict[str, Any], list[str]]:
+        """What a record tells of each rank's work, and what is to be said of it: who has become slow, and who is not.
+
+        Args:
+            work: fp64 `[world]`, on the host: seconds a step.
+        """
+        ratios = self.ratios(work)
         slowest = int(ratios.argmax())
-        record = {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}
         contradicts = (ratios > self.threshold) != self._slow
         self._in_a_row = torch.where(contradicts, self._in_a_row + 1, 0)
         turned = self._in_a_row == RECORDS
         self._slow ^= turned
         self._in_a_row[turned] = 0
         told = [self._told(torch.where(turned & (self._slow == now))[0].tolist(), ratios, now) for now in (True, False)]
-        return record, list(filter(None, told))
+        return {"slowest_rank": slowest, "slowest_rank_ratio": float(ratios[slowest])}, list(filter(None, told))
 
     def ratios(self, work: torch.Tensor) -> torch.Tensor:
         """fp64 `[world]`: each rank's work over the median of its peers', of whom the busiest is left out.
