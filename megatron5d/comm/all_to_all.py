@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron5d.comm.collectives import Pending
+from megatron5d.comm.collectives import Pending, differentiable
 from megatron5d.topology.axis import Axis
 
 
@@ -38,17 +37,10 @@ def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, recei
     return Pending(out, work, keep=x, of=("all_to_all", axis))
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, send, receive):
-        ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return start_all_to_all(x, axis, send, receive).wait()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return start_all_to_all(grad, ctx.axis, ctx.receive, ctx.send).wait(), None, None, None
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Equal shares of the rows to each rank of the axis, differentiable. Comm: all_to_all / all_to_all."""
+    return differentiable(x, axis, _all_to_all, _all_to_all)
 
 
-def all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
-    """`start_all_to_all`, differentiable. Comm: all_to_all / all_to_all with the counts exchanged."""
-    return x if axis.size == 1 else _AllToAll.apply(x, axis, send, receive)
+def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    return start_all_to_all(x, axis).wait()

@@ -14,6 +14,7 @@ On tensors of the meta device, which have no values, they allocate what they wou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scat
 
 TEXT_BYTES = 128  # of a text that one rank tells the others
 
+Op = Callable[[Tensor, Axis], Tensor]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -201,96 +203,59 @@ def gather_last_dim(x: Tensor, axis: Axis) -> Tensor:
     return all_gather(x.movedim(-1, 0), axis).movedim(0, -1)
 
 
-class _CopyTo(torch.autograd.Function):
+class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_reduce(grad.contiguous().clone(), ctx.axis), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        return all_reduce(x.contiguous().clone(), axis)
+    def forward(ctx, x, axis: Axis, op: Op, transpose: Op):
+        ctx.axis, ctx.transpose = axis, transpose
+        return op(x, axis)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return ctx.transpose(grad, ctx.axis), None, None, None
 
 
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter(grad, ctx.axis), None
+def differentiable(x: Tensor, axis: Axis, op: Op, transpose: Op) -> Tensor:
+    """`op(x, axis)`, whose backward is `transpose`; x itself on an axis of size 1."""
+    return x if axis.size == 1 else _Differentiable.apply(x, axis, op, transpose)
 
 
-class _ReduceScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather(grad, ctx.axis), None
+def _same(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
 
 
-class _SplitTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return local_slice(x, axis).clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather(grad, ctx.axis), None
+def _summed(x: Tensor, axis: Axis) -> Tensor:
+    return all_reduce(x.contiguous().clone(), axis)
 
 
-class _JoinFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return local_slice(grad, ctx.axis), None
+def _own_rows(x: Tensor, axis: Axis) -> Tensor:
+    return local_slice(x, axis).clone()  # a view would keep all of x in memory
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """The same `x` for every rank's own part of the work. Comm: none / all_reduce of the gradient."""
-    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+    return differentiable(x, axis, _same, _summed)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """Sum of every rank's partial `x`. Comm: all_reduce / none."""
-    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+    return differentiable(x, axis, _summed, _same)
 
 
 def gather_from(x: Tensor, axis: Axis) -> Tensor:
     """`[n, ...]` -> `[size·n, ...]`. Comm: all_gather / reduce_scatter."""
-    return x if axis.size == 1 else _GatherFrom.apply(x, axis)
+    return differentiable(x, axis, all_gather, reduce_scatter)
 
 
 def reduce_scatter_to(x: Tensor, axis: Axis) -> Tensor:
     """Partial `[n, ...]` -> summed `[n/size, ...]`. Comm: reduce_scatter / all_gather."""
-    return x if axis.size == 1 else _ReduceScatterTo.apply(x, axis)
+    return differentiable(x, axis, reduce_scatter, all_gather)
 
 
 def split_to(x: Tensor, axis: Axis) -> Tensor:
     """Replicated `[n, ...]` -> this rank's `[n/size, ...]`. Comm: none / all_gather."""
-    return x if axis.size == 1 else _SplitTo.apply(x, axis)
+    return differentiable(x, axis, _own_rows, all_gather)
 
 
 def join_from(x: Tensor, axis: Axis) -> Tensor:
     """`[n, ...]` -> `[size·n, ...]` for work that every rank repeats. Comm: all_gather / none."""
-    return x if axis.size == 1 else _JoinFrom.apply(x, axis)
+    return differentiable(x, axis, all_gather, _own_rows)

@@ -6,21 +6,23 @@ many bytes as a ring would.
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor
 
 from megatron5d.comm.all_to_all import start_all_to_all
+from megatron5d.comm.collectives import differentiable
 from megatron5d.topology.axis import Axis
 
 
 def gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
     """`[counts[rank], ...]` -> `[sum(counts), ...]`, rows of rank 0 first. Comm: all_gather / reduce_scatter."""
-    return x if axis.size == 1 else _GatherRows.apply(x, axis, counts)
+    return differentiable(x, axis, partial(_gather, counts=counts), partial(_reduce_scatter, counts=counts))
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
     """Partial `[sum(counts), ...]` -> summed `[counts[rank], ...]`. Comm: reduce_scatter / all_gather."""
-    return x if axis.size == 1 else _ReduceScatterRows.apply(x, axis, counts)
+    return differentiable(x, axis, partial(_reduce_scatter, counts=counts), partial(_gather, counts=counts))
 
 
 def _gather(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
@@ -32,25 +34,3 @@ def _reduce_scatter(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
     own = counts[axis.rank]
     terms = start_all_to_all(x, axis, counts, [own] * axis.size).wait()
     return terms.view(axis.size, own, *x.shape[1:]).sum(0)
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, counts):
-        ctx.axis, ctx.counts = axis, counts
-        return _gather(x, axis, counts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _reduce_scatter(grad, ctx.axis, ctx.counts), None, None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, counts):
-        ctx.axis, ctx.counts = axis, counts
-        return _reduce_scatter(x, axis, counts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _gather(grad, ctx.axis, ctx.counts), None, None
