@@ -1,4 +1,4 @@
-"""The blocks that travel between ranks instead of whole sequences: how keys and values lie in them."""
+"""The format of a block that travels: keys and values themselves, or something smaller that they are computed from."""
 
 from __future__ import annotations
 

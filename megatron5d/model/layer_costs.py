@@ -1,4 +1,4 @@
-"""What the stages of a model cost that is told in numbers: equal layers, between ends that weigh more or less."""
+"""Costs of pipeline stages from numbers (`pipeline.costs`): equal layers, and two ends that may weigh more or less."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The place of one parameter in the whole.
+    """The place of one parameter in the whole model.
 
     Args:
         name: global name, the same on any layout.
@@ -66,8 +66,8 @@ class ShardSpec:
         decay: weight decay applies.
         shared: "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional
             schedule, a tied embedding whose ends lie apart): that rank then counts as data parallel. "" = nobody.
-        stack: rows of each of the matrices that lie one below the other (q, k and v; gate and up), for who treats a
-            matrix as one (Muon); () = it is one matrix.
+        stack: rows of each of several matrices stacked in this parameter (q, k and v; gate and up), for Muon, which
+            treats each by itself; () = one matrix.
     """
 
     name: str
@@ -90,9 +90,9 @@ _BARE = ContextVar("parameters without memory", default=False)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Within, new parameters have a shape and no memory: the flat buffer that adopts them gives them theirs.
+    """Inside this context new parameters have a shape but no memory, until a flat buffer adopts them.
 
-    So no rank ever holds a model, or a matrix, beyond what of it stays (data_parallel/buckets.py).
+    So no rank ever holds more of the model than the slices that it keeps (data_parallel/buckets.py).
     """
     token = _BARE.set(True)
     try:
@@ -102,7 +102,7 @@ def without_memory() -> Iterator[None]:
 
 
 def has_memory(parameter: torch.Tensor) -> bool:
-    """Every element of a parameter has a place of its own."""
+    """Whether a parameter has memory of its own, unlike one that was made `without_memory`."""
     return parameter.is_contiguous()
 
 

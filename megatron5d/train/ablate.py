@@ -1,4 +1,4 @@
-"""One thing of a layout turned off at a time: which of them a difference needs, running tells."""
+"""Turns off one thing of a layout at a time, and runs it, to find which of them a difference needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline, weights. What holds what is seen here."""
+"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline, weights. Here one sees what holds what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said when a run breaks: one message where its reader can mend it, the call stack where we must."""
+"""What is printed when a run breaks: one message if its reader can mend it, the call stack if we must."""
 
 from __future__ import annotations
 

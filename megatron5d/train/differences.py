@@ -1,4 +1,4 @@
-"""How far what some ranks have is from what one process has, number by number."""
+"""How far the numbers of some ranks are from those of one process, one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is expected to take and to send, and beside it what the first steps have taken and sent."""
+"""What a step is expected to take and to send, shown beside what the first steps have taken and sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which overrides make a run fit that does not: steps from the cheapest to the dearest, tried on the forecast."""
+"""Which overrides make a run fit that does not: from the cheapest to the dearest, tried on the memory forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will need of every rank's memory, before it has any: its parts are built on the meta device and counted.
+"""What memory every rank of a run will need: its layers are built and run on the meta device, and bytes counted.
 
 The model, data parallelism and the optimiser are the ones that train (build.py), on tensors that have sizes and no
 memory; one micro-batch passes each kind of layer (plan/trace.py), and the pipeline's Program says how many are in

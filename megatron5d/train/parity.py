@@ -1,4 +1,4 @@
-"""A short training on any layout, of which every number is brought back: what the parity check compares.
+"""A short training run on any layout, which returns all its numbers for the parity check to compare.
 
 What a rank has comes in global coordinates, as rectangles of whole tensors, every copy of every rank: also two copies
 that should be one are seen to differ. tools/parity.py holds a user's own layout to one process; the suite holds ours

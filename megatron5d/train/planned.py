@@ -1,4 +1,4 @@
-"""Configurations of runs that are asked about and not started: tools/plan.py, tools/parity.py."""
+"""Configurations of runs that are only asked about, for tools/plan.py and tools/parity.py."""
 
 from __future__ import annotations
 

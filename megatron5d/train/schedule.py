@@ -46,7 +46,7 @@ class PipelinePlan:
         placement: of all of them.
         layout: layers per stage.
         shared: which parameters mirrored ranks hold together: all, tied or none.
-        note: what the schedule is expected to cost; empty where nobody has asked yet.
+        note: what the schedule is expected to cost, for the log of rank 0.
     """
 
     program_of: Callable[[int], Program]
@@ -62,7 +62,7 @@ class PipelinePlan:
 
 
 def plan_pipeline(config: Config, world: int, found: Found | None = None) -> PipelinePlan:
-    """Lays out the pipeline of a lawful configuration; talks to nobody.
+    """Lays out the pipeline of a lawful configuration, without communication.
 
     Args:
         config: model, pipeline, parallel and train.
@@ -90,7 +90,7 @@ def plan_pipeline(config: Config, world: int, found: Found | None = None) -> Pip
 
 
 def planned_pipeline(config: Config, world: int) -> PipelinePlan:
-    """`plan_pipeline` of a run that is asked about: the best named schedule stands for what a search would find."""
+    """`plan_pipeline` for a run that is only asked about: instead of a search, it takes the best named schedule."""
     known = None
     if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
         known = known_programs(config, micro_batch_counts(config, world))
@@ -98,7 +98,7 @@ def planned_pipeline(config: Config, world: int) -> PipelinePlan:
 
 
 def agreed_plan(config: Config, process: Process) -> PipelinePlan:
-    """The plan of a run; what must be searched for, rank 0 finds and tells the others.
+    """The plan of a run. If a schedule must be searched for, rank 0 does so and broadcasts the result.
 
     Comm: with `pipeline.schedule = auto` a broadcast of the Programs over the world.
     """
@@ -118,7 +118,7 @@ def agreed_plan(config: Config, process: Process) -> PipelinePlan:
 
 
 def schedule_faults(config: Config, world: int) -> list[Fault]:
-    """`pipeline.schedule` names no schedule, whatever else is wrong."""
+    """Whether `pipeline.schedule` is the name of a schedule, asked of any configuration."""
     name = config.pipeline.schedule
     if name == "auto" or ":" in name:  # the latter a law looks at
         return []
@@ -131,7 +131,7 @@ def schedule_faults(config: Config, world: int) -> list[Fault]:
 
 
 def pipeline_faults(config: Config, world: int) -> list[Fault]:
-    """What is wrong with the pipeline of a configuration that is lawful otherwise, before any process group is made."""
+    """What is wrong with the pipeline of a configuration that breaks no law, before any process group is made."""
     try:
         run_costs(config)
         planned_pipeline(config, world)
@@ -173,7 +173,7 @@ def micro_batch_counts(config: Config, world: int) -> list[int]:
 
 
 def _programs(config: Config) -> Callable[[int], Program]:
-    """Micro-batches -> Program, as a named schedule or a file says; one rank alone needs no schedule."""
+    """Number of micro-batches -> Program, from a named schedule or a file; a single rank needs no schedule."""
     name, pp = config.pipeline.schedule, config.parallel.pp
     if name.startswith("file:"):
         path = Path(name.removeprefix("file:"))
@@ -182,7 +182,7 @@ def _programs(config: Config) -> Callable[[int], Program]:
         find_schedule(name)
     if pp == 1:
         return lambda m: build_program("1f1b", 1, m)
-    # parallel.vpp = 1 is what a user has who says nothing: then the schedule decides
+    # parallel.vpp = 1 is the default, under which the schedule decides
     chunks = config.parallel.vpp if config.parallel.vpp > 1 else None
     return lambda m: _verified(build_program(name, pp, m, chunks))
 
@@ -193,7 +193,7 @@ def _verified(program: Program) -> Program:
 
 
 def boundary_form(config: Config, device) -> Form:
-    """What travels between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp."""
+    """What is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp."""
     p, t = config.parallel, config.train
     rows = t.seq_len // p.cp // (p.tp if p.sp else 1)
     return Form((rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device)

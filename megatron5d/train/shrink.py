@@ -1,4 +1,4 @@
-"""A configuration made so small that it trains on a laptop in seconds, with all that it does kept.
+"""Makes a configuration so small that it trains on a laptop in seconds, and keeps all its features.
 
 Every size becomes the smallest candidate under which no law is broken, the pipeline can be laid out, and the features
 of the run are what they were: what is replicated, padded, uneven or cut short stays so. Layout, schedule, ZeRO,

@@ -1,4 +1,4 @@
-"""Everything that a run is at one moment, and how it goes to disk and comes back."""
+"""All that a run is at one moment, and how it goes to disk and comes back."""
 
 from __future__ import annotations
 

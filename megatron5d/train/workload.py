@@ -1,4 +1,4 @@
-"""What the layers of a run do, counted: its parts are built on the meta device, and one sequence passes them.
+"""What the layers of a run do, counted: they are built on the meta device, and one sequence passes them.
 
 Nothing here follows the layers by formulas. Their products go through objects that their weights carry
 (precision/gemms.py), of which copies count; their collectives go through axes, whose ledger counts; the tensors that
