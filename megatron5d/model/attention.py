@@ -78,6 +78,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
         normed, x = self.norm.branch(x, gemms_of(self.qkv.weight))  # [s/cp/tp, b, h]
+        # each of the parts is computed again in the backward if recompute.parts names it
         q, k, v = self.parts("qkv", partial(self._heads, batch=batch, defer=defer), normed)
         core = self.parts("attention", partial(self.core, batch=batch), q, k, v)  # [s/cp, b, a·d/tp]
         return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp

@@ -94,11 +94,27 @@ class Mla(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        normed, x = self.norm.branch(x, self._first_gemms())
-        latents = self._down(normed, defer)
-        heads = self.parts("qkv", partial(self._up, batch=batch, defer=defer), *latents)
+        normed, x = self.norm.branch(x, self._first_gemms())  # [s/cp/tp, b, h]
+        latents = self._down(normed, defer)  # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp
+        # each of the parts is computed again in the backward if recompute.parts names it
+        heads = self.parts("qkv", partial(self._up, batch=batch, defer=defer), *latents)  # q, k, v of a/tp heads
         core = self.parts("attention", partial(self._core, batch=batch), *heads)  # [s/cp, b, a·dv/tp]
         return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+
+    def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
+        """The latent of the queries `[s/cp, b, rq]` (or x itself, h), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
+        if not self.late:
+            x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
+        q = x
+        if self.q_down is not None and self.q_norm is not None:
+            q = self.q_norm(local_linear(x, self.q_down, defer))  # [s/cp/tp, b, rq], and s/cp where not late
+        _, kv_rank, dr = self.latents
+        c_kv, k_pe = local_linear(x, self.kv_down, defer).split([kv_rank, dr], -1)  # cut along s as q is
+        c_kv = self.kv_norm(c_kv)
+        if self.late:
+            joined = self._enter(torch.cat((q, c_kv, k_pe), -1))  # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp
+            q, c_kv, k_pe = joined.split(list(self.latents), -1)
+        return q, c_kv, k_pe
 
     def _up(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
         """q `[s/cp, b, a/tp, dn+dr]` and k, v of this rank's heads; or, where latents travel, q and them."""
@@ -118,21 +134,6 @@ class Mla(nn.Module):
             kv_format = LatentKV(self.kv_up.weight, self.num_heads, self.dims)
             return self.core.compressed(q, keys[0], kv_format, batch)
         return self.core(q, *keys, batch=batch)
-
-    def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
-        """The latent of the queries `[s/cp, b, rq]` (or x itself, h), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
-        if not self.late:
-            x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
-        q = x
-        if self.q_down is not None and self.q_norm is not None:
-            q = self.q_norm(local_linear(x, self.q_down, defer))  # [s/cp/tp, b, rq], and s/cp where not late
-        _, kv_rank, dr = self.latents
-        c_kv, k_pe = local_linear(x, self.kv_down, defer).split([kv_rank, dr], -1)  # cut along s as q is
-        c_kv = self.kv_norm(c_kv)
-        if self.late:
-            joined = self._enter(torch.cat((q, c_kv, k_pe), -1))  # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp
-            q, c_kv, k_pe = joined.split(list(self.latents), -1)
-        return q, c_kv, k_pe
 
     def _first_gemms(self) -> Gemms:
         """How the products that read the norm are made; as they are, where `_enter` reads it too."""
