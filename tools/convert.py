@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ from megatron5d.model.gpt import DTYPES
 from megatron5d.model.hf import hf_weights, prediction_layers, unread
 from megatron5d.model.hf_config import read_hf_config, read_model_config
 from megatron5d.model.hf_export import hf_config_from_model
-from megatron5d.model.hf_names import hf_copies, hf_entries
+from megatron5d.model.hf_names import IGNORED, hf_copies, hf_entries
 from megatron5d.model.upcycle import upcycled, upcycled_weights
 from megatron5d.train.state import Progress, run_record
 
@@ -107,8 +108,10 @@ def from_hf(hf: Path, out: Path, dtype: str | None, mtp: bool = False) -> Path:
     with SafetensorsFolder(hf) as stored:
         if mtp:
             model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
-        wide = {entry.hf_name for entry in hf_entries(model, read_hf_config(hf)["model_type"]) if entry.wide}
-        found = {tensor.dtype for name, tensor in stored.tensors.items() if name not in wide}
+        family = read_hf_config(hf)["model_type"]
+        wide = {entry.hf_name for entry in hf_entries(model, family) if entry.wide}
+        tables = re.compile("|".join(IGNORED[family]))  # rotary frequencies are fp32 beside weights in bf16, too
+        found = {t.dtype for name, t in stored.tensors.items() if name not in wide and not tables.search(name)}
         for line in unread(model, stored):
             print(line, file=sys.stderr)
         dtype = dtype or max((_STORED.get(kind, "fp32") for kind in found), key=["bf16", "fp32", "fp64"].index)

@@ -65,7 +65,8 @@ def read_ranks(path: Path) -> tuple[dict[bytes, int], str, dict[str, int]]:
         token -> rank, the pattern that cuts text, special token -> id.
 
     Raises:
-        ValueError: a line is not a base64 token and a rank (names the line), or two tokens share a rank.
+        ValueError: a line is not a base64 token and a rank (names the line), two tokens share a rank, or a byte is
+            none.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -79,6 +80,11 @@ def read_ranks(path: Path) -> tuple[dict[bytes, int], str, dict[str, int]]:
     if len(set(ranks.values())) != len(ranks):
         raise ValueError(
             f"{path}: {len(ranks)} tokens share {len(set(ranks.values()))} ranks; each rank is one token's"
+        )
+    if lacking := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ValueError(
+            f"{path}: {len(lacking)} of the 256 bytes are no tokens (0x{lacking[0]:02x} is the first), and a text that "
+            "has them could not be encoded: the file is not whole"
         )
     after = max(ranks.values()) + 1
     return ranks, *PUBLISHED.get(len(ranks), (CL100K_PATTERN, {"<|endoftext|>": after}))

@@ -48,7 +48,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
         The `.model` file.
 
     Raises:
-        ValueError: there is no text, or sentencepiece cannot make that many or that few pieces of it; says why.
+        ValueError: there is no text, or sentencepiece cannot make that many or that few pieces of it; says why. What
+            `texts` raises comes through.
     """
     try:
         import sentencepiece
@@ -60,15 +61,25 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
     first = next(pieces, None)
     if first is None:
         raise ValueError("--input: every file is empty, there is nothing to train on")
-    model = io.BytesIO()
+    model, failed = io.BytesIO(), list[BaseException]()
+
+    def watched() -> Iterator[str]:
+        try:
+            yield from chain([first], pieces)
+        except BaseException as error:
+            failed.append(error)  # sentencepiece makes a RuntimeError of its own out of it
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=chain([first], pieces),
+            sentence_iterator=watched(),
             model_writer=model,
             vocab_size=vocab_size,
             **SETTINGS,
         )
     except RuntimeError as error:
+        if failed:
+            raise failed[0] from None
         reason = re.sub(r"^Internal: \S+ \[.*?\]\s*", "", str(error), flags=re.IGNORECASE)
         raise ValueError(f"--vocab-size {vocab_size}: sentencepiece refuses: {reason}") from error
     path = Path(f"{os.fspath(out).removesuffix('.model')}.model")

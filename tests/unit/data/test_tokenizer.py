@@ -101,6 +101,17 @@ def test_impossible_vocabulary_gives_sentencepieces_reason(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_wrong_with_the_texts_is_told_as_it_is(tmp_path):
+    pytest.importorskip("sentencepiece")
+
+    def texts():
+        yield "a b c"
+        raise ValueError("corpus.jsonl:2: no field 'text'")
+
+    with pytest.raises(ValueError, match="^corpus.jsonl:2: no field 'text'$"):
+        train_sentencepiece(texts(), 270, tmp_path / "t")
+
+
 def test_bos_of_a_hugging_face_template_is_not_added(hugging_face_file):
     assert 0 not in load_tokenizer(hugging_face_file).encode("hello")
 
@@ -181,6 +192,7 @@ def test_patterns_cut_text_as_published():
         ("tokenizer.json", b'{"nothing": 1}', r"not a tokenizer\.json"),
         ("bad.tiktoken", b"YQ== 0\nYg== one\n", r"bad\.tiktoken:2: .*base64-token rank"),
         ("same.tiktoken", b"YQ== 0\nYg== 0\n", "2 tokens share 1 ranks"),
+        ("cut.tiktoken", b"YQ== 0\nYg== 1\n", r"254 of the 256 bytes are no tokens \(0x00 is the first\)"),
     ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path, name, content, message):

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 
+from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.hf import SafetensorsFolder
 from tools import convert, generate, logits
 
@@ -17,6 +19,7 @@ TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64,
 }  # fmt: skip
+INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**TINY, attention_bias=True),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16, tie_word_embeddings=True),
@@ -94,6 +97,10 @@ def test_export_in_bf16_with_its_tokenizer(imported, tmp_path):
     theirs = model.state_dict()
     for name, tensor in loaded.state_dict().items():
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, theirs[name].bfloat16()), name
+    table = {("transformer.h.0.attn.bias" if "gpt2" in model.config.model_type else INV_FREQ): torch.ones(8)}
+    save_file(load_file(out / "model.safetensors") | table, out / "model.safetensors")  # as older folders have them
+    assert convert.main(["from-hf", "--hf", str(out), "--out", str(tmp_path / "again")]) == 0
+    assert read_run(tmp_path / "again" / "step-00000000")["config"]["precision"]["dtype"] == "bf16"
 
 
 def test_no_more_than_one_tensor_is_read_at_a_time(imported, tmp_path, monkeypatch):
