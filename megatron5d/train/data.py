@@ -84,22 +84,34 @@ def data_faults(config: Config, world: int) -> list[Fault]:
     """
     found = []
     try:
-        sources = _sources(config)
+        sources = read_sources(config)
     except ValueError:
         sources = []  # an illegal weight or split, of which a law has told
     for knob, part, prefix, split in sources:
         if all(isfile(prefix + ending) for ending in (".bin", ".idx")):
             found += _source_faults(config, knob, prefix, split, part)
     if config.data.tokenizer is not None and exists(config.data.tokenizer):
-        try:
-            end_of_document(config)
-        except ValueError as error:
-            fix = "data.tokenizer=FILE from tools/tokenizer.py or of a published model, or null"
-            found.append(Fault("data-tokenizer-kind", ("data.tokenizer",), f"data.tokenizer: {error}", fix, True))
+        found += _tokenizer_faults(config)
     return found
 
 
-def _sources(config: Config) -> list[tuple[str, str, str, str | None]]:
+def _tokenizer_faults(config: Config) -> list[Fault]:
+    """What keeps a tokenizer's file from telling which token ends a document, where that is asked."""
+    try:
+        eod = end_of_document(config)
+    except ValueError as error:
+        fix = "data.tokenizer=FILE from tools/tokenizer.py or of a published model, or null"
+        return [Fault("data-tokenizer-kind", ("data.tokenizer",), f"data.tokenizer: {error}", fix, True)]
+    if eod is not None or not config.data.eod_mask_loss:
+        return []
+    reason = (
+        f"data.eod_mask_loss = true, and data.tokenizer = {config.data.tokenizer} names no token that ends a document"
+    )
+    knobs = ("data.eod_mask_loss", "data.tokenizer")
+    return [Fault("data-tokenizer-eod", knobs, reason, "data.eod=ID of that token, or data.eod_mask_loss=false", True)]
+
+
+def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
     """(knob, part, prefix, split) of each pair of .bin and .idx that is read.
 
     Raises:

@@ -12,6 +12,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader
 from megatron5d.train.memory import Snapshots, snapshots
+from megatron5d.train.notes import unmarked_documents
 from megatron5d.train.places import Places, places
 from megatron5d.train.profiler import Profiler
 from megatron5d.train.report import Reporter
@@ -40,6 +41,8 @@ def train(config: Config, process: Process) -> int:
 def _train(config: Config, process: Process, held: Places, taken: Snapshots) -> int:
     run = build_run(config, process)
     run.notes += held.notes
+    if process.rank == 0:  # which shows the notes
+        run.notes += unmarked_documents(config)
     if taken.note:
         run.notes.append(taken.note)
     saver = None

@@ -6,6 +6,11 @@ from pathlib import Path
 
 from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
 from megatron5d.config.schema import Config
+from megatron5d.data.indexed import IndexedDataset
+from megatron5d.train.data import end_of_document, read_sources
+
+LOOKED_AT = 64  # documents of a file
+LOOKED_AT_TOKENS = 1 << 16  # at the end of each
 
 
 def broken_checkpoints(config: Config) -> list[str]:
@@ -24,6 +29,26 @@ def checkpoints_ahead(config: Config, step: int) -> list[str]:
         f"begins at step {step}, though checkpoint.dir = {folder} holds step {', '.join(map(str, later))}: the next "
         f"checkpoint renames these to step-*{LEFT}, so that checkpoint.resume=auto goes on from this run's"
     ]
+
+
+def unmarked_documents(config: Config) -> list[str]:
+    """Files whose documents lack the token by which data.document_mask and data.eod_mask_loss know their ends."""
+    data, eod = config.data, end_of_document(config)
+    asking = [knob for knob in ("document_mask", "eod_mask_loss") if getattr(data, knob)]
+    if eod is None or not asking:
+        return []
+    notes = []
+    for prefix in dict.fromkeys(prefix for _, _, prefix, _ in read_sources(config)):
+        dataset = IndexedDataset(prefix, checked=False)
+        looked_at = min(dataset.num_documents, LOOKED_AT)
+        if looked_at > 1 and not any((dataset.document(i)[-LOOKED_AT_TOKENS:] == eod).any() for i in range(looked_at)):
+            named_by = "data.eod" if data.eod is not None else "data.tokenizer"
+            notes.append(
+                f"no effect on {prefix} of data.{' and data.'.join(asking)}: its first {looked_at} documents hold no "
+                f"token {eod}, which ends a document as {named_by} says; tools/preprocess.py --append-eod writes it "
+                "(where neither key is set, data.document_mask goes by the .idx)"
+            )
+    return notes
 
 
 def idle_routers(config: Config) -> list[str]:

@@ -1,5 +1,7 @@
 """What an evaluation reads: the held-out documents, in the order of the file, the same at every evaluation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from runs import records, write_corpus
@@ -12,6 +14,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import data_faults, held_out, valid_loader
 from megatron5d.train.loop import train
+from megatron5d.train.notes import unmarked_documents
 
 DOCUMENTS, SEQ = 60, 16
 
@@ -100,3 +103,29 @@ def test_sets_beside_data_valid_change_none_of_its_numbers(corpus, tmp_path):
             assert alone.get(key) == beside.get(key)
         assert beside["valid_loss"] == beside["valid_loss/same"] != beside["valid_loss/other"]
     assert found[1][0]["initial_valid_loss"] == found[1][0]["initial_valid_loss/same"]
+
+
+def test_documents_without_the_token_that_shall_end_them_are_noticed(corpus):
+    """Tokens were written without --append-eod, and then a tokenizer is named: its token is what is looked for."""
+    for data, noticed in [
+        (DataConfig([corpus], document_mask=True, eod=0), False),
+        (DataConfig([corpus], document_mask=True), False),
+        (DataConfig([corpus], eod=42_000), False),
+        (DataConfig([corpus], document_mask=True, eod=42_000), True),
+        (DataConfig([corpus], eod_mask_loss=True, eod=42_000), True),
+    ]:
+        notes = unmarked_documents(Config(data=data))
+        assert len(notes) == noticed and all(corpus in note for note in notes)
+        assert all(f"its first {DOCUMENTS} documents hold no token 42000, which data.eod" in note for note in notes)
+
+
+def test_a_tokenizer_that_names_no_end_of_documents_is_refused_where_losses_depend_on_it(corpus, tmp_path):
+    pytest.importorskip("tokenizers")
+    file = tmp_path / "tokenizer.json"
+    file.write_text('{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}')
+    data = DataConfig([corpus], tokenizer=str(file))
+    assert data_faults(Config(data=data), 1) == []
+    (fault,) = data_faults(Config(data=replace(data, eod_mask_loss=True)), 1)
+    assert (
+        fault.id == "data-tokenizer-eod" and data_faults(Config(data=replace(data, eod_mask_loss=True, eod=3)), 1) == []
+    )
