@@ -61,33 +61,35 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
     first = next(pieces, None)
     if first is None:
         raise ValueError("--input: every file is empty, there is nothing to train on")
-    model, failed = io.BytesIO(), list[BaseException]()
+    model = _learn(sentencepiece.SentencePieceTrainer, chain([first], pieces), vocab_size)
+    path = Path(f"{os.fspath(out).removesuffix('.model')}.model")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_bytes(model)
+    os.replace(temporary, path)
+    return path
+
+
+def _learn(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
+    """The content of a `.model` file; raises what `pieces` raises, of which sentencepiece makes an error of its own."""
+    failed: list[BaseException] = []
 
     def watched() -> Iterator[str]:
         try:
-            yield from chain([first], pieces)
+            yield from pieces
         except BaseException as error:
-            failed.append(error)  # sentencepiece makes a RuntimeError of its own out of it
+            failed.append(error)
             raise
 
+    model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=watched(),
-            model_writer=model,
-            vocab_size=vocab_size,
-            **SETTINGS,
-        )
+        trainer.train(sentence_iterator=watched(), model_writer=model, vocab_size=vocab_size, **SETTINGS)
     except RuntimeError as error:
         if failed:
             raise failed[0] from None
         reason = re.sub(r"^Internal: \S+ \[.*?\]\s*", "", str(error), flags=re.IGNORECASE)
         raise ValueError(f"--vocab-size {vocab_size}: sentencepiece refuses: {reason}") from error
-    path = Path(f"{os.fspath(out).removesuffix('.model')}.model")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_bytes(model.getvalue())
-    os.replace(temporary, path)
-    return path
+    return model.getvalue()
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:

@@ -116,7 +116,10 @@ def test_documents_without_the_token_that_shall_end_them_are_noticed(corpus):
     ]:
         notes = unmarked_documents(Config(data=data))
         assert len(notes) == noticed and all(corpus in note for note in notes)
-        assert all(f"its first {DOCUMENTS} documents hold no token 42000, which data.eod" in note for note in notes)
+        assert all(
+            f"its first {DOCUMENTS} documents hold no token 42000, which ends a document as data.eod says" in note
+            for note in notes
+        )
 
 
 def test_a_tokenizer_that_names_no_end_of_documents_is_refused_where_losses_depend_on_it(corpus, tmp_path):
