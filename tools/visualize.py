@@ -65,17 +65,17 @@ def read_curve(path: Path) -> Curve:
         try:
             record: dict[str, Any] = json.loads(line)
             tokens = record["tokens"]
-            if record["loss"] is not None:  # of a step whose loss was not finite
+            if record["loss"] is not None:  # as is a loss that was not finite
                 train.append((tokens, record["loss"]))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: not a record of a step with tokens and loss ({error!r})") from error
-        if "initial_valid_loss" in record:
+        if record.get("initial_valid_loss") is not None:
             valid.append((0, record["initial_valid_loss"]))
-        if "valid_loss" in record:
+        if record.get("valid_loss") is not None:
             valid.append((tokens, record["valid_loss"]))
     if not train:
         raise ValueError(f"{path} holds no record: has the run made a step?")
-    return Curve(path.parent.name, train, valid)
+    return Curve(path.resolve().parent.name, train, valid)
 
 
 def draw(curves: Sequence[Curve], out: Path) -> None:

@@ -47,6 +47,16 @@ def test_a_run_without_validation(tmp_path, capsys):
     assert "validation loss" not in text
 
 
+def test_evaluations_that_were_not_finite_are_left_out(tmp_path, monkeypatch, capsys):
+    """And a run that is named from inside its own folder has the folder's name."""
+    monkeypatch.chdir(tmp_path)
+    first = {"tokens": 10, "loss": 2.0, "initial_valid_loss": 3.0, "valid_loss": 2.5}
+    last = {"tokens": 20, "loss": None, "valid_loss": None}
+    Path("log.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(last) + "\n")
+    assert main(["loss", "log.jsonl", "--out", "x.svg"]) == 0
+    assert f"{tmp_path.name}: validation loss 3.000 -> 2.500" in capsys.readouterr().out
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"tokens": 10, "loss": 2.0}\n{"tokens": 20, "lo')
     assert read_curve(tmp_path / "log.jsonl").train == [(10, 2.0)]
