@@ -30,6 +30,9 @@ def cached_arrays(folder: str | os.PathLike[str], inputs: dict, build: Callable[
 
     Returns:
         name -> array; mapped read-only where the folder can be written, else in memory.
+
+    Raises:
+        ValueError: what was built before is damaged; names its folder.
     """
     folder = Path(folder)
     text = json.dumps(inputs, sort_keys=True)
@@ -51,7 +54,10 @@ def cached_arrays(folder: str | os.PathLike[str], inputs: dict, build: Callable[
 
 
 def _load(target: Path) -> Arrays:
-    return {path.stem: np.load(path, mmap_mode="r") for path in sorted(target.glob("*.npy"))}
+    try:
+        return {path.stem: np.load(path, mmap_mode="r") for path in sorted(target.glob("*.npy"))}
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"data.cache_dir: {target} is damaged ({error}); remove it, and it is built again") from error
 
 
 def _store(target: Path, arrays: Arrays, inputs: str) -> None:
@@ -59,7 +65,10 @@ def _store(target: Path, arrays: Arrays, inputs: str) -> None:
     try:
         temporary.chmod(0o755)  # mkdtemp makes it private, but the cache is shared with other users of the data
         for name, array in arrays.items():
-            np.save(temporary / f"{name}.npy", array)
+            with (temporary / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())  # or the name could outlive a loss of power, and what is inside not
         (temporary / "inputs.json").write_text(inputs)
         os.rename(temporary, target)
     except OSError:

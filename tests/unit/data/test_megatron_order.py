@@ -219,3 +219,17 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
         samples = open_samples([prefix], seq_len=4, order="megatron", num_samples=9, cache_dir=tmp_path / "file")
     again = open_samples([prefix], seq_len=4, order="megatron", num_samples=9)
     assert [samples[i].tolist() for i in range(9)] == [again[i].tolist() for i in range(9)]
+
+
+@pytest.mark.parametrize("kept", [0, 90, 130])
+def test_a_damaged_cache_is_named(tmp_path, kept):
+    """Cut off in its header or behind it, as a copy of the folder or a loss of power leaves it."""
+
+    def build():
+        return {"a": np.arange(1000)}
+
+    index_cache.cached_arrays(tmp_path, {}, build)
+    (file,) = tmp_path.glob("*/a.npy")
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=f"{file.parent} is damaged .*; remove it, and it is built again"):
+        index_cache.cached_arrays(tmp_path, {}, build)
