@@ -174,6 +174,16 @@ TRAIN_LAWS = (
         lambda c, w: f"optim.decay_steps={min(c.optim.decay_steps or max(1, c.train.steps // 10), _decay_room(c))}",
     ),
     Law(
+        "megatrons-seed",
+        ("train.seed", "data.order"),
+        lambda c, w: c.data.order == "megatron" and c.train.seed >= 2**32,
+        lambda c, w: (
+            f"train.seed = {c.train.seed} is above {2**32 - 1}, the largest that data.order = megatron can shuffle by "
+            "(numpy's RandomState)"
+        ),
+        lambda c, w: f"train.seed={c.train.seed % 2**32}, or data.order=shuffled",
+    ),
+    Law(
         "prediction-within-sequence",
         ("model.num_mtp_layers", "train.seq_len"),
         lambda c, w: c.model.num_mtp_layers >= c.train.seq_len,
