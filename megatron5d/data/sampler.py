@@ -65,9 +65,8 @@ def global_batch_size(consumed_samples: int, gbs: int, ramp: Sequence[int] | Non
     return start + consumed_samples * increments // length * increment
 
 
-def samples_of_steps(steps: int, gbs: int, ramp: Sequence[int] | None = None) -> int:
-    """Sequences that the first `steps` steps take together."""
-    consumed = 0
+def samples_of_steps(steps: int, gbs: int, ramp: Sequence[int] | None = None, consumed: int = 0) -> int:
+    """Sequences that have been taken after `steps` steps more, when `consumed` of them were before."""
     for done in range(steps):
         size = global_batch_size(consumed, gbs, ramp)
         if size == gbs:  # the ramp is over: the rest is a product

@@ -46,7 +46,9 @@ class BlankSamples(Samples):
         return np.zeros(self.seq_len + 1, dtype=np.int64)
 
 
-def train_loader(config: Config, mesh: Mesh, consumed_samples: int, *, reads: bool = True) -> Loader:
+def train_loader(
+    config: Config, mesh: Mesh, consumed_samples: int, *, reads: bool = True, steps_left: int = 0
+) -> Loader:
     """The training data of this data-parallel rank, from `consumed_samples` on.
 
     Args:
@@ -54,12 +56,23 @@ def train_loader(config: Config, mesh: Mesh, consumed_samples: int, *, reads: bo
         mesh: whose dp rank reads.
         consumed_samples: sequences of all steps so far.
         reads: this rank needs the tokens, not only their positions.
+        steps_left: steps that the run will still make.
+
+    Raises:
+        ValueError: of an order that has an end, so many steps do not remain.
     """
     data, train = config.data, config.train
     if not reads:
         samples: Samples = BlankSamples(train.seq_len)
         return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, 0)
     samples = _train_samples(config)
+    end = samples_of_steps(steps_left, train.gbs, train.gbs_ramp, consumed_samples)
+    if steps_left > 0 and samples.num_samples is not None and end > samples.num_samples:
+        raise ValueError(
+            f"data.order = megatron has {samples.num_samples} samples for train.steps = {train.steps} and train.gbs = "
+            f"{train.gbs}; {consumed_samples} have been taken, and {steps_left} steps more would take "
+            f"{end - consumed_samples}: resume with train.gbs and train.gbs_ramp as before, or with more train.steps"
+        )
     return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, data.prefetch)
 
 
@@ -192,6 +205,10 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
         mesh: whose dp rank reads.
         part: one of `held_out`.
         reads: this rank needs the tokens, not only their positions.
+        steps_left: steps that the run will still make.
+
+    Raises:
+        ValueError: of an order that has an end, so many steps do not remain.
     """
     data, train = config.data, config.train
     if not reads:

@@ -92,7 +92,8 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, ta
     config, progress, train_config = run.config, run.progress, run.config.train
     last = train_config.stop_after or train_config.steps
     valid_exists = _evaluate(run, reporter, "initial_valid_loss") if progress.step == 0 else True
-    loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens)
+    left = last - progress.step
+    loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left)
     saved_at, profiler = progress.step, Profiler(run, reporter.say)
     stopped = False
     reporter.start_clock()

@@ -41,6 +41,7 @@ def test_ramp_grows_in_equal_increments(ramp):
     consumed = 0
     for steps in range(40):
         assert samples_of_steps(steps, 16, ramp) == consumed
+        assert samples_of_steps(50 - steps, 16, ramp, consumed) == samples_of_steps(50, 16, ramp)
         consumed += global_batch_size(consumed, 16, ramp)
 
 

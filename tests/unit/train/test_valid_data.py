@@ -12,7 +12,7 @@ from megatron5d.data.indexed import IndexedDataset
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.train.build import sizes_of
-from megatron5d.train.data import data_faults, held_out, valid_loader
+from megatron5d.train.data import data_faults, held_out, train_loader, valid_loader
 from megatron5d.train.loop import train
 from megatron5d.train.notes import unmarked_documents
 
@@ -132,3 +132,16 @@ def test_a_tokenizer_that_names_no_end_of_documents_is_refused_where_losses_depe
     assert (
         fault.id == "data-tokenizer-eod" and data_faults(Config(data=replace(data, eod_mask_loss=True, eod=3)), 1) == []
     )
+
+
+def test_an_order_that_would_end_before_the_run_is_told_when_it_resumes(corpus, tmp_path):
+    """A batch that is smaller than before makes Megatron's order shorter, though more has been taken from it."""
+    config = Config(
+        train=TrainConfig(steps=10, gbs=2, seq_len=SEQ),
+        data=DataConfig([f"1 {corpus}", f"2 {corpus}"], order="megatron", cache_dir=str(tmp_path)),
+    )
+    mesh = build_mesh(sizes_of(config, 1))
+    for consumed, steps_left in ((0, 10), (12, 4), (24, 0)):
+        train_loader(config, mesh, consumed, steps_left=steps_left)
+    with pytest.raises(ValueError, match="2[01] samples .*; 24 have been taken, and 4 steps more would take 8: resume"):
+        train_loader(config, mesh, 24, steps_left=4)
