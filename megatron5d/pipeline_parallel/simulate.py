@@ -151,7 +151,6 @@ def lower_bound(placement: Placement, costs: Costs | StageCosts, num_microbatche
     """
     stage_costs = costs.of(placement) if isinstance(costs, Costs) else costs
     forward = _arrivals(placement, stage_costs)
-    admitted = memory * stage_costs.compute[F].sum() / stage_costs.activation.sum()
     per_copy = num_microbatches / placement.copies
     work = np.zeros(placement.num_ranks)
     idle = np.full(placement.num_ranks, np.inf)
@@ -160,8 +159,18 @@ def lower_bound(placement: Placement, costs: Costs | StageCosts, num_microbatche
         work[rank] = sum(stage_costs.compute[[F, B], stage].sum() for _, stage in held) * per_copy
         first_forward = min(forward[d][0][stage] for d, stage in held)
         first_backward = min(forward[d][1][stage] for d, stage in held)
+        admitted = _admitted(stage_costs, [stage for _, stage in held], per_copy, memory)
         idle[rank] = max(first_forward, first_backward - admitted)
     return float((work + idle).max() - work.max())
+
+
+def _admitted(costs: StageCosts, stages: list[int], per_stage: float, memory: float) -> float:
+    """Return the most compute of forwards that memory admits on a rank: first of stages that hold little for long."""
+    admitted, size, compute = 0.0, costs.activation, costs.compute[F]
+    for stage in sorted(stages, key=lambda stage: size[stage] / max(compute[stage], 1e-12)):
+        count = min(per_stage, memory / size[stage]) if size[stage] else per_stage
+        admitted, memory = admitted + count * float(compute[stage]), memory - count * size[stage]
+    return admitted
 
 
 def _arrivals(placement: Placement, costs: StageCosts) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -86,7 +86,7 @@ def evolve(levels: Sequence[Sequence[Problem]], seed: int, clock: Clock, until: 
         pools = {index: [numbers for _, numbers in arm.elites] for index, arm in arms.items() if arm in alive}
     finalists = [(*elite, arm.problem) for arm in alive for elite in arm.elites[:FINALISTS]]
     contenders: list[Contender] = []
-    for makespan, numbers, problem in sorted(finalists, key=lambda finalist: finalist[0])[:count]:
+    for makespan, numbers, problem in sorted(finalists, key=lambda finalist: finalist[2].promise(finalist[0]))[:count]:
         program = problem.program(numbers, "auto")
         if program is not None:
             contenders.append(Contender(program, problem, makespan))
@@ -102,5 +102,5 @@ def _take_turns(alive: list[Arm], clock: Clock, until: float) -> list[Arm]:
                 arm.generation()
         turn += 1
         if turn % TURNS_TO_DROP == 0 and len(alive) > 2:
-            alive.remove(max(alive, key=lambda arm: arm.best))
+            alive.remove(max(alive, key=lambda arm: arm.problem.promise(arm.best)))
     return alive

@@ -34,6 +34,7 @@ class Lanes(NamedTuple):
     position: np.ndarray  # [R] where a rank lies between an end (-1) and the middle or turn (1) of its route
     cap: np.ndarray  # [R] the most activations a rank may hold
     pairs: np.ndarray  # [3] whether F&I, F&W, I&W may overlap
+    span: int  # ranks of the whole pipeline, in which policies reckon, too
     unit: float  # mean compute of an action: the time in which policies reckon
 
 
@@ -75,5 +76,6 @@ def lanes_of(
         position=1 - 2 * abs(2 * line - 1) if copies > 1 else 2 * line - 1,
         cap=np.broadcast_to(np.asarray(memory, dtype=float), (num_ranks,)) + 1e-9,
         pairs=np.array([bool(costs.a2a.any()) and pair in pairs for pair in PAIRS]),
+        span=num_ranks,
         unit=float(table["compute"].mean()) or 1.0,
     )

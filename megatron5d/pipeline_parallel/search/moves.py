@@ -1,7 +1,10 @@
 """The compiled core of the local search: moves of the slots on a critical path, each of which rewrites a few positions.
 
 A move stays where the makespan gets no longer: as there are many critical paths, sideways steps are what leads on.
+Under heat it may also stay where the makespan gets longer.
 """
+
+import numpy as np
 
 from megatron5d.pipeline_parallel.search.compiled import compiled, compiled_part
 from megatron5d.pipeline_parallel.search.timing import STUCK, Graph, Run, Times, duration, evaluate, is_second
@@ -11,12 +14,14 @@ FARTHEST = 6
 REACH = 24
 """Positions within which a slot looks for a partner."""
 EQUAL = 1e-9
+ODDS = 1 << 20
+"""Chances are multiples of one in so many."""
 JUMP, JOIN, PART, GIVE, TAKE = 0, 1, 2, 3, 4
 
 
 @compiled
-def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: float, count: int) -> float:
-    """Try some moves; return the makespan, no longer than before.
+def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: float, count: int, heat: float) -> float:
+    """Try some moves; return the makespan, without heat no longer than before.
 
     Args:
         graph: The problem.
@@ -24,6 +29,7 @@ def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: floa
         times: Of the order as it stands; and room for those of another.
         makespan: Of the order as it stands.
         count: How many moves.
+        heat: By how much a move that stays may lengthen the makespan: an exponential chance with this mean.
     """
     now, trial = times
     for _ in range(count):
@@ -31,10 +37,11 @@ def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: floa
         if high <= low:
             continue
         since, reached = now.start[run.kept[0]], STUCK
+        limit = makespan + EQUAL - heat * np.log((_draw(run, ODDS) + 1) / ODDS)
         if _fits(graph, run, low, high):
-            reached = evaluate(graph, run, now, trial, since, makespan + EQUAL)
-        if reached <= makespan + EQUAL:
-            makespan = min(makespan, reached)
+            reached = evaluate(graph, run, now, trial, since, limit)
+        if reached <= limit:
+            makespan = reached
             _adopt(now, trial, since)
             continue
         for k in range(high - low):

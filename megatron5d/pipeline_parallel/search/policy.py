@@ -49,7 +49,7 @@ class Rules(NamedTuple):
 
 def rules_of(policy: Policy, lanes: Lanes) -> Rules:
     """Return a policy's Rules for one problem."""
-    num_ranks = len(lanes.cap)
+    num_ranks = lanes.span
     along = lanes.position[:, None]
     inputs, phases = np.zeros(2, dtype=INPUT), np.zeros(3, dtype=PHASE)
     inputs["age"], inputs["sticky"] = policy.age / lanes.unit, policy.sticky

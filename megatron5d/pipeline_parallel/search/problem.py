@@ -8,10 +8,14 @@ import numpy as np
 
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Placement, Program, Table, program_from_table
+from megatron5d.pipeline_parallel.search.fold import can_fold, folded_lanes, unfolded_schedule
 from megatron5d.pipeline_parallel.search.lanes import LANE_OPS, PAIRS, Lanes, lanes_of
 from megatron5d.pipeline_parallel.search.list_scheduler import STUCK, empty_schedule, list_schedule
 from megatron5d.pipeline_parallel.search.policy import policy_of, rules_of
+from megatron5d.pipeline_parallel.simulate import B, F, lower_bound
 
+GAIN = 0.4
+"""Part of what lies between a Program and the bound of its placement and split that further search may still gain."""
 NOWHERE = empty_schedule(0, 0)
 """Where a list schedule is written of which only the makespan matters."""
 
@@ -54,8 +58,27 @@ class Problem:
         return (0,) * (self.num_microbatches - back) + (1,) * back
 
     @cached_property
+    def is_folded(self) -> bool:
+        """Whether policies are tried on half of the ranks, which stand for all."""
+        return can_fold(self.placement, self.num_microbatches, self.memory)
+
+    @cached_property
     def lanes(self) -> Lanes:
-        return lanes_of(self.placement, self.costs, self.direction, self.memory, self.pairs)
+        lanes = lanes_of(self.placement, self.costs, self.direction, self.memory, self.pairs)
+        return folded_lanes(lanes, self.placement.num_stages) if self.is_folded else lanes
+
+    @cached_property
+    def bound(self) -> float:
+        """A makespan below which no Program goes."""
+        placement, per_step = self.placement, self.costs.compute[[F, B]].sum(axis=0)
+        ranks = range(placement.num_ranks)
+        work = max(sum(per_step[stage] for _, stage in placement.stages_of(rank)) for rank in ranks)
+        idle = lower_bound(placement, self.costs, self.num_microbatches, float(self.memory.max()))
+        return float(work) * self.num_microbatches / placement.copies + idle
+
+    def promise(self, makespan: float) -> float:
+        """Return what to expect of a Program when the search goes on with it: one near the bound has little left."""
+        return makespan - GAIN * (makespan - self.bound)
 
     def makespan(self, numbers: np.ndarray) -> float:
         """Return the makespan under a policy; STUCK or more where the policy gets stuck."""
@@ -64,7 +87,7 @@ class Problem:
     def program(self, numbers: np.ndarray, name: str) -> Program | None:
         """Return the Program that a policy makes; None where it gets stuck."""
         slots = int(self.lanes.table["count"][self.lanes.held_by].sum(axis=1).max()) * len(LANE_OPS)
-        schedule = empty_schedule(self.placement.num_ranks, slots)
+        schedule = empty_schedule(len(self.lanes.cap), slots)
         return self._program(schedule, name) if self._run(numbers, schedule) < STUCK else None
 
     def _run(self, numbers: np.ndarray, schedule: np.ndarray) -> float:
@@ -72,6 +95,8 @@ class Problem:
         return list_schedule(self.lanes, rules, schedule)
 
     def _program(self, schedule: np.ndarray, name: str) -> Program:
+        if self.is_folded:
+            schedule = unfolded_schedule(schedule, self.placement.num_stages)
         present = schedule["op"] >= 0
         actions, second = schedule[present], present[..., 1][present[..., 0]]
         first = np.array([0, self.num_microbatches - self.num_microbatches // 2])
@@ -92,3 +117,7 @@ class Contender(NamedTuple):
     program: Program
     problem: Problem
     makespan: float
+
+    @property
+    def promise(self) -> float:
+        return self.problem.promise(self.makespan)

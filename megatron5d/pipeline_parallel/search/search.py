@@ -28,8 +28,8 @@ SMALL_RANKS = 16
 """Policies for more ranks than this are first searched for at this many, where all stages are alike."""
 EVOLUTION = 0.25
 """Share of what may be spent that evolution gets; the rest is for the local search, which gains where it ends."""
-HEATS = 0.6
-"""Share at which the local search goes on with one Program alone, the fastest of those that it tried."""
+HEATS = 0.4
+"""Share at which the local search goes on with one Program alone, the most promising of those that it tried."""
 TRIED = 4
 """Programs that the local search tries: which of them it makes fastest, their makespans do not tell."""
 LARGE = 1 << 17
@@ -79,9 +79,9 @@ def search_program(
         return _checked(load(file), problems)
     _compile()
     clock = Clock(seconds, evaluations)
-    floor, tried = _fastest(list(_named(problems, splits)), 1), _num_tried(problems)
+    floor, tried = sorted(_named(problems, splits), key=lambda one: one.makespan)[:1], _num_tried(problems)
     contenders = floor + evolve(_levels(problems, splits, num_microbatches), seed, clock, EVOLUTION, tried)
-    contenders += _refined(_fastest(contenders, tried), clock)
+    contenders += _refined(_most_promising(contenders, tried), clock)
     result = _best(contenders, len(floor), problems[0].memory, clock)
     if file:
         store(file, result)
@@ -176,22 +176,22 @@ def _num_tried(problems: list[Problem]) -> int:
     return 1 if max(problem.num_actions for problem in problems) >= LARGE else TRIED
 
 
-def _fastest(contenders: list[Contender], count: int) -> list[Contender]:
-    """Return the fastest of some Programs, each once, the fastest first."""
+def _most_promising(contenders: list[Contender], count: int) -> list[Contender]:
+    """Return the most promising of some Programs, each once, the best first."""
     distinct: list[Contender] = []
-    for contender in sorted(contenders, key=lambda contender: contender.makespan):
+    for contender in sorted(contenders, key=lambda contender: contender.promise):
         if len(distinct) < count and all(contender.program != other.program for other in distinct):
             distinct.append(contender)
     return distinct
 
 
 def _refined(tried: list[Contender], clock: Clock) -> list[Contender]:
-    """Return what the local search makes of some Programs, and then of the one that it made fastest."""
+    """Return what the local search makes of some Programs, and then of the one that promises most."""
     begin, refined = clock.share(), list[Contender]()
     heats = tried if len(tried) > 1 else []
     for place, contender in enumerate(heats, 1):
         refined.append(_moved_on(contender, clock, begin + (HEATS - begin) * place / len(heats)))
-    return refined + [_moved_on(contender, clock, 1.0) for contender in _fastest(refined or tried, 1)]
+    return refined + [_moved_on(contender, clock, 1.0) for contender in _most_promising(refined or tried, 1)]
 
 
 def _moved_on(contender: Contender, clock: Clock, until: float) -> Contender:

@@ -1,14 +1,17 @@
 """The search: figures that it must reach, never behind the named schedules, and each result as simulate counts it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron5d.model.layer_costs import BALANCES, LayerCosts
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
-from megatron5d.pipeline_parallel.program import OPS, loop_placement, zigzag_placement
+from megatron5d.pipeline_parallel.program import OPS, loop_placement, mirrored_placement, zigzag_placement
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search import search
 from megatron5d.pipeline_parallel.search.clock import Clock
+from megatron5d.pipeline_parallel.search.fold import is_mirrored
 from megatron5d.pipeline_parallel.search.lanes import PAIRS
 from megatron5d.pipeline_parallel.search.named import best_named
 from megatron5d.pipeline_parallel.search.placements import candidates
@@ -118,6 +121,22 @@ def test_nothing_is_faster_where_the_head_is_busiest():
     found, named, work = ends_compared(128, EXPERTS, "loop:1")
     assert work == pytest.approx(1.5 * 3 * 64)
     assert found == pytest.approx(arrival + work) and named > found
+
+
+def test_half_of_a_mirrored_pipeline_stands_for_all_of_it():
+    """The Program of a policy is mirrored and as long as the policy says, and stays so under moves."""
+    placement, costs = mirrored_placement(4), parse_costs("a2aF=0.6,a2aB=0.4,comm=0.05")
+    problem = Problem("mirrored", placement, 12, costs.of(placement), np.full(4, 5.0))
+    numbers = starting_points(problem.num_lanes)[1]
+    assert problem.is_folded and len(problem.lanes.cap) == 2
+    program = problem.program(numbers, "auto")
+    assert is_mirrored(program) and simulate(program, costs).makespan == pytest.approx(problem.makespan(numbers))
+    moved = refine(program, problem.costs, problem.memory, PAIRS, Clock(None, 200), 1.0)
+    verify(moved, problem.memory.tolist(), problem.costs)
+    assert is_mirrored(moved) and moved != program
+    odd = replace(problem, num_microbatches=11)
+    assert not odd.is_folded and len(odd.lanes.cap) == 4
+    assert not is_mirrored(odd.program(numbers, "auto")) and not is_mirrored(build_program("zb_v", 4, 8))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved_overlap", "dualpipe", "v_half"])
