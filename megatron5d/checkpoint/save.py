@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import shutil
 import socket
@@ -16,11 +15,13 @@ import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.meeting import Meeting, failures_told
 from megatron5d.topology.claim import Claim
 
 # For a network file system to show a new file on other nodes: the laws have asked for the folder before it was made,
 # and NFS may answer from that memory for a minute.
 VISIBLE_S = 90.0
+_DONE = b"\0"  # a note that begins with anything else is what went wrong
 
 
 class Saver:
@@ -30,7 +31,7 @@ class Saver:
         directory: of all checkpoints.
         keep: newest ones kept; 0 = all.
         background: return as soon as the tensors are copied; the files are written by a thread.
-        timeout_s: of the group that the background save talks over.
+        timeout_s: after which a rank that has not written its files is given up.
         claim: of the directory, on rank 0; None where nobody else can be writing there.
 
     Raises:
@@ -56,15 +57,13 @@ class Saver:
                 raise OSError(f"no checkpoint can be saved in {directory}: {error}") from error
         if dist.is_initialized():
             _check_shared(self.directory)
-        from megatron5d.checkpoint.storage import write  # at the start of a run that saves, not hours later
+        from megatron5d.checkpoint.storage import Index, write  # at the start of a run that saves, not hours later
 
-        self._write_tensors = write
+        self._write_tensors, self._index = write, Index()
+        self._meeting = Meeting(timeout_s)
+        self._written = b""  # what this rank has told of its files
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._group: Any = None
-        if background and dist.is_initialized():
-            # a group of its own: the collectives of training and of saving must not be interleaved
-            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def save(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
         """Saves one step.
@@ -78,7 +77,8 @@ class Saver:
             OSError: a rank could not write its files, or the directory has become another run's; here, or for a save in
                 the background at the next one.
 
-        Comm: DCP's planning, three barriers; on the saver's own group in the background.
+        Comm: the store, see checkpoint/meeting.py: a note of each rank, and rank 0's word that all may begin and
+            that all is done.
         """
         self.wait()
         if not self.background:
@@ -109,24 +109,36 @@ class Saver:
             self._error = error
 
     def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
-        alone = not dist.is_initialized()
-        first = alone or dist.get_rank() == 0
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
-        if self._claim is not None:
-            self._claim.check()
+        meeting = self._meeting
+        meeting.first(self._check_place)
+        known, self._written = self._written, b""
         try:
-            if first:
-                _begin(temporary, run)
-            self._barrier(alone)
-            self._write_tensors(temporary, tensors, self._group, alone=alone)
-            self._barrier(alone)
-            if first:
-                commit(temporary, self.keep)
-            self._barrier(alone)
+            meeting.first(lambda: _begin(temporary, run))
+            try:
+                written = self._write_tensors(temporary, tensors, meeting.rank)
+                meeting.leave(_DONE + (b"" if written == known else written))
+            except Exception as error:  # noqa: BLE001 - rank 0 tells it to all
+                meeting.leave(f"{type(error).__name__}: {error}".encode())
+            meeting.first(lambda: self._finish(temporary))
         except OSError as error:
-            if first:
+            if meeting.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
             raise OSError(f"the checkpoint of step {step} could not be written: {error}. {self._room()}") from error
+        self._written = written
+
+    def _check_place(self) -> None:
+        if self._claim is not None:
+            self._claim.check()
+
+    def _finish(self, temporary: Path) -> None:
+        """On rank 0, once all have written: names what is where, and makes it a checkpoint."""
+        notes = self._meeting.notes()
+        failed = failures_told([None if note.startswith(_DONE) else note.decode() for note in notes])
+        if failed:
+            raise OSError(failed)
+        self._index.write(temporary, [note.removeprefix(_DONE) for note in notes])
+        commit(temporary, self.keep)
 
     def _room(self) -> str:
         """What is left of the disk, and of the run."""
@@ -135,10 +147,6 @@ class Saver:
             f"{there} has {shutil.disk_usage(there).free / 1e9:.3f} GB left; checkpoints before this one are whole, "
             "and the same command goes on from them"
         )
-
-    def _barrier(self, alone: bool) -> None:
-        if not alone:
-            dist.barrier(group=self._group)
 
 
 def _check_shared(directory: Path) -> None:

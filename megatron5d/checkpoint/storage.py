@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
+import pickle
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,34 +20,74 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron5d.checkpoint.folder import METADATA, changed, newest_before
 from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.meeting import failures_told
 
 
-def write(folder: Path, tensors: dict[str, ShardedTensor], group: dist.ProcessGroup | None, *, alone: bool) -> None:
+def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int) -> bytes:
     """Writes what this rank has of some tensors.
+
+    DCP would send every rank's plan to one, and a plan back, before anything is written, and the places of everything
+    to every rank afterwards. Here a rank has nothing that another one has (`writing` in train/state.py), so that its
+    own plan is final; that all plans together make whole tensors, rank 0 sees when it lists them (`list_places`).
 
     Args:
         folder: of one checkpoint.
         tensors: by key.
-        group: to talk over; None = the default one.
-        alone: this process writes for itself.
+        rank: of this process; in the name of its file.
 
-    Raises:
-        OSError: a rank could not write its files; names the first one.
-
-    Comm: DCP's planning over the group.
+    Returns:
+        What is written where, for `list_places`. A rank with nothing to write makes no file.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP announces that a single process saves without a group
-        writer = dcp.FileSystemWriter(folder, overwrite=True)
-        try:
-            dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
-        except CheckpointException as error:
-            raise OSError(_failures_told(error)) from error
+    planner, writer = _planner(), dcp.FileSystemWriter(folder)
+    planner.set_up_planner(dict(tensors))
+    writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
+    plan = planner.finish_plan(writer.prepare_local_plan(planner.create_local_plan()))
+    places = writer.write_data(plan, planner).wait() if plan.items else []
+    return zlib.compress(pickle.dumps((plan.items, places)), 1)
+
+
+class Index:
+    """What lies where in a checkpoint, on the rank that writes `.metadata`.
+
+    Ranks that write the same tensors to the same places as the last time say so with an empty note: of thousands of
+    ranks it takes seconds to put their notes together.
+    """
+
+    def __init__(self) -> None:
+        self._notes: list[bytes] = []
+        self._found: tuple[Metadata, list[list[WriteResult]]] | None = None
+
+    def write(self, folder: Path, notes: list[bytes]) -> None:
+        """Writes `.metadata`.
+
+        Args:
+            folder: of the checkpoint.
+            notes: from `write` on every rank, in their order; b"" where it is the last one's.
+
+        Raises:
+            ValueError: the ranks' parts overlap, or do not fill a tensor.
+        """
+        if any(notes) or self._found is None:
+            self._notes = [new or old for new, old in itertools.zip_longest(notes, self._notes, fillvalue=b"")]
+            parts = [pickle.loads(zlib.decompress(note)) for note in self._notes]
+            self._found = None
+            _, metadata = _planner().create_global_plan([SavePlan(items) for items, _ in parts])
+            metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
+            self._found = metadata, [places for _, places in parts]
+        writer = dcp.FileSystemWriter(folder)
+        writer.set_up_storage_writer(True)
+        writer.finish(*self._found)
+
+
+def _planner() -> dcp.DefaultSavePlanner:
+    """For tensors by key, which are neither nested nor sharded in DCP's own way."""
+    return dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def read(reader: Reader, tensors: dict[str, ShardedTensor], *, alone: bool) -> None:
@@ -57,20 +100,22 @@ def read(reader: Reader, tensors: dict[str, ShardedTensor], *, alone: bool) -> N
 
     Raises:
         ValueError: a file is damaged or cannot be read; names the first rank that met it, and the file.
+
+    Comm: an all-gather of what went wrong. DCP would gather every rank's plan on one, which sends it back unchanged.
     """
+    fault = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP announces that a single process loads without a group
         try:
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=alone)
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
         except CheckpointException as error:
-            raise ValueError(f"a checkpoint cannot be read: {_failures_told(error)}. {reader.advice()}") from error
-
-
-def _failures_told(error: CheckpointException) -> str:
-    """What went wrong on the first rank that failed, and on how many it did."""
-    rank, (cause, _) = min(error.failures.items())
-    others = len(error.failures) - 1
-    return f"rank {rank}: {cause}" + (f" (and {others} more ranks)" if others else "")
+            fault = next(str(cause) or type(cause).__name__ for cause, _ in error.failures.values())
+    told: list[str | None] = [fault]
+    if not alone:
+        told = [None] * dist.get_world_size()
+        dist.all_gather_object(told, fault)
+    if failed := failures_told(told):
+        raise ValueError(f"a checkpoint cannot be read: {failed}. {reader.advice()}")
 
 
 class Reader(dcp.FileSystemReader):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import zlib
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron5d.topology.axis import Axis
+from megatron5d.topology.store import absent, listed, met_at, wait_until
 
 _KEY = "megatron5d/lost"  # in the store
+_ANSWERS = f"{_KEY}/answers"
 PATIENCE_S = 10.0  # for other ranks to notice the same: they began to wait within a step of each other
 
 
@@ -24,9 +26,8 @@ class LineLost(ConnectionError):
     """
 
     def __init__(self, op: str, axis: Axis, error: BaseException) -> None:
-        ranks = ", ".join(map(str, axis.ranks[:16])) + (", ..." if axis.size > 16 else "")
         who = _told(silent_ranks(axis.ranks))
-        super().__init__(f"{op} over {axis.name} (ranks {ranks}) failed: {who}. The backend says: {_said(error)}")
+        super().__init__(f"{op} over {axis.name} (ranks {listed(axis.ranks)}) failed: {who}. The backend says: {_said(error)}")
 
 
 class PeerLost(ConnectionError):
@@ -57,15 +58,14 @@ def _told(silent: list[int] | None) -> str:
         return "and rank 0, where all ranks met, does not answer"
     if not silent:
         return "yet all of them answer, and nobody has missed another rank"
-    shown = ", ".join(map(str, silent[:16])) + (", ..." if len(silent) > 16 else "")
-    ranks = f"ranks {shown} do" if len(silent) > 1 else f"rank {shown} does"
+    ranks = f"ranks {listed(silent)} do" if len(silent) > 1 else f"rank {silent[0]} does"
     return f"{ranks} not answer within {PATIENCE_S:g} s: dead, or hanging"
 
 
 def _first_gone(rank: int) -> int:
     """The rank that anybody was first to miss, as far as the store that all ranks met at can still tell."""
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = met_at()
         store.set_timeout(timedelta(seconds=5))
         return int(store.compare_set(f"{_KEY}/first_gone", "", str(rank)))
     except (RuntimeError, ValueError, AttributeError):  # the store died with its rank
@@ -90,24 +90,34 @@ def silent_ranks(line: tuple[int, ...]) -> list[int] | None:
     Those of this line; where all of it answers, because they wait for others in turn, those that another line has
     found. None where the store that all ranks met at is gone.
 
-    Comm: the store, a few messages a rank.
+    Comm: the store; the first rank of the line that comes looks for all of it, the others wait for what it finds.
     """
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store, rank = met_at(), dist.get_rank()
         store.set_timeout(timedelta(seconds=PATIENCE_S))
-        store.set(f"{_KEY}/answers/{dist.get_rank()}", "")
-        missing, deadline = list(line), time.monotonic() + PATIENCE_S
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not store.check([f"{_KEY}/answers/{rank}"])]
-            time.sleep(0.1)
-        if missing:
-            store.set(f"{_KEY}/silent", ",".join(map(str, missing)))
-            return missing
-        deadline += PATIENCE_S  # that line's patience may have begun as late as this one's has ended
-        while not store.check([f"{_KEY}/silent"]):
-            if time.monotonic() > deadline:
-                return []
-            time.sleep(0.1)
-        return [int(rank) for rank in store.get(f"{_KEY}/silent").decode().split(",")]
+        store.set(f"{_ANSWERS}/{rank}", "")
+        found = f"{_KEY}/line/{zlib.crc32(repr(line).encode())}"
+        seeker = int(store.compare_set(f"{found}/seeker", "", str(rank)))
+        if seeker == rank:
+            wait_until(lambda: not absent(store, _ANSWERS, line), PATIENCE_S)
+            missing = absent(store, _ANSWERS, line)
+            if missing:
+                store.set(f"{_KEY}/silent", _written(missing))
+            store.set(found, _written(missing))
+        elif not wait_until(lambda: store.check([found]), 2 * PATIENCE_S):
+            return [seeker]  # it answered once, and nothing since
+        missing = _ranks(store.get(found))
+        # another line's patience may have begun as late as this one's has ended
+        if not missing and wait_until(lambda: store.check([f"{_KEY}/silent"]), 2 * PATIENCE_S):
+            missing = _ranks(store.get(f"{_KEY}/silent"))
+        return missing
     except (RuntimeError, ValueError, AttributeError):
         return None
+
+
+def _written(ranks: list[int]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def _ranks(written: bytes) -> list[int]:
+    return [int(rank) for rank in written.decode().split(",") if rank]

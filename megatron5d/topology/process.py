@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import sys
 import time
@@ -20,9 +21,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron5d.topology.store import absent, listed, met_at, num_signed, sign, wait_until
+
 MET = "met"
 RENDEZVOUS_TIMEOUT_S = 300.0  # for the last rank to appear; nodes of one job boot minutes apart, not half hours
 SAY_WAITING_S = 20.0  # after which, again and again, rank 0 says for whom it waits
+_HERE, _LEFT = "here", "left"  # who came, and who is about to go, in the store
+_OTHER_FILES = 256  # that rank 0 has open besides its connections to the others
+LEAVING_S = 60.0  # rank 0 waits for the others to go before it
 _FIRST_PORT, _NUM_PORTS = 12000, 20000  # below the ephemeral range, so no outgoing connection holds it
 
 
@@ -153,12 +159,14 @@ def start_process(timeout_s: float, environment: Environment | None = None) -> P
     Comm: NCCL on GPUs, gloo otherwise; one store round trip per rank before it, so that absent ranks are named.
 
     Raises:
-        ValueError: the node has no GPU for this local rank, or the meeting point's host name does not resolve.
+        ValueError: the node has no GPU for this local rank, the meeting point's host name does not resolve, or rank 0
+            cannot hold so many connections.
         TimeoutError: some ranks did not appear; names them.
     """
     environment = environment or read_environment()
     device = _choose_device(environment.local_rank)
     if environment.world > 1 and environment.meeting != MET:
+        _allow_connections(environment)
         store = _meet(environment)
         store.set_timeout(timedelta(seconds=timeout_s))
         if device.type == "cpu":
@@ -171,6 +179,21 @@ def start_process(timeout_s: float, environment: Environment | None = None) -> P
             timeout=timedelta(seconds=timeout_s),
         )
     return Process(environment.rank, environment.world, environment.local_rank, device)
+
+
+def _allow_connections(environment: Environment) -> None:
+    """Lets this process open as many files as its system admits: rank 0 keeps the connections of all others, and where
+    they are too many the operating system refuses them without a word to anybody."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or environment.world + _OTHER_FILES <= hard or environment.rank:
+        if soft != hard:
+            with suppress(ValueError, OSError):  # macOS promises more than it gives
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return
+    raise ValueError(
+        f"rank 0 holds a connection to each of {environment.world} ranks, and its system lets a process open {hard} "
+        f"files (ulimit -Hn); nearest that fit: {environment.world + _OTHER_FILES} files"
+    )
 
 
 def preempt_nobody() -> None:
@@ -196,7 +219,16 @@ def stop_process() -> None:
     one of their "connection closed" would pass for the cause, and NCCL would wait for kernels that never finish.
     """
     if dist.is_initialized() and os.environ.get("MEGATRON5D_MEETING") != MET and sys.exc_info()[0] is None:
+        _leave_in_order(dist.get_rank(), dist.get_world_size())
         dist.destroy_process_group()
+
+
+def _leave_in_order(rank: int, world: int) -> None:
+    """Rank 0 goes last: its process may be the store's, at which others still look for the end of the last save."""
+    store = met_at()
+    sign(store, _LEFT, rank)
+    if rank == 0:
+        wait_until(lambda: num_signed(store, _LEFT) == world, LEAVING_S)
 
 
 def _choose_device(local_rank: int) -> torch.device:
@@ -258,31 +290,25 @@ def _check_resolves(host: str) -> None:
 
 def _roll_call(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
     """Everyone signs, rank 0 reads the list: an absent rank is named instead of being waited for in silence."""
-    store.set(f"here/{rank}", "")
+    sign(store, _HERE, rank)
     if rank:
         store.set_timeout(timedelta(seconds=timeout_s + 10))  # rank 0's list comes first
-        absent = store.get("roll_call").decode()
+        missing = store.get("roll_call").decode()
     else:
-        absent = _absent(store, world, time.monotonic() + timeout_s)
-        store.set("roll_call", absent)
-        if absent:
-            time.sleep(1.0)  # the others read the list before the store ends with this process
-    if absent:
-        raise TimeoutError(f"of {world} ranks these did not appear within {timeout_s:g} s: {absent}")
-
-
-def _absent(store: dist.Store, world: int, deadline: float) -> str:
-    missing, say_at = list(range(world)), time.monotonic() + SAY_WAITING_S
-    while missing and time.monotonic() < deadline:
-        missing = [r for r in missing if not store.check([f"here/{r}"])]
-        if missing and time.monotonic() > say_at:
-            print(f"rank 0 of {world} waits for ranks {_first_of(missing)}", file=sys.stderr, flush=True)
-            say_at += SAY_WAITING_S
+        missing = _missing(store, world, timeout_s)
+        store.set("roll_call", missing)
         if missing:
-            time.sleep(0.02)
-    return _first_of(missing)
+            time.sleep(1.0)  # the others read the list before the store ends with this process
+    if missing:
+        raise TimeoutError(f"of {world} ranks these did not appear within {timeout_s:g} s: {missing}")
 
 
-def _first_of(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown
+def _missing(store: dist.Store, world: int, timeout_s: float) -> str:
+    """Who has not signed by then: counted until all have, looked for by name where that takes long."""
+    deadline = time.monotonic() + timeout_s
+    while not wait_until(lambda: num_signed(store, _HERE) == world, min(SAY_WAITING_S, deadline - time.monotonic())):
+        missing = listed(absent(store, _HERE, range(world)))
+        if time.monotonic() >= deadline:
+            return missing
+        print(f"rank 0 of {world} waits for ranks {missing}", file=sys.stderr, flush=True)
+    return ""
