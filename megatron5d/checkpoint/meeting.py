@@ -40,8 +40,8 @@ class Meeting:
         key = self._note(self.rank)
         parts = [note[at : at + _PART_BYTES] for at in range(0, len(note), _PART_BYTES)] or [b""]
         for number, part in enumerate(parts[1:], 1):
-            self._store.set(f"{key}/{number}", part)
-        self._store.set(key, b"%d %d " % (self._round, len(parts)) + parts[0])
+            self._put(f"{key}/{number}", part)
+        self._put(key, b"%d %d " % (self._round, len(parts)) + parts[0])
         self._store.add(f"{self._name}/count", 1)
 
     def notes(self) -> list[bytes]:
@@ -72,6 +72,9 @@ class Meeting:
         key = self._note(rank)
         return self._store.check([key]) and int(self._store.get(key).split(b" ", 1)[0]) == self._round
 
+    def _put(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes it takes, too
+
     def _note(self, rank: int) -> str:
         return f"{self._name}/note/{rank}"
 
@@ -95,7 +98,7 @@ class Meeting:
                 fault = str(error).encode()
                 raise
             finally:
-                self._store.set(key, fault)
+                self._put(key, fault)
             return
         try:
             there = wait_until(lambda: self._store.check([key]), 2 * self._timeout_s)
