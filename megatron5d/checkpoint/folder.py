@@ -41,11 +41,18 @@ def step_folder(directory: Path, step: int) -> Path:
 def write_manifest(folder: Path) -> None:
     """Notes sizes and checksums of all files; the last thing written before the rename."""
     entries: dict[str, dict[str, int]] = {}
-    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST):
-        entries[path.name] = {"bytes": path.stat().st_size}
-        if path.suffix != TENSORS:
-            entries[path.name]["crc32"] = zlib.crc32(path.read_bytes())
+    for name, size in sorted(_sizes(folder).items()):
+        if name != MANIFEST:
+            entries[name] = {"bytes": size}
+        if name != MANIFEST and not name.endswith(TENSORS):
+            entries[name]["crc32"] = zlib.crc32((folder / name).read_bytes())
     (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file of a folder: one question for each, there may be one a rank."""
+    with os.scandir(folder) as found:
+        return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
@@ -79,11 +86,12 @@ def fault_of(folder: Path) -> str | None:
         sizes = {name: entry.get("bytes") for name, entry in read_manifest(folder).items()}
     except ValueError as error:
         return f"{manifest} is damaged: {error}"
+    there = _sizes(folder)
     for name, size in sizes.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
+        found = there.get(name)
         if found != size:
-            return f"{path} has {'no file' if found is None else f'{found} bytes'} where {size} bytes were saved"
+            had = "no file" if found is None else f"{found} bytes"
+            return f"{folder / name} has {had} where {size} bytes were saved"
     return changed(folder, RUN)
 
 

@@ -142,7 +142,7 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor], differing: Seq
         ValueError: keys or global shapes disagree, here or on another rank; lists the first and counts the rest. Or a
             file of tensors cannot be read; names it.
 
-    Comm: an all-gather of what disagrees, DCP's planning, both over the world.
+    Comm: an all-gather of what disagrees, and one of what could not be read, both over the world.
     """
     from megatron5d.checkpoint.storage import Reader, read  # DCP: a second that not every run pays
 

@@ -7,12 +7,15 @@ where a checkpoint is read or may be written, and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import itertools
 import pickle
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,16 +76,33 @@ class Index:
         Raises:
             ValueError: the ranks' parts overlap, or do not fill a tensor.
         """
-        if any(notes) or self._found is None:
-            self._notes = [new or old for new, old in itertools.zip_longest(notes, self._notes, fillvalue=b"")]
-            parts = [pickle.loads(zlib.decompress(note)) for note in self._notes]
-            self._found = None
-            _, metadata = _planner().create_global_plan([SavePlan(items) for items, _ in parts])
-            metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
-            self._found = metadata, [places for _, places in parts]
-        writer = dcp.FileSystemWriter(folder)
-        writer.set_up_storage_writer(True)
-        writer.finish(*self._found)
+        with _nothing_collected():
+            if any(notes) or self._found is None:
+                self._found = self._put_together(notes)
+            writer = dcp.FileSystemWriter(folder)
+            writer.set_up_storage_writer(True)
+            writer.finish(*self._found)
+
+    def _put_together(self, notes: list[bytes]) -> tuple[Metadata, list[list[WriteResult]]]:
+        self._found = None  # where this fails, the next save begins anew
+        self._notes = [new or old for new, old in itertools.zip_longest(notes, self._notes, fillvalue=b"")]
+        parts = [pickle.loads(zlib.decompress(note)) for note in self._notes]
+        _, metadata = _planner().create_global_plan([SavePlan(items) for items, _ in parts])
+        metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
+        return metadata, [places for _, places in parts]
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Within, Python looks for no garbage: among a million objects that all stay, it looks in vain for most of the
+    time that they take."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _planner() -> dcp.DefaultSavePlanner:
@@ -147,7 +167,8 @@ class Reader(dcp.FileSystemReader):
             fault = changed(self._folder, METADATA)
             if fault:
                 raise ValueError(f"{fault}. {self.advice()}")
-            self._metadata = super().read_metadata(*args, **kwargs)
+            with _nothing_collected():
+                self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:

@@ -30,7 +30,7 @@ def load_weights(parameters: Iterable[Tensor], folder: Path) -> None:
     Raises:
         ValueError: names or global shapes disagree.
 
-    Comm: DCP's planning over the world.
+    Comm: as of `load_tensors`.
     """
     load_tensors(folder, named("model", ((spec_of(each), sharded_parameter(each)) for each in parameters)))
 

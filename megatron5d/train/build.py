@@ -125,7 +125,7 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
     Returns:
         Notes for the log: where loaded weights were trained as another function than this model computes.
 
-    Comm: below ZeRO-3 an all_gather of the slices; DCP's planning, for a checkpoint.
+    Comm: below ZeRO-3 an all_gather of the slices; for a checkpoint as of `load_tensors`.
     """
     init, held, notes = config.init, weight_shards(sync, model.weights(), writing=False), list[str]()
     if init.from_checkpoint is not None:

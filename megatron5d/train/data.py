@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os.path import exists, isfile
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron5d.config.fault import Fault
 from megatron5d.config.schema import Config
@@ -61,19 +63,35 @@ def train_loader(
     Raises:
         ValueError: of an order that has an end, so many steps do not remain.
     """
-    data, train = config.data, config.train
+    train, samples = config.train, _opened(config, mesh, reads, lambda: _train_samples(config))
+    prefetch = config.data.prefetch if reads else 0
+    return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, prefetch)
+
+
+def _opened(config: Config, mesh: Mesh, reads: bool, open_files: Callable[[], Samples]) -> Samples:
+    """Samples where they are read, blank ones elsewhere.
+
+    Megatron's order is an index that takes long to build and lies on disk afterwards. Rank 0 builds it before anybody
+    else looks: a lock for thousands of ranks is slow, and file systems without locks would have each build its own.
+
+    Raises:
+        ValueError: the files cannot be read so; where rank 0 is first, on every rank.
+
+    Comm: with data.order=megatron a broadcast over the world.
+    """
+    world, samples, fault = mesh["world"], None, list[str | None]([None])
+    if config.data.order == "megatron" and world.group is not None:
+        if world.rank == 0:
+            try:
+                samples = open_files()
+            except (ValueError, OSError) as error:
+                fault = [str(error)]
+        dist.broadcast_object_list(fault, src=0)
+        if fault[0] is not None:
+            raise ValueError(fault[0])
     if not reads:
-        samples: Samples = BlankSamples(train.seq_len)
-        return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, 0)
-    samples = _train_samples(config)
-    end = samples_of_steps(steps_left, train.gbs, train.gbs_ramp, consumed_samples)
-    if steps_left > 0 and samples.num_samples is not None and end > samples.num_samples:
-        raise ValueError(
-            f"data.order = megatron has {samples.num_samples} samples for train.steps = {train.steps} and train.gbs = "
-            f"{train.gbs}; {consumed_samples} have been taken, and {steps_left} steps more would take "
-            f"{end - consumed_samples}: resume with train.gbs and train.gbs_ramp as before, or with more train.steps"
-        )
-    return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, data.prefetch)
+        return BlankSamples(config.train.seq_len)
+    return samples or open_files()
 
 
 def _train_samples(config: Config) -> Samples:
@@ -211,19 +229,20 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
         ValueError: of an order that has an end, so many steps do not remain.
     """
     data, train = config.data, config.train
-    if not reads:
-        return _loader(config, mesh, BlankSamples(train.seq_len), 0, None, 0)
-    samples = open_samples(
-        part.entries,
-        seq_len=train.seq_len,
-        order="megatron" if data.order == "megatron" else "sequential",
-        seed=train.seed,
-        num_samples=train.eval_batches * train.gbs,
-        split=part.split,
-        part="valid",
-        cache_dir=data.cache_dir,
-    )
-    return _loader(config, mesh, samples, 0, None, 0)
+
+    def open_files() -> Samples:
+        return open_samples(
+            part.entries,
+            seq_len=train.seq_len,
+            order="megatron" if data.order == "megatron" else "sequential",
+            seed=train.seed,
+            num_samples=train.eval_batches * train.gbs,
+            split=part.split,
+            part="valid",
+            cache_dir=data.cache_dir,
+        )
+
+    return _loader(config, mesh, _opened(config, mesh, reads, open_files), 0, None, 0)
 
 
 def _loader(config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] | None, prefetch: int) -> Loader:
