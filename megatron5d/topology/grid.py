@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from functools import lru_cache
+from itertools import chain, product
 from math import prod
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
@@ -124,7 +125,7 @@ class Grid:
         start = self._position[rank]
         start -= sum(self.coordinate(rank, name) * self._stride[name] for name in along)
         steps = product(*(range(0, self._size[n] * self._stride[n], self._stride[n]) for n in along))
-        return tuple(self.ranks[start + sum(step)] for step in steps)
+        return tuple([self.ranks[start + sum(step)] for step in steps])  # a list: no call for each of many ranks
 
     def lines(self, *names: str) -> Iterator[tuple[int, ...]]:
         """Every line along `names`, each once: a partition of the ranks."""
@@ -133,6 +134,7 @@ class Grid:
                 yield self.line(rank, *names)
 
 
+@lru_cache(maxsize=8)
 def dense_grid(sizes: Sizes) -> Grid:
     """pp, dp_replicate, dp_shard, cp, tp in the configured order."""
     axes: list[tuple[str, int]] = []
@@ -150,12 +152,11 @@ def place_of(sizes: Sizes, rank: int) -> str:
     return f"rank {rank} ({', '.join(f'{axis} {grid.coordinate(rank, axis)}' for axis in grid.names)})"
 
 
+@lru_cache(maxsize=8)
 def expert_grid(sizes: Sizes, dense: Grid) -> Grid:
     """pp, edp, ep, etp: within one pipeline stage the ranks, ascending, are folded with etp fastest."""
-    stages: list[list[int]] = [[] for _ in range(sizes.pp)]
-    for rank in range(sizes.world):
-        stages[dense.coordinate(rank, "pp")].append(rank)
-    ranks = tuple(rank for stage in stages for rank in stage)
+    stages = [sorted(dense.line(first, *DENSE_LINES["stage"])) for first in dense.line(0, "pp")]
+    ranks = tuple(chain.from_iterable(stages))
     replicate, shard = sizes.edp_replicate, sizes.edp // sizes.edp_replicate
     edp = (("edp_replicate", replicate), ("edp_shard", shard))
     return Grid((("pp", sizes.pp), *edp, ("ep", sizes.ep), ("etp", sizes.etp)), ranks)

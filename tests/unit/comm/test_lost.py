@@ -1,15 +1,17 @@
 """Who waits longer than `parallel.timeout_s`, in a collective or for a message, names the rank that hangs."""
 
 import time
+from collections import Counter
 from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron5d.comm import lost
 from megatron5d.comm.collectives import all_reduce
-from megatron5d.comm.lost import LineLost, PeerLost
+from megatron5d.comm.lost import LineLost, PeerLost, silent_ranks
 from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.comm.ring import start_shift
 from megatron5d.topology.axis import Axis
@@ -96,3 +98,24 @@ def test_what_fails_at_once_names_its_axis():
 
     with pytest.raises(LineLost, match=r"all_gather over tp \(ranks 0, 1\) failed: .* says: the backend's own words$"):
         lost.finish(Broken(), "all_gather", Axis("tp", (0, 1), 0, None))
+
+
+def test_one_rank_looks_for_all_of_a_long_line(monkeypatch):
+    """Of 16,384 ranks that each asked for all others, no store would answer in time."""
+    monkeypatch.setattr(lost, "PATIENCE_S", 0.2)
+    world, asked, kept = 16384, Counter(), dist.HashStore()
+
+    class Store:
+        def __getattr__(self, name):
+            asked[name] += 1
+            return getattr(kept, name)
+
+    monkeypatch.setattr(lost, "met_at", Store)
+    for rank in range(world):
+        if rank not in (5, 9000):
+            kept.set(f"megatron5d/lost/answers/{rank}", "")
+    for rank, questions in ((0, 20000), (7, 10)):
+        asked.clear()
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        assert silent_ranks(tuple(range(world))) == [5, 9000]
+        assert sum(asked.values()) < questions, (rank, asked)

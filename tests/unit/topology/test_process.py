@@ -235,3 +235,30 @@ def test_a_single_visible_gpu_is_every_local_ranks_own(monkeypatch):
     me = start_process(5.0, Environment(0, 1, 3, ""))
     assert me.device == torch.device("cuda", 0)
     assert chosen == [me.device]
+
+
+def test_rank_0_has_room_for_a_connection_to_each_of_the_others(monkeypatch):
+    """Where it has not, the system turns late ranks away and tells nobody."""
+    asked = []
+    monkeypatch.setattr(process.resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(process.resource, "setrlimit", lambda _, limits: asked.append(limits))
+    process._allow_connections(Environment(0, 3000, 0, "env://"))
+    process._allow_connections(Environment(7, 16384, 7, "env://"))
+    assert asked == [(4096, 4096)] * 2
+    with pytest.raises(ValueError, match="each of 16384 ranks, .* open 4096 files .*nearest that fit: 16640 files"):
+        process._allow_connections(Environment(0, 16384, 0, "env://"))
+
+
+def test_rank_0_leaves_last():
+    """Its process keeps the store, at which others may still look for the end of a save."""
+
+    def fn(rank):
+        start_process(30.0, Environment(rank, 3, rank, f"tcp://127.0.0.1:{port}"))
+        time.sleep(0.5 * rank)
+        at_end = time.monotonic()
+        stop_process()
+        return at_end, time.monotonic()
+
+    port = free_port()
+    times = forked_without_group(fn, 3)
+    assert times[0][1] >= times[2][0]

@@ -1,0 +1,95 @@
+"""How ranks agree on a save: notes of any length, faults told to all, and few questions to the store."""
+
+import time
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megatron5d.checkpoint import meeting
+from megatron5d.checkpoint.meeting import Meeting
+from megatron5d.checkpoint.save import Saver
+from megatron5d.topology import store as store_of
+
+
+def test_notes_reach_rank_0_and_its_answers_all(monkeypatch):
+    monkeypatch.setattr(meeting, "_PART_BYTES", 3)
+
+    def fn(rank, world):
+        met, heard = Meeting(20.0), []
+        for length in (0, 2, 3, 10):
+            met.first(lambda: None)
+            met.leave(bytes([rank]) * length)
+            met.first(lambda: heard.append(met.notes()))
+        with pytest.raises(OSError, match="no room"):
+            met.first(lambda: exec("raise OSError('no room')"))
+        left = None if rank else store_of.met_at().num_keys()
+        return heard, left
+
+    (heard, _), (nothing, _) = told = run_ranks(fn, 2)
+    assert heard == [[b"\0" * length, b"\1" * length] for length in (0, 2, 3, 10)] and nothing == [] and len(told) == 2
+
+
+def test_who_leaves_no_note_is_named_on_every_rank():
+    def fn(rank, world):
+        met = Meeting(1.0)
+        if rank == 1:
+            time.sleep(4)
+            return None
+        met.leave(b"")
+        with pytest.raises(OSError, match="^ranks 1 of 3 were not ready within 1 s$"):
+            met.first(met.notes)
+        return True
+
+    assert run_ranks(fn, 3) == [True, None, True]
+
+
+class Counted:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store):
+        self.asked = Counter()
+        self._store = store
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.asked[name] += 1
+            return getattr(self._store, name)(*args)
+
+        return call
+
+
+def as_one_of(monkeypatch, rank, world):
+    store = Counted(dist.HashStore())
+    for name, value in (("is_initialized", True), ("get_rank", rank), ("get_world_size", world)):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(meeting, "met_at", lambda: store)
+    return store
+
+
+def test_a_save_of_16384_ranks_asks_the_store_little(monkeypatch):
+    world = 16384
+    store = as_one_of(monkeypatch, 0, world)
+    met = Meeting(1.0)
+    for rank in range(1, world):
+        store._store.set(met._note(rank), f"1 1 rank {rank}")
+    store._store.add(f"{met._name}/count", world - 1)
+    met.leave(b"rank 0")
+    heard = []
+    met.first(lambda: heard.extend(met.notes()))
+    assert heard == [f"rank {rank}".encode() for rank in range(world)]
+    assert sum(store.asked.values()) < 30, store.asked  # rank 0, for all
+    store = as_one_of(monkeypatch, 77, world)
+    met = Meeting(1.0)
+    store._store.set(met._answer(1), "")
+    met.leave(b"rank 77")
+    met.first(lambda: None)
+    assert sum(store.asked.values()) <= 4, store.asked  # any other
+
+
+def test_a_rank_without_a_part_makes_no_file(tmp_path):
+    Saver(tmp_path, keep=1).save(1, {}, {})
+    assert sorted(path.name for path in (tmp_path / "step-00000001").iterdir()) == [
+        *(".metadata", "files.json", "run.json")
+    ]
