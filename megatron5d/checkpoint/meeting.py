@@ -1,9 +1,9 @@
 """How ranks agree on a save: each leaves a note in the store that all met at, rank 0 reads them and answers.
 
 No process group does it: a thread behind the training's back may not share the training's groups; gloo, for one of its
-own, asks the store for every other rank on every rank (2.7·10⁸ questions of 16,384 ranks) and opens as many
-connections; and a gather of objects takes the size of the longest note times the number of ranks, in GPU memory under
-NCCL. Here a rank sends its note once, and asks one question now and then.
+own, by default asks the store twice for each other rank on each rank (5·10⁸ questions of 16,384 ranks) and opens as
+many connections; and a gather of objects takes the size of the longest note times the number of ranks, in GPU memory
+under NCCL. Here a rank sends its note once, and asks one question now and then.
 """
 
 from __future__ import annotations
