@@ -225,10 +225,11 @@ def stop_process() -> None:
 
 def _leave_in_order(rank: int, world: int) -> None:
     """Rank 0 goes last: its process may be the store's, at which others still look for the end of the last save."""
-    store = met_at()
-    sign(store, _LEFT, rank)
-    if rank == 0:
-        wait_until(lambda: num_signed(store, _LEFT) == world, LEAVING_S)
+    with suppress(RuntimeError):  # who is so late that rank 0 has gone has nothing left to look for
+        store = met_at()
+        sign(store, _LEFT, rank)
+        if rank == 0:
+            wait_until(lambda: num_signed(store, _LEFT) >= world, LEAVING_S)
 
 
 def _choose_device(local_rank: int) -> torch.device:
@@ -306,7 +307,7 @@ def _roll_call(store: dist.Store, rank: int, world: int, timeout_s: float) -> No
 def _missing(store: dist.Store, world: int, timeout_s: float) -> str:
     """Who has not signed by then: counted until all have, looked for by name where that takes long."""
     deadline = time.monotonic() + timeout_s
-    while not wait_until(lambda: num_signed(store, _HERE) == world, min(SAY_WAITING_S, deadline - time.monotonic())):
+    while not wait_until(lambda: num_signed(store, _HERE) >= world, min(SAY_WAITING_S, deadline - time.monotonic())):
         missing = listed(absent(store, _HERE, range(world)))
         if time.monotonic() >= deadline:
             return missing
