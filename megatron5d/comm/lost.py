@@ -27,7 +27,9 @@ class LineLost(ConnectionError):
 
     def __init__(self, op: str, axis: Axis, error: BaseException) -> None:
         who = _told(silent_ranks(axis.ranks))
-        super().__init__(f"{op} over {axis.name} (ranks {listed(axis.ranks)}) failed: {who}. The backend says: {_said(error)}")
+        super().__init__(
+            f"{op} over {axis.name} (ranks {listed(axis.ranks)}) failed: {who}. The backend says: {_said(error)}"
+        )
 
 
 class PeerLost(ConnectionError):
