@@ -64,6 +64,13 @@ def train_loader(
         ValueError: of an order that has an end, so many steps do not remain.
     """
     train, samples = config.train, _opened(config, mesh, reads, lambda: _train_samples(config))
+    end = samples_of_steps(steps_left, train.gbs, train.gbs_ramp, consumed_samples)
+    if steps_left > 0 and samples.num_samples is not None and end > samples.num_samples:
+        raise ValueError(
+            f"data.order = megatron has {samples.num_samples} samples for train.steps = {train.steps} and train.gbs = "
+            f"{train.gbs}; {consumed_samples} have been taken, and {steps_left} steps more would take "
+            f"{end - consumed_samples}: resume with train.gbs and train.gbs_ramp as before, or with more train.steps"
+        )
     prefetch = config.data.prefetch if reads else 0
     return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, prefetch)
 
