@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ class Curve:
     Args:
         name: of the run.
         train: (tokens seen, loss) of every record.
-        valid: (tokens seen, loss) of every evaluation; the first one stands at 0 where it came before training.
+        valid: field (`valid_loss`, `valid_loss/<name>`) -> (tokens seen, loss) of every evaluation; the first stands
+            at 0 where it came before training.
     """
 
     name: str
     train: list[tuple[int, float]]
-    valid: list[tuple[int, float]]
+    valid: dict[str, list[tuple[int, float]]]
 
 
 def find_records(run: Path) -> Path:
@@ -59,7 +61,7 @@ def read_curve(path: Path) -> Curve:
         ValueError: a line is not such an object; names file and line.
     """
     train: list[tuple[int, float]] = []
-    valid: list[tuple[int, float]] = []
+    valid: dict[str, list[tuple[int, float]]] = {}
     whole, _, _ = path.read_text().rpartition("\n")
     for number, line in enumerate(whole.splitlines(), 1):
         try:
@@ -69,10 +71,10 @@ def read_curve(path: Path) -> Curve:
                 train.append((tokens, record["loss"]))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: not a record of a step with tokens and loss ({error!r})") from error
-        if record.get("initial_valid_loss") is not None:
-            valid.append((0, record["initial_valid_loss"]))
-        if record.get("valid_loss") is not None:
-            valid.append((tokens, record["valid_loss"]))
+        for key, loss in sorted(record.items()):  # those before training first
+            field = key.removeprefix("initial_")
+            if field.partition("/")[0] == "valid_loss" and loss is not None:
+                valid.setdefault(field, []).append((tokens if field == key else 0, loss))
     if not train:
         raise ValueError(f"{path} holds no record: has the run made a step?")
     return Curve(path.resolve().parent.name, train, valid)
@@ -89,8 +91,9 @@ def draw(curves: Sequence[Curve], out: Path) -> None:
     for number, curve in enumerate(curves):
         color = f"C{number % 10}"
         axes.plot(*zip(*curve.train), color=color, alpha=0.5, linewidth=1, label=f"{curve.name}, training")
-        if curve.valid:
-            axes.plot(*zip(*curve.valid), color=color, marker="o", markersize=4, label=f"{curve.name}, validation")
+        for (field, points), style in zip(sorted(curve.valid.items()), cycle(("-", "--", ":", "-."))):
+            label = f"{curve.name}, validation{of_set(field)}"
+            axes.plot(*zip(*points), color=color, linestyle=style, marker="o", markersize=4, label=label)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -99,26 +102,31 @@ def draw(curves: Sequence[Curve], out: Path) -> None:
     pyplot.close(figure)
 
 
+def of_set(field: str) -> str:
+    """` of <name>` for the field `valid_loss/<name>`; nothing for `valid_loss`."""
+    _, slash, name = field.partition("/")
+    return f" of {name}" if slash else ""
+
+
 def summary(curve: Curve) -> dict[str, Any]:
     """First and last losses, for people and programs."""
     figures = {"run": curve.name, "tokens": curve.train[-1][0]}
-    for name, points in (("loss", curve.train), ("valid_loss", curve.valid)):
-        if points:
-            figures |= {f"first_{name}": points[0][1], f"last_{name}": points[-1][1]}
+    for field, points in {"loss": curve.train, **curve.valid}.items():
+        figures |= {f"first_{field}": points[0][1], f"last_{field}": points[-1][1]}
     return figures
 
 
 def run_loss(args: argparse.Namespace) -> None:
     curves = [read_curve(find_records(run)) for run in args.runs]
     draw(curves, args.out)
-    figures = [summary(curve) for curve in curves]
     if args.json:
-        print(json.dumps(figures))
+        print(json.dumps([summary(curve) for curve in curves]))
         return
-    for f in figures:
-        print(f"{f['run']}: {f['tokens']:,} tokens, training loss {f['first_loss']:.3f} -> {f['last_loss']:.3f}")
-        if "first_valid_loss" in f:
-            print(f"{f['run']}: validation loss {f['first_valid_loss']:.3f} -> {f['last_valid_loss']:.3f}")
+    for curve in curves:
+        (_, first), (tokens, last) = curve.train[0], curve.train[-1]
+        print(f"{curve.name}: {tokens:,} tokens, training loss {first:.3f} -> {last:.3f}")
+        for field, points in sorted(curve.valid.items()):
+            print(f"{curve.name}: validation loss{of_set(field)} {points[0][1]:.3f} -> {points[-1][1]:.3f}")
     print(f"wrote {args.out}")
 
 

@@ -25,7 +25,7 @@ def test_points_of_both_curves(tmp_path):
     curve = read_curve(find_records(run_folder(tmp_path / "run")))
     assert curve.name == "run"
     assert curve.train == [(100, 7.0), (200, 6.0), (300, 5.0)]
-    assert curve.valid == [(0, 8.5), (300, 4.25)]
+    assert curve.valid == {"valid_loss": [(0, 8.5), (300, 4.25)]}
 
 
 def test_picture_and_summary(tmp_path, capsys):
@@ -37,6 +37,19 @@ def test_picture_and_summary(tmp_path, capsys):
     assert (figures[0]["first_valid_loss"], figures[0]["last_valid_loss"]) == (8.5, 4.25)
     assert figures[1]["tokens"] == 300
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_validation_set_has_a_curve(tmp_path, capsys):
+    first = {"tokens": 10, "loss": 2.0, "initial_valid_loss": 3.0, "initial_valid_loss/web": 3.5, "valid_loss/web": 2.5}
+    (tmp_path / "log.jsonl").write_text(json.dumps(first) + "\n")
+    assert read_curve(tmp_path / "log.jsonl").valid == {
+        "valid_loss": [(0, 3.0)],
+        "valid_loss/web": [(0, 3.5), (10, 2.5)],
+    }
+    assert main(["loss", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
+    text = capsys.readouterr().out
+    assert "validation loss 3.000 -> 3.000" in text
+    assert "validation loss of web 3.500 -> 2.500" in text
 
 
 def test_a_run_without_validation(tmp_path, capsys):
