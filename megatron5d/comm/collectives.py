@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.dispatch import first_order
 from megatron5d.comm.lost import finish
 from megatron5d.topology.axis import Axis
 
@@ -210,6 +211,7 @@ class _Differentiable(torch.autograd.Function):
         return op(x, axis)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         return ctx.transpose(grad, ctx.axis), None, None, None
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.dispatch import first_order
 from megatron5d.comm.all_to_all import start_all_to_all
 from megatron5d.comm.collectives import Pending
 from megatron5d.topology.axis import Axis
@@ -106,6 +107,7 @@ class _Start(torch.autograd.Function):
         return x.new_zeros(1)
 
     @staticmethod
+    @first_order
     def backward(ctx, _):
         return ctx.exchange._wait_back(), None
 
@@ -117,6 +119,7 @@ class _Finish(torch.autograd.Function):
         return exchange._wait()
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         ctx.exchange._start_back(grad)
         return grad.new_zeros(1), None

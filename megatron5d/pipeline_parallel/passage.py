@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from kernels.dispatch import first_order
 from megatron5d.pipeline_parallel.hooks import PhaseHooks
 from megatron5d.precision.gradient import Closure, hand_over_grads
 from megatron5d.precision.host import HostCopy
@@ -192,6 +193,7 @@ class _PhaseInput(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         ctx.input_grad.grad = grad
         return None, None, None

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from kernels.dispatch import first_order
 from megatron5d.precision.host import HostCopy
 from megatron5d.precision.stand_in import carried_by, stand_in
 
@@ -87,6 +88,7 @@ class _Part(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, *grads):
         pairs = [(y, grad) for y, grad in zip(_outputs_again(ctx), grads) if grad is not None and y.requires_grad]
         torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])

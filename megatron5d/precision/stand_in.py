@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import layer_norm_backward, rms_norm_backward, swiglu_backward
+from kernels.dispatch import first_order
 from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_quantize import Quantized
 
@@ -48,6 +49,7 @@ class _Swiglu(torch.autograd.Function):
         return _carrying(swiglu_quantized(gate_up, powers_of_two=powers_of_two), shape, gate_up.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
         return swiglu_backward(dy, gate_up, ctx.overwrite), None, None
@@ -63,6 +65,7 @@ class _RmsNorm(torch.autograd.Function):
         return _carrying(q, x.shape, x.dtype), x
 
     @staticmethod
+    @first_order
     def backward(ctx, dy, dx):
         if dy is None:
             return dx, None, None, None
@@ -80,6 +83,7 @@ class _LayerNorm(torch.autograd.Function):
         return _carrying(q, x.shape, x.dtype), x
 
     @staticmethod
+    @first_order
     def backward(ctx, dy, dx):
         if dy is None:
             return dx, None, None, None, None

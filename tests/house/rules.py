@@ -141,6 +141,19 @@ def no_circles(source: Source) -> list[str]:
     return broken
 
 
+def second_derivatives_are_refused(source: Source) -> list[str]:
+    """What a collective or a kernel does in a backward is not recorded: its own gradient would silently lack terms."""
+    return [
+        f"{_place(file, method)}: the backward of {function.name} is not @first_order (kernels/dispatch.py)"
+        for file in source.code
+        for function in file.walk(ast.ClassDef)
+        if any(ast.unparse(base).endswith("autograd.Function") for base in function.bases)
+        for method in function.body
+        if isinstance(method, ast.FunctionDef) and method.name == "backward"
+        if "first_order" not in map(ast.unparse, method.decorator_list)
+    ]
+
+
 def environment_is_read_in_topology(source: Source) -> list[str]:
     """kernels/ may look at TRITON_INTERPRET, which Triton itself reads at import; launch/ makes environments."""
     broken = []
@@ -213,6 +226,7 @@ RULES = (
     names_say_something,
     floors_hold,
     no_circles,
+    second_derivatives_are_refused,
     environment_is_read_in_topology,
     hydra_ends_at_the_door,
     ground_floor_is_light,

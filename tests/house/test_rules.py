@@ -80,6 +80,15 @@ PLANTED = [
         },
         "tools/a.py -> tools/b.py -> tools/c.py -> tools/a.py",
     ),
+    (
+        "second_derivatives_are_refused",
+        {
+            "kernels/a.py": "class _A(torch.autograd.Function):\n    @staticmethod\n    @first_order\n"
+            "    def backward(ctx, dy): return dy\n"
+            "class _B(torch.autograd.Function):\n    @staticmethod\n    def backward(ctx, dy): return dy\n",
+        },
+        "kernels/a.py:7: the backward of _B is not @first_order",
+    ),
     ("environment_is_read_in_topology", {"tools/plan.py": "import os\nos.getenv('A')"}, "tools/plan.py:2"),
     ("environment_is_read_in_topology", {"tools/plan.py": "from os import environ"}, "tools/plan.py:1"),
     ("environment_is_read_in_topology", {"kernels/a.py": "import os\nos.environ['RANK']"}, "kernels/a.py:2"),
