@@ -85,6 +85,7 @@ class AllGatherAttention(torch.autograd.Function):
                 k, v = kv_format.unpack(each)
                 dk, dv = block_gradients(plan, other, saved, dout_own, k, v, dq_own, **score)
                 parts.append(kv_format.unpack_backward(each, dk, dv))
+                del dk, dv  # else they would live until the next block's are there
             # partial [s, b, g', d+dv] -> [s/cp, b, g', d+dv]  reduce_scatter cp
             dblock.append(reduce_scatter(torch.cat(parts), axis))
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)

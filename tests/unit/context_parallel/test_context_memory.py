@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import weakref
 
 import pytest
 import torch
@@ -10,10 +11,15 @@ from parity_configs import config_of
 from ranks import run_ranks
 
 from megatron5d.config.schema import DataConfig, RecomputeConfig
+from megatron5d.context_parallel import allgather
+from megatron5d.context_parallel.attention import ContextAttention
+from megatron5d.context_parallel.layout import sequence_layout
+from megatron5d.context_parallel.plan import Planner
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.watch import MemoryWatch
+from megatron5d.topology.axis import single
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
@@ -100,3 +106,19 @@ def test_recomputed_layers_keep_their_input_alone(method):
     """Two layers: each keeps one hidden state of h = 32, and the head its logits of 32, its input and the norm's."""
     kept, _, _ = measured("llama_gqa", cp=4, recompute="full", **METHODS[method])
     assert kept < 1.1 * (S // 4) * 4 * (2 * 32 + 2 * 32 + 2 * 32)
+
+
+def test_gradients_of_one_block_are_gone_before_those_of_the_next(monkeypatch):
+    found, gradients = [], allgather.block_gradients
+
+    def watched(*args, **score):
+        assert all(each() is None for each in found)
+        dk_dv = gradients(*args, **score)
+        found.extend(map(weakref.ref, dk_dv))
+        return dk_dv
+
+    monkeypatch.setattr(allgather, "block_gradients", watched)
+    attend = ContextAttention("allgather", single("cp_outer"), single("cp_inner"))
+    q, k, v = (torch.randn(8, 1, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    attend(q, k, v, Planner(sequence_layout("allgather", 1, 8), 0)(None), scale=1.0).sum().backward()
+    assert len(found) == 2 * allgather.HEAD_GROUPS
