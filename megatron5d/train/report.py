@@ -47,6 +47,7 @@ class Reporter:
         """A step begins."""
         self.run.ledger.clear()
         self.run.ledger.timing = self._slow_ranks.active
+        self._slow_ranks.start()
         self._since = time.perf_counter()
 
     def stop_clock(self) -> None:

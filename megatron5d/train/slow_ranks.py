@@ -47,6 +47,10 @@ class SlowRanks:
         if self.active:
             gc.callbacks.append(self._collecting)
 
+    def start(self) -> None:
+        """A step begins: garbage that was collected in an evaluation or while saving took no time of it."""
+        self._collected_s = 0.0
+
     def step(self, seconds: float, waits: Mapping[str, float]) -> None:
         """One step is over.
 
@@ -56,7 +60,7 @@ class SlowRanks:
         """
         if self._num_steps >= 0:
             self._work_s += seconds - sum(waits.values()) - self._collected_s
-        self._num_steps, self._collected_s = self._num_steps + 1, 0.0
+        self._num_steps += 1
 
     def compare(self) -> tuple[dict[str, Any], list[str]]:
         """What a record tells, and what is to be said, of the steps between the last two calls; on every rank the same.

@@ -113,6 +113,30 @@ def test_several_ranks_of_a_slow_node_are_named_together(judged):
     assert re.findall(r"rank (\d) \(", named) == ["2", "3"]
 
 
+def test_garbage_collection_counts_in_no_step_and_outside_of_steps_not_at_all(monkeypatch):
+    """Not as a second less of work in the step after an evaluation, in which it happened."""
+    now, compared = [0.0], []
+    monkeypatch.setattr(slow_ranks.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(slow_ranks, "all_reduce", lambda work, _: compared.append(work) or work)
+    mesh = Mesh(resolve(2), {"world": Axis("world", (0, 1))})
+    process = Process(0, 2, 0, torch.device("cpu"))
+    ranks = SlowRanks(SimpleNamespace(config=Config(log=LogConfig(slow_rank=1.2)), process=process, mesh=mesh))
+
+    def collect(seconds):
+        ranks._collecting("start", {})
+        now[0] += seconds
+        ranks._collecting("stop", {})
+
+    for _ in range(3):
+        ranks.start()
+        collect(0.25)
+        ranks.step(2.0, {"tp": 0.5})
+        collect(1.0)
+    ranks.compare()
+    ranks.close()
+    assert compared[0].tolist() == [1.25, 0.0]
+
+
 @pytest.mark.parametrize(("experts", "ep", "etp"), [(0, 1, None), (8, 4, 1), (8, 2, 2), (8, 8, 1)])
 def test_peers_hold_the_same_layers_and_experts(experts, ep, etp):
     """Where two ranks of a stage have the same experts; else the same layers are enough."""
