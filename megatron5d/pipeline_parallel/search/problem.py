@@ -14,7 +14,7 @@ from megatron5d.pipeline_parallel.search.list_scheduler import STUCK, empty_sche
 from megatron5d.pipeline_parallel.search.policy import policy_of, rules_of
 from megatron5d.pipeline_parallel.simulate import B, F, lower_bound
 
-GAIN = 0.4
+GAIN = 0.2
 """Part of what lies between a Program and the bound of its placement and split that further search may still gain."""
 NOWHERE = empty_schedule(0, 0)
 """Where a list schedule is written of which only the makespan matters."""
