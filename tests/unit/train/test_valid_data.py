@@ -1,6 +1,7 @@
 """What an evaluation reads: the held-out documents, in the order of the file, the same at every evaluation."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron5d.config.schema import Config, DataConfig, LogConfig, ModelConfig,
 from megatron5d.data.indexed import IndexedDataset
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
+from megatron5d.train import data as data_module
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import data_faults, held_out, train_loader, valid_loader
 from megatron5d.train.loop import train
@@ -103,6 +105,20 @@ def test_sets_beside_data_valid_change_none_of_its_numbers(corpus, tmp_path):
             assert alone.get(key) == beside.get(key)
         assert beside["valid_loss"] == beside["valid_loss/same"] != beside["valid_loss/other"]
     assert found[1][0]["initial_valid_loss"] == found[1][0]["initial_valid_loss/same"]
+
+
+def test_a_run_reads_its_tokenizer_once(corpus, tmp_path, monkeypatch):
+    """Not at every evaluation of every set."""
+    opened = []
+    monkeypatch.setattr(
+        data_module, "load_tokenizer", lambda path: opened.append(path) or SimpleNamespace(eod=len(opened))
+    )
+    data = DataConfig([corpus], tokenizer=str(tmp_path / "tokenizer"), valid_sets=[f"a {corpus}", f"b {corpus}"])
+    config = Config(model=ModelConfig(vocab_size=43), train=TrainConfig(gbs=1, seq_len=SEQ), data=data)
+    mesh = build_mesh(sizes_of(config, 1))
+    for part in [*held_out(config).values()] * 2:
+        next(valid_loader(config, mesh, part))
+    assert opened == [data.tokenizer] and data_module.end_of_document(config) == 1
 
 
 def test_documents_without_the_token_that_shall_end_them_are_noticed(corpus):
