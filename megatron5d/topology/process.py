@@ -26,7 +26,8 @@ from megatron5d.topology.store import absent, listed, met_at, num_signed, sign, 
 MET = "met"
 RENDEZVOUS_TIMEOUT_S = 300.0  # for the last rank to appear; nodes of one job boot minutes apart, not half hours
 SAY_WAITING_S = 20.0  # after which, again and again, rank 0 says for whom it waits
-_HERE, _LEFT = "here", "left"  # who came, and who is about to go, in the store
+_STARTS = "starts"  # in the store: how often the ranks were started
+_HERE, _LEFT = "here", "left"  # of one start: who came, and who is about to go
 _OTHER_FILES = 256  # that rank 0 has open besides its connections to the others
 LEAVING_S = 60.0  # rank 0 waits for the others to go before it
 _FIRST_PORT, _NUM_PORTS = 12000, 20000  # below the ephemeral range, so no outgoing connection holds it
@@ -259,8 +260,7 @@ def _meet(environment: Environment) -> dist.Store:
             f"rank {environment.rank} could not reach rank 0 at {where} "
             f"within {RENDEZVOUS_TIMEOUT_S:g} s (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
-    _roll_call(store, environment.rank, environment.world, RENDEZVOUS_TIMEOUT_S)
-    return store
+    return _roll_call(store, environment.rank, environment.world, RENDEZVOUS_TIMEOUT_S)
 
 
 def _store(environment: Environment, where: str) -> dist.Store:
@@ -289,19 +289,57 @@ def _check_resolves(host: str) -> None:
         ) from error
 
 
-def _roll_call(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
-    """Everyone signs, rank 0 reads the list: an absent rank is named instead of being waited for in silence."""
-    sign(store, _HERE, rank)
+def _roll_call(store: dist.Store, rank: int, world: int, timeout_s: float) -> dist.Store:
+    """Everyone signs, rank 0 reads the list: an absent rank is named instead of being waited for in silence.
+
+    Returns:
+        The part of the store that this start of the ranks has for itself: torchrun keeps one store for all of them, and
+        who is gone would count as having come.
+    """
     if rank:
-        store.set_timeout(timedelta(seconds=timeout_s + 10))  # rank 0's list comes first
-        missing = store.get("roll_call").decode()
+        started = _joined(store, rank, timeout_s + 10)  # rank 0's list comes first
+        missing = started.get("roll_call").decode()
     else:
-        missing = _missing(store, world, timeout_s)
-        store.set("roll_call", missing)
+        started = _start(store, store.add(_STARTS, 1))
+        sign(started, _HERE, rank)
+        missing = _missing(started, world, timeout_s)
+        started.set("roll_call", missing)
         if missing:
-            time.sleep(1.0)  # the others read the list before the store ends with this process
+            time.sleep(1.5)  # the others, who ask once a second, read the list before the store ends with this process
     if missing:
         raise TimeoutError(f"of {world} ranks these did not appear within {timeout_s:g} s: {missing}")
+    return started
+
+
+def _start(store: dist.Store, number: int) -> dist.Store:
+    return dist.PrefixStore(f"start/{number}", store)
+
+
+def _joined(store: dist.Store, rank: int, timeout_s: float) -> dist.Store:
+    """Signs the newest start's roll, and waits until rank 0 has read it.
+
+    A start that another process joined as this rank, or whose roll was read without it, is over; one that is open may
+    yet be over, too, and rank 0 begins another.
+
+    Raises:
+        TimeoutError: rank 0 did not begin any, or did not end it.
+    """
+    known = f"joined/{rank}"
+    joined = store.add(known, 0)
+    started: dist.Store | None = None
+
+    def called() -> bool:
+        nonlocal joined, started
+        newest = store.add(_STARTS, 0)
+        if newest > joined and not _start(store, newest).check(["roll_call"]):
+            store.add(known, newest - joined)
+            joined, started = newest, _start(store, newest)
+            sign(started, _HERE, rank)
+        return started is not None and started.check(["roll_call"])
+
+    if not wait_until(called, timeout_s) or started is None:
+        raise TimeoutError(f"rank {rank} met the store within {timeout_s:g} s, but not rank 0")
+    return started
 
 
 def _missing(store: dist.Store, world: int, timeout_s: float) -> str:

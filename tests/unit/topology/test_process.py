@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -262,3 +263,24 @@ def test_rank_0_leaves_last():
     port = free_port()
     times = forked_without_group(fn, 3)
     assert times[0][1] >= times[2][0]
+
+
+def test_ranks_that_are_started_again_do_not_take_the_dead_for_present():
+    """torchrun's agent keeps its store when it starts the ranks again."""
+
+    def start(rank, num_joined):
+        roll_call = process._roll_call(store, rank, 3, 20.0)
+        process.sign(roll_call, "roll", rank)
+        process.wait_until(lambda: process.num_signed(roll_call, "roll") >= num_joined, 10.0)
+        return process.num_signed(roll_call, "roll")
+
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as at_once:
+        assert list(at_once.map(start, range(3), [3] * 3)) == [3, 3, 3]
+        half = [at_once.submit(process._roll_call, store, rank, 3, 0.5) for rank in (0, 1)]
+        for each in half:  # the third has died before it came
+            with pytest.raises(TimeoutError, match="did not appear within 0.5 s: 2$"):
+                each.result()
+        late = [at_once.submit(start, rank, 3) for rank in (1, 2)]
+        time.sleep(0.1)
+        assert start(0, 3) == 3 and [each.result() for each in late] == [3, 3]
