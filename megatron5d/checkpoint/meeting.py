@@ -17,6 +17,7 @@ from megatron5d.topology.store import listed, met_at, wait_until
 
 _PART_BYTES = 4 << 20  # of a note in one message: TCPStore takes no more than 8 MiB
 _AT_ONCE = 1024  # notes in one question
+_HEARD_S = 3.0  # for the others to read what went wrong: they ask once a second
 _names = itertools.count()  # of meetings, which all ranks open in the same order
 
 
@@ -84,6 +85,8 @@ class Meeting:
     def first(self, act: Callable[[], object]) -> None:
         """Rank 0 acts while the others wait.
 
+        What went wrong rank 0 does not raise before the others have read it: its process may be the store's, and ends.
+
         Raises:
             OSError: what went wrong there, on every rank; or rank 0 has not answered.
         """
@@ -99,10 +102,14 @@ class Meeting:
                 raise
             finally:
                 self._put(key, fault)
+                if fault:
+                    wait_until(lambda: self._store.add(f"{key}/heard", 0) >= self.world - 1, _HEARD_S)
             return
         try:
             there = wait_until(lambda: self._store.check([key]), 2 * self._timeout_s)
             fault = self._store.get(key) if there else b"rank 0 has not answered in time"
+            if there and fault:
+                self._store.add(f"{key}/heard", 1)
         except RuntimeError as error:  # torch's errors of a store that is gone
             raise OSError(f"rank 0, where all ranks met, does not answer: {error}") from error
         if fault:

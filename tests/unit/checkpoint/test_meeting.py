@@ -88,6 +88,21 @@ def test_a_save_of_16384_ranks_asks_the_store_little(monkeypatch):
     assert sum(store.asked.values()) <= 4, store.asked  # any other
 
 
+def test_rank_0_raises_what_went_wrong_once_all_have_read_it():
+    """Where it keeps the store, the others would otherwise tell of a store that is gone."""
+
+    def fn(rank, world):
+        met = Meeting(20.0)
+        time.sleep(0.5 * rank)
+        asks_at = time.monotonic()
+        with pytest.raises(OSError, match="no room"):
+            met.first(lambda: exec("raise OSError('no room')"))
+        return asks_at, time.monotonic()
+
+    times = run_ranks(fn, 3)
+    assert times[0][1] >= times[2][0]
+
+
 def test_a_rank_without_a_part_makes_no_file(tmp_path):
     Saver(tmp_path, keep=1).save(1, {}, {})
     assert sorted(path.name for path in (tmp_path / "step-00000001").iterdir()) == [
