@@ -237,10 +237,6 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
         mesh: whose dp rank reads.
         part: one of `held_out`.
         reads: this rank needs the tokens, not only their positions.
-        steps_left: steps that the run will still make.
-
-    Raises:
-        ValueError: of an order that has an end, so many steps do not remain.
     """
     data, train = config.data, config.train
 
