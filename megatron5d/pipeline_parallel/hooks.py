@@ -9,7 +9,7 @@ from torch import nn
 
 
 class PhaseHooks(Protocol):
-    """Called by a stage as its phases begin and end; a unit that is gathered and reduced as one has several phases."""
+    """Called by a stage as its phases begin and end; a unit that is gathered and reduced as one may have several."""
 
     def follow(self, phases: Sequence[nn.Module]) -> None:
         """A stage runs these phases, in this order forward."""
