@@ -9,7 +9,8 @@ under NCCL. Here a rank sends its note once, and asks one question now and then.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -36,14 +37,19 @@ class Meeting:
         self._round = self._answers = self._forgotten = 0
 
     def leave(self, note: bytes) -> None:
-        """Puts down what rank 0 will read, in the place of the last note. Comm: the store; the note, once."""
+        """Puts down what rank 0 will read, in the place of the last note. Comm: the store; the note, once.
+
+        Raises:
+            OSError: the store is gone.
+        """
         self._round += 1
         key = self._note(self.rank)
         parts = [note[at : at + _PART_BYTES] for at in range(0, len(note), _PART_BYTES)] or [b""]
-        for number, part in enumerate(parts[1:], 1):
-            self._put(f"{key}/{number}", part)
-        self._put(key, b"%d %d " % (self._round, len(parts)) + parts[0])
-        self._store.add(f"{self._name}/count", 1)
+        with _losing_rank_0():
+            for number, part in enumerate(parts[1:], 1):
+                self._put(f"{key}/{number}", part)
+            self._put(key, b"%d %d " % (self._round, len(parts)) + parts[0])
+            self._store.add(f"{self._name}/count", 1)
 
     def notes(self) -> list[bytes]:
         """What every rank has left since it was asked last, in their order; on rank 0, inside of what `first` calls.
@@ -105,15 +111,22 @@ class Meeting:
                 if fault:
                     wait_until(lambda: self._store.add(f"{key}/heard", 0) >= self.world - 1, _HEARD_S)
             return
-        try:
+        with _losing_rank_0():
             there = wait_until(lambda: self._store.check([key]), 2 * self._timeout_s)
             fault = self._store.get(key) if there else b"rank 0 has not answered in time"
-            if there and fault:
-                self._store.add(f"{key}/heard", 1)
-        except RuntimeError as error:  # torch's errors of a store that is gone
-            raise OSError(f"rank 0, where all ranks met, does not answer: {error}") from error
         if fault:
+            with suppress(RuntimeError):  # rank 0 waits for its readers no longer
+                self._store.add(f"{key}/heard", 1)
             raise OSError("rank 0 was stopped by a fault of its own" if fault == b"?" else fault.decode())
+
+
+@contextmanager
+def _losing_rank_0() -> Iterator[None]:
+    """Tells torch's errors of a store that is gone as what they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"rank 0, where all ranks met, does not answer: {error}") from error
 
 
 def failures_told(faults: Sequence[str | None]) -> str | None:

@@ -117,9 +117,10 @@ class Saver:
             meeting.first(lambda: _begin(temporary, run))
             try:
                 written = self._write_tensors(temporary, tensors, meeting.rank)
-                meeting.leave(_DONE + (b"" if written == known else written))
+                note = _DONE + (b"" if written == known else written)
             except Exception as error:  # noqa: BLE001 - rank 0 tells it to all
-                meeting.leave(f"{type(error).__name__}: {error}".encode())
+                note = f"{type(error).__name__}: {error}".encode()
+            meeting.leave(note)
             meeting.first(lambda: self._finish(temporary))
         except OSError as error:
             if meeting.rank == 0:

@@ -103,6 +103,22 @@ def test_rank_0_raises_what_went_wrong_once_all_have_read_it():
     assert times[0][1] >= times[2][0]
 
 
+def test_a_store_that_is_gone_is_told_as_rank_0(tmp_path, monkeypatch):
+    """Where this rank was writing while rank 0's process ended."""
+
+    def ends(*_):
+        raise dist.DistNetworkError("Broken pipe")
+
+    def write(*_):
+        monkeypatch.setattr(saver._meeting, "_put", ends)
+        return b"written"
+
+    saver = Saver(tmp_path, keep=1)
+    saver._write_tensors = write
+    with pytest.raises(OSError, match="step 1 could not be written: rank 0, .* does not answer: Broken pipe.* go"):
+        saver.save(1, {}, {})
+
+
 def test_a_rank_without_a_part_makes_no_file(tmp_path):
     Saver(tmp_path, keep=1).save(1, {}, {})
     assert sorted(path.name for path in (tmp_path / "step-00000001").iterdir()) == [
