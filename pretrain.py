@@ -14,7 +14,8 @@ if __name__ == "__main__":
 
 from megatron5d.model.hf import model_config_from_hf
 from megatron5d.pipeline_parallel.executor import PipelineError
-from megatron5d.topology.process import read_environment, start_process, stop_process
+from megatron5d.topology.launcher import read_environment
+from megatron5d.topology.process import start_process, stop_process
 from megatron5d.train.crash import told
 from megatron5d.train.data import data_faults
 from megatron5d.train.device import device_faults

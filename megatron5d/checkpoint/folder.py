@@ -1,6 +1,6 @@
 """Checkpoint folders: how they are named, when one is whole, which is the newest, which may go.
 
-<dir>/run.lock              who writes here (topology/claim.py)
+<dir>/run.lock              the run that writes here (topology/lock_file.py)
 <dir>/step-00000100.tmp/    being written; never read
 <dir>/step-00000100/        whole: renamed after every rank has finished
     .metadata  *.distcp     torch.distributed.checkpoint, tensors in global coordinates

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.meeting import Meeting, failures_told
-from megatron5d.topology.claim import Claim
+from megatron5d.topology.lock_file import LockFile
 
 # For a network file system to show a new file on other nodes: the laws have asked for the folder before it was made,
 # and NFS may answer from that memory for a minute.
@@ -25,14 +25,14 @@ _DONE = b"\0"  # a note that begins with anything else is what went wrong
 
 
 class Saver:
-    """Writes checkpoints of one run, at once or behind its back.
+    """Writes checkpoints of one run, at once or in the background.
 
     Args:
         directory: of all checkpoints.
         keep: newest ones kept; 0 = all.
         background: return as soon as the tensors are copied; the files are written by a thread.
         timeout_s: after which a rank that has not written its files is given up.
-        claim: of the directory, on rank 0; None where nobody else can be writing there.
+        lock: of the directory, on rank 0; None where nobody else can be writing there.
 
     Raises:
         OSError: the directory cannot be made, or a rank sees another one under its name; at the start of a run, not at
@@ -47,9 +47,9 @@ class Saver:
         keep: int,
         background: bool = False,
         timeout_s: float = 1800.0,
-        claim: Claim | None = None,
+        lock: LockFile | None = None,
     ) -> None:
-        self.directory, self.keep, self.background, self._claim = Path(directory), keep, background, claim
+        self.directory, self.keep, self.background, self._lock = Path(directory), keep, background, lock
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Saver:
     def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
         meeting = self._meeting
-        meeting.first(self._check_place)
+        meeting.first(self._check_lock)
         known, self._written = self._written, b""
         try:
             meeting.first(lambda: _begin(temporary, run))
@@ -128,9 +128,9 @@ class Saver:
             raise OSError(f"the checkpoint of step {step} could not be written: {error}. {self._room()}") from error
         self._written = written
 
-    def _check_place(self) -> None:
-        if self._claim is not None:
-            self._claim.check()
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def _finish(self, temporary: Path) -> None:
         """On rank 0, once all have written: names what is where, and makes it a checkpoint."""
@@ -142,7 +142,7 @@ class Saver:
         commit(temporary, self.keep)
 
     def _room(self) -> str:
-        """What is left of the disk, and of the run."""
+        """For a message: the free space of the disk, and that older checkpoints are not affected."""
         there = next((folder for folder in (self.directory, *self.directory.parents) if folder.is_dir()), Path())
         return (
             f"{there} has {shutil.disk_usage(there).free / 1e9:.3f} GB left; checkpoints before this one are whole, "
@@ -151,8 +151,16 @@ class Saver:
 
 
 def _check_shared(directory: Path) -> None:
-    """Every rank finds what rank 0 writes. Otherwise each node would keep its own files in a folder of its own, and the
-    one with the manifest, which lists what is beside it, would pass for whole."""
+    """Makes sure that every rank sees the files that rank 0 writes.
+
+    Otherwise each node would write to a folder of its own, and the one with the manifest, which lists the files beside
+    it, would pass for a whole checkpoint.
+
+    Raises:
+        OSError: some ranks do not see a file of rank 0.
+
+    Comm: a broadcast and an all-gather of small objects over the world.
+    """
     first = dist.get_rank() == 0
     name = [f".seen-by-all-{uuid.uuid4().hex}"]
     if first:
@@ -176,7 +184,7 @@ def _check_shared(directory: Path) -> None:
 
 
 def _begin(temporary: Path, run: dict[str, Any]) -> None:
-    """The folder that all ranks write to."""
+    """On rank 0: makes the folder that all ranks write to."""
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""One line of ranks, as a layer sees it: how many, which one am I, and the group to talk to."""
+"""An axis: the ranks that share the work of one parallel dimension, as a layer of one of them sees it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """What an axis tells about each collective (the ledger of `comm/` is one)."""
+    """Counts the communication of an axis (`comm/ledger.py` is one)."""
 
-    def record(self, axis: str, op: str, num_elements: int, element_bytes: int) -> None: ...
+    def record(self, axis: str, op: str, num_elements: int, element_bytes: int) -> None:
+        """Called for each collective with the elements that this rank contributes and the bytes of each."""
 
-    def wait(self, axis: str, act: Callable[[], T]) -> T: ...
+    def wait(self, axis: str, act: Callable[[], T]) -> T:
+        """Calls `act`, which waits for other ranks, and returns its value; may measure the time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """Ranks that share the work of one parallel dimension.
+    """This process's position on a line of ranks, and the process group to communicate with them.
 
     Args:
         name: the dimension ("tp", "dp", ...), used in messages and in the ledger.
         ranks: global ranks on this line, in the order of their position.
         rank: this process's position, 0 ... size-1.
         group: process group over `ranks`; None at size 1, where nothing is ever sent.
-        recorder: told about every collective on this axis; None = nobody listens.
+        recorder: counts every collective on this axis; None = nothing is counted.
     """
 
     name: str
@@ -37,11 +39,15 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Number of ranks; 1 where this dimension cuts nothing."""
+        """Number of ranks."""
         return len(self.ranks)
 
     def divide(self, n: int, what: str) -> int:
-        """n / size, for a `what` that this axis cuts into equal shares.
+        """n / size: what each rank gets of something that this axis cuts into equal shares.
+
+        Args:
+            n: what is divided.
+            what: its name, for the message.
 
         Raises:
             ValueError: size does not divide n; names both numbers, the axis, and the nearest values of n that fit.
@@ -56,7 +62,7 @@ class Axis:
         return n // self.size
 
     def wait(self, act: Callable[[], T]) -> T:
-        """`act()`, which waits for other ranks of this axis: every such wait goes through here."""
+        """Calls `act`, which waits for other ranks of this axis. Every such wait goes through here, to be measured."""
         return act() if self.recorder is None else self.recorder.wait(self.name, act)
 
     def __repr__(self) -> str:
@@ -64,5 +70,5 @@ class Axis:
 
 
 def single(name: str) -> Axis:
-    """An axis of one rank: the same code paths, no communication, no torch.distributed."""
+    """An axis of one rank: layers run the same code, nothing is sent and torch.distributed is not needed."""
     return Axis(name)

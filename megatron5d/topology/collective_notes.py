@@ -1,8 +1,9 @@
-"""What each rank called on each process group, noted at the call and compared afterwards.
+"""A check for tests: did all ranks of a group call the same collectives with the same shapes?
 
-gloo returns garbage for shapes that do not match, and waits for ever for a rank that calls something else. torch's own
-checks (TORCH_DISTRIBUTED_DEBUG=DETAIL) exchange a description before every collective, which costs more than the
-collective itself, and makes all of them blocking. A note costs microseconds and changes nothing.
+Each rank writes a line to a file before it calls a collective; the files are compared afterwards. gloo itself returns
+garbage for shapes that do not match, and waits forever for a rank that calls something else. torch's own check
+(TORCH_DISTRIBUTED_DEBUG=DETAIL) exchanges a description before every collective, which costs more than the collective
+and makes it blocking. Writing a line takes microseconds and changes nothing.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-# Everything that all ranks of a group must call alike. Messages between two ranks are not among them.
-_ALIKE = (
+# The methods of a process group that all its ranks must call together: all but send and receive.
+_COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "_allgather_base",
     "all_gather_single", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter",
     "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
     "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter", "barrier",
     "monitored_barrier",
 )  # fmt: skip
-_UNEVEN = ("alltoall_base", "all_to_all_single")  # sizes are told by their splits
-_ROOTED = {"gather": 1, "scatter": 0}  # the argument that every rank gives, not the root alone
+_UNEVEN = ("alltoall_base", "all_to_all_single")  # each rank may send and receive other numbers of rows
+_ROOTED = {"gather": 1, "scatter": 0}  # index of the argument that every rank gives, not only the root
 
 
 def note_collectives(path: Path) -> None:
-    """From now on writes a line for each collective that this process calls, before it is called."""
+    """From now on, appends a line to a file before each collective that this process calls."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for name in _ALIKE:
+    for name in _COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
             setattr(dist.ProcessGroup, name, _noted(name, getattr(dist.ProcessGroup, name), file))
 
@@ -49,7 +50,7 @@ def _noted(name: str, method: Callable[..., Any], file: int) -> Callable[..., An
 
 
 def _described(name: str, size: int, args: tuple, kwargs: dict) -> tuple[str, list[list[int]]]:
-    """What must be the same on all ranks; and how many rows go to each of them, and come from each."""
+    """A call as text that must be the same on all ranks; for uneven ones also the rows to and from each rank."""
     rows: list[list[int]] = []
     if name in _UNEVEN:
         out, x, from_each, to_each = args[:4]
@@ -80,10 +81,11 @@ def first_mismatch(paths: list[Path], *, ended: bool) -> str | None:
 
     Args:
         paths: one file a rank, in rank order; ranks without a process group have none.
-        ended: every rank came to its end; then all must have called equally often.
+        ended: every rank has finished, so that all of them must have made the same number of calls.
 
     Returns:
-        The first call of some group that its ranks did not make alike, with what each of them called; or None.
+        None where all calls match, else a message: the first call of a group in which its ranks differ, and what each
+        of them called.
     """
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list]] = {}
     for rank, path in enumerate(paths):
@@ -103,7 +105,12 @@ def first_mismatch(paths: list[Path], *, ended: bool) -> str | None:
 
 
 def _agree(row: tuple[tuple[str, list[list[int]]] | None, ...], ended: bool) -> bool:
-    """All ranks named the same call, and what one sends another expects; a call not yet made disagrees at the end."""
+    """Whether the ranks' calls match: the same text, and rank i sends to j as many rows as j expects from i.
+
+    Args:
+        row: the call of each rank; None where it has not made one (yet).
+        ended: a missing call is a mismatch.
+    """
     made = {rank: call for rank, call in enumerate(row) if call is not None}
     if ended and len(made) < len(row):
         return False

@@ -1,7 +1,7 @@
-"""Ranks for tests and tools: fork gloo processes from this one, run a function on each, bring the values back.
+"""Ranks for tests and tools: fork gloo processes from this one, run a function on each, and return the values.
 
-A fork of a process that has imported torch is a rank in milliseconds, and the function may be a closure. It asks one
-thing of the parent: a single thread, because OpenMP's second thread does not survive a fork and its work would hang.
+A fork of a process that has imported torch becomes a rank in milliseconds, and the function may be a closure. The
+parent must use a single OpenMP thread, because others do not survive a fork and their work would hang.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 (every optimiser imports it: once here, or for a second in each rank)
+import torch._dynamo  # noqa: F401 (optimisers import it, which takes a second: once here, not in each rank)
 import torch.distributed as dist
 
 from megatron5d.topology.collective_notes import first_mismatch, note_collectives
-from megatron5d.topology.process import preempt_nobody
+from megatron5d.topology.process import use_batch_scheduling
 
 _STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to the training loop
 _PR_SET_PDEATHSIG = 1
-# What a rank says when another one died first: never the cause.
+# Parts of the errors of a rank whose peer died first. Such an error is an echo, never the cause.
 _ECHOES = (
     "gloo/transport/",  # connection closed, reset or refused
     "Connection closed by peer",
@@ -48,11 +48,13 @@ _ECHO_GRACE_S = 10.0  # for the cause to arrive once an echo of it is known
 
 
 class RankFailure(AssertionError):
-    """What went wrong on the ranks, the root cause first."""
+    """Ranks failed; the message begins with the root cause."""
 
 
 @dataclass
 class _Rank:
+    """A forked process: the pipe of its report, the file for its stack, and its value or error once it has reported."""
+
     pid: int
     pipe: Connection
     stack: Path
@@ -62,6 +64,7 @@ class _Rank:
 
     @property
     def echo(self) -> bool:
+        """Whether its error only says that another rank died."""
         return self.error is not None and any(text in self.error for text in _ECHOES)
 
 
@@ -91,7 +94,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
             failed = any(not r.done or r.error for r in ranks)
             mismatch = first_mismatch([_notes(Path(folder), rank) for rank in range(world)], ended=not failed)
             if failed or mismatch:
-                raise RankFailure("\n".join(filter(None, [mismatch, _story(ranks, timeout) if failed else None])))
+                raise RankFailure("\n".join(filter(None, [mismatch, _failures(ranks, timeout) if failed else None])))
             return [r.value for r in ranks]
         finally:
             _kill(ranks)
@@ -100,14 +103,14 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
 def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) -> _Rank:
     receiver, sender = Pipe(duplex=False)
     stack = folder / f"stack{rank}"
-    sys.stdout.flush()  # or the rank would print the parent's buffer again
+    sys.stdout.flush()  # otherwise the rank would print the parent's buffer again
     sys.stderr.flush()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             receiver.close()
-            gc.freeze()  # what the parent made is not this rank's to collect: looking at it would copy its pages
+            gc.freeze()  # collecting the parent's objects would touch, and so copy, their memory pages
             _die_with(parent)
             faulthandler.register(_STACK_SIGNAL, file=open(stack, "w"))  # noqa: SIM115 (open for the rank's life)
             _set_variables(rank, world)
@@ -121,8 +124,11 @@ def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) ->
 
 
 def _outcome(call: partial, init_gloo: partial) -> tuple[bool, Any]:
+    """(True, the value of `call`), or (False, the traceback)."""
     try:
-        torch.set_num_threads(1)  # renews torch's pool after the fork; gloo's threads would race to, and one would fail
+        torch.set_num_threads(
+            1
+        )  # makes torch's thread pool anew; gloo's threads would race to do so, and one would fail
         init_gloo()
         return True, call()
     except BaseException:
@@ -130,11 +136,12 @@ def _outcome(call: partial, init_gloo: partial) -> tuple[bool, Any]:
 
 
 def _set_variables(rank: int, world: int) -> None:
-    """As a launcher would: a whole program can run on the rank, more than once, in the group that is made here."""
+    """Sets what a launcher would, so that the rank can run a whole program, even several times, in the same group."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MEGATRON5D_MEETING": "met"}
 
 
 def _notes(folder: Path, rank: int) -> Path:
+    """Where a rank writes its collectives (collective_notes.py)."""
     return folder / f"collectives{rank}"
 
 
@@ -142,7 +149,7 @@ def _init_gloo(rank: int, world: int, folder: Path, timeout: float) -> None:
     if world == 1:
         return
     note_collectives(_notes(folder, rank))
-    preempt_nobody()
+    use_batch_scheduling()
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # connections on first use: groups become several times cheaper
     dist.set_debug_level_from_env()
     dist.init_process_group(
@@ -155,7 +162,11 @@ def _init_gloo(rank: int, world: int, folder: Path, timeout: float) -> None:
 
 
 def _report(sender: Connection, good: bool, value: Any) -> None:
-    """Plain pickle copies the bytes; torch's own pickler would pass file descriptors that die with the rank."""
+    """Sends the outcome to the parent.
+
+    Pickled here because a multiprocessing pipe would use torch's pickler, which passes tensors as file descriptors that
+    are gone when the rank ends.
+    """
     try:
         message = pickle.dumps((good, value))
     except Exception:
@@ -166,14 +177,14 @@ def _report(sender: Connection, good: bool, value: Any) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """A rank whose parent is killed dies too: nothing is left running."""
+    """Makes the kernel kill this rank when its parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> None:
-    """Receives reports until all are in, time is up, or a failure has had its grace."""
+    """Receives reports until all are in or time is up; after a failure, others have a short time to report as well."""
     deadline = time.monotonic() + timeout
     while waiting := [r for r in ranks if not r.done]:
         ready = wait([r.pipe for r in waiting], max(0.0, deadline - time.monotonic()))
@@ -187,6 +198,7 @@ def _collect(ranks: list[_Rank], timeout: float) -> None:
 
 
 def _receive(rank: _Rank) -> None:
+    """Reads the report of a rank, or how it died."""
     rank.done = True
     try:
         good, value = pickle.loads(rank.pipe.recv_bytes())
@@ -200,6 +212,7 @@ def _receive(rank: _Rank) -> None:
 
 
 def _death(rank: _Rank) -> str:
+    """How a rank's process ended: a signal or an exit code."""
     _, status = os.waitpid(rank.pid, 0)
     rank.pid = 0
     if os.WIFSIGNALED(status):
@@ -207,8 +220,8 @@ def _death(rank: _Rank) -> str:
     return f"exit code {os.WEXITSTATUS(status)}"
 
 
-def _story(ranks: list[_Rank], timeout: float) -> str:
-    """The cause in full, echoes in one line each, silent ranks with their stacks."""
+def _failures(ranks: list[_Rank], timeout: float) -> str:
+    """The message of a failure: the cause in full, echoes in one line each, silent ranks with their stacks."""
     failed = sorted((r for r in ranks if r.error), key=lambda r: (r.echo, ranks.index(r)))
     silent = [r for r in ranks if not r.done]
     lines = []
@@ -224,6 +237,7 @@ def _story(ranks: list[_Rank], timeout: float) -> str:
 
 
 def _stack(rank: _Rank) -> str:
+    """Asks a running rank for its Python stack."""
     os.kill(rank.pid, _STACK_SIGNAL)
     for _ in range(100):
         time.sleep(0.02)

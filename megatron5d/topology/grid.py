@@ -1,9 +1,9 @@
-"""Rank arithmetic in plain integers: who stands where in the dense and in the expert view of one world.
+"""Rank arithmetic in plain integers: the position of each rank in the dense and in the expert view of one world.
 
 Dense view   pp · dp · cp · tp     (in any order; dp = dp_replicate × dp_shard, shard fastest)
 Expert view  pp · edp · ep · etp   (folds the ranks of one pipeline stage, etp fastest; edp = edp_replicate × edp_shard)
 
-Nothing here talks to anybody: the layout of 16,384 ranks can be checked in one process.
+Nothing here communicates: the layout of 16,384 ranks can be checked in one process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,31 @@ from math import prod
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 
+# The lines of ranks that layers and reductions use: name -> the axes of the dense or of the expert grid they run along
+DENSE_LINES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_replicate": ("dp_replicate",),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "cp_tp": ("cp", "tp"),
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
+}
+EXPERT_LINES: dict[str, tuple[str, ...]] = {
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "ep_etp": ("ep", "etp"),
+    "edp": ("edp_replicate", "edp_shard"),
+    "edp_replicate": ("edp_replicate",),
+    "edp_shard": ("edp_shard",),
+}
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of all axes of a world; `resolve` derives what is not given."""
+    """Sizes of all axes of a world, in ranks; `resolve` makes them from what the user gives."""
 
     pp: int
     dp_replicate: int
@@ -34,7 +55,7 @@ class Sizes:
 
     @property
     def dp(self) -> int:
-        """Ranks that see other sequences: replicas times shards."""
+        """Ranks among which the global batch is divided."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -44,12 +65,12 @@ class Sizes:
 
     @property
     def edp(self) -> int:
-        """Copies of each expert: what ep·etp leave of dp·cp·tp."""
+        """Copies of each expert: dp·cp·tp / (ep·etp)."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
     def edp_replicate(self) -> int:
-        """Into how many replicas HSDP parts edp: as dp, where that is possible."""
+        """Replicas that HSDP divides edp into: as many as for dp where that divides edp, otherwise 1."""
         return self.dp_replicate if self.edp % self.dp_replicate == 0 else 1
 
 
@@ -57,14 +78,14 @@ def resolve(
     world: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None,
     dp_replicate: int = 1, order: tuple[str, ...] = DENSE_AXES, cp_inner: int = 1, ep_inner: int = 1,
 ) -> Sizes:  # fmt: skip
-    """Fills in dp (what remains of the world) and checks that both views fit it.
+    """Derives dp, which is what remains of the world, and checks that both views have exactly `world` ranks.
 
     Args:
         world: number of ranks.
         tp, cp, pp, ep, etp, dp_replicate: sizes of the axes; etp=None means tp.
         order: the dense axes, slowest first.
-        cp_inner: neighbours on the cp line that exchange heads for sequence.
-        ep_inner: neighbours on the ep line that lie in one node.
+        cp_inner: neighbours on the cp line that exchange heads for sequence (`parallel.cp_method=two_level`).
+        ep_inner: neighbours on the ep line that are in one node.
 
     Raises:
         ValueError: the product does not divide the world; names the numbers and the nearest legal world.
@@ -116,7 +137,7 @@ class Grid:
         self._size = dict(zip(self.names, self.sizes))
 
     def coordinate(self, rank: int, name: str) -> int:
-        """Where `rank` stands along one axis."""
+        """The position of `rank` along one axis, 0 ... size-1."""
         return self._position[rank] // self._stride[name] % self._size[name]
 
     def line(self, rank: int, *names: str) -> tuple[int, ...]:
@@ -125,10 +146,10 @@ class Grid:
         start = self._position[rank]
         start -= sum(self.coordinate(rank, name) * self._stride[name] for name in along)
         steps = product(*(range(0, self._size[n] * self._stride[n], self._stride[n]) for n in along))
-        return tuple([self.ranks[start + sum(step)] for step in steps])  # a list: no call for each of many ranks
+        return tuple([self.ranks[start + sum(step)] for step in steps])  # a list is faster than a generator here
 
     def lines(self, *names: str) -> Iterator[tuple[int, ...]]:
-        """Every line along `names`, each once: a partition of the ranks."""
+        """Every line along `names`, each once; together they are a partition of the ranks."""
         for rank in self.ranks:
             if all(self.coordinate(rank, name) == 0 for name in names):
                 yield self.line(rank, *names)
@@ -136,7 +157,7 @@ class Grid:
 
 @lru_cache(maxsize=8)
 def dense_grid(sizes: Sizes) -> Grid:
-    """pp, dp_replicate, dp_shard, cp, tp in the configured order."""
+    """The grid of pp, dp_replicate, dp_shard, cp and tp, in the configured order."""
     axes: list[tuple[str, int]] = []
     for name in sizes.order:
         if name == "dp":
@@ -147,38 +168,16 @@ def dense_grid(sizes: Sizes) -> Grid:
 
 
 def place_of(sizes: Sizes, rank: int) -> str:
-    """How a message calls a rank: its number, and its coordinates in the dense view."""
+    """A rank for messages: its number and its coordinates in the dense view."""
     grid = dense_grid(sizes)
     return f"rank {rank} ({', '.join(f'{axis} {grid.coordinate(rank, axis)}' for axis in grid.names)})"
 
 
 @lru_cache(maxsize=8)
 def expert_grid(sizes: Sizes, dense: Grid) -> Grid:
-    """pp, edp, ep, etp: within one pipeline stage the ranks, ascending, are folded with etp fastest."""
+    """The grid of pp, edp_replicate, edp_shard, ep and etp; within a pipeline stage, ranks in ascending order."""
     stages = [sorted(dense.line(first, *DENSE_LINES["stage"])) for first in dense.line(0, "pp")]
     ranks = tuple(chain.from_iterable(stages))
     replicate, shard = sizes.edp_replicate, sizes.edp // sizes.edp_replicate
     edp = (("edp_replicate", replicate), ("edp_shard", shard))
     return Grid((("pp", sizes.pp), *edp, ("ep", sizes.ep), ("etp", sizes.etp)), ranks)
-
-
-# The lines of ranks that layers and reductions ask for, as axes of the dense and of the expert grid.
-DENSE_LINES: dict[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "pp": ("pp",),
-    "dp": ("dp_replicate", "dp_shard"),
-    "dp_replicate": ("dp_replicate",),
-    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
-    "dp_shard_cp": ("dp_shard", "cp"),
-    "cp_tp": ("cp", "tp"),
-    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
-}
-EXPERT_LINES: dict[str, tuple[str, ...]] = {
-    "ep": ("ep",),
-    "etp": ("etp",),
-    "ep_etp": ("ep", "etp"),
-    "edp": ("edp_replicate", "edp_shard"),
-    "edp_replicate": ("edp_replicate",),
-    "edp_shard": ("edp_shard",),
-}

@@ -1,4 +1,4 @@
-"""The axes of this process: two views of one world, each line of ranks with its process group."""
+"""The mesh: all axes of this process, in both views of the world, each with its process group."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _PAIRED = ("dp_cp", "dp_shard_cp", "dp_replicate", "stage", "edp", "edp_shard", 
 
 
 class Mesh(Mapping[str, Axis]):
-    """`mesh["tp"]`: the Axis of that name for this rank.
+    """The axes of one rank by name, as in `mesh["tp"]`.
 
-    Dense lines: tp, cp, pp, dp, dp_replicate, dp_cp (data × context), dp_shard_cp, cp_tp (who shares a micro-batch),
-    stage (everybody with the same layers); expert lines: ep (ep_outer × ep_inner), etp, ep_etp, ep_inner_etp, edp,
-    edp_replicate, edp_shard;
-    `tp_kv`: the tensor-parallel ranks that hold copies of the same KV heads; `world`: everybody. The cp line is
-    cp_outer × cp_inner ranks, inner fastest (context_parallel/layout.py).
-    Where mirrored pipeline ranks (r and pp-1-r) hold parameters together: dp_cp_pair, dp_shard_cp_pair,
-    dp_replicate_pair, stage_pair, edp_pair, edp_shard_pair and edp_replicate_pair, the lines of both.
+    Dense view: tp, cp (= cp_outer × cp_inner, inner fastest: context_parallel/layout.py), pp, dp, dp_replicate,
+    dp_cp (data × context), dp_shard_cp, cp_tp (the ranks that share a micro-batch), stage (all ranks with the same
+    layers).
+    Expert view: ep (= ep_outer × ep_inner), etp, ep_etp, ep_inner_etp, edp, edp_replicate, edp_shard.
+    Besides: tp_kv (the tp ranks that hold copies of the same KV heads) and world (all ranks).
+    Where the pipeline ranks r and pp-1-r hold parameters together, also the union of a line of one and that line of
+    the other: dp_cp_pair, dp_shard_cp_pair, dp_replicate_pair, stage_pair, edp_pair, edp_shard_pair and
+    edp_replicate_pair.
     """
 
     def __init__(self, sizes: Sizes, axes: dict[str, Axis]) -> None:
@@ -44,42 +45,53 @@ class Mesh(Mapping[str, Axis]):
 
 
 def lines_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The ranks of every line through `rank`, by axis name; pure integers."""
+    """The global ranks of every line through `rank`, by axis name.
+
+    Args:
+        sizes: of all axes.
+        rank: a global rank.
+        num_kv_heads: of the model, for `tp_kv`; None = each rank has KV heads of its own.
+    """
     dense = dense_grid(sizes)
     expert = expert_grid(sizes, dense)
     lines = {name: dense.line(rank, *along) for name, along in DENSE_LINES.items()}
     lines |= {name: expert.line(rank, *along) for name, along in EXPERT_LINES.items()}
     lines["tp_kv"] = _kv_copies(lines["tp"], rank, num_kv_heads)
     for name in ("cp", "ep"):
-        lines[f"{name}_outer"], lines[f"{name}_inner"] = _parts(lines[name], rank, getattr(sizes, f"{name}_inner"))
-    _, lines["ep_inner_etp"] = _parts(lines["ep_etp"], rank, sizes.ep_inner * sizes.etp)
+        lines[f"{name}_outer"], lines[f"{name}_inner"] = _outer_and_inner(
+            lines[name], rank, getattr(sizes, f"{name}_inner")
+        )
+    _, lines["ep_inner_etp"] = _outer_and_inner(lines["ep_etp"], rank, sizes.ep_inner * sizes.etp)
     lines["world"] = tuple(range(sizes.world))
     return lines
 
 
 def pair_lines_of(sizes: Sizes, rank: int) -> dict[str, tuple[int, ...]]:
-    """The lines of _PAIRED through a pipeline rank and through its mirror image as one; its own at the middle."""
+    """For each name in _PAIRED: the ranks of that line through `rank` and through the mirrored pipeline rank, together.
+
+    In the middle of an odd pipeline a rank mirrors itself, and its lines are the plain ones.
+    """
     dense = dense_grid(sizes)
     mirror = dense.line(rank, "pp")[sizes.pp - 1 - dense.coordinate(rank, "pp")]
     mine, theirs = lines_of(sizes, rank), lines_of(sizes, mirror)
     return {f"{name}_pair": tuple(sorted({*mine[name], *theirs[name]})) for name in _PAIRED}
 
 
-def _parts(line: tuple[int, ...], rank: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The outer and the inner line of a rank on a line of outer × inner ranks, inner fastest."""
+def _outer_and_inner(line: tuple[int, ...], rank: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The outer and the inner line through a rank, where a line is outer × `inner` ranks, inner fastest."""
     first, place = divmod(line.index(rank), inner)
     return line[place::inner], line[first * inner : (first + 1) * inner]
 
 
 def _kv_copies(tp: tuple[int, ...], rank: int, num_kv_heads: int | None) -> tuple[int, ...]:
-    """Neighbours on the tp line that hold the same KV head, where there are fewer heads than ranks."""
+    """The neighbours on the tp line that hold the same KV head; only `rank` where there are heads for every rank."""
     copies = max(1, len(tp) // num_kv_heads) if num_kv_heads else 1
     first = tp.index(rank) // copies * copies
     return tp[first : first + copies]
 
 
 def group_settings(timeout_s: float | None) -> dict[str, Any]:
-    """What every group but the world's is created with; `timeout_s` as of `build_mesh`."""
+    """Keyword arguments of `dist.new_group` for every group but the world's; `timeout_s` as in `build_mesh`."""
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     return {"use_local_synchronization": True, "timeout": timeout}
 
@@ -102,10 +114,10 @@ def build_mesh(
         sizes: of all axes.
         rank: this process.
         num_kv_heads: of the model, for `tp_kv`.
-        pairs: mirrored pipeline ranks hold parameters together: make their lines.
-        recorder: told about every collective.
-        timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = torch's own for its backend,
-            for torch hands the world's on to no other group.
+        pairs: also make the axes of mirrored pipeline ranks.
+        recorder: counts every collective.
+        timeout_s: seconds after which a collective gives up (`parallel.timeout_s`); None = the backend's default (torch
+            does not pass the world's timeout on to other groups).
 
     Comm: one group creation per distinct line longer than 1.
     """
@@ -122,8 +134,8 @@ def build_mesh(
             group = groups[ranks]
         axes[name] = Axis(name, ranks, ranks.index(rank), group, recorder)
     for name, ranks in pair_lines_of(sizes, rank).items() if pairs and sizes.pp > 1 else ():
-        # never shared with another line: torch names a group by how many this rank has made, so the middle rank of an
-        # odd pipeline must make as many as the others
+        # Not shared with another line of the same ranks: torch names a group by how many groups this rank has made, so
+        # the middle rank of an odd pipeline must make as many as the others.
         group = dist.new_group(list(ranks), group_desc=name, **settings)
         axes[name] = Axis(name, ranks, ranks.index(rank), group if len(ranks) > 1 else None, recorder)
     return Mesh(sizes, axes)
@@ -137,11 +149,11 @@ def planned_mesh(
     pairs: bool = False,
     recorder: Recorder | None = None,
 ) -> Mesh:
-    """The axes of any rank of any world, in this one process: nobody to talk to, for models on the meta device.
+    """The axes of any rank of any world, without process groups: for models on the meta device.
 
     Args:
         sizes, num_kv_heads, pairs, recorder: as in `build_mesh`.
-        rank: whose.
+        rank: the rank whose axes are made.
     """
     lines = lines_of(sizes, rank, num_kv_heads)
     if pairs and sizes.pp > 1:

@@ -1,7 +1,7 @@
-"""Random numbers as a function of (seed, global name, global index), initial weights above all: the same on any layout.
+"""Random numbers that depend only on (seed, global name, global index): the same initial weights on any layout.
 
-A counter-based generator: element i of the tensor called `name` is hash(seed, name, i), so a rank computes its own
-rectangle alone and nobody ever holds a whole large weight. SplitMix64's finaliser (Steele et al. 2014, "Fast
+A counter-based generator: element i of the tensor called `name` is hash(seed, name, i), so each rank computes only its
+own rectangle and no rank ever holds a whole large weight. SplitMix64's finaliser (Steele et al. 2014, "Fast
 splittable pseudorandom number generators") gives 64 random bits per element, Box-Muller turns them into a normal.
 """
 
@@ -15,16 +15,17 @@ import torch
 from megatron5d.topology.shard import ShardSpec, spec_of
 
 _MASK = (1 << 64) - 1
-_CHUNK = 1 << 22  # elements hashed at a time, so that int64 scratch stays at some 100 MB
+_CHUNK = 1 << 22  # elements hashed at a time, so that the int64 temporaries take about 100 MB
 
 
 def _signed(x: int) -> int:
+    """The low 64 bits of an integer as int64."""
     x &= _MASK
     return x - (1 << 64) if x >> 63 else x
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift: torch's >> on int64 drags the sign bit along."""
+    """Logical right shift; torch's >> on int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -45,17 +46,17 @@ def hash_bits(key: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def stream_key(seed: int, name: str) -> int:
-    """64-bit key of the stream that belongs to a parameter."""
+    """64-bit key of the stream for a name, such as that of a parameter."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
 def uniform(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Deviates between 0 and 1 in fp64, one per index."""
+    """Uniform deviates in [0, 1), fp64, one for each element of `index` (int64, any shape)."""
     return _shift(hash_bits(key, index), 11).double() * 2.0**-53
 
 
 def normal(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Standard normal deviates in fp64, one per index."""
+    """Standard normal deviates, fp64, one for each element of `index` (int64, any shape)."""
     bits = hash_bits(key, index)
     radius = (_shift(bits, 32).double() + 0.5) * 2.0**-32  # in (0, 1): the logarithm is finite
     angle = (bits & 0xFFFFFFFF).double() * 2.0**-32
@@ -64,10 +65,10 @@ def normal(key: int, index: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
-    """Fills a local parameter from its spec; padding rows become zero.
+    """Fills a local parameter as its ShardSpec says; padding rows become zero.
 
     Args:
-        parameter: carries a ShardSpec.
+        parameter: made by `new_parameter`.
         seed: of the run.
     """
     parameter.zero_()
@@ -78,11 +79,11 @@ def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
 
 @torch.no_grad()
 def initialize_rectangle(local: torch.Tensor, offset: tuple[int, ...], spec: ShardSpec, seed: int) -> None:
-    """Fills what a rank holds of a global tensor, or a slice of that.
+    """Fills a rectangle of a global tensor.
 
     Args:
-        local: a rectangle of the tensor.
-        offset: its first index there.
+        local: the rectangle.
+        offset: its first index in each dim of the global tensor.
         spec: of the tensor; `init` is a standard deviation, "ones" or "zeros".
         seed: of the run.
     """
@@ -99,7 +100,7 @@ def _fill_normal(
 ) -> None:
     """local[i...] = std · normal(first + flat index of offset + i within `shape`), some rows at a time."""
     row_stride = prod(shape[1:])
-    if local.dim() > 2:  # matrix by matrix: a row of a stack is as large as an expert
+    if local.dim() > 2:  # a stack of matrices: one by one, because each may be larger than a chunk
         for i, matrix in enumerate(local):
             _fill_normal(matrix, offset[1:], shape[1:], key, std, first + (offset[0] + i) * row_stride)
         return

@@ -1,11 +1,11 @@
-"""Where a parameter lies in the whole model: the only truth about sharding.
+"""Where a parameter lies in the whole model: nothing else decides sharding.
 
 A local parameter is a stack of pieces along its dim 0. Each piece is a rectangle of one global tensor:
 
     local rows            global tensor  (fused q, k, v on rank r of tp)
     0 .. 2d      q heads  rows  2dr .. 2dr+2d
     2d .. 3d     k head   rows  a·d + ...          copies on `tp_kv` where heads are fewer than ranks
-    3d .. 4d     v head   rows  (a+g)·d + ...
+    3d .. 4d     v head   rows  (a+g)·d + ...      (d: head dim; a query heads, g KV heads)
 
 Rows that no piece covers are padding: they are zero, receive no gradient and are never saved.
 Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion all read this.
@@ -28,11 +28,11 @@ class Piece:
 
     Args:
         offset: first index in each dim of the global tensor.
-        shape: extent in each dim; whole local rows.
+        shape: extent in each dim; all of a local row's elements belong to the rectangle.
         row: first local row (dim 0) of the rectangle.
         copies: axes whose other ranks hold the same rectangle (data parallelism aside).
         summed: the subset of `copies` over which gradients are partial and must be added up.
-        owner: this rank is the first of its copies: it alone counts the piece in norms and writes it to disk.
+        owner: this rank is the first of the copies; only it counts the piece in norms and writes it to disk.
     """
 
     offset: tuple[int, ...]
@@ -44,11 +44,12 @@ class Piece:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def flat(self) -> tuple[int, int]:
-        """First and last+1 element of the piece in the flattened local tensor."""
+        """Start and end (exclusive) of the piece in the flattened local tensor."""
         start = self.row * prod(self.shape[1:])
         return start, start + self.numel
 
@@ -63,11 +64,11 @@ class ShardSpec:
         pieces: what this rank holds of it.
         expert: replicated over edp (True) or over dp·cp (False).
         init: standard deviation of the normal initialisation, or "ones" / "zeros".
-        decay: weight decay applies.
+        decay: whether weight decay applies.
         shared: "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional
-            schedule, a tied embedding whose ends lie apart): that rank then counts as data parallel. "" = nobody.
-        stack: rows of each of several matrices stacked in this parameter (q, k and v; gate and up), for Muon, which
-            treats each by itself; () = one matrix.
+            schedule; a tied embedding whose two uses are on different ranks) and counts as data parallel; otherwise "".
+        stack: global rows of each of several matrices stacked in this parameter (q, k and v; gate and up), which Muon
+            orthogonalises one by one; () = one matrix.
     """
 
     name: str
@@ -81,34 +82,36 @@ class ShardSpec:
 
 
 def whole(shape: tuple[int, ...], copies: tuple[str, ...] = (), summed: tuple[str, ...] = (), owner: bool = True):
-    """The single piece of a tensor that this rank holds entirely."""
+    """The only piece of a tensor that this rank holds entirely; the arguments are those of `Piece`."""
     return (Piece((0,) * len(shape), shape, 0, copies, summed, owner),)
 
 
-_BARE = ContextVar("parameters without memory", default=False)
+_WITHOUT_MEMORY = ContextVar("parameters without memory", default=False)
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Inside this context new parameters have a shape but no memory, until a flat buffer adopts them.
+    """Inside this context new parameters have a shape but no memory; a flat buffer gives it to them later.
 
-    So no rank ever holds more of the model than the slices that it keeps (data_parallel/buckets.py).
+    This way no rank ever holds more of the model than the slices that it keeps (data_parallel/buckets.py).
     """
-    token = _BARE.set(True)
+    token = _WITHOUT_MEMORY.set(True)
     try:
         yield
     finally:
-        _BARE.reset(token)
+        _WITHOUT_MEMORY.reset(token)
 
 
 def has_memory(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has memory of its own, unlike one that was made `without_memory`."""
+    """Whether a parameter has memory, unlike one that was made `without_memory` and not put into a buffer yet."""
     return parameter.is_contiguous()
 
 
 def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device) -> torch.nn.Parameter:
-    """A local parameter that carries its spec as `.spec`; its pieces are not initialised, its padding is zero."""
-    if _BARE.get():  # one element stands for all: torch lets no parameter change from the meta device to another
+    """A local parameter that carries its spec as `.spec`. Its pieces are not initialised; its padding is zero."""
+    if (
+        _WITHOUT_MEMORY.get()
+    ):  # one expanded element; torch does not let a parameter change from the meta device to another
         values = torch.zeros((), dtype=dtype, device=device).expand(local_shape)
     else:
         padded = sum(piece.numel for piece in spec.pieces) < prod(local_shape)
@@ -119,11 +122,12 @@ def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dt
 
 
 def spec_of(parameter: torch.Tensor) -> ShardSpec:
+    """The spec of a parameter that `new_parameter` made."""
     return parameter.spec  # type: ignore[attr-defined]
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts the flat range [start, stop) of a row-major tensor into at most 2·ndim-1 rectangles.
+    """Divides the flat range [start, stop) of a row-major tensor into at most 2·ndim-1 rectangles.
 
     Args:
         shape: of the tensor.

@@ -1,7 +1,7 @@
-"""The store that all ranks met at, asked so that its load does not grow with the square of the world.
+"""The key-value store through which the ranks found each other, and lists of ranks in it ("rolls").
 
-It is one process, rank 0's or the launcher's. What every rank asks must be one question; what takes a question for
-every rank, one rank asks for all.
+One process serves it, rank 0 or the launcher. So that its load does not grow with the square of the world, every rank
+may send a constant number of requests, and only one rank may send a request for each other rank.
 """
 
 from __future__ import annotations
@@ -13,55 +13,65 @@ from itertools import islice
 
 import torch.distributed as dist
 
-_POLL_S = 1.0  # at most between two questions: thousands of ranks may ask for minutes
-_AT_ONCE = 256  # names in one question
-_LEFT_S = 10.0  # a thread goes on waiting after its process's main thread has ended
+_POLL_S = 1.0  # longest pause between two requests: thousands of ranks may ask for minutes
+_KEYS_PER_REQUEST = 256
+_AFTER_MAIN_S = 10.0  # a thread waits at most so long once the main thread of its process has ended
 
 
 def met_at() -> dist.Store:
-    """The store of the process group."""
+    """torch's default store, which all ranks met at when they made the world's process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def wait_until(there: Callable[[], bool], patience_s: float) -> bool:
-    """Asks at first often, then once a second; False where it did not become true in time.
+    """Calls `there` until it is true, at first often, then once a second.
 
-    Asking holds no lock of the store between two questions, as its own waiting does: another thread of this process may
-    need it meanwhile.
+    Unlike the store's own `wait`, this does not lock the store's client between two requests, so other threads of this
+    process can use it.
+
+    Args:
+        there: asks the store.
+        patience_s: seconds after which to give up.
+
+    Returns:
+        False where it did not become true in time.
     """
     deadline, pause = time.monotonic() + patience_s, 0.001
-    bereaved = False
+    main_has_ended = False
     while not there():
-        if not bereaved and not threading.main_thread().is_alive():
-            bereaved, deadline = True, min(deadline, time.monotonic() + _LEFT_S)
+        if not main_has_ended and not threading.main_thread().is_alive():
+            main_has_ended, deadline = True, min(deadline, time.monotonic() + _AFTER_MAIN_S)
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
-        pause = min(1.1 * pause, _POLL_S)  # a tenth of what has been waited
+        pause = min(1.1 * pause, _POLL_S)  # a tenth of the time waited so far
     return True
 
 
 def sign(store: dist.Store, roll: str, rank: int) -> None:
-    """Puts a rank on a roll, once."""
+    """Puts a rank on a roll; each rank signs at most once. Comm: two requests."""
     store.set(f"{roll}/{rank}", "")
     store.add(f"{roll}/count", 1)
 
 
 def num_signed(store: dist.Store, roll: str) -> int:
-    """How many are on a roll: one question."""
+    """How many ranks have signed a roll. Comm: one request."""
     return store.add(f"{roll}/count", 0)
 
 
 def absent(store: dist.Store, roll: str, ranks: Sequence[int]) -> list[int]:
-    """Who of some ranks is not on a roll: a question for many of them where all are there, one for each where not."""
+    """Those of some ranks that have not signed a roll.
+
+    Comm: one request for every 256 ranks; where one of these is absent, one for each of the 256.
+    """
     missing, left = [], iter(ranks)
-    while several := list(islice(left, _AT_ONCE)):
+    while several := list(islice(left, _KEYS_PER_REQUEST)):
         if not store.check([f"{roll}/{rank}" for rank in several]):
             missing += [rank for rank in several if not store.check([f"{roll}/{rank}"])]
     return missing
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Some ranks for a message: the first of them."""
+    """Ranks as text for a message: at most the first 16, and how many more there are."""
     shown = ", ".join(map(str, ranks[:16]))
     return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown

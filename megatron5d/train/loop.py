@@ -13,7 +13,7 @@ from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader
 from megatron5d.train.memory import Snapshots, snapshots
 from megatron5d.train.notes import unmarked_documents
-from megatron5d.train.places import Places, places
+from megatron5d.train.outputs import Outputs, locked_outputs
 from megatron5d.train.profiler import Profiler
 from megatron5d.train.report import Reporter
 from megatron5d.train.signals import REQUEUE, StopFlag
@@ -34,13 +34,13 @@ def train(config: Config, process: Process) -> int:
         InterruptedError: stopped on a signal without a place for a checkpoint.
         OSError: another run writes to the same places.
     """
-    with places(config) as held, snapshots(config, process) as taken:
-        return _train(config, process, held, taken)
+    with locked_outputs(config) as outputs, snapshots(config, process) as taken:
+        return _train(config, process, outputs, taken)
 
 
-def _train(config: Config, process: Process, held: Places, taken: Snapshots) -> int:
+def _train(config: Config, process: Process, outputs: Outputs, taken: Snapshots) -> int:
     run = build_run(config, process)
-    run.notes += held.notes
+    run.notes += outputs.notes
     if process.rank == 0:  # which shows the notes
         run.notes += unmarked_documents(config)
     if taken.note:
@@ -48,7 +48,7 @@ def _train(config: Config, process: Process, held: Places, taken: Snapshots) -> 
     saver = None
     if config.checkpoint.dir:
         c = config.checkpoint
-        saver = held.saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s, held.checkpoints)  # type: ignore[arg-type]
+        saver = outputs.saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s, outputs.lock)  # type: ignore[arg-type]
     with StopFlag() as stop:
         reporter = Reporter(run)
         _introduce(run, reporter)

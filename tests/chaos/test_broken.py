@@ -10,7 +10,7 @@ from ranks import RankFailure, run_ranks
 from runs import write_corpus
 
 from megatron5d.checkpoint.folder import saved_steps, step_folder
-from megatron5d.topology.claim import Claim
+from megatron5d.topology.lock_file import LockFile
 from megatron5d.train.crash import told
 from pretrain import main
 
@@ -94,7 +94,7 @@ def test_a_second_run_in_the_same_place_is_told_and_changes_nothing(tmp_path, co
         f"checkpoint.dir = {place}": place / "run.lock",
         f"log.jsonl = {log}": log.with_name("log.jsonl.lock"),
     }.items():
-        first = Claim(file, knob)
+        first = LockFile(file, knob)
         before = files()
         said = message_of([*saving, "train.steps=4"])
         assert f"{knob} belongs to a run that is still going: process {os.getpid()} on " in said

@@ -201,7 +201,7 @@ def test_who_has_lost_the_place_touches_nothing_there(tmp_path):
             raise OSError("taken over")
 
     with pytest.raises(OSError, match="^taken over"):
-        Saver(tmp_path, keep=1, claim=Lost()).save(6, {}, {})
+        Saver(tmp_path, keep=1, lock=Lost()).save(6, {}, {})
     assert sorted(tmp_path.rglob("*")) == before
 
 

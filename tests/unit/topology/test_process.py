@@ -1,4 +1,4 @@
-"""Reading the launchers' variables, and meeting the other ranks."""
+"""Meeting the other ranks, and leaving them."""
 
 import errno
 import os
@@ -11,92 +11,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron5d.topology import process
-from megatron5d.topology.process import (
-    Environment,
-    first_host,
-    preempt_nobody,
-    read_environment,
-    start_process,
-    stop_process,
-)
-
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_JOB_ID": "1234",
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NODELIST": "gpu[07-11,20],login1",
-}
-
-
-def test_no_launcher_is_one_process():
-    assert read_environment({"PATH": "/bin"}) == Environment(0, 1, 0, "")
-
-
-def test_torchrun():
-    assert read_environment(TORCHRUN) == Environment(3, 8, 1, "env://")
-
-
-def test_the_fork_launcher_brings_its_own_meeting_point():
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MEGATRON5D_MEETING": "file:///tmp/x"}
-    assert read_environment(variables) == Environment(1, 2, 1, "file:///tmp/x")
-
-
-def test_slurm_step():
-    assert read_environment(SLURM) == Environment(5, 8, 1, "tcp://gpu07:13234")
-
-
-def test_steps_of_one_job_do_not_share_a_port():
-    other = read_environment(SLURM | {"SLURM_STEP_ID": "1"})
-    assert other.meeting == "tcp://gpu07:13235"
-
-
-def test_slurm_meeting_point_can_be_overridden():
-    assert read_environment(SLURM | {"MASTER_ADDR": "ib7", "MASTER_PORT": "5000"}).meeting == "tcp://ib7:5000"
-
-
-def test_torchrun_inside_a_slurm_step_wins():
-    assert read_environment(SLURM | TORCHRUN).rank == 3
-
-
-def test_a_batch_script_or_salloc_shell_is_one_process():
-    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "node[1-4]"}
-    assert read_environment(variables).world == 1
-
-
-@pytest.mark.parametrize(
-    ("node_list", "host"),
-    [
-        ("node1", "node1"),
-        ("node[1-4]", "node1"),
-        ("gpu[007-011,020]", "gpu007"),
-        ("a-3,b-4", "a-3"),
-        ("rack[2-3]n[5,7-9],x", "rack2n5"),
-        ("n[4].cluster.org,m", "n4.cluster.org"),
-    ],
-)
-def test_first_host(node_list, host):
-    assert first_host(node_list) == host
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"RANK": "0"}, "WORLD_SIZE is not set"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "rank 2 of a world of 2"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),
-        ({"SLURM_STEP_ID": "0"}, "SLURM_PROCID is not set"),
-        (SLURM | {"SLURM_STEP_NODELIST": ","}, "no host in it"),
-    ],
-)
-def test_incomplete_variables_are_named(variables, message):
-    with pytest.raises(ValueError, match=message):
-        read_environment(variables)
+from megatron5d.topology import process, rendezvous
+from megatron5d.topology.launcher import Environment
+from megatron5d.topology.process import start_process, stop_process, use_batch_scheduling
+from megatron5d.topology.store import num_signed, sign, wait_until
 
 
 def test_one_process_initialises_nothing():
@@ -137,7 +55,7 @@ def test_ranks_meet_by_file_and_part(tmp_path):
         stop_process()
         return x.item(), dist.is_initialized(), policies
 
-    # no rank pushes another off its core
+    # no rank preempts another
     assert forked_without_group(fn, 3) == [(3.0, False, [(os.SCHED_BATCH, False)])] * 3
 
 
@@ -149,13 +67,13 @@ def test_another_policy_is_kept_and_a_sandbox_without_policies_is_no_obstacle(mo
     changes = []
     monkeypatch.setattr(os, "sched_setscheduler", lambda *args: changes.append(args))
     monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_IDLE)
-    preempt_nobody()
+    use_batch_scheduling()
     assert not changes
     monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_OTHER)
-    preempt_nobody()
+    use_batch_scheduling()
     assert [policy for _, policy, _ in changes] == [os.SCHED_BATCH]
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    preempt_nobody()
+    use_batch_scheduling()
 
 
 def test_a_group_that_exists_is_used_and_left_alone():
@@ -181,14 +99,6 @@ def test_a_failing_rank_does_not_say_goodbye(tmp_path):
     assert forked_without_group(fn, 2) == [True, True]
 
 
-def test_a_rank_of_the_harness_reads_its_place_from_the_variables():
-    def fn(rank, world):
-        found = read_environment(os.environ)
-        return found.rank, found.world, found.local_rank
-
-    assert run_ranks(fn, 2) == [(0, 2, 0), (1, 2, 1)]
-
-
 def test_an_unknown_host_fails_at_once_and_is_named():
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"no-such-host\.invalid.*MASTER_ADDR"):
@@ -198,8 +108,8 @@ def test_an_unknown_host_fails_at_once_and_is_named():
 
 @pytest.mark.parametrize("by", ["file", "address", "variables"])
 def test_absent_ranks_are_named(tmp_path, monkeypatch, capfd, by):
-    monkeypatch.setattr(process, "RENDEZVOUS_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(process, "SAY_WAITING_S", 1.0)
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(rendezvous, "SAY_WAITING_S", 1.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
     meeting = {"file": f"file://{tmp_path}/meeting", "address": f"tcp://127.0.0.1:{port}", "variables": "env://"}[by]
@@ -216,7 +126,7 @@ def test_absent_ranks_are_named(tmp_path, monkeypatch, capfd, by):
 
 
 def test_nobody_at_the_address_is_told(monkeypatch):
-    monkeypatch.setattr(process, "RENDEZVOUS_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_TIMEOUT_S", 1.0)
     with pytest.raises(TimeoutError, match=r"rank 1 could not reach rank 0 at tcp://127\.0\.0\.1:9"):
         start_process(600.0, Environment(1, 2, 1, "tcp://127.0.0.1:9"))
 
@@ -269,15 +179,15 @@ def test_ranks_that_are_started_again_do_not_take_the_dead_for_present():
     """torchrun's agent keeps its store when it starts the ranks again."""
 
     def start(rank, num_joined):
-        roll_call = process._roll_call(store, rank, 3, 20.0)
-        process.sign(roll_call, "roll", rank)
-        process.wait_until(lambda: process.num_signed(roll_call, "roll") >= num_joined, 10.0)
-        return process.num_signed(roll_call, "roll")
+        roll_call = rendezvous._roll_call(store, rank, 3, 20.0)
+        sign(roll_call, "roll", rank)
+        wait_until(lambda: num_signed(roll_call, "roll") >= num_joined, 10.0)
+        return num_signed(roll_call, "roll")
 
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as at_once:
         assert list(at_once.map(start, range(3), [3] * 3)) == [3, 3, 3]
-        half = [at_once.submit(process._roll_call, store, rank, 3, 0.5) for rank in (0, 1)]
+        half = [at_once.submit(rendezvous._roll_call, store, rank, 3, 0.5) for rank in (0, 1)]
         for each in half:  # the third has died before it came
             with pytest.raises(TimeoutError, match="did not appear within 0.5 s: 2$"):
                 each.result()

@@ -1,4 +1,4 @@
-"""One run at a time has a place: a living one keeps it, a dead one is recognised, nobody has to clean up."""
+"""One run at a time holds a lock: a living one keeps it, a dead one is recognised, nobody has to clean up."""
 
 import json
 import multiprocessing
@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from megatron5d.topology import claim
-from megatron5d.topology.claim import Claim, Owner, lives, this_process
+from megatron5d.topology import lock_file
+from megatron5d.topology.lock_file import LockFile, Owner, is_alive, this_process
 
 FORK = multiprocessing.get_context("fork")
 
@@ -22,8 +22,8 @@ def file(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    for name, seconds in {"BEAT_S": 0.05, "SILENT_S": 0.3, "POLL_S": 0.02}.items():
-        monkeypatch.setattr(claim, name, seconds)
+    for name, seconds in {"HEARTBEAT_S": 0.05, "STALE_S": 0.3, "POLL_S": 0.02}.items():
+        monkeypatch.setattr(lock_file, name, seconds)
 
 
 def leave(file, owner):
@@ -34,25 +34,25 @@ def leave(file, owner):
 
 def elsewhere(monkeypatch):
     """From here on this process is on another machine."""
-    monkeypatch.setattr(claim, "_system", lambda: "another kernel")
+    monkeypatch.setattr(lock_file, "_system", lambda: "another kernel")
 
 
-def test_a_living_run_keeps_its_place_and_leaves_it(file):
-    first = Claim(file, "checkpoint.dir = here")
+def test_a_living_run_keeps_its_lock_and_releases_it(file):
+    first = LockFile(file, "checkpoint.dir = here")
     said = rf"here belongs to a run that is still going: process {os.getpid()} on .*since 2.*run.lock need not"
     with pytest.raises(OSError, match=said):
-        Claim(file, "checkpoint.dir = here")
+        LockFile(file, "checkpoint.dir = here")
     first.check()
     first.release()
     assert list(file.parent.iterdir()) == []
-    Claim(file, "checkpoint.dir = here").release()
+    LockFile(file, "checkpoint.dir = here").release()
 
 
 def test_a_killed_run_is_recognised_at_once(file):
     """Also while it is still a zombie, its parent being busy."""
 
     def hold(ready):
-        Claim(file, "place")
+        LockFile(file, "target")
         ready.set()
         time.sleep(60)
 
@@ -62,27 +62,27 @@ def test_a_killed_run_is_recognised_at_once(file):
         child.start()
         assert ready.wait(30)
         with pytest.raises(OSError, match=f"process {child.pid} on"):
-            Claim(file, "place")
+            LockFile(file, "target")
         os.kill(child.pid, signal.SIGKILL)
         if reaped:
             child.join()
         else:
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         begun = time.monotonic()
-        Claim(file, "place").release()
-        assert time.monotonic() - begun < claim.SILENT_S / 2
+        LockFile(file, "target").release()
+        assert time.monotonic() - begun < lock_file.STALE_S / 2
         child.join()
 
 
 def test_what_is_known_of_an_owner():
     here = this_process()
-    assert lives(here, here)
-    assert lives(replace(here, started="1"), here) is False, "its pid is now another process's"
+    assert is_alive(here, here)
+    assert is_alive(replace(here, started="1"), here) is False, "its pid is now another process's"
     other = replace(here, system="another kernel", job="77", restarts=1)
-    assert lives(other, here) is None
-    assert lives(other, replace(here, job="77", restarts=2)) is False, "SLURM has requeued the job"
-    assert lives(other, replace(here, job="77", restarts=1)) is None, "another step of the job"
-    assert lives(other, replace(here, job="78", restarts=2)) is None
+    assert is_alive(other, here) is None
+    assert is_alive(other, replace(here, job="77", restarts=2)) is False, "SLURM has requeued the job"
+    assert is_alive(other, replace(here, job="77", restarts=1)) is None, "another step of the job"
+    assert is_alive(other, replace(here, job="78", restarts=2)) is None
 
 
 def test_slurms_numbers_are_those_of_the_job(monkeypatch):
@@ -93,17 +93,17 @@ def test_slurms_numbers_are_those_of_the_job(monkeypatch):
 
 
 def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(file, quick, monkeypatch, capsys):
-    first = Claim(file, "place")
+    first = LockFile(file, "target")
     elsewhere(monkeypatch)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="still going"):
-        patch.setattr(claim, "SILENT_S", 60)  # a busy machine may let its beat wait
-        Claim(file, "place")
+        patch.setattr(lock_file, "STALE_S", 60)  # a busy machine may delay the heartbeat
+        LockFile(file, "target")
     assert "watching for up to 60 s" in capsys.readouterr().err
-    first._released.set()  # killed: no beat, and the file stays
+    first._released.set()  # killed: no heartbeat, and the file stays
     first._thread.join()
     begun = time.monotonic()
-    second = Claim(file, "place")
-    assert time.monotonic() - begun >= claim.SILENT_S
+    second = LockFile(file, "target")
+    assert time.monotonic() - begun >= lock_file.STALE_S
     with pytest.raises(OSError, match=r"taken over by another run, process \d+ on .* no sign of life for 0.3 s"):
         first.check()
     first.release()
@@ -116,33 +116,33 @@ def test_on_another_machine_the_living_are_seen_and_the_silent_give_way(file, qu
 def test_an_unreadable_file_belongs_to_an_unknown_run(file, quick, monkeypatch, content):
     file.parent.mkdir()
     file.write_text(content)
-    claimed = Claim(file, "place")
-    claimed.check()
-    claimed.release()
+    held = LockFile(file, "target")
+    held.check()
+    held.release()
     file.write_text(content)
     os.utime(file, (1, 1))
-    monkeypatch.setattr(claim, "SILENT_S", 1000)  # silent for years: it is not watched
-    Claim(file, "place").release()
+    monkeypatch.setattr(lock_file, "STALE_S", 1000)  # silent for years: it is not watched
+    LockFile(file, "target").release()
 
 
 def test_a_file_that_somebody_removed_is_made_again(file):
-    claimed = Claim(file, "place")
+    held = LockFile(file, "target")
     file.unlink()
     file.parent.rmdir()
-    claimed.check()
+    held.check()
     with pytest.raises(OSError, match="still going"):
-        Claim(file, "place")
-    claimed.release()
+        LockFile(file, "target")
+    held.release()
 
 
-def test_of_many_that_find_a_dead_run_at_once_one_has_its_place(file):
+def test_of_many_that_find_a_dead_run_at_once_one_gets_the_lock(file):
     leave(file, replace(this_process(), started="1"))
     start, done, queue = FORK.Event(), FORK.Event(), FORK.Queue()
 
     def begin():
         start.wait()
         try:
-            held = Claim(file, "place")
+            held = LockFile(file, "target")
         except OSError:
             queue.put(False)
             return
@@ -160,11 +160,11 @@ def test_of_many_that_find_a_dead_run_at_once_one_has_its_place(file):
         child.join()
 
 
-def test_a_place_that_cannot_be_made_is_named(tmp_path):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for folder, said in (("file/inside", "Not a directory"), ("file", "File exists")):
-        with pytest.raises(OSError, match=rf"checkpoint\.dir = there cannot be claimed: .*{said}"):
-            Claim(tmp_path / folder / "run.lock", "checkpoint.dir = there")
+        with pytest.raises(OSError, match=rf"checkpoint\.dir = there cannot be locked: .*{said}"):
+            LockFile(tmp_path / folder / "run.lock", "checkpoint.dir = there")
 
 
 def test_an_owner_without_a_number_is_unknown():

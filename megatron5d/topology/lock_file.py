@@ -1,0 +1,275 @@
+"""A lock file: one run at a time writes to a directory or a log; the file names that run and shows that it is alive.
+
+File locks of the operating system are not used: over NFS and Lustre they are often switched off, or hold on one node
+only. Every file system can create a file only if it does not exist (O_EXCL), rename one, and tell when it was modified.
+
+A run that is killed leaves its lock file behind. Whoever starts it again should neither wait long nor clean up, so the
+file names its owner's process. Whether that process is alive is known at once on the same machine, and for a SLURM job
+that was requeued, which has ended before it starts again. Otherwise the new run watches the file for STALE_S: a living
+owner touches it every HEARTBEAT_S, whatever the clocks of the nodes say.
+
+A run that was suspended for longer than STALE_S counts as dead and loses its lock. It notices before it writes again
+(`check`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+
+from megatron5d.topology.launcher import slurm_job
+
+HEARTBEAT_S = 10.0  # between two touches of the file by its owner
+STALE_S = 60.0  # an owner on another machine that has not touched the file for so long while watched counts as dead
+LONG_STALE_S = 600.0  # last touched so long ago by the file system's clock: the owner counts as dead without a watch
+POLL_S = 0.5  # between two looks at a watched file
+SETTLE_S = 0.5  # after replacing a dead run's file: of several runs that do so at once, the last one has the lock
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds a lock, as its file says.
+
+    Args:
+        host: name of the machine, for messages.
+        pid: of the process.
+        system: kernel and process namespace that the pid belongs to; "" where they are not known.
+        started: when the process started, in ticks of that kernel, because pids are reused.
+        job: id of the SLURM job; "" outside SLURM.
+        restarts: how often SLURM has requeued the job.
+        since: local time at which the lock was taken, for messages.
+        token: unique to this lock.
+    """
+
+    host: str = ""
+    pid: int = 0
+    system: str = ""
+    started: str = ""
+    job: str = ""
+    restarts: int = 0
+    since: str = ""
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __str__(self) -> str:
+        job = f", SLURM job {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}, since {self.since}" if self.pid else "an unknown process"
+
+
+def this_process() -> Owner:
+    """This process as an owner."""
+    system, pid = _system(), os.getpid()
+    started = (_state_and_start(pid) or ("", ""))[1]
+    since = datetime.now().astimezone().isoformat(" ", "seconds")
+    return Owner(socket.gethostname(), pid, system, started, *slurm_job(), since)
+
+
+def is_alive(owner: Owner, here: Owner) -> bool | None:
+    """Whether an owner's process still runs; None where this process cannot know.
+
+    Args:
+        owner: of a lock.
+        here: `this_process()`.
+    """
+    if owner.job and owner.job == here.job and owner.restarts < here.restarts:
+        return False  # SLURM has ended the job before it started it again
+    if not owner.system or owner.system != here.system:
+        return None
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # the process belongs to another user
+    state, started = _state_and_start(owner.pid) or ("", owner.started)
+    return state not in ("Z", "X") and started == owner.started
+
+
+def _system() -> str:
+    """This machine's boot and this process's pid namespace: where a pid means the same process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _state_and_start(pid: int) -> tuple[str, str] | None:
+    """State letter and start time of a process, from /proc; None where it is gone or there is no /proc."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return after_name[0], after_name[19]
+
+
+class LockFile:
+    """A lock that this process holds from its construction until `release`; a thread touches the file meanwhile.
+
+    Args:
+        file: the lock file; its folder is made where it does not exist.
+        target: what is locked, for messages: a config key and its value.
+
+    Raises:
+        OSError: another run holds the lock, or the file cannot be written.
+    """
+
+    def __init__(self, file: Path, target: str) -> None:
+        self.file, self.target, self.owner = file, target, this_process()
+        self._acquire()
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._heartbeat, name=f"heartbeat of {file}", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Makes sure that this run still holds the lock; takes it again if somebody has removed the file.
+
+        Raises:
+            OSError: another run has taken it, because this one did not touch the file for too long.
+        """
+        owner = _read(self.file)
+        if owner is None:
+            self._acquire()
+        elif owner.token != self.owner.token:
+            raise OSError(
+                f"{self.target} was taken over by another run, {owner}, because this one had given no sign of life for "
+                f"{STALE_S:g} s (suspended?); it writes nothing more there"
+            )
+
+    def release(self) -> None:
+        """Ends the heartbeat and removes the file, unless another run has taken it."""
+        self._released.set()
+        self._thread.join(HEARTBEAT_S)  # not longer: the thread may hang in a file system that does not answer
+        if self._is_ours():
+            with suppress(OSError):
+                self.file.unlink()
+
+    def _acquire(self) -> None:
+        while not self._try_to_acquire():
+            pass
+
+    def _try_to_acquire(self) -> bool:
+        """Makes the file, or replaces that of a dead run.
+
+        Returns:
+            False where another process was quicker; the next attempt then looks at that process.
+
+        Raises:
+            OSError: a living run holds the lock, or the file cannot be written.
+        """
+        owner = _read(self.file)
+        if owner is not None and not self._is_dead(owner):
+            return False
+        written = self.file.with_name(f"{self.file.name}.{self.owner.token}")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            written.write_text(json.dumps(asdict(self.owner), indent=1) + "\n")
+            overtaken = not self._create() if owner is None else _read(self.file) != owner
+            if overtaken:
+                return False
+            written.replace(self.file)
+        except OSError as error:
+            raise OSError(f"{self.target} cannot be locked: {error}") from error
+        finally:
+            with suppress(OSError):
+                written.unlink()
+        if owner is None:
+            return True
+        time.sleep(SETTLE_S)
+        return self._is_ours()
+
+    def _create(self) -> bool:
+        """Creates the file; False where it exists by now."""
+        try:
+            os.close(os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        return True
+
+    def _is_dead(self, owner: Owner) -> bool:
+        """True where an owner is dead; False where its file was removed while it was watched.
+
+        Raises:
+            OSError: the owner is alive.
+        """
+        alive = is_alive(owner, self.owner)
+        if alive is None:
+            alive = self._is_touched_within_watch(owner)
+            if _last_touched(self.file) is None:
+                return False
+        if alive:
+            raise OSError(
+                f"{self.target} belongs to a run that is still going: {owner}. Two runs in one place would overwrite "
+                f"each other's files: stop that one, or give this one a place of its own ({self.file.name} need not be "
+                "removed by hand: a run that has died is recognised)"
+            )
+        return True
+
+    def _is_touched_within_watch(self, owner: Owner) -> bool:
+        """Watches the file for STALE_S; True as soon as it is touched."""
+        first, deadline = _last_touched(self.file), time.monotonic() + STALE_S
+        if first is None or self._now() - first > LONG_STALE_S:
+            return False
+        print(
+            f"{self.target} was left by {owner}, or is still in use: watching for up to {STALE_S:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        while time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            touched = _last_touched(self.file)
+            if touched != first:
+                return touched is not None
+        return False
+
+    def _now(self) -> float:
+        """The time in seconds by the clock of the file system, which may differ from this machine's."""
+        probe = self.file.with_name(f"{self.file.name}.{self.owner.token}")
+        probe.touch()
+        try:
+            return _last_touched(probe) or time.time()
+        finally:
+            probe.unlink()
+
+    def _heartbeat(self) -> None:
+        while not self._released.wait(HEARTBEAT_S):
+            if self._is_ours():
+                with suppress(OSError):
+                    os.utime(self.file)
+
+    def _is_ours(self) -> bool:
+        with suppress(OSError):
+            owner = _read(self.file)
+            return owner is not None and owner.token == self.owner.token
+        return False
+
+
+def _read(file: Path) -> Owner | None:
+    """The owner that a lock file names: None where there is no file, an unknown one where it is empty or damaged."""
+    try:
+        found = json.loads(file.read_text())
+        return Owner(**{each.name: found[each.name] for each in fields(Owner)})
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError):
+        return Owner(token="")
+
+
+def _last_touched(file: Path) -> float | None:
+    """When a file was modified last, in seconds; None where it is gone.
+
+    The file is opened because network file systems then ask the server instead of their cache.
+    """
+    try:
+        with file.open() as opened:
+            return os.fstat(opened.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
