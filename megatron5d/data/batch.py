@@ -1,4 +1,4 @@
-"""A micro-batch as the model wants it: inputs, labels, which losses count, and where documents begin."""
+"""From rows of tokens to a micro-batch: inputs, labels, the loss mask, positions and documents."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Cut rows of seq_len + 1 tokens into inputs and labels.
 
-    The label of a document's last token is the next document's first one and its loss counts, as in Megatron, unless
-    `eod_mask_loss` is set.
+    The label of a document's last token is the first token of the next document. Its loss counts, as in Megatron,
+    unless `eod_mask_loss` is set.
 
     Args:
-        rows: int64 `[b, s+1]`; IGNORED where there is padding.
-        document_mask: number the documents of a row and restart positions in each.
-        eod: id of the end-of-document token; a new document starts after each.
+        rows: int64 `[b, s+1]`; IGNORED for padding.
+        document_mask: number the documents of each row and restart positions in each document.
+        eod: id of the end-of-document token; a new document begins after each.
         eod_mask_loss: do not count the prediction made at an end-of-document token.
         document_starts: where documents begin, one array of offsets per row; used when there is no `eod`.
 
     Returns:
-        The micro-batch.
+        A micro-batch of `[b, s]`; tokens of padding are 0 and their labels are not counted.
 
     Raises:
-        ValueError: the settings need an end-of-document token that nobody named.
+        ValueError: the settings need an end-of-document token, and none is given.
     """
     assert rows.ndim == 2 and rows.dtype == torch.int64, (rows.shape, rows.dtype)
     if eod_mask_loss and eod is None:
@@ -52,7 +52,7 @@ def make_micro_batch(
         return MicroBatch(tokens, labels, loss_mask, positions, None, padding)
     begins = torch.zeros(tokens.shape, dtype=torch.bool)
     if eod is not None:
-        begins[:, 1:] = inputs[:, :-1] == eod  # not `tokens`, whose padding may be that very id
+        begins[:, 1:] = inputs[:, :-1] == eod  # not `tokens`, where padding is 0, which may be the same id
     elif document_starts is not None:
         for row, starts in enumerate(document_starts):
             begins[row, torch.from_numpy(starts[starts < tokens.shape[1]])] = True
@@ -62,10 +62,10 @@ def make_micro_batch(
 
 
 def positions_from_begins(begins: Tensor) -> Tensor:
-    """Positions that restart where documents begin.
+    """Positions that restart at 0 where documents begin.
 
     Args:
-        begins: bool `[b, s]`; the first column counts as a beginning whatever it says.
+        begins: bool `[b, s]`; the first column counts as a beginning in any case.
 
     Returns:
         int64 `[b, s]`.

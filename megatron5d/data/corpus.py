@@ -1,8 +1,7 @@
-"""Documents out of files: jsonl (plain, gz, zst), parquet, text and source files, in one fixed order.
+"""The files of a corpus (jsonl, parquet, text; plain, gz or zst), divided into units of work in one fixed order.
 
-Reading is cut into units that are cheap to make and expensive to work on (raw lines, names of files, a row group), so
-one process hands them out and many parse and tokenise them. A unit knows the place after it, from which a later run can
-go on.
+A unit is cheap to make and expensive to process: raw lines, names of text files, or the number of a row group. One
+process makes units, and many parse and tokenise them. Each unit has the position behind it, where a run can resume.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from pathlib import Path
 
 from megatron5d.data.streams import open_stream
 
-UNIT_BYTES = 1 << 20
-UNIT_FILES = 256
+UNIT_BYTES = 1 << 20  # of lines or text files in a unit, about
+UNIT_FILES = 256  # text files in a unit, at most
 JSONL = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 PARQUET = (".parquet",)
 TEXT = (".txt", ".md", ".txt.gz", ".txt.zst")
@@ -23,45 +22,45 @@ TEXT = (".txt", ".md", ".txt.gz", ".txt.zst")
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place between two units."""
+    """A position between two units."""
 
-    file: int = 0  # files before this one are done
-    offset: int = 0  # bytes of its (uncompressed) content that are done, or row groups
-    line: int = 0  # lines or rows that are done
+    file: int = 0  # index of the file; all before it are done
+    offset: int = 0  # of this file: uncompressed bytes that are done, or row groups
+    line: int = 0  # of this file: lines or rows that are done
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A stretch of the corpus; exactly one of `files`, `lines`, `row_group` is there."""
+    """A part of the corpus; exactly one of `files`, `lines` and `row_group` is set."""
 
-    after: Cursor
-    done_bytes: int  # of all files on disk, when this unit is done
-    files: tuple[str, ...] = ()  # whole files, one document each
-    path: str = ""  # of lines or row_group
-    lines: bytes = b""
-    row_group: int | None = None
-    first_line: int = 1  # number of the first line or row
+    after: Cursor  # the position behind it
+    done_bytes: int  # bytes on disk of all files up to here, for progress
+    files: tuple[str, ...] = ()  # text files, one document each
+    path: str = ""  # the file of `lines` or `row_group`
+    lines: bytes = b""  # whole lines
+    row_group: int | None = None  # index in a parquet file
+    first_line: int = 1  # number of the first line or row in the file, from 1
 
 
 def kind_of(path: Path) -> str:
-    """jsonl, parquet or text, by the name; what is not known by name is text."""
+    """ "jsonl", "parquet" or "text", by the file name; unknown names are text."""
     name = path.name.lower()
     return "jsonl" if name.endswith(JSONL) else "parquet" if name.endswith(PARQUET) else "text"
 
 
 def list_files(inputs: Sequence[str], globs: Sequence[str] = (), excludes: Sequence[str] = ()) -> list[Path]:
-    """The files of a corpus, sorted inside each input.
+    """The files of a corpus, in the order of the inputs and sorted inside each folder.
 
     Args:
-        inputs: files and folders (searched with everything below them).
-        globs: patterns of file names taken from folders; none = the suffixes known to hold data.
-        excludes: patterns; a file is left out when its path below the input, or any part of that path, matches.
+        inputs: files and folders (searched recursively).
+        globs: patterns of the file names to take from folders; empty = the known suffixes of jsonl, parquet and text.
+        excludes: patterns; a file is left out if its path below the input, or any part of that path, matches.
 
     Returns:
         Files in the order in which documents will be written.
 
     Raises:
-        ValueError: an input does not exist, or nothing is left.
+        ValueError: an input does not exist, or no file is left.
     """
     files: list[Path] = []
     for each in inputs:
@@ -90,30 +89,30 @@ def _excluded(name: str, excludes: Sequence[str]) -> bool:
 
 
 def units(files: Sequence[Path], text_per: str = "file", start: Cursor | None = None) -> Iterator[Unit]:
-    """Cut a corpus into units.
+    """Divide a corpus into units.
 
     Args:
         files: from `list_files`.
-        text_per: a text file is one document (`file`) or one per line (`line`).
-        start: where to begin; None = the beginning.
+        text_per: a text file is one document (`file`), or each of its lines is one (`line`).
+        start: the `after` of the last unit that is done; None = the beginning.
 
     Yields:
-        Units in order; where they are cut depends on the files alone, not on `start`.
+        Units in order; their borders depend only on the files, not on `start`.
     """
     start = start or Cursor()
     sizes = [path.stat().st_size for path in files]
     done = sum(sizes[: start.file])
-    whole: list[str] = []
-    whole_bytes = 0
+    batch: list[str] = []  # text files of the next unit
+    batch_bytes = 0
     for i, path in enumerate(files[start.file :], start.file):
         kind = kind_of(path)
         if kind == "text" and text_per == "file":
-            whole.append(str(path))
-            whole_bytes += sizes[i]
-        ends = i + 1 == len(files) or kind_of(files[i + 1]) != "text" or text_per != "file"
-        if whole and (whole_bytes >= UNIT_BYTES or len(whole) == UNIT_FILES or ends):
-            yield Unit(Cursor(i + 1), done + sizes[i], files=tuple(whole))
-            whole, whole_bytes = [], 0
+            batch.append(str(path))
+            batch_bytes += sizes[i]
+        is_last = i + 1 == len(files) or kind_of(files[i + 1]) != "text"
+        if batch and (batch_bytes >= UNIT_BYTES or len(batch) == UNIT_FILES or is_last):
+            yield Unit(Cursor(i + 1), done + sizes[i], files=tuple(batch))
+            batch, batch_bytes = [], 0
         at = start if i == start.file else Cursor(i)
         if kind == "parquet":
             yield from _row_groups(path, at, done, sizes[i])
@@ -147,7 +146,7 @@ def _row_groups(path: Path, at: Cursor, done_before: int, size: int) -> Iterator
 
 
 def open_parquet(path: Path):
-    """Open a parquet file.
+    """Open a parquet file as a `pyarrow.parquet.ParquetFile`.
 
     Raises:
         ValueError: it is no parquet file, or pyarrow is not installed.

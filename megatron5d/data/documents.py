@@ -1,4 +1,4 @@
-"""Texts out of the units of a corpus; what is not a text is reported by file and line, never guessed at."""
+"""The texts in a unit of a corpus. What is not a text is reported with file and line, never repaired."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron5d.data.streams import open_stream
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line, row or file that holds no document."""
+    """A line, row or file that is not a document: where it is, and why."""
 
     path: str
     line: int
@@ -34,7 +34,7 @@ def documents(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
         keys: fields of a jsonl line or columns of a parquet file that hold text.
 
     Yields:
-        For each document one text per key (text files: one text), or what is wrong with it. Blank lines are nothing.
+        For each document one text per key (text files: one text), or a BadLine. Blank lines are skipped.
     """
     if unit.files:
         for path in unit.files:
@@ -50,6 +50,7 @@ def documents(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
 
 
 def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
+    """The document of a text file or of a line, whose first line has the number `line`."""
     try:
         return (raw.decode("utf-8"),)
     except UnicodeDecodeError as error:
@@ -58,6 +59,7 @@ def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
 
 
 def _json_texts(path: str, line: int, raw: bytes, keys: Sequence[str]) -> Document | BadLine:
+    """The document of one jsonl line."""
     try:
         record = json.loads(raw)
     except UnicodeDecodeError as error:
@@ -77,6 +79,7 @@ _MISSING = object()
 def _checked_texts(
     path: str, line: int, texts: list, keys: Sequence[str], present: Sequence[str] = ()
 ) -> Document | BadLine:
+    """The values of the keys as a document, if all are strings that UTF-8 can encode; `present` is for the message."""
     for key, text in zip(keys, texts):
         if text is _MISSING:
             return BadLine(
@@ -92,6 +95,7 @@ def _checked_texts(
 
 
 def _rows(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
+    """The documents of a parquet row group."""
     with open_parquet(Path(unit.path)) as parquet:
         columns = parquet.schema_arrow.names
         if missing := [key for key in keys if key not in columns]:

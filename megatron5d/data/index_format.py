@@ -1,7 +1,7 @@
 """The bytes of a Megatron `.idx` file: how one is written, and how one is read without trusting it.
 
-Every refusal names the file and the byte at which it stopped making sense, because a broken index is nearly always a
-broken copy, and the byte tells whether the copy was cut, mixed up or never an index.
+Every error names the file and the byte of the fault. A broken index is nearly always a broken copy, and the byte tells
+whether the copy was cut off, mixed up with another file or never an index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in enumerate(["u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"], start=1)
 }
-CHECK_CHUNK = 1 << 20  # entries checked at once, so that checking 10⁹ sequences needs megabytes
+CHECK_CHUNK = 1 << 20  # entries checked at a time, so that checking 10⁹ sequences needs only megabytes of memory
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Index:
     dtype: np.dtype  # of the ids in `.bin`
     lengths: np.ndarray  # [S] int32, tokens of each sequence
     pointers: np.ndarray  # [S] int64, byte offset of each sequence in `.bin`
-    document_indices: np.ndarray  # [documents + 1] int64, cumulative number of sequences
+    document_indices: np.ndarray  # [documents + 1] int64, sequences before each document, and their total
 
     @property
     def bin_bytes(self) -> int:
@@ -38,13 +38,13 @@ class Index:
         return int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self.lengths) else 0
 
 
-def header(dtype: np.dtype, num_sequences: int, num_documents: int) -> bytes:
+def index_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> bytes:
     """The first 34 bytes of an `.idx` file.
 
     Args:
         dtype: of the token ids in `.bin`.
-        num_sequences: S of the format.
-        num_documents: the format stores this plus one.
+        num_sequences: entries of the lengths and of the byte offsets.
+        num_documents: the header stores this plus one.
 
     Returns:
         34 bytes, little-endian.
@@ -58,8 +58,8 @@ def dtype_for_vocab(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
-def broken(path: Path, byte: int, what: str) -> ValueError:
-    """The one form of all complaints about a data file: file, byte, what is wrong."""
+def file_error(path: Path, byte: int, what: str) -> ValueError:
+    """The error to raise about a data file, in the same form for all: file, byte, what is wrong."""
     return ValueError(f"{path}: byte {byte}: {what}")
 
 
@@ -83,7 +83,10 @@ def read_index(path: Path) -> Index:
 
 
 def map_index(path: Path) -> Index:
-    """Map an `.idx` file and check its header and size, in no time; the numbers that follow are not looked at.
+    """Map an `.idx` file and check only its header and size, which takes no time however long the index is.
+
+    Returns:
+        The index; the numbers after the header are not checked.
 
     Raises:
         ValueError: the file is missing, truncated or foreign; names the file and the byte.
@@ -104,14 +107,14 @@ def map_index(path: Path) -> Index:
         (f"{num_boundaries} document indices", documents_at, end),
     ]:
         if size < stop:
-            raise broken(
+            raise file_error(
                 path, size, f"the file ends, but its {name} (from byte {start}) reach to byte {stop}: truncated?"
             )
     if size == end + num_sequences and num_sequences:
-        raise broken(path, end, f"{num_sequences} bytes of multimodal modes follow; only plain text is supported")
+        raise file_error(path, end, f"{num_sequences} bytes of multimodal modes follow; only plain text is supported")
     if size > end:
-        raise broken(path, end, f"the index ends here, but the file has {size} bytes")
-    raw = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)  # single numbers out of a memmap are slow
+        raise file_error(path, end, f"the index ends here, but the file has {size} bytes")
+    raw = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)  # a plain view, because indexing a memmap is slow
     return Index(
         dtype,
         lengths=raw[lengths_at:pointers_at].view("<i4"),
@@ -121,39 +124,40 @@ def map_index(path: Path) -> Index:
 
 
 def _read_header(path: Path, head: bytes) -> tuple[np.dtype, int, int]:
+    """Id dtype, number of sequences and number of document indices, from the first bytes of a file."""
     if head.startswith(MAGIC_OF_OLD_FILES):
-        raise broken(path, 0, "this is a TNTIDX file of the old format; write it again with tools/preprocess.py")
+        raise file_error(path, 0, "this is a TNTIDX file of the old format; write it again with tools/preprocess.py")
     if not MAGIC.startswith(head[: len(MAGIC)]):
-        raise broken(path, 0, f"{head[: len(MAGIC)]!r} instead of {MAGIC!r}: not a Megatron index")
+        raise file_error(path, 0, f"{head[: len(MAGIC)]!r} instead of {MAGIC!r}: not a Megatron index")
     if len(head) < HEADER_BYTES:
-        raise broken(path, len(head), f"the file ends inside its header of {HEADER_BYTES} bytes: truncated?")
+        raise file_error(path, len(head), f"the file ends inside its header of {HEADER_BYTES} bytes: truncated?")
     version, code, num_sequences, num_boundaries = struct.unpack_from("<QBQQ", head, len(MAGIC))
     if version != VERSION:
-        raise broken(path, 9, f"version {version}, only version {VERSION} is known")
+        raise file_error(path, 9, f"version {version}, only version {VERSION} is known")
     if code not in DTYPES:
-        raise broken(path, 17, f"dtype code {code} is unknown (1 to {max(DTYPES)})")
+        raise file_error(path, 17, f"dtype code {code} is unknown (1 to {max(DTYPES)})")
     if DTYPES[code].kind == "f":
-        raise broken(path, 17, f"dtype code {code} is {DTYPES[code].name}, which holds no token ids")
+        raise file_error(path, 17, f"dtype code {code} is {DTYPES[code].name}, which holds no token ids")
     if num_boundaries < 1:
-        raise broken(path, 26, "0 document indices; there is always one more than there are documents")
+        raise file_error(path, 26, "0 document indices; there is always one more than there are documents")
     return DTYPES[code], num_sequences, num_boundaries
 
 
 def _check_sequences(path: Path, index: Index, lengths_at: int, pointers_at: int) -> None:
-    """Lengths are not negative, and each sequence starts where the one before it ends."""
+    """Check that lengths are not negative and that each sequence starts where the one before it ends."""
     expected = 0
     for start in range(0, len(index.lengths), CHECK_CHUNK):
         lengths = index.lengths[start : start + CHECK_CHUNK].astype(np.int64)
         pointers = index.pointers[start : start + CHECK_CHUNK]
         if (lengths < 0).any():
             i = start + int(np.argmax(lengths < 0))
-            raise broken(path, lengths_at + 4 * i, f"sequence {i} has length {index.lengths[i]}")
+            raise file_error(path, lengths_at + 4 * i, f"sequence {i} has length {index.lengths[i]}")
         ends = expected + np.cumsum(lengths) * index.dtype.itemsize
         starts = np.concatenate([[expected], ends[:-1]])
         if (starts != pointers).any():
             k = int(np.argmax(starts != pointers))
             i = start + k
-            raise broken(
+            raise file_error(
                 path,
                 pointers_at + 8 * i,
                 f"sequence {i} is said to start at byte {pointers[k]} of .bin, not {starts[k]}",
@@ -162,17 +166,17 @@ def _check_sequences(path: Path, index: Index, lengths_at: int, pointers_at: int
 
 
 def _check_documents(path: Path, index: Index, documents_at: int) -> None:
-    """Document boundaries rise from 0 to the number of sequences."""
+    """Check that document boundaries rise from 0 to the number of sequences."""
     boundaries, num_sequences = index.document_indices, len(index.lengths)
     if boundaries[0] != 0:
-        raise broken(path, documents_at, f"the first document starts at sequence {boundaries[0]}, not 0")
+        raise file_error(path, documents_at, f"the first document starts at sequence {boundaries[0]}, not 0")
     for start in range(0, len(boundaries) - 1, CHECK_CHUNK):
         falls = np.diff(boundaries[start : start + CHECK_CHUNK + 1]) < 0
         if falls.any():
             i = start + int(np.argmax(falls)) + 1
-            raise broken(
+            raise file_error(
                 path, documents_at + 8 * i, f"document index {boundaries[i]} after {boundaries[i - 1]}: not rising"
             )
     if boundaries[-1] != num_sequences:
         last = documents_at + 8 * (len(boundaries) - 1)
-        raise broken(path, last, f"the last document ends at sequence {boundaries[-1]} of {num_sequences}")
+        raise file_error(path, last, f"the last document ends at sequence {boundaries[-1]} of {num_sequences}")

@@ -1,7 +1,7 @@
-"""Token files in Megatron's format: `prefix.bin` holds the ids back to back, `prefix.idx` says where documents are.
+"""Token files in Megatron's format: `prefix.bin` holds the ids of all documents, `prefix.idx` where each one begins.
 
-Reading maps both files, so opening a terabyte costs nothing and ranks of one node share the page cache. Writing appends
-to `*.partial` files and gives them their names last: what is called `.idx` is always whole.
+Reading maps both files into memory, so opening a terabyte costs nothing and the ranks of a node share the page cache.
+Writing appends to `*.partial` files and renames them at the end, so a file named `.idx` is always whole.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron5d.data.index_format import DTYPES, broken, dtype_for_vocab, header, map_index, read_index
+from megatron5d.data.index_format import DTYPES, dtype_for_vocab, file_error, index_header, map_index, read_index
 
 
 def with_suffix(prefix: str | os.PathLike[str], suffix: str) -> Path:
-    """`prefix` with `suffix` added (a dot inside the prefix is part of its name, so Path.with_suffix would not do)."""
+    """`prefix` with `suffix` appended; unlike Path.with_suffix it keeps what follows a dot in the prefix."""
     return Path(f"{os.fspath(prefix)}{suffix}")
 
 
@@ -27,8 +27,8 @@ class IndexedDataset:
 
     Args:
         prefix: path without `.bin` and `.idx`.
-        checked: every number of the index is looked at, which takes seconds for 10⁹ documents; False where only the
-            size of the data is asked for.
+        checked: check every number of the index, which takes seconds for 10⁹ documents; False where only the size of
+            the data is needed.
 
     Raises:
         ValueError: a file is missing, truncated, foreign or inconsistent; names the file and the byte.
@@ -44,7 +44,7 @@ class IndexedDataset:
         size, expected = self.bin_path.stat().st_size, self.index.bin_bytes
         if size != expected:
             what = "truncated?" if size < expected else "not the .bin of this .idx?"
-            raise broken(
+            raise file_error(
                 self.bin_path, min(size, expected), f"the file has {size} bytes, its .idx says {expected}: {what}"
             )
         # an empty file cannot be mapped
@@ -53,17 +53,17 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens in all documents."""
         return len(self._ids)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences; one per document unless the writer cut documents into sentences."""
+        """Number of sequences; one per document unless the writer cut documents into sentences."""
         return len(self.index.lengths)
 
     @property
     def num_documents(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self.index.document_indices) - 1
 
     @property
@@ -130,11 +130,11 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writes a Megatron token file, one sequence per document, byte for byte as Megatron's own builder does.
+    """Writes a Megatron token file with one sequence per document, byte for byte as Megatron's own builder does.
 
     Args:
-        prefix: path without `.bin` and `.idx`; its folder is made.
-        vocab_size: chooses the id type (u16 below 65,500) and bounds the ids.
+        prefix: path without `.bin` and `.idx`; its folder is made where it does not exist.
+        vocab_size: limits the ids and chooses their type (u16 below 65,500, else i32).
         dtype: the id type, where no vocabulary is known.
         resume_at: (documents, tokens) to keep of an earlier, interrupted writer of the same prefix; None = start anew.
 
@@ -167,10 +167,11 @@ class IndexedWriter:
 
     @staticmethod
     def _open(path: Path, keep_bytes: int) -> BinaryIO:
+        """Opens and locks a partial file, and cuts it off after the bytes to keep."""
         if keep_bytes and (size := path.stat().st_size if path.exists() else 0) < keep_bytes:
-            raise broken(path, size, f"the interrupted file ends here, {keep_bytes} bytes were to be kept")
+            raise file_error(path, size, f"the interrupted file ends here, {keep_bytes} bytes were to be kept")
         file = path.open("ab")
-        _claim(file, path)
+        _lock(file, path)
         file.truncate(keep_bytes)
         return file
 
@@ -209,25 +210,29 @@ class IndexedWriter:
         self.num_tokens += len(ids)
 
     def flush(self) -> None:
-        """Put everything added so far on disk, so that (num_documents, num_tokens) is a place to resume at."""
+        """Put everything added so far on disk; (num_documents, num_tokens) may then be another writer's `resume_at`."""
         for file in (self._bin, self._lengths):
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Close the partial files as they are, for a later writer to resume."""
+        """Close the partial files as they are; a later writer may resume them."""
         self._bin.close()
         self._lengths.close()
 
     def finalize(self) -> None:
-        """Write the index and give both files their names, the `.idx` last."""
+        """Write the index and rename both files to their final names, the `.idx` last."""
         self.flush()
         self.close()
         finish_partial(self.prefix, self.dtype)
 
 
-def _claim(file: BinaryIO, path: Path) -> None:
-    """Refuse to write where another process is writing; the claim ends with its process."""
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Take a file lock, which ends with this process.
+
+    Raises:
+        ValueError: another process is writing the file.
+    """
     try:
         import fcntl
 
@@ -235,11 +240,11 @@ def _claim(file: BinaryIO, path: Path) -> None:
     except BlockingIOError:
         raise ValueError(f"{path}: another process is writing this file") from None
     except (ImportError, OSError):
-        pass  # no locks on this system: two writers of one prefix are then the user's to avoid
+        pass  # no locks on this system: the user must not write one prefix twice at a time
 
 
 def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype) -> None:
-    """Turn complete `*.partial` files into `.bin` and `.idx`; may be repeated after a kill at any point.
+    """Turn complete `*.partial` files into `.bin` and `.idx`; can be repeated after a kill at any point.
 
     Args:
         prefix: path without `.bin` and `.idx`.
@@ -252,13 +257,13 @@ def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype) -> None:
     lengths = np.fromfile(lengths_path, dtype="<i4")
     ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(dtype).itemsize
     with idx_partial.open("wb") as file:
-        file.write(header(dtype, len(lengths), len(lengths)))
+        file.write(index_header(dtype, len(lengths), len(lengths)))
         lengths.tofile(file)
         (ends - lengths * np.int64(np.dtype(dtype).itemsize)).astype("<i8").tofile(file)
         np.arange(len(lengths) + 1, dtype="<i8").tofile(file)
         file.flush()
         os.fsync(file.fileno())
-    # a stale .idx must not stand beside the new .bin, not even for a moment
+    # an old .idx must never be beside the new .bin
     with_suffix(prefix, ".idx").unlink(missing_ok=True)
     if bin_partial.exists():
         os.replace(bin_partial, with_suffix(prefix, ".bin"))

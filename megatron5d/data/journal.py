@@ -1,7 +1,7 @@
-"""What a preprocessing run leaves on disk about itself: a journal while it runs, a summary when it is done.
+"""The files in which a preprocessing run records its progress: a journal while it runs, a summary when it is done.
 
-Both carry a fingerprint of the inputs and settings, so that only the same job goes on where another stopped, and a
-finished job is recognised instead of repeated.
+Both contain a fingerprint of the inputs and settings. Only a run with the same fingerprint continues where another has
+stopped, and a finished job is recognised instead of repeated.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Progress:
     documents: int = 0  # taken from the corpus, empty ones included
     empty: int = 0
     bad_lines: int = 0
-    complete: bool = False  # nothing is left but to name the files
+    complete: bool = False  # everything is written; only the files must get their final names
 
 
 class Journal:
     """The journal and the summary of one output prefix.
 
     Args:
-        prefix: the job's, which names both files.
+        prefix: of the job; both files are named after it.
         fingerprint: of the job.
-        outputs: prefixes the job writes.
+        outputs: prefixes of the token files that the job writes.
     """
 
     def __init__(self, prefix: str, fingerprint: str, outputs: Sequence[str]) -> None:
@@ -55,10 +55,10 @@ class Journal:
                 with_suffix(output, suffix).unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """The summary of this very job if it is done and its token files are whole, else None.
+        """The summary if this job is done and its token files are whole, else None.
 
         Raises:
-            ValueError: something else has its output here.
+            ValueError: another job has written its output here.
         """
         if self.path.exists():
             return None
@@ -76,7 +76,7 @@ class Journal:
         return summary
 
     def resume(self) -> Progress:
-        """Where this job stopped, or its beginning.
+        """The progress of this job: what the journal says, or nothing done where there is no journal.
 
         Raises:
             ValueError: an unfinished run of another job is at the prefix.
@@ -99,17 +99,17 @@ class Journal:
         with temporary.open("w") as file:
             json.dump(dataclasses.asdict(progress), file)
             file.flush()
-            os.fsync(file.fileno())  # or the name could outlive a loss of power, and what it names not
+            os.fsync(file.fileno())  # otherwise the rename could survive a loss of power and the content not
         os.replace(temporary, self.path)
 
     def close(self, summary: dict) -> None:
-        """Put the summary in the journal's place."""
+        """Write the summary and remove the journal."""
         self.summary_path.write_text(json.dumps({"fingerprint": self.fingerprint, **summary}, indent=1) + "\n")
         self.path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict:
-    """One of the two files.
+    """The content of a journal or summary.
 
     Raises:
         ValueError: it is damaged.

@@ -1,6 +1,6 @@
-"""The micro-batches of one data-parallel rank, step after step, read ahead by a thread.
+"""The micro-batches of one data-parallel rank, step by step, read ahead by a thread.
 
-The loader's whole state is `consumed_samples`: a new loader that starts from it yields what the old one would have.
+The loader's whole state is `consumed_samples`: a new loader that starts there yields what the old one would have.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Step = tuple[int, list[MicroBatch]]  # consumed_samples after the step, its micr
 class Loader:
     """Yields, for each step, the list of micro-batches of this rank.
 
-    A thread reads up to `prefetch` steps ahead; it starts with the first step, so forking before that is safe. What
-    goes wrong in it is raised where the step would have been yielded.
+    A thread reads up to `prefetch` steps ahead. It starts with the first step, so the process may fork before that. An
+    error in the thread is raised when the step is asked for.
 
     Args:
-        samples: the global order.
+        samples: all samples in their global order.
         gbs: global batch, in sequences.
         mbs: micro-batch, in sequences.
-        dp_rank: this rank on the data-parallel axis.
-        dp_size: ranks on it.
-        consumed_samples: where to start.
+        dp_rank: this rank's position on the data-parallel axis.
+        dp_size: ranks on that axis.
+        consumed_samples: sequences that earlier steps have taken.
         gbs_ramp: [start gbs, increment, ramp length in sequences]; None = constant.
         document_mask: see `make_micro_batch`.
         eod: see `make_micro_batch`.
         eod_mask_loss: see `make_micro_batch`.
-        vocab_size: tokens must be below it; None = not checked.
-        prefetch: steps read ahead; 0 = none, and no thread.
+        vocab_size: ids must be below it; None = not checked.
+        prefetch: steps read ahead; 0 = none, without a thread.
         pin_memory: put micro-batches into page-locked memory.
-        transform: applied to each micro-batch where it is read (the cut over cp).
+        transform: applied to each micro-batch when it is read (takes this cp rank's rows).
 
     Raises:
         ValueError: gbs is not a multiple of mbs·dp, anywhere on the ramp.
@@ -81,7 +81,12 @@ class Loader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        """The micro-batches of the next step; `consumed_samples` then counts that step as taken."""
+        """The micro-batches of the next step; `consumed_samples` counts that step from then on.
+
+        Raises:
+            ValueError: a token id is not in the vocabulary.
+            IndexError: there are no more samples (data.order=megatron).
+        """
         if self._prefetch == 0:
             self.consumed_samples, batches = self._read_step(self.consumed_samples)
             return batches
@@ -97,19 +102,20 @@ class Loader:
         return batches
 
     def close(self) -> None:
-        """End the thread; the loader yields nothing more."""
+        """End the thread. The loader cannot be used afterwards."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _read_ahead(self, consumed: int) -> None:
+        """The thread: puts one step after another, or the error that ends it, into the queue."""
         item: Step | BaseException
         while not self._stop.is_set():
             try:
                 item = self._read_step(consumed)
                 consumed = item[0]
-            except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that asked
+            except BaseException as error:  # noqa: BLE001 - raised again by __next__
                 item = error
             while not self._stop.is_set():
                 try:
@@ -137,7 +143,7 @@ class Loader:
         return batch.pin_memory() if self._pin_memory else batch
 
     def _check_vocab(self, numbers: range, rows: np.ndarray) -> None:
-        """Every id is padding or one of the vocabulary: an embedding over several ranks takes any other for zero."""
+        """Refuse ids outside the vocabulary: an embedding that is cut over tp would return zeros for them."""
         limit = self._vocab_size
         if limit is None or (int(rows.max()) < limit and int(rows.min()) >= 0):
             return

@@ -1,8 +1,8 @@
-"""The order of Megatron's GPTDataset, exactly: which tokens sample i has, for a seed and a number of samples.
+"""The order of Megatron's GPTDataset, exactly: the tokens of sample i, for a seed and a number of samples.
 
-The sequences of a dataset (Megatron calls them documents) are repeated for as many epochs as the run needs and
-shuffled; samples are cut from that stream every seq_len tokens; the samples are shuffled again. Nothing here loops over
-tokens, documents or samples in Python: an index over 10⁹ tokens takes about a second.
+The sequences of a dataset (Megatron calls them documents) are repeated for as many epochs as the run needs, and
+shuffled. A sample begins every seq_len tokens of that stream, and the samples are shuffled again. No Python loop runs
+over tokens, documents or samples: an index over 10⁹ tokens takes about a second.
 
 Source: NVIDIA Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp (core 0.16), read and described.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron5d.data.indexed import IndexedDataset
 
-LAST_EPOCH_THRESHOLD = 0.80  # a last epoch that gives fewer than this share of its samples is shuffled by itself
+LAST_EPOCH_THRESHOLD = 0.80  # a last epoch of which a smaller share is needed is shuffled separately
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def build_sample_order(
         lengths: tokens of each sequence of the whole dataset, int32.
         sequences: (begin, end) of the split's sequences.
         seq_len: tokens of a sample, without the extra one.
-        num_samples: samples wanted, N; None = one epoch.
+        num_samples: samples that the run needs; None = one epoch.
         seed: of numpy's RandomState, 0 … 2³² − 1.
 
     Returns:
@@ -54,22 +54,23 @@ def build_sample_order(
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
     total = (epochs * tokens_per_epoch - 1) // seq_len
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len
-    apart = False
+    last_apart = False  # the last epoch is shuffled separately
     if epochs > 1:
         assert num_samples is not None
         samples_per_epoch = (tokens_per_epoch - 1) // seq_len
-        apart = num_samples - before_last < int(LAST_EPOCH_THRESHOLD * samples_per_epoch)
+        last_apart = num_samples - before_last < int(LAST_EPOCH_THRESHOLD * samples_per_epoch)
 
-    # the order of these draws is part of the format: documents (first epochs, last epoch), then samples likewise
+    # The order of these random draws is part of the format.
     random = np.random.RandomState(seed)
-    document_index = _shuffled_epochs(ids, epochs, apart, random)
+    document_index = _shuffled_epochs(ids, epochs, last_apart, random)
     sample_index = _cut_samples(lengths, document_index, seq_len, total)
-    shuffle_index = _shuffled_range(total, before_last if apart else total, random)
+    shuffle_index = _shuffled_range(total, before_last if last_apart else total, random)
     return SampleOrder(document_index, sample_index, shuffle_index)
 
 
-def _shuffled_epochs(ids: np.ndarray, epochs: int, apart: bool, random: np.random.RandomState) -> np.ndarray:
-    parts = [epochs - 1, 1] if apart else [epochs]
+def _shuffled_epochs(ids: np.ndarray, epochs: int, last_apart: bool, random: np.random.RandomState) -> np.ndarray:
+    """The document index: `ids` repeated for all epochs and shuffled, the last epoch perhaps separately."""
+    parts = [epochs - 1, 1] if last_apart else [epochs]
     tiled = [np.tile(ids, repeats) for repeats in parts]
     for part in tiled:
         random.shuffle(part)
@@ -77,12 +78,12 @@ def _shuffled_epochs(ids: np.ndarray, epochs: int, apart: bool, random: np.rando
 
 
 def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, total: int) -> np.ndarray:
-    """Sample j starts at token j·seq_len of the shuffled stream; find that token's place by bisection."""
+    """The sample index: where token j·seq_len of the shuffled stream is, for each sample j and the end."""
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
     starts = np.arange(total + 1, dtype=np.int64) * seq_len
-    # side="right" steps over empty sequences to the one that holds the token
+    # side="right" skips empty sequences and finds the one that holds the token
     position = np.searchsorted(ends, starts, side="right")
-    position[0] = 0  # except at the very beginning, where Megatron names the first sequence even if it is empty
+    position[0] = 0  # as Megatron does, even if the first sequence is empty
     before = np.where(position > 0, ends[position - 1], 0)
     largest = max(len(document_index), int(lengths.max()))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
@@ -90,6 +91,7 @@ def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, 
 
 
 def _shuffled_range(total: int, first: int, random: np.random.RandomState) -> np.ndarray:
+    """The shuffle index: 0 ... total-1, of which the first `first` and the rest are shuffled separately."""
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
     index = np.arange(total, dtype=dtype)
     random.shuffle(index[:first])
@@ -121,7 +123,7 @@ class MegatronStream:
         return np.cumsum(counts[:-1], dtype=np.int64)
 
     def _pieces(self, k: int) -> list[tuple[int, int]]:
-        """(first token in the file, tokens) of each sequence the sample runs through, empty ones left out."""
+        """(first token in the file, number of tokens) of each sequence that the sample takes tokens from."""
         j = int(self.order.shuffle_index[k])
         (first, offset), (last, end) = self.order.sample_index[j].tolist(), self.order.sample_index[j + 1].tolist()
         pieces = []

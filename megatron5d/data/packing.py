@@ -1,8 +1,8 @@
-"""Samples cut from the concatenated documents of one dataset: our own two orders.
+"""Samples from the concatenated documents of one dataset, in our own two orders: sequential and shuffled.
 
-Sample j of an epoch is tokens [j·seq_len, (j+1)·seq_len], one more than seq_len because the last input needs a label;
-neighbours overlap by that one token. `sequential` takes j = 0, 1, 2 …; `shuffled` takes them by a permutation that is
-computed from seed and epoch, so there is nothing to build, store or agree upon between ranks.
+Sample j of an epoch is tokens j·seq_len to (j+1)·seq_len, both included: one more than seq_len, because the last input
+needs a label, so neighbouring samples share a token. `sequential` takes j = 0, 1, 2 …; `shuffled` permutes them by a
+function of seed and epoch, so nothing is built, stored or exchanged between ranks.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import numpy as np
 
 from megatron5d.data.indexed import IndexedDataset
-from megatron5d.data.permutation import Permutation, keyed
+from megatron5d.data.permutation import Permutation, hash_key
 
 
 class PackedStream:
-    """The endless samples of one dataset.
+    """The samples of one dataset, epoch after epoch without end.
 
     Args:
         dataset: where the tokens are.
         documents: (begin, end) of the documents to use.
         seq_len: tokens of a sample, without the extra one.
-        key: of the shuffle; None = sequential.
+        key: 64 bits that choose the permutation; None = sequential.
 
     Raises:
-        ValueError: the documents are too short for a single sample.
+        ValueError: the documents have fewer than seq_len + 1 tokens.
     """
 
-    num_samples = None  # endless: epochs follow each other
+    num_samples = None  # no limit
 
     def __init__(self, dataset: IndexedDataset, documents: tuple[int, int], seq_len: int, key: int | None) -> None:
         self.dataset = dataset
@@ -52,9 +52,10 @@ class PackedStream:
         return self.dataset.document_starts(self._position(k), self.seq_len + 1)
 
     def _position(self, k: int) -> int:
+        """The first token of sample `k` in the file."""
         epoch, j = divmod(k, self.samples_per_epoch)
         if self._key is not None:
             if self._epoch is None or self._epoch[0] != epoch:
-                self._epoch = epoch, Permutation(self.samples_per_epoch, keyed(self._key, epoch))
+                self._epoch = epoch, Permutation(self.samples_per_epoch, hash_key(self._key, epoch))
             j = self._epoch[1](j)
         return self.start + j * self.seq_len

@@ -1,19 +1,19 @@
-"""A keyed permutation of 0 … n−1 that is computed, not stored: the order of a billion samples in no memory.
+"""A keyed permutation of 0 … n−1 that is computed and not stored, so shuffling a billion samples takes no memory.
 
-Swap-or-not: each round pairs x with (k − x) mod n and swaps the pair or not by one bit that both members compute alike.
-Every round is its own inverse, so the whole is a bijection for any n, with no table and no retries.
+Swap-or-not: each round pairs x with (k − x) mod n, and swaps the pair if a bit that both of them compute is set. Each
+round is its own inverse, so the whole is a bijection for any n.
 
 Source: Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", CRYPTO 2012, Figure 1.
 """
 
 from __future__ import annotations
 
-ROUNDS = 64  # the paper's bound: the distance to a random order shrinks by about sqrt(2) a round; 6·log2(n) and more
+ROUNDS = 64  # the paper suggests 6·log2(n) or more: each round divides the distance to a random order by about sqrt(2)
 MASK = (1 << 64) - 1
 
 
 def mix(x: int) -> int:
-    """Scatter 64 bits: the finaliser of SplitMix64.
+    """A bijective hash of 64 bits: the finaliser of SplitMix64.
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014 (mix64variant13).
     """
@@ -22,8 +22,8 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def keyed(*parts: int) -> int:
-    """One 64-bit key from several integers, each of which changes all of it."""
+def hash_key(*parts: int) -> int:
+    """One 64-bit key from several integers and their order."""
     key = 0
     for part in parts:
         key = mix((key + 0x9E3779B97F4A7C15 + (part & MASK)) & MASK)
@@ -35,23 +35,23 @@ class Permutation:
 
     Args:
         n: number of elements, at least 1.
-        key: 64 bits, see `keyed`.
+        key: 64 bits, see `hash_key`.
     """
 
     def __init__(self, n: int, key: int) -> None:
         assert n >= 1, n
         self.n = n
-        self._rounds = [(keyed(key, 2 * r) % n, keyed(key, 2 * r + 1)) for r in range(ROUNDS)]
+        self._rounds = [(hash_key(key, 2 * r) % n, hash_key(key, 2 * r + 1)) for r in range(ROUNDS)]
 
     def __call__(self, x: int) -> int:
-        """Where `x` goes."""
-        return self._walk(x, self._rounds)
+        """The position that `x` is mapped to."""
+        return self._apply(x, self._rounds)
 
     def inverse(self, y: int) -> int:
-        """What goes to `y`: the rounds backwards."""
-        return self._walk(y, self._rounds[::-1])
+        """The x that is mapped to `y`."""
+        return self._apply(y, self._rounds[::-1])
 
-    def _walk(self, x: int, rounds: list[tuple[int, int]]) -> int:
+    def _apply(self, x: int, rounds: list[tuple[int, int]]) -> int:
         assert 0 <= x < self.n, (x, self.n)
         for k, round_key in rounds:
             partner = (k - x) % self.n

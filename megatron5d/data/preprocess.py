@@ -1,8 +1,8 @@
-"""A corpus of texts to Megatron token files, on many processes, resumable at any moment.
+"""Makes Megatron token files from a corpus of texts, with many processes; can be killed and resumed at any moment.
 
-One process reads units and writes tokens in the units' order; the others parse and tokenise. Every few seconds what has
-been written is put on disk and a journal names the place in the corpus, so a killed run goes on from there and
-ends with the same bytes as an uninterrupted one.
+One process reads units and writes tokens in the order of the units; the others parse and tokenise. Every few seconds
+everything written is flushed to disk and a journal records the position in the corpus. A run that was killed continues
+from there and ends with the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from megatron5d.data.documents import BadLine
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed import IndexedWriter, finish_partial
 from megatron5d.data.journal import Journal, Progress
-from megatron5d.data.permutation import keyed
+from megatron5d.data.permutation import hash_key
 from megatron5d.data.tokenize_units import Recipe, Tokenized, ordered_map
 from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
 
 SAVE_EVERY_S = 2.0
-VALID_KEY = 0x76616C69  # which documents are held out depends on their running number alone
+VALID_KEY = 0x76616C69  # hashed with a document's number to choose the held-out ones
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that decides the bytes of the result."""
+    """Everything that determines the bytes of the result."""
 
     files: tuple[Path, ...]
     prefix: str
     recipe: Recipe
-    text_per: str = "file"  # a text file is one document, or one per line: file | line
-    valid_fraction: float = 0.0  # share of the documents that goes to PREFIX_valid; 0 = a single output, PREFIX
+    text_per: str = "file"  # file | line: what is a document in text files
+    valid_fraction: float = 0.0  # of the documents, to PREFIX_valid, and the rest to PREFIX_train; 0 = all to PREFIX
 
     def outputs(self) -> list[list[str]]:
-        """Prefixes to write: for each json key its parts."""
+        """The prefixes to write: for each json key [all], or [train, valid]."""
         keys = self.recipe.json_keys
         names = [self.prefix] if len(keys) == 1 else [f"{self.prefix}_{key}" for key in keys]
         return [[name + part for part in (["_train", "_valid"] if self.valid_fraction > 0 else [""])] for name in names]
@@ -49,7 +49,7 @@ class Job:
     def fingerprint(self) -> str:
         """A hash of the inputs and of the settings that change the result."""
         files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
-        # skip_bad is left out: a run that stopped at a bad line may go on with it
+        # skip_bad is left out, so that a run that stopped at a bad line can continue with it
         recipe = dataclasses.asdict(dataclasses.replace(self.recipe, tokenizer="", skip_bad=False))
         tokenizer = hashlib.sha256(tokenizer_file(self.recipe.tokenizer).read_bytes()).hexdigest()
         text = json.dumps([files, recipe, tokenizer, self.text_per, self.valid_fraction])
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Reporting:
-    """What a run calls while it works."""
+    """Functions that a run calls while it works."""
 
     progress: Callable[[int, Progress], None] = lambda done_bytes, progress: None  # after each unit
     bad_line: Callable[[BadLine], None] = lambda bad: None  # for each line that is skipped
@@ -71,20 +71,20 @@ def preprocess(
     overwrite: bool = False,
     save_every_s: float = SAVE_EVERY_S,
 ) -> dict:
-    """Write the token files of a job, or finish what an earlier run of it began.
+    """Write the token files of a job, or continue an earlier run of it.
 
     Args:
         job: what to do.
-        workers: processes that tokenise; 1 = none beside this one.
-        reporting: called while it works.
-        overwrite: throw away what is at the prefix, finished or not.
-        save_every_s: seconds between two journals.
+        workers: processes that tokenise; 1 = only this one.
+        reporting: functions to call meanwhile.
+        overwrite: discard what is at the prefix, finished or not.
+        save_every_s: seconds between two flushes.
 
     Returns:
-        The summary, which is also written to `PREFIX.preprocess.json`; `up_to_date` when there was nothing to do.
+        The summary, which is also written to `PREFIX.preprocess.json`; `up_to_date` says if the job was done already.
 
     Raises:
-        ValueError: a bad line (unless they are skipped), a broken file, or other work at the prefix.
+        ValueError: a bad line (unless they are skipped), a broken file, or another job's files at the prefix.
     """
     started = time.monotonic()
     tokenizer = load_tokenizer(job.recipe.tokenizer, job.recipe.eod)
@@ -99,7 +99,7 @@ def preprocess(
     resumed = progress.documents
     dtype = dtype_for_vocab(tokenizer.vocab_size)
     if not progress.complete:
-        _write(job, workers, (journal, progress), dtype, reporting, save_every_s)
+        _write(job, workers, journal, progress, dtype, reporting, save_every_s)
     for prefix in progress.written:
         finish_partial(prefix, dtype)
     summary = {
@@ -115,6 +115,7 @@ def preprocess(
 
 
 def _result(job: Job, progress: Progress) -> dict:
+    """The counts of the summary."""
     return {
         "outputs": {p: {"documents": docs, "tokens": tokens} for p, (docs, tokens) in progress.written.items()},
         "documents": progress.documents - progress.empty,
@@ -127,27 +128,32 @@ def _result(job: Job, progress: Progress) -> dict:
 
 
 def _write(
-    job: Job, workers: int, place: tuple[Journal, Progress], dtype: np.dtype, reporting: Reporting, save_every_s: float
+    job: Job,
+    workers: int,
+    journal: Journal,
+    progress: Progress,
+    dtype: np.dtype,
+    reporting: Reporting,
+    save_every_s: float,
 ) -> None:
-    """Tokenise what is left of the corpus into partial files, with a journal every so often."""
-    journal, progress = place
+    """Tokenise the rest of the corpus into partial files, and save the journal every `save_every_s`."""
     writers = [
         [IndexedWriter(prefix, dtype=dtype, resume_at=progress.written.get(prefix)) for prefix in parts]
         for parts in job.outputs()
     ]
-    everyone = [writer for parts in writers for writer in parts]
+    all_writers = [writer for parts in writers for writer in parts]
     last_save = time.monotonic()
 
     def save() -> None:
-        for writer in everyone:
+        for writer in all_writers:
             writer.flush()
-        progress.written = {writer.prefix: (writer.num_documents, writer.num_tokens) for writer in everyone}
+        progress.written = {writer.prefix: (writer.num_documents, writer.num_tokens) for writer in all_writers}
         journal.save(progress)
 
     try:
         todo = units(job.files, job.text_per, progress.cursor)
         for unit, result in ordered_map(todo, job.recipe, workers):
-            _account(progress, result, job.recipe.skip_bad, reporting)
+            _count(progress, result, job.recipe.skip_bad, reporting)
             _append(writers, result, _held_out(progress.documents, len(result.lengths[0]), job.valid_fraction))
             progress.documents += len(result.lengths[0])
             progress.cursor = unit.after
@@ -158,11 +164,12 @@ def _write(
         progress.complete = True
         save()
     finally:
-        for writer in everyone:
+        for writer in all_writers:
             writer.close()
 
 
-def _account(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Reporting) -> None:
+def _count(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Reporting) -> None:
+    """Add the bad lines and empty documents of a unit to the progress; raises at a bad line unless they are skipped."""
     if result.bad and not skip_bad:
         raise ValueError(f"{result.bad[0]} (--skip-bad counts such lines and goes on)")
     for bad in result.bad:
@@ -173,14 +180,15 @@ def _account(progress: Progress, result: Tokenized, skip_bad: bool, reporting: R
 
 
 def _held_out(first: int, count: int, fraction: float) -> np.ndarray:
-    """Which of the documents number `first` … go to the validation part, bool `[count]`."""
+    """Whether each of the documents first … first+count−1 belongs to the validation part, bool `[count]`."""
     if fraction <= 0:
         return np.zeros(count, dtype=bool)
     threshold = int(fraction * 2**64)
-    return np.array([keyed(VALID_KEY, number) < threshold for number in range(first, first + count)], dtype=bool)
+    return np.array([hash_key(VALID_KEY, number) < threshold for number in range(first, first + count)], dtype=bool)
 
 
 def _append(writers: list[list[IndexedWriter]], result: Tokenized, held_out: np.ndarray) -> None:
+    """Append the documents of a unit that are not empty, each to the writer of its json key and part."""
     for parts, ids, lengths in zip(writers, result.ids, result.lengths):
         for part, writer in enumerate(parts):
             mine = held_out == bool(part)

@@ -1,8 +1,8 @@
-"""Which samples a step takes, and which of them a data-parallel rank takes: integers only.
+"""The numbers of the samples that a step takes, and of those that a data-parallel rank takes of them.
 
-The state of the whole data pipeline is one number, `consumed_samples`. A step takes the next gbs entries of the global
-order, so its set of samples depends on neither dp nor mbs; each micro-step takes mbs·dp consecutive entries, of which
-rank r gets [r·mbs, (r+1)·mbs), as in Megatron.
+The state of the whole data pipeline is one number, `consumed_samples`. A step takes the next gbs samples of the global
+order, so its set of samples depends on neither dp nor mbs. Each micro-step takes the next mbs·dp of them, of which rank
+r gets the r-th mbs, as in Megatron.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def check_batch_sizes(gbs: int, mbs: int, dp_size: int, ramp: Sequence[int] | None = None) -> None:
-    """Refuse sizes of which some step could not be cut into whole micro-batches.
+    """Refuse sizes with which some step could not be divided into whole micro-batches.
 
     Args:
         gbs: global batch, in sequences.
@@ -46,7 +46,7 @@ def check_batch_sizes(gbs: int, mbs: int, dp_size: int, ramp: Sequence[int] | No
 
 
 def global_batch_size(consumed_samples: int, gbs: int, ramp: Sequence[int] | None = None) -> int:
-    """Size of the step that begins after `consumed_samples`, in sequences.
+    """The global batch size of the step that begins after `consumed_samples`, in sequences.
 
     Args:
         consumed_samples: sequences of all earlier steps.
@@ -54,7 +54,7 @@ def global_batch_size(consumed_samples: int, gbs: int, ramp: Sequence[int] | Non
         ramp: [start gbs, increment, ramp length in sequences]; None = constant.
 
     Returns:
-        The step's global batch; it grows by the increment at equal distances of consumed samples.
+        The size, which grows by the increment at equal distances of consumed samples.
     """
     if ramp is None:
         return gbs
@@ -66,7 +66,7 @@ def global_batch_size(consumed_samples: int, gbs: int, ramp: Sequence[int] | Non
 
 
 def samples_of_steps(steps: int, gbs: int, ramp: Sequence[int] | None = None, consumed: int = 0) -> int:
-    """Sequences that have been taken after `steps` steps more, when `consumed` of them were before."""
+    """Sequences that are taken after `steps` more steps, those `consumed` before included."""
     for done in range(steps):
         size = global_batch_size(consumed, gbs, ramp)
         if size == gbs:  # the ramp is over: the rest is a product
@@ -76,7 +76,7 @@ def samples_of_steps(steps: int, gbs: int, ramp: Sequence[int] | None = None, co
 
 
 def micro_batch_samples(consumed_samples: int, gbs: int, mbs: int, dp_rank: int, dp_size: int) -> list[range]:
-    """The samples of one step that belong to one rank.
+    """The samples of one step that belong to one data-parallel rank.
 
     Args:
         consumed_samples: sequences of all earlier steps.

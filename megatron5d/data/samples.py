@@ -1,4 +1,4 @@
-"""The global order of samples: sample i has the same tokens on every rank, under every layout, after any restart."""
+"""The global order of samples: sample i is the same tokens on every rank, with every layout, after any restart."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron5d.data.blend import (
-    SURPLUS,
-    Source,
-    megatron_blend,
-    megatron_sizes,
-    mixing_cycle,
-    normalised,
-    parse_sources,
-    split_range,
-)
+from megatron5d.data.blend import SURPLUS, megatron_blend, megatron_sizes, mixing_cycle
 from megatron5d.data.index_cache import cached_arrays
 from megatron5d.data.indexed import IndexedDataset
 from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order
 from megatron5d.data.packing import PackedStream
-from megatron5d.data.permutation import keyed
+from megatron5d.data.permutation import hash_key
+from megatron5d.data.sources import Source, normalised, parse_sources, split_range
 
 ORDERS = ("shuffled", "sequential", "megatron")
 INDEX_VERSION = 1  # raise when the meaning of a cached index changes
@@ -34,17 +26,17 @@ class Stream(Protocol):
 
     @property
     def dataset(self) -> IndexedDataset:
-        """Where its tokens are."""
+        """The file of its tokens."""
 
     @property
     def num_samples(self) -> int | None:
-        """How many there are; None = endless."""
+        """Number of samples; None = no limit."""
 
     def tokens(self, k: int) -> np.ndarray:
         """The ids of sample `k`, `[seq_len + 1]`."""
 
     def document_starts(self, k: int) -> np.ndarray:
-        """Offsets in sample `k` at which a document begins, each at least 1."""
+        """Offsets in sample `k` at which a document begins, int64, each at least 1."""
 
 
 class Samples:
@@ -52,9 +44,9 @@ class Samples:
 
     Args:
         streams: one per dataset.
-        route: sample -> (dataset, number within the dataset).
+        route: sample -> (index of the dataset, number of the sample in it).
         seq_len: tokens of a sample, without the extra one.
-        num_samples: how many there are; None = endless.
+        num_samples: number of samples; None = no limit.
     """
 
     def __init__(
@@ -105,11 +97,11 @@ def open_samples(
     Args:
         sources: `weight prefix` or `prefix` (weight 1) of .bin/.idx pairs.
         seq_len: tokens of a sample, without the extra one.
-        order: shuffled (a permutation of fixed chunks per epoch), sequential (the same chunks in file order) or
-            megatron (exactly GPTDataset's).
-        seed: of shuffled and megatron.
-        num_samples: samples the whole run will take; megatron's order depends on it, the others are endless.
-        split: "969,30,1", the documents of each dataset for train, valid and test; None = all of them.
+        order: shuffled (fixed chunks, permuted in each epoch), sequential (the same chunks in file order) or megatron
+            (exactly GPTDataset's).
+        seed: for shuffled and megatron.
+        num_samples: samples that the whole run takes; only megatron's order depends on it.
+        split: "969,30,1", the shares of each dataset's documents for train, valid and test; None = all for each part.
         part: train, valid or test.
         cache_dir: for megatron's indices; None = a folder `cache` beside the first prefix.
 
@@ -136,12 +128,13 @@ def open_samples(
     for d, dataset in enumerate(datasets):
         documents = split_range(split, part, dataset.num_documents)
         # the dataset's place in the list is in the key, so that one file named twice is not read in the same order
-        key = keyed(seed, d) if order == "shuffled" else None
+        key = hash_key(seed, d) if order == "shuffled" else None
         streams.append(PackedStream(dataset, documents, seq_len, key))
     return Samples(streams, _own_route([source.weight for source in parsed]), seq_len, None)
 
 
 def _own_route(weights: list[float]) -> Callable[[int], tuple[int, int]]:
+    """The `route` of our own mixture."""
     if len(weights) == 1:
         return lambda i: (0, i)
     ids, numbers, counts = mixing_cycle(weights)
@@ -163,7 +156,10 @@ def _megatron_samples(
     split_part: tuple[str | None, str],
     folder: Path,
 ) -> Samples:
-    """Megatron blends when there are several datasets, or one with a written weight under a common split."""
+    """Samples in Megatron's order.
+
+    As in Megatron, they are a blend if there are several datasets, or one with an explicit weight and a split.
+    """
     blended = len(sources) > 1 or (sources[0].weighted and split_part[0] is not None)
     if not blended:
         stream = _megatron_stream(datasets[0], split_part, seq_len, num_samples, seed, folder)

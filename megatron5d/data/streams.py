@@ -1,4 +1,4 @@
-"""Files read line by line through their compression, from any place in their content."""
+"""Reads plain and compressed files in pieces of whole lines, from any offset in their content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK = 1 << 20
 
 
 class LineStream:
-    """The uncompressed content of a file."""
+    """The uncompressed content of a file; made by `open_stream`."""
 
     def __init__(self, path: Path, disk: BinaryIO, content: io.BufferedIOBase | BinaryIO) -> None:
         self.path, self._disk, self._content = path, disk, content
@@ -49,10 +49,13 @@ def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
 
     Args:
         path: of the file.
-        offset: bytes of its uncompressed content to leave out; free for plain files, read through for others.
+        offset: bytes of its uncompressed content to skip; compressed files are decompressed up to there.
 
     Yields:
         The stream.
+
+    Raises:
+        ValueError: the package for `.zst` files is not installed.
     """
     with path.open("rb") as disk:
         name = path.name.lower()
@@ -72,7 +75,7 @@ def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
 
 
 class _ZstdReader(io.RawIOBase):
-    """The frames of a `.zst` file back to back; unlike zstandard's own reader it notices a frame that is cut off."""
+    """The content of all frames of a `.zst` file; unlike zstandard's own reader it notices a frame that is cut off."""
 
     def __init__(self, path: Path, disk: BinaryIO) -> None:
         try:

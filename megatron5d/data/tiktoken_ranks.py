@@ -1,6 +1,6 @@
-"""tiktoken files hold only ranks; how text is cut and which special tokens follow is known per published vocabulary.
+"""Reads tiktoken files, and knows what they do not say: the pattern that splits text, and the special tokens.
 
-The number of ranks tells which vocabulary a file is. Unknown numbers (somebody's own BPE) get the cl100k pattern and
+The number of ranks in a file tells which published vocabulary it is. Any other vocabulary gets the cl100k pattern and
 one special token after the last rank.
 
 Source: openai/tiktoken, tiktoken_ext/openai_public.py; meta-llama/llama-models, llama3/tokenizer.py.
@@ -51,7 +51,7 @@ PUBLISHED: dict[int, tuple[str, dict[str, int]]] = {
 
 
 def looks_like_ranks(head: bytes) -> bool:
-    """Whether a file that begins so is a list of base64 tokens and ranks."""
+    """Whether a file with this beginning is a list of base64 tokens and ranks."""
     return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?", head.split(b"\n", 1)[0]) is not None
 
 
@@ -62,11 +62,11 @@ def read_ranks(path: Path) -> tuple[dict[bytes, int], str, dict[str, int]]:
         path: of the file.
 
     Returns:
-        token -> rank, the pattern that cuts text, special token -> id.
+        token -> rank; the pattern that splits text; special token -> id.
 
     Raises:
-        ValueError: a line is not a base64 token and a rank (names the line), two tokens share a rank, or a byte is
-            none.
+        ValueError: a line is not a base64 token and a rank (names the line), two tokens have the same rank, or a single
+            byte is not a token.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):

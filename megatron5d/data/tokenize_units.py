@@ -1,4 +1,4 @@
-"""Units of a corpus to token ids, on many processes, results in the units' order."""
+"""Tokenises the units of a corpus with many processes; the results come in the order of the units."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megatron5d.data.corpus import Unit
 from megatron5d.data.documents import BadLine, documents
 from megatron5d.data.tokenizer import Tokenizer, load_tokenizer
 
-UNITS_IN_FLIGHT = 4  # per process: enough that none waits for the writer, few enough to bound memory
+UNITS_IN_FLIGHT = 4  # per process: enough that no process waits for the writer, few enough to limit memory
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a document becomes ids."""
+    """How documents are tokenised."""
 
-    tokenizer: str
+    tokenizer: str  # file or folder
     eod: str | int | None = None  # end-of-document token; None = the tokenizer's own
-    append_eod: bool = False
-    json_keys: tuple[str, ...] = ("text",)
-    skip_bad: bool = False
+    append_eod: bool = False  # after each document that is not empty
+    json_keys: tuple[str, ...] = ("text",)  # fields or columns with text
+    skip_bad: bool = False  # bad lines do not end the job
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Tokenized:
 
     lengths: list[np.ndarray]  # one int64 [documents] per json key
     ids: list[np.ndarray]  # one int32 [sum of lengths] per json key
-    bad: list[BadLine]
+    bad: list[BadLine]  # lines without a document
 
 
 def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
@@ -48,10 +48,7 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
 
     Args:
         unit: from `units`.
-        recipe: how.
-
-    Returns:
-        Ids and lengths; bad lines are collected and have no document.
+        recipe: how to tokenise it.
     """
     tokenizer = _tokenizer(recipe.tokenizer, recipe.eod)
     end = [tokenizer.eod] if recipe.append_eod and tokenizer.eod is not None else []
@@ -77,7 +74,7 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str, eod: str | int | None) -> Tokenizer:
-    """One tokenizer per process: loading it takes longer than many units."""
+    """The tokenizer, loaded once in each process: loading takes longer than tokenising many units."""
     return load_tokenizer(path, eod)
 
 
@@ -89,14 +86,14 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
 
     Args:
         todo: units.
-        recipe: how.
-        workers: processes; 1 = this one.
+        recipe: how to tokenise them.
+        workers: processes; 1 = only this one.
 
     Yields:
-        (unit, result).
+        (unit, its tokens).
 
     Raises:
-        ValueError: a process died.
+        ValueError: a process died, or a file is broken.
     """
     if workers <= 1:
         for unit in todo:
@@ -122,7 +119,7 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
 
 
 def _follow_parent() -> None:
-    """Leave interrupts to the parent, and die with it: a killed parent must not leave processes behind."""
+    """Ignore interrupts, which the parent handles, and exit when the parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,7 +1,7 @@
-"""Text to token ids and back, from any of the three kinds of tokenizer files in use.
+"""Tokenizers: text to token ids and back, from sentencepiece, Hugging Face and tiktoken files.
 
-Text is always data: a document that contains the characters `<|endoftext|>` gets the ids of those characters, never the
-id of the end-of-document token, and no begin-of-sequence token is added.
+Special tokens are never read from text: a document that contains the characters `<|endoftext|>` gets the ids of those
+characters. No begin-of-sequence token is added.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from megatron5d.data.tiktoken_ranks import looks_like_ranks, read_ranks
 
-# what published tokenizers call the token that ends a document, the more specific names first
+# Names of the end-of-document token in published tokenizers, the more specific ones first.
 EOD_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -26,7 +26,7 @@ EOD_NAMES = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of the code may ask of a tokenizer."""
+    """The interface of all tokenizers."""
 
     @property
     def vocab_size(self) -> int:
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int | None:
-        """Id of the end-of-document token; None = the file names none."""
+        """Id of the end-of-document token; None = it has none."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
@@ -44,18 +44,19 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | os.PathLike[str], eod: str | int | None = None) -> Tokenizer:
-    """Open a tokenizer file, whatever kind it is.
+    """Open a tokenizer file of any kind.
 
     Args:
         path: a sentencepiece `.model`, a Hugging Face `tokenizer.json`, a tiktoken file of base64 ranks, or a folder
-            that holds one of them. The content decides, since Llama 3 names its tiktoken file `tokenizer.model`.
-        eod: token or id that ends a document; None = found by its usual names.
+            with one of them. The kind is recognised by content, since Llama 3's tiktoken file is `tokenizer.model`.
+        eod: token or id that ends a document; None = the file's own end-of-sequence token, or a usual name.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ValueError: the file is missing, of no known kind or damaged, or `eod` is not in its vocabulary.
+        ValueError: the file is missing, damaged or of an unknown kind, its package is not installed, or `eod` is not in
+            its vocabulary.
     """
     file = tokenizer_file(path)
     with file.open("rb") as opened:
@@ -126,7 +127,7 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"{path}: not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
             ) from error
-        self._model.encode_special_tokens = True  # special tokens in a text are text
+        self._model.encode_special_tokens = True  # encode their characters as text, too
         self._model.no_truncation()
         self._model.no_padding()
         known = self._model.get_vocab(with_added_tokens=True)
@@ -135,7 +136,7 @@ class HuggingFaceTokenizer:
 
     @staticmethod
     def _eos_of_config(path: Path) -> str:
-        """The `eos_token` that stands in tokenizer_config.json beside the file, or ""."""
+        """The `eos_token` in tokenizer_config.json beside the file; "" where there is none."""
         config = path.with_name("tokenizer_config.json")
         try:
             eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
@@ -177,11 +178,21 @@ class TiktokenTokenizer:
 
 
 def _find_eod(path: Path, wanted: str | int | None, known: dict[str, int], usual: int | None) -> int | None:
-    """The id asked for, else the file's own end-of-sequence token, else the first usual name."""
+    """The id of the end-of-document token.
+
+    Args:
+        path: of the tokenizer, for the message.
+        wanted: the token or id that was asked for; None = none.
+        known: token -> id.
+        usual: the file's own end-of-sequence token.
+
+    Returns:
+        The one asked for, else `usual`, else the first of EOD_NAMES that is known; None = there is none.
+    """
     if wanted is None:
         return usual if usual is not None else next((known[name] for name in EOD_NAMES if name in known), None)
     try:
-        number = int(wanted)  # an id, though digits are tokens as well
+        number = int(wanted)  # digits are an id, even if they are a token as well
     except ValueError:
         number = known.get(str(wanted), -1)
     if number not in known.values():

@@ -1,4 +1,4 @@
-"""Train a byte-complete sentencepiece BPE that gives every text back unchanged."""
+"""Trains a sentencepiece BPE tokenizer that decodes every text back unchanged."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 EOD = "<|endoftext|>"
-LEAST_PIECES = 258  # vocabulary of no merges at all
-MAX_PIECE_BYTES = 1 << 16  # sentencepiece drops longer inputs silently, so texts are cut before they reach it
+LEAST_PIECES = 258  # of a vocabulary without merges: all bytes, unknown and EOD
+MAX_PIECE_BYTES = 1 << 16  # longer texts are divided, because sentencepiece drops long inputs silently
 
 SETTINGS: dict[str, Any] = {
     "model_type": "bpe",
@@ -36,20 +36,21 @@ SETTINGS: dict[str, Any] = {
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.PathLike[str]) -> Path:
     """Train a tokenizer and write it.
 
-    No normalisation, no added space, all 256 bytes in the vocabulary: decode(encode(text)) is the text (but for U+2581,
-    sentencepiece's own sign for a space). Line ends take part in merges, which suits source code.
+    There is no normalisation and no added space, and all 256 bytes are in the vocabulary, so decode(encode(text)) is
+    the text (except for U+2581, sentencepiece's own sign for a space). Line ends take part in merges, which suits
+    source code.
 
     Args:
         texts: documents.
-        vocab_size: ids, special ones and bytes included.
-        out: path; `.model` is added unless it is there.
+        vocab_size: number of ids, with special ones and bytes.
+        out: path of the `.model` file; the suffix may be left out.
 
     Returns:
-        The `.model` file.
+        The path of the `.model` file.
 
     Raises:
-        ValueError: there is no text, or sentencepiece cannot make that many or that few pieces of it; says why. What
-            `texts` raises comes through.
+        ValueError: there is no text, or sentencepiece cannot make so many or so few pieces of it; says why. Errors of
+            `texts` are passed on.
     """
     try:
         import sentencepiece
@@ -71,7 +72,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
 
 
 def _learn(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
-    """The content of a `.model` file; raises what `pieces` raises, of which sentencepiece makes an error of its own."""
+    """The content of the `.model` file. An error of `pieces` is raised itself, not what sentencepiece makes of it."""
     failed: list[BaseException] = []
 
     def watched() -> Iterator[str]:
@@ -93,7 +94,7 @@ def _learn(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Texts in stretches of at most MAX_PIECE_BYTES characters, cut at line ends where there are any."""
+    """The texts in pieces of at most MAX_PIECE_BYTES characters, divided at line ends where possible."""
     for text in texts:
         while len(text) > MAX_PIECE_BYTES:
             cut = text.rfind("\n", 0, MAX_PIECE_BYTES) + 1 or MAX_PIECE_BYTES

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from megatron5d.config.fault import Fault
 from megatron5d.config.schema import Config
-from megatron5d.data.blend import named_entries, parse_sources, split_range, split_shares
 from megatron5d.data.indexed import IndexedDataset
 from megatron5d.data.loader import Loader
 from megatron5d.data.sampler import samples_of_steps
 from megatron5d.data.samples import Samples, open_samples
+from megatron5d.data.sources import named_entries, parse_sources, split_range, split_shares
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.model.context import SequenceSharding
 from megatron5d.topology.mesh import Mesh

@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 
 from megatron5d.data import blend
-from megatron5d.data.blend import (
-    Source,
-    megatron_blend,
-    megatron_sizes,
-    mixing_cycle,
-    normalised,
-    parse_sources,
-    split_range,
-)
+from megatron5d.data.blend import megatron_blend, megatron_sizes, mixing_cycle
+from megatron5d.data.sources import Source, normalised, parse_sources, split_range
 
 
 def test_sources_are_weight_and_prefix():

@@ -1,16 +1,16 @@
-"""The keyed permutation: a bijection for every n and key, and a good shuffle."""
+"""The hash_key permutation: a bijection for every n and key, and a good shuffle."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron5d.data.permutation import Permutation, keyed
+from megatron5d.data.permutation import Permutation, hash_key
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 97, 256, 1000, 2311])
 def test_is_a_bijection(n):
-    for key in (0, 1, keyed(7, n)):
+    for key in (0, 1, hash_key(7, n)):
         permuted = Permutation(n, key)
         assert sorted(permuted(x) for x in range(n)) == list(range(n))
 
@@ -27,7 +27,7 @@ def test_all_orders_of_four_are_equally_frequent():
     counts: dict[tuple[int, ...], int] = {}
     rounds = 4800
     for key in range(rounds):
-        permuted = Permutation(4, keyed(key))
+        permuted = Permutation(4, hash_key(key))
         order = tuple(permuted(x) for x in range(4))
         counts[order] = counts.get(order, 0) + 1
     assert len(counts) == 24
@@ -38,7 +38,7 @@ def test_all_orders_of_four_are_equally_frequent():
 
 def test_neighbours_are_scattered_and_keys_are_unrelated():
     n = 5000
-    a, b = (np.array([Permutation(n, keyed(key))(x) for x in range(0, n, 10)]) for key in (1, 2))
+    a, b = (np.array([Permutation(n, hash_key(key))(x) for x in range(0, n, 10)]) for key in (1, 2))
     identity = np.arange(0, n, 10)
     for one, other in [(a, identity), (b, identity), (a, b), (np.diff(a)[1:], np.diff(a)[:-1] * -1)]:
         limit = 0.62 if one.shape != a.shape else 0.15  # differences of a random order correlate by -1/2
@@ -47,5 +47,14 @@ def test_neighbours_are_scattered_and_keys_are_unrelated():
 
 
 def test_keys_depend_on_each_part_and_on_their_order():
-    keys = [keyed(), keyed(0), keyed(1), keyed(0, 0), keyed(0, 1), keyed(1, 0), keyed(-1), keyed(2**64 - 1)]
+    keys = [
+        hash_key(),
+        hash_key(0),
+        hash_key(1),
+        hash_key(0, 0),
+        hash_key(0, 1),
+        hash_key(1, 0),
+        hash_key(-1),
+        hash_key(2**64 - 1),
+    ]
     assert len(set(keys)) == len(keys) - 1  # -1 and 2^64 - 1 are the same 64 bits
