@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,10 @@ def arguments() -> argparse.Namespace:
     show.add_argument("--text", help="text to encode; '-' reads stdin")
     for command in (train, show):
         command.add_argument("--json", action="store_true", help="print JSON")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.command == "train" and args.out.endswith((os.sep, ".")):
+        parser.error(f"--out {args.out} ends in no name; the file is called PREFIX.model")
+    return args
 
 
 def texts(files: Sequence[Path], keys: Sequence[str], max_bytes: float, skip_bad: bool) -> Iterator[str]:

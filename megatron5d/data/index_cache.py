@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,15 +17,19 @@ import numpy as np
 Arrays = dict[str, np.ndarray]
 
 
-def cached_arrays(folder: str | os.PathLike[str], inputs: dict, build: Callable[[], Arrays]) -> Arrays:
+def cached_arrays(
+    folder: str | os.PathLike[str], inputs: dict, names: Collection[str], build: Callable[[], Arrays]
+) -> Arrays:
     """Return `build()`, from disk where somebody has built it before.
 
     Many ranks may call this at once: one builds under a lock while the others wait, and where the file system has no
-    locks all build and the first to rename wins. A folder with the final name is always whole.
+    locks all build and the first to rename wins. A folder gets its final name when it is whole; where files have been
+    deleted from it since, as clusters do on scratch file systems, it is built again.
 
     Args:
         folder: of the cache; made when missing.
         inputs: everything the arrays depend on, as JSON values.
+        names: of the arrays.
         build: makes the arrays.
 
     Returns:
@@ -37,12 +41,13 @@ def cached_arrays(folder: str | os.PathLike[str], inputs: dict, build: Callable[
     folder = Path(folder)
     text = json.dumps(inputs, sort_keys=True)
     target = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
-    if target.is_dir():
-        return _load(target)
+    if _has_all(target, names):
+        return _load(target, names)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(target.with_suffix(".lock")):
-            if not target.is_dir():
+            if not _has_all(target, names):
+                shutil.rmtree(target, ignore_errors=True)
                 _store(target, build(), text)
     except OSError as error:
         warnings.warn(
@@ -50,12 +55,16 @@ def cached_arrays(folder: str | os.PathLike[str], inputs: dict, build: Callable[
             stacklevel=2,
         )
         return build()
-    return _load(target)
+    return _load(target, names)
 
 
-def _load(target: Path) -> Arrays:
+def _has_all(target: Path, names: Collection[str]) -> bool:
+    return all((target / f"{name}.npy").is_file() for name in names)
+
+
+def _load(target: Path, names: Collection[str]) -> Arrays:
     try:
-        return {path.stem: np.load(path, mmap_mode="r") for path in sorted(target.glob("*.npy"))}
+        return {name: np.load(target / f"{name}.npy", mmap_mode="r") for name in names}
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"data.cache_dir: {target} is damaged ({error}); remove it, and it is built again") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Protocol
 
@@ -179,7 +180,7 @@ def _megatron_samples(
         return {"ids": ids, "numbers": numbers}
 
     inputs = {"version": INDEX_VERSION, "kind": "megatron blend", "weights": weights, "size": size}
-    blend = cached_arrays(folder, inputs, build)
+    blend = cached_arrays(folder, inputs, ("ids", "numbers"), build)
     ids, numbers = blend["ids"], blend["numbers"]
     for d, stream in enumerate(streams):
         needed = int(np.count_nonzero(ids == d))
@@ -218,4 +219,5 @@ def _megatron_stream(
         "num_samples": num_samples,
         "seed": seed,
     }
-    return MegatronStream(dataset, SampleOrder(**cached_arrays(folder, inputs, build)), seq_len)
+    names = [field.name for field in fields(SampleOrder)]
+    return MegatronStream(dataset, SampleOrder(**cached_arrays(folder, inputs, names, build)), seq_len)

@@ -163,7 +163,7 @@ def build_slowly(folder, result):
             file.write("x")
         return {"a": np.arange(1000), "b": np.ones((3, 2), np.int16)}
 
-    arrays = index_cache.cached_arrays(f"{folder}/cache", {"seed": 1}, build)
+    arrays = index_cache.cached_arrays(f"{folder}/cache", {"seed": 1}, "ab", build)
     result.put((int(arrays["a"].sum()), arrays["b"].shape, str(arrays["b"].dtype)))
 
 
@@ -191,16 +191,16 @@ def test_without_locks_the_first_to_finish_wins(tmp_path, monkeypatch):
 
     target = tmp_path / "d9"
     index_cache._store(target, build_while_another_finishes(), "{}")
-    assert index_cache._load(target)["a"].tolist() == [0, 0, 0]
+    assert index_cache._load(target, "a")["a"].tolist() == [0, 0, 0]
     assert [p.name for p in tmp_path.iterdir()] == ["d9"]
 
 
 def test_other_inputs_get_another_index(tmp_path):
     def made(**inputs):
-        return index_cache.cached_arrays(tmp_path, inputs, lambda: {"a": np.array([inputs["seed"]])})["a"].tolist()
+        return index_cache.cached_arrays(tmp_path, inputs, "a", lambda: {"a": np.array([inputs["seed"]])})["a"].tolist()
 
     assert (made(seed=1), made(seed=2), made(seed=1)) == ([1], [2], [1])
-    assert index_cache.cached_arrays(tmp_path, {"seed": 1}, lambda: pytest.fail("built again"))["a"].tolist() == [1]
+    assert index_cache.cached_arrays(tmp_path, {"seed": 1}, "a", lambda: pytest.fail("built again"))["a"].tolist() == [1]
 
 
 def test_rewritten_data_is_not_read_through_an_old_index(tmp_path):
@@ -228,8 +228,22 @@ def test_a_damaged_cache_is_named(tmp_path, kept):
     def build():
         return {"a": np.arange(1000)}
 
-    index_cache.cached_arrays(tmp_path, {}, build)
+    index_cache.cached_arrays(tmp_path, {}, "a", build)
     (file,) = tmp_path.glob("*/a.npy")
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(ValueError, match=f"{file.parent} is damaged .*; remove it, and it is built again"):
-        index_cache.cached_arrays(tmp_path, {}, build)
+        index_cache.cached_arrays(tmp_path, {}, "a", build)
+
+
+def test_what_was_deleted_from_a_cache_is_built_again(tmp_path):
+    prefix = write(tmp_path / "a", [5] * 20)
+
+    def rows():
+        samples = open_samples([prefix], seq_len=4, order="megatron", num_samples=9, cache_dir=tmp_path / "cache")
+        return [samples[i].tolist() for i in range(9)]
+
+    first = rows()
+    (file,) = (tmp_path / "cache").glob("*/shuffle_index.npy")
+    file.unlink()
+    assert rows() == first
+    assert file.is_file()

@@ -237,6 +237,8 @@ def test_tool_trains_and_shows(tmp_path):
     assert shown.returncode == 0 and found["round_trip"] and "".join(found["pieces"]) == "def f():\n\tpass"
     refused = tool("show", tmp_path / "nowhere.model")
     assert refused.returncode == 2 and "no such tokenizer file" in refused.stderr and "Traceback" not in refused.stderr
+    nameless = tool("train", "--input", "tests/unit/data", "--out", f"{tmp_path}/folder/")
+    assert nameless.returncode == 2 and "ends in no name" in nameless.stderr and not (tmp_path / "folder").exists()
 
 
 @pytest.mark.parametrize(("texts", "vocab_size", "reason"), [([""], 600, "every file is empty"), (["a"], 257, "258")])
