@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import MANIFEST, fault_of, faults_of_newer, named_steps, newest, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.meeting import first_failure
 
 LISTED = 12  # tensors that do not fit and are named: the keys of the model that differ say more
 
@@ -52,7 +53,7 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
     Raises:
         ValueError: as `find` on rank 0, or it may not look there; or a rank sees other checkpoints. On every rank.
 
-    Comm: a broadcast of a path and an all-gather over the world.
+    Comm: a broadcast of a path, and `first_failure`'s.
     """
     if not dist.is_initialized():
         return find()
@@ -73,14 +74,10 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
         here = find()
     else:
         here = chosen if _seal(chosen) == seal else None
-    others: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        others, None if here == chosen else f"on {socket.gethostname()} rank {rank} finds {here or 'none'}"
-    )
-    if told := [other for other in others if other]:
-        more = f" (and {len(told) - 1} more ranks)" if len(told) > 1 else ""
+    other = None if here == chosen else f"on {socket.gethostname()} rank {rank} finds {here or 'none'}"
+    if failed := first_failure(other):
         raise ValueError(
-            f"rank 0 goes on from {chosen or 'no checkpoint'}, and {told[0]}{more}: the folders of "
+            f"rank 0 goes on from {chosen or 'no checkpoint'}, and {failed.text}{failed.more}: the folders of "
             "checkpoints must be where all nodes see the same files"
         )
     return chosen
@@ -139,14 +136,14 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor], differing: Seq
         differing: keys of the model that differ from the saved ones, as text; said where tensors do not fit.
 
     Raises:
-        ValueError: keys or global shapes disagree, here or on another rank; lists the first and counts the rest. Or a
-            file of tensors cannot be read; names it.
+        ValueError: keys or global shapes disagree, on every rank; lists the first of the first rank where they do, and
+            counts its rest. Or a file cannot be read; names it.
 
-    Comm: an all-gather of what disagrees, and one of what could not be read, both over the world.
+    Comm: a broadcast of what lies where, and `first_failure`'s of what disagrees and of what cannot be read.
     """
     from megatron5d.checkpoint.storage import Reader, read  # DCP: a second that not every run pays
 
-    reader = Reader(folder)
+    reader = Reader(folder, alone=not dist.is_initialized())
     saved = reader.tensors()
     faults = [f"missing in the checkpoint: {key}" for key in tensors if key not in saved]
     faults += [
@@ -154,13 +151,8 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor], differing: Seq
         for key, tensor in tensors.items()
         if key in saved and saved[key].size != tensor.shape
     ]
-    alone = not dist.is_initialized()
-    if not alone:  # who raised alone would leave the others waiting for it to read
-        told: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(told, faults)
-        faults = sorted({fault for rank in told for fault in rank})
-    if faults:
-        faults.sort(key=lambda fault: ("optim." in fault, fault))  # the optimiser's differ where the weights do
-        shown = faults[:LISTED] + [f"and {len(faults) - LISTED} more"] * (len(faults) > LISTED)
-        raise ValueError("\n  ".join([f"{folder} does not fit this model:", *differing, *shown]))
-    read(reader, tensors, alone=alone)
+    faults.sort(key=lambda fault: ("optim." in fault, fault))  # the optimiser's differ where the weights do
+    shown = faults[:LISTED] + [f"and {len(faults) - LISTED} more"] * (len(faults) > LISTED)
+    if failed := first_failure("\n  ".join(shown) or None):  # who raised alone would leave the others waiting
+        raise ValueError("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))
+    read(reader, tensors)

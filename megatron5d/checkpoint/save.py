@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.meeting import Meeting, failures_told
+from megatron5d.checkpoint.meeting import Meeting, failure_among, first_failure
 from megatron5d.topology.lock_file import LockFile
 
 # For a network file system to show a new file on other nodes: the laws have asked for the folder before it was made,
@@ -38,7 +38,7 @@ class Saver:
         OSError: the directory cannot be made, or a rank sees another one under its name; at the start of a run, not at
             its first save hours later.
 
-    Comm: a broadcast and an all-gather over the world, of whether all see what rank 0 has put there.
+    Comm: a broadcast, and `first_failure`'s, of whether all see what rank 0 has put there.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class Saver:
     def _finish(self, temporary: Path) -> None:
         """On rank 0, once all have written: names what is where, and makes it a checkpoint."""
         notes = self._meeting.notes()
-        failed = failures_told([None if note.startswith(_DONE) else note.decode() for note in notes])
+        failed = failure_among([None if note.startswith(_DONE) else note.decode() for note in notes])
         if failed:
-            raise OSError(failed)
+            raise OSError(str(failed))
         self._index.write(temporary, [note.removeprefix(_DONE) for note in notes])
         commit(temporary, self.keep)
 
@@ -170,16 +170,13 @@ def _check_shared(directory: Path) -> None:
     while not (directory / name[0]).exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     blind = None if (directory / name[0]).exists() else f"rank {dist.get_rank()} on {socket.gethostname()}"
-    told: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, blind)
+    failed = first_failure(blind)
     if first:
         (directory / name[0]).unlink()
-    blind_ranks = [rank for rank in told if rank]
-    if blind_ranks:
-        more = f" (nor do {len(blind_ranks) - 1} more ranks)" if len(blind_ranks) > 1 else ""
+    if failed:
         raise OSError(
-            f"{blind_ranks[0]} does not find in {directory} what rank 0 writes there{more}: checkpoint.dir must be on "
-            "a file system that all nodes share, for all ranks write a checkpoint"
+            f"{failed.text} does not find in {directory} what rank 0 writes there{failed.more}: checkpoint.dir must be "
+            "on a file system that all nodes share, for all ranks write a checkpoint"
         )
 
 

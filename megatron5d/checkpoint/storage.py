@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from megatron5d.checkpoint.folder import METADATA, changed, newest_before
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.meeting import failures_told
+from megatron5d.checkpoint.meeting import first_failure
 
 
 def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int) -> bytes:
@@ -110,18 +110,18 @@ def _planner() -> dcp.DefaultSavePlanner:
     return dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
-def read(reader: Reader, tensors: dict[str, ShardedTensor], *, alone: bool) -> None:
+def read(reader: Reader, tensors: dict[str, ShardedTensor]) -> None:
     """Fills the parts of `tensors`, all of which the checkpoint has.
 
     Args:
         reader: of the checkpoint.
         tensors: by key.
-        alone: this process reads for itself.
 
     Raises:
         ValueError: a file is damaged or cannot be read; names the first rank that met it, and the file.
 
-    Comm: an all-gather of what went wrong. DCP would gather every rank's plan on one, which sends it back unchanged.
+    Comm: unless the reader is alone, `first_failure`'s. DCP would gather every rank's plan on one, which sends it back
+        unchanged.
     """
     fault = None
     with warnings.catch_warnings():
@@ -130,11 +130,7 @@ def read(reader: Reader, tensors: dict[str, ShardedTensor], *, alone: bool) -> N
             dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
         except CheckpointException as error:
             fault = next(str(cause) or type(cause).__name__ for cause, _ in error.failures.values())
-    told: list[str | None] = [fault]
-    if not alone:
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, fault)
-    if failed := failures_told(told):
+    if failed := first_failure(fault, alone=reader.alone):
         raise ValueError(f"a checkpoint cannot be read: {failed}. {reader.advice()}")
 
 
@@ -148,28 +144,52 @@ class Reader(dcp.FileSystemReader):
 
     Args:
         folder: a whole checkpoint.
+        alone: this process reads for itself; False = every rank of the world reads this checkpoint.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, alone: bool = True) -> None:
         super().__init__(folder)
-        self._folder = folder
+        self._folder, self.alone = folder, alone
         self._metadata: Metadata | None = None
         self._sound: set[tuple[str, int]] = set()  # file and offset of items that were checked
         self._reading: Any = None  # DCP's note of where the item lies that is read now
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        """As DCP's, read once.
+        """As DCP's, read once, and by rank 0 for all.
 
         Raises:
-            ValueError: the file of metadata is not what was saved.
+            ValueError: the file of metadata cannot be read or is not what was saved; on every rank.
+
+        Comm: unless alone a broadcast of the file over the world.
         """
         if self._metadata is None:
-            fault = changed(self._folder, METADATA)
-            if fault:
-                raise ValueError(f"{fault}. {self.advice()}")
+            content = self._content() if self.alone else self._content_from_rank_0()
             with _nothing_collected():
-                self._metadata = super().read_metadata(*args, **kwargs)
+                self._metadata = pickle.loads(content)
         return self._metadata
+
+    def _content(self) -> bytes:
+        """Of the file of metadata."""
+        try:
+            fault = changed(self._folder, METADATA)
+            if not fault:
+                return (self._folder / METADATA).read_bytes()
+        except OSError as error:
+            fault = f"{self._folder / METADATA} cannot be read: {error}"
+        raise ValueError(f"{fault}. {self.advice()}")
+
+    def _content_from_rank_0(self) -> bytes:
+        said: list[Any] = [b"", None]
+        if dist.get_rank() == 0:
+            try:
+                said[0] = self._content()
+            except ValueError as error:
+                said[1] = str(error)
+        dist.broadcast_object_list(said, src=0)
+        content, fault = said
+        if fault:
+            raise ValueError(fault)
+        return content
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Shape, dtype and places of every tensor, by key."""

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from megatron5d.checkpoint.folder import fault_of, newest, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
@@ -109,6 +111,26 @@ def test_files_without_tensors(place):
     flip(first / ".metadata", 0)
     with pytest.raises(ValueError, match="There is no whole checkpoint before it"):
         loaded(first)
+
+
+def test_rank_0_reads_for_all_where_everything_lies(place):
+    """Every rank of thousands would read the same large file, and find its damage by itself."""
+    folder = step_folder(place, 2)
+
+    def read_by(rank, world):
+        opened = []
+        sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+        try:
+            told = is_whole(loaded(folder))
+        except ValueError as error:
+            told = str(error)
+        return told, sum(name.endswith(".metadata") for name in opened)
+
+    (first, times), other = run_ranks(read_by, 2)
+    assert first is True and times > 0 and other == (True, 0)
+    flip(folder / ".metadata", 3)
+    (first, _), (second, _) = run_ranks(read_by, 2)
+    assert first == second and ".metadata is damaged" in first
 
 
 def test_a_checkpoint_without_checksums_of_its_files_is_read(place):

@@ -200,7 +200,9 @@ def test_other_inputs_get_another_index(tmp_path):
         return index_cache.cached_arrays(tmp_path, inputs, "a", lambda: {"a": np.array([inputs["seed"]])})["a"].tolist()
 
     assert (made(seed=1), made(seed=2), made(seed=1)) == ([1], [2], [1])
-    assert index_cache.cached_arrays(tmp_path, {"seed": 1}, "a", lambda: pytest.fail("built again"))["a"].tolist() == [1]
+    assert index_cache.cached_arrays(tmp_path, {"seed": 1}, "a", lambda: pytest.fail("built again"))["a"].tolist() == [
+        1
+    ]
 
 
 def test_rewritten_data_is_not_read_through_an_old_index(tmp_path):
