@@ -73,13 +73,16 @@ class Prices:
         cluster: on which.
         config: of the run.
         lines: axis name -> ranks, of rank 0.
+        shared: which parameters mirrored pipeline ranks hold together: all, tied or none.
     """
 
-    def __init__(self, cluster: Cluster, config: Config, lines: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self, cluster: Cluster, config: Config, lines: Mapping[str, Sequence[int]], shared: str = "none"
+    ) -> None:
         self.cluster, self.config = cluster, config
         self.lines = {name: cluster.line(ranks) for name, ranks in lines.items()}
         self.neighbours = cluster.line(lines["pp"][:2])
-        self.sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()})
+        self.sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, shared)
 
     def compute(self, work: Work) -> tuple[float, float, float]:
         """Seconds of products, of attention, and of what passes through memory."""

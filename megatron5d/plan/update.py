@@ -57,7 +57,7 @@ def rounds(units: Sequence[Unit], sharding: Sharding) -> Iterator[Round]:
         shard = sharding.shards[expert]
         matrices = [matrix for unit in units for matrix in unit.matrices if matrix.expert is expert]
         matrices.sort(key=lambda matrix: -matrix.elements)
-        size = sharding.sizes[shard] if sharding.zero else 1
+        size = sharding.sizes[shard]
         together = size * sharding.sizes[cut]
         for start in range(0, len(matrices), together):
             yield Round(shard, cut, size, matrices[start : start + together])

@@ -100,6 +100,9 @@ class Unit:
         passes: op -> its work for one micro-batch.
         dense: parameters of this rank that dp and cp share.
         expert: those of routed experts, which edp shares.
+        tied: those of a tied embedding that the mirrored pipeline rank holds too.
+        read: of what other units read as well (the embedding, the head's matrix) name -> elements.
+        borrowed: names among them that an earlier unit counts.
         copied: axis -> those of which its ranks hold copies whose gradients are added up (norms under sp).
         matrices: among them those that Muon updates.
     """
@@ -107,8 +110,16 @@ class Unit:
     passes: Mapping[str, Work]
     dense: int
     expert: int
+    tied: int = 0
+    read: Mapping[str, int] = field(default_factory=dict)
+    borrowed: frozenset[str] = frozenset()
     copied: Mapping[str, int] = field(default_factory=dict)
     matrices: tuple[Matrix, ...] = ()
+
+    def borrowed_after(self, before: Unit | None) -> int:
+        """Elements of what it borrows, but for those that the unit before reads as well."""
+        known = before.read if before is not None else {}
+        return sum(self.read[name] for name in self.borrowed if name not in known)
 
     def times(self, sequences: int) -> Unit:
         return replace(self, passes={op: work.times(sequences) for op, work in self.passes.items()})

@@ -46,9 +46,9 @@ class Estimator:
         plan = plan or planned_pipeline(config, world)
         program = plan.program_of(micro_batch_counts(config, world)[-1])
         lines = _lines(config, world, plan)
-        stages = self.workloads.stages(config, stage_specs(plan.layout))
+        stages = self.workloads.stages(config, stage_specs(plan.layout), plan.shared)
         flops = flops_per_token(config.model, config.train.seq_len)
-        return step_cost(Prices(self.cluster, config, lines), program, stages, world, flops)
+        return step_cost(Prices(self.cluster, config, lines, plan.shared), program, stages, world, flops)
 
 
 def bytes_on(config: Config, world: int, plan: PipelinePlan) -> tuple[Mapping[str, int], ...]:
@@ -61,15 +61,16 @@ def bytes_on(config: Config, world: int, plan: PipelinePlan) -> tuple[Mapping[st
     """
     program = plan.program_of(micro_batch_counts(config, world)[-1])
     lines = _lines(config, world, plan)
-    sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()})
-    return sent_bytes(config, sharding, program, Workloads(Target()).stages(config, stage_specs(plan.layout)))
+    sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, plan.shared)
+    stages = Workloads(Target()).stages(config, stage_specs(plan.layout), plan.shared)
+    return sent_bytes(config, sharding, program, stages)
 
 
 def _lines(config: Config, world: int, plan: PipelinePlan) -> dict[str, tuple[int, ...]]:
-    """Those of rank 0 by axis; of pairs, too, where mirrored pipeline ranks hold two copies of everything."""
+    """Those of rank 0 by axis; of pairs, too, where mirrored pipeline ranks hold parameters together."""
     sizes = sizes_of(config, world)
     lines = lines_of(sizes, 0, config.model.num_kv_heads)
-    return lines | pair_lines_of(sizes, 0) if plan.shared == "all" else lines
+    return lines | pair_lines_of(sizes, 0) if plan.shared != "none" else lines
 
 
 def check_predictable(config: Config) -> None:

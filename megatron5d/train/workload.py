@@ -21,7 +21,7 @@ from megatron5d.comm.ledger import Ledger
 from megatron5d.config.matrices import quantised_matrices
 from megatron5d.config.pattern import is_moe
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
-from megatron5d.model.ends import loss_terms
+from megatron5d.model.ends import TIED, loss_terms
 from megatron5d.model.flops import core_flops
 from megatron5d.model.gpt import Gpt, is_recomputed
 from megatron5d.model.partition import StageSpec
@@ -92,14 +92,20 @@ class Workloads:
         self.target = target
         self._known: dict[str, dict[Kind, Unit]] = {}
 
-    def stages(self, config: Config, specs: Sequence[StageSpec]) -> list[list[Unit]]:
+    def stages(self, config: Config, specs: Sequence[StageSpec], shared: str = "none") -> list[list[Unit]]:
         """The units of every stage.
 
         Args:
             config: a lawful configuration.
             specs: what each stage holds.
+            shared: which parameters mirrored pipeline ranks hold together (`PipelinePlan.shared`).
         """
-        return [[self._unit(config, kind) for kind in _kinds(config, stage, spec)] for stage, spec in enumerate(specs)]
+        stages = [
+            [self._unit(config, kind) for kind in _kinds(config, stage, spec)] for stage, spec in enumerate(specs)
+        ]
+        if shared == "tied":
+            _part_ends(stages[0], stages[-1])
+        return stages
 
     def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
         """The units of the whole model: of each kind one, how many there are, and whether it is a layer or an end."""
@@ -121,6 +127,14 @@ def _sharing(unit: Unit, layers: int) -> Unit:
     return dataclasses.replace(unit, passes=passes)
 
 
+def _part_ends(first: list[Unit], last: list[Unit]) -> None:
+    """Gives the last stage the embedding that it shares with the first; traced on one rank, they have one."""
+    place = next(place for place, unit in enumerate(last) if TIED in unit.borrowed)
+    tied, borrowed = last[place].read[TIED], last[place].borrowed - {TIED}
+    first[0] = dataclasses.replace(first[0], dense=first[0].dense - tied, tied=tied)
+    last[place] = dataclasses.replace(last[place], tied=tied, borrowed=borrowed)
+
+
 def _kinds(config: Config, stage: int, spec: StageSpec) -> Iterator[Kind]:
     model, recompute = config.model, config.recompute
     if spec.embedding:
@@ -132,7 +146,7 @@ def _kinds(config: Config, stage: int, spec: StageSpec) -> Iterator[Kind]:
         for depth in range(model.num_mtp_layers):
             again = is_recomputed(recompute, stage, len(spec.layers) + depth)
             name, matrices, _ = _block(config, model.num_layers + depth, again)
-            yield f"ahead {name}", matrices, again
+            yield f"ahead {depth} {name}", matrices, again
 
 
 def _slices(config: Config) -> bool:
@@ -204,15 +218,22 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
             finally:
                 WATCH.reset(watched)
     counted: set[nn.Parameter] = set()
+    readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
     found = {}
     for kind, unit in zip(kinds, model.units):
-        own = {parameter for phase in unit for parameter in phase.parameters()} - counted
+        read = {parameter for phase in unit for parameter in phase.parameters()}
+        several = {spec_of(p).name: p.numel() for p in read if readers[p] > 1}
+        borrowed = frozenset(spec_of(p).name for p in read & counted)
+        own = read - counted
         counted |= own
         dense, expert = (sum(p.numel() for p in own if spec_of(p).expert is kept) for kept in (False, True))
         works = {op: together(each[phase] for phase in unit if phase in each) for op, each in passes.items()}
         for op in "BI":  # what went there comes back, begun in the backward of another unit (precision/host.py)
             works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
-        found[kind] = Unit(works, dense, expert, _copied(own), tuple(_matrices(own, config.optim)))
+        matrices = tuple(_matrices(own, config.optim))
+        found[kind] = Unit(
+            works, dense, expert, read=several, borrowed=borrowed, copied=_copied(own), matrices=matrices
+        )
     return found
 
 

@@ -74,6 +74,9 @@ LAYOUTS = {
     "dualpipe": (2, {"pp": 2, "schedule": "dualpipe_v", "fields": MOE}),
     "chunked-hsdp": (8, {"tp": 2, "sp": True, "tp_overlap": "chunked", "zero": 3, "dp_replicate": 2, "gbs": 8}),
     "mla": (4, {"model": "mla", "tp": 2, "sp": True, "cp": 2}),
+    "tied-ends-apart": (4, {"pp": 2, "zero": 1, "fields": {"tie_embeddings": True}}),
+    "mtp-ends-apart": (4, {"pp": 2, "zero": 2, "fields": {"num_mtp_layers": 1}}),
+    "tied-zero3": (2, {"zero": 3, "fields": {"tie_embeddings": True, "num_mtp_layers": 2}}),
     "muon-tp-zero1": (8, {"tp": 2, "sp": True, "cp": 2, "zero": 1, "optim": MUON}),
     "muon-moe": (4, {"ep": 2, "zero": 1, "fields": MOE, "optim": MUON}),
 }  # fmt: skip

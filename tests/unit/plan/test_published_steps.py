@@ -77,7 +77,7 @@ class OldAttention(Workloads):
     Korthikanti et al. 2022, equation 2); in a backward 2 each before dropout, behind it and behind the softmax.
     """
 
-    def stages(self, config, parts):
+    def stages(self, config, parts, shared="none"):
         t, model = config.train, config.model
         scores = t.mbs * t.seq_len**2 * model.num_heads // config.parallel.tp
         made = {"F": 7 * scores, "B": (6 + 7 * (config.recompute.mode != "none")) * scores}
@@ -90,7 +90,7 @@ class OldAttention(Workloads):
             }
             return dataclasses.replace(unit, passes={**unit.passes, **passes})
 
-        return [[old(unit) for unit in units] for units in super().stages(config, parts)]
+        return [[old(unit) for unit in units] for units in super().stages(config, parts, shared)]
 
 
 def is_old(run) -> bool:
