@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +32,73 @@ from megatron5d.comm.uneven import gather_rows, reduce_scatter_rows
 from megatron5d.topology.axis import Axis
 
 
+class Trip(Protocol):
+    """The way of one micro-batch's rows: straight (`DirectTrip`), or over nodes (hierarchy.py)."""
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts begin and end."""
+
+    def go_on(self, ticket: Tensor) -> tuple[Tensor, Trip]:
+        """Starts the second half of the way to the experts, where it has two; the ticket and the trip go on."""
+
+    def receive(self, ticket: Tensor) -> tuple[Tensor, Trip]:
+        """Waits for the rows of this rank's experts.
+
+        Returns:
+            `[r, h]` sorted by expert as `offsets` says, and the trip as it goes on.
+        """
+
+    def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
+        """Starts the way home.
+
+        Args:
+            y: `[r, h]`, partial over etp.
+            weights: as `send` returned them.
+
+        Returns:
+            The ticket for `combine`.
+        """
+
+    def combine(self, ticket: Tensor, weights: Tensor) -> Tensor:
+        """Waits for the rows and adds up each token's, weighted: `[n, h]`.
+
+        Args:
+            ticket: from `send_back`.
+            weights: as `send` returned them.
+        """
+
+
+class TokenDispatcher(Protocol):
+    """Starts trips: `Dispatcher`, or `NodeDispatcher` in hierarchy.py."""
+
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
+        """Starts the tokens' way to their experts.
+
+        Args:
+            x: `[n, h]`.
+            experts: int64 `[n, k]`; `num_experts` where the choice is not sent.
+            weights: `[n, k]`, 0 where a choice is not sent.
+
+        Returns:
+            The ticket for `go_on`, the weights for `send_back` and `combine`, and the trip.
+        """
+
+    def plan_load(self, load: float, limit: float) -> None:
+        """For forecasts on the meta device, which cannot count.
+
+        Args:
+            load: rows that this rank receives, in even shares.
+            limit: rows that it may receive at most, in even shares.
+        """
+
+
 @dataclass(frozen=True)
-class Trip:
+class DirectTrip:
     """Where the rows of one micro-batch go and how they come back.
 
     Args:
+        etp: axis of the ranks that share experts.
         home: for every choice of this rank's tokens, its row among the choices sorted by expert.
         num_sent: choices that are sent; the others are dropped or padding and come last in `home`.
         there, back: the two all-to-alls over ep.
@@ -43,6 +106,7 @@ class Trip:
         away: for every row that arrives, its place among the rows sorted by expert; and the experts' offsets.
     """
 
+    etp: Axis
     home: Places
     num_sent: int
     there: Exchange
@@ -52,12 +116,31 @@ class Trip:
 
     @property
     def offsets(self) -> Tensor:
-        """int64 `[E/ep + 1]`: where the rows of each of this rank's experts begin and end."""
+        """As in Trip."""
         return self.away.offsets
+
+    def go_on(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
+        """Nothing: the direct way has no second half."""
+        return ticket, self
+
+    def receive(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
+        """As in Trip. Comm: all_gather etp / reduce_scatter etp, all_to_all ep."""
+        rows = gather_rows(self.there.finish(ticket), self.etp, self.from_etp)  # -> [r, h]  all_gather etp
+        return _Reorder.apply(rows, self.away.token, self.away.place.flatten()), self  # [r, h] sorted by expert
+
+    def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
+        """As in Trip. Comm: reduce_scatter etp, all_to_all ep / all_gather etp."""
+        rows = _Reorder.apply(y, self.away.place.flatten(), self.away.token)  # [r, h] in the order of arrival
+        own = reduce_scatter_rows(rows, self.etp, self.from_etp)  # -> [from_etp, h]  reduce_scatter etp
+        return self.back.start(own)  # under way  all_to_all ep
+
+    def combine(self, ticket: Tensor, weights: Tensor) -> Tensor:
+        """As in Trip. Comm: none / all_to_all ep."""
+        return weighted_sum(self.back.finish(ticket), weights, self.home)
 
 
 class Dispatcher:
-    """Sends tokens to the experts of one layer and collects what comes back.
+    """Sends tokens straight to the experts of one layer.
 
     Args:
         num_experts: of the layer.
@@ -74,62 +157,19 @@ class Dispatcher:
         # in even shares; and which fraction of the choices is sent at all.
         self.planned_load, self.planned_limit, self.planned_sent = 1.0, math.inf, 1.0
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
-        """Starts the tokens' way to their experts.
+    def plan_load(self, load: float, limit: float) -> None:
+        """As in TokenDispatcher."""
+        self.planned_load, self.planned_limit = load, limit
 
-        Args:
-            x: `[n, h]`.
-            experts: int64 `[n, k]`; `num_experts` where the choice is not sent.
-            weights: `[n, k]`, 0 where a choice is not sent.
-
-        Returns:
-            The ticket for `receive`, the weights for `combine`, and the trip.
-
-        Comm: all_gather ep_etp of E counts; all_to_all ep of the rows that are not for this rank.
-        """
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectTrip]:
+        """As in TokenDispatcher. Comm: all_gather ep_etp of E counts; all_to_all ep of rows not for this rank."""
         home = places(experts, self.num_experts)
         counting = start_all_gather(home.offsets.diff()[None], self.ep_etp)  # [1, E] -> [ep·etp, E]
         rows = permute(x, home)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
         trip = self._trip(home, counting.wait())
         return trip.there.start(rows[: trip.num_sent]), weights, trip  # [n·k, h] under way  all_to_all ep
 
-    def go_on(self, ticket: Tensor, trip: Trip) -> tuple[Tensor, Trip]:
-        """Nothing: the direct way has no second half (hierarchy.py has one)."""
-        return ticket, trip
-
-    def receive(self, ticket: Tensor, trip: Trip) -> tuple[Tensor, Trip]:
-        """Waits for the rows of this rank's experts.
-
-        Returns:
-            `[r, h]` sorted by expert as `trip.offsets` says, and the trip as it goes on.
-
-        Comm: all_gather etp / reduce_scatter etp, all_to_all ep.
-        """
-        rows = gather_rows(trip.there.finish(ticket), self.etp, trip.from_etp)  # -> [r, h]  all_gather etp
-        return _Reorder.apply(rows, trip.away.token, trip.away.place.flatten()), trip  # [r, h] sorted by expert
-
-    def send_back(self, y: Tensor, weights: Tensor, trip: Trip) -> Tensor:
-        """Starts the way home of `[r, h]`, partial over etp. Comm: reduce_scatter etp, all_to_all ep / all_gather."""
-        rows = _Reorder.apply(y, trip.away.place.flatten(), trip.away.token)  # [r, h] in the order of arrival
-        own = reduce_scatter_rows(rows, self.etp, trip.from_etp)  # -> [from_etp, h]  reduce_scatter etp
-        return trip.back.start(own)  # under way  all_to_all ep
-
-    def combine(self, ticket: Tensor, weights: Tensor, trip: Trip) -> Tensor:
-        """Waits for the rows and adds up each token's, weighted.
-
-        Args:
-            ticket: from `send_back`.
-            weights: as `send` returned them.
-            trip: of these tokens.
-
-        Returns:
-            `[n, h]`.
-
-        Comm: none / all_to_all ep.
-        """
-        return weighted_sum(trip.back.finish(ticket), weights, trip.home)
-
-    def _trip(self, home: Places, counts: Tensor) -> Trip:
+    def _trip(self, home: Places, counts: Tensor) -> DirectTrip:
         """Computes all splits from all ranks' counts.
 
         Args:
@@ -149,7 +189,8 @@ class Dispatcher:
         lengths = here.transpose(0, 1).flatten()  # in the order of arrival: source etp, source ep, expert
         expert = torch.arange(local, device=counts.device).expand(etp.size, ep.size, local).flatten()
         arrived = torch.repeat_interleave(expert, lengths, output_size=sum(from_etp))
-        return Trip(
+        return DirectTrip(
+            etp,
             home,
             sum(send),
             Exchange(ep, send, receive, self.codec),

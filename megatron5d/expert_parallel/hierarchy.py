@@ -24,7 +24,7 @@ from kernels.moe import Places, permute, places
 from megatron5d.comm.all_to_all import start_all_to_all
 from megatron5d.comm.collectives import Pending, start_all_gather
 from megatron5d.comm.exchange import Codec, Exchange
-from megatron5d.expert_parallel.dispatch import Dispatcher, Trip, weighted_sum
+from megatron5d.expert_parallel.dispatch import DirectTrip, Dispatcher, weighted_sum
 from megatron5d.topology.axis import Axis
 
 
@@ -38,6 +38,7 @@ class NodeTrip:
         there, back: of hidden states over ep_outer.
         weights: of the weights, there.
         experts: int64 `[rows, k]`, under way: each row's experts among those of its node.
+        inside: sends rows on inside the node.
         inner: the trip inside the node, once rows have arrived.
     """
 
@@ -47,13 +48,38 @@ class NodeTrip:
     back: Exchange
     weights: Exchange
     experts: Pending
-    inner: Trip | None = None
+    inside: Dispatcher
+    inner: DirectTrip | None = None
 
     @property
     def offsets(self) -> Tensor:
         """As in Trip."""
         assert self.inner is not None
         return self.inner.offsets
+
+    def go_on(self, ticket: Tensor) -> tuple[Tensor, NodeTrip]:
+        """Waits for the rows of this node and starts their way inside it. Comm: that of the inner send."""
+        rows, experts = self.there.finish(ticket), self.experts.wait()
+        inside, _, inner = self.inside.send(rows, experts, rows[:, :0])
+        return inside, replace(self, inner=inner)
+
+    def receive(self, ticket: Tensor) -> tuple[Tensor, NodeTrip]:
+        """As in Trip, after `go_on`. Comm: that of the inner receive."""
+        assert self.inner is not None
+        rows, inner = self.inner.receive(ticket)
+        return rows, replace(self, inner=inner)
+
+    def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
+        """As in Trip: weighted and added up inside the node, then one row for each that came."""
+        assert self.inner is not None
+        paid = self.weights.finish(weights)
+        inside = self.inner.send_back(y, paid)
+        return self.back.start(self.inner.combine(inside, paid))
+
+    def combine(self, ticket: Tensor, weights: Tensor) -> Tensor:
+        """As in Trip; the rows are weighted already."""
+        rows = self.back.finish(ticket)
+        return weighted_sum(rows, self.sent.to(rows.dtype), self.home)
 
 
 class NodeDispatcher:
@@ -74,8 +100,12 @@ class NodeDispatcher:
         self.per_node = ep_outer.divide(num_experts, "model.num_experts")
         self.inner = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp, codec)
 
+    def plan_load(self, load: float, limit: float) -> None:
+        """As in TokenDispatcher, of the ranks of a node."""
+        self.inner.plan_load(load, limit)
+
     def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeTrip]:
-        """As Dispatcher.send; what stands for the weights is the ticket of theirs.
+        """As in TokenDispatcher; what stands for the weights is the ticket of theirs.
 
         Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights and expert ids.
         """
@@ -102,6 +132,7 @@ class NodeDispatcher:
             Exchange(self.ep_outer, receive, send),
             Exchange(self.ep_outer, send, receive),
             start_all_to_all(local, self.ep_outer, send, receive),
+            self.inner,
         )
         paid = permute(weights, home)[:count] * here.to(weights.dtype)
         return trip.there.start(rows[:count]), trip.weights.start(paid), trip
@@ -114,27 +145,3 @@ class NodeDispatcher:
         nodes = self.ep_outer.size
         self.inner.planned_sent = 1 / min(k, nodes)
         return torch.full((nodes, nodes), num_tokens * min(k, nodes) // nodes)
-
-    def go_on(self, ticket: Tensor, trip: NodeTrip) -> tuple[Tensor, NodeTrip]:
-        """Waits for the rows of this node and starts their way inside it. Comm: that of the inner send."""
-        rows, experts = trip.there.finish(ticket), trip.experts.wait()
-        inside, _, inner = self.inner.send(rows, experts, rows[:, :0])
-        return inside, replace(trip, inner=inner)
-
-    def receive(self, ticket: Tensor, trip: NodeTrip) -> tuple[Tensor, NodeTrip]:
-        """As Dispatcher.receive, after `go_on`. Comm: that of the inner receive."""
-        assert trip.inner is not None
-        rows, inner = self.inner.receive(ticket, trip.inner)
-        return rows, replace(trip, inner=inner)
-
-    def send_back(self, y: Tensor, weights: Tensor, trip: NodeTrip) -> Tensor:
-        """As Dispatcher.send_back: weighted and added up inside the node, then one row for each that came."""
-        assert trip.inner is not None
-        paid = trip.weights.finish(weights)
-        inside = self.inner.send_back(y, paid, trip.inner)
-        return trip.back.start(self.inner.combine(inside, paid, trip.inner))
-
-    def combine(self, ticket: Tensor, weights: Tensor, trip: NodeTrip) -> Tensor:
-        """As Dispatcher.combine; the rows are weighted already."""
-        rows = trip.back.finish(ticket)
-        return weighted_sum(rows, trip.sent.to(rows.dtype), trip.home)

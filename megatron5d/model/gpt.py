@@ -70,8 +70,7 @@ def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: di
         if balancer is None or i not in balancer.layers:
             return [*phases, Mlp(model, i, mesh, **factory)]
         dispatch = MoeDispatch(model, config.moe, i, mesh, **routing, **factory)
-        phases += [dispatch, MoeExperts(model, i, mesh, dispatcher=dispatch.dispatcher, **factory)]
-        return [*phases, MoeCombine(dispatch.dispatcher, share)]
+        return [*phases, dispatch, MoeExperts(model, i, mesh, **factory), MoeCombine(share)]
 
     return block
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +23,9 @@ from megatron5d.comm.exchange import Codec
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.balance import Balancer, Tokens
 from megatron5d.expert_parallel.capacity import within_capacity
-from megatron5d.expert_parallel.dispatch import Dispatcher, Trip
+from megatron5d.expert_parallel.dispatch import Dispatcher, TokenDispatcher, Trip
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.expert_parallel.hierarchy import NodeDispatcher, NodeTrip
+from megatron5d.expert_parallel.hierarchy import NodeDispatcher
 from megatron5d.expert_parallel.router import Jitter, Router
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import Norm
@@ -37,12 +36,12 @@ from megatron5d.precision.wire import EightBitRows
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
-State = tuple[Tensor, Tensor, Tensor, Tensor | None, Trip | NodeTrip]
+State = tuple[Tensor, Tensor, Tensor, Tensor | None, Trip]
 """What goes from phase to phase: the residual; the ticket of the exchange under way (comm/exchange.py); the router's
 weights; for a shared expert its input, then its output, else None; and where the tokens go."""
 
 
-def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> Any:
+def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> TokenDispatcher:
     """Sends tokens straight to their experts, or first to nodes and then inside them (parallel.ep_inner)."""
     if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
         outer, inner, etp, inner_etp = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))
@@ -191,7 +190,6 @@ class MoeExperts(nn.Module):
         layer: global index of the block.
         mesh: `ep`, `etp`, `tp`.
         sp: tokens are cut along the sequence.
-        dispatcher: of the same layer.
         parts: `experts`, `mlp` (the shared expert) and `activation` may be computed again.
         factory: dtype and device of the parameters.
     """
@@ -199,11 +197,9 @@ class MoeExperts(nn.Module):
     kind = "experts"
 
     def __init__(
-        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, dispatcher: Any, parts: Parts = KEEP_ALL,
-        **factory,
-    ) -> None:  # fmt: skip
+        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, parts: Parts = KEEP_ALL, **factory
+    ) -> None:
         super().__init__()
-        self.dispatcher = dispatcher
         factory = {"parts": parts, **factory}
         self.experts = Experts(config, f"layers.{layer}.experts", mesh["ep"], mesh["etp"], **factory)
         self.shared = None
@@ -217,33 +213,32 @@ class MoeExperts(nn.Module):
         shared = None
         if self.shared is not None and normed is not None:
             shared = self.shared.project_up(normed, defer)  # while the tokens travel
-        ticket, trip = self.dispatcher.go_on(ticket, trip)
+        ticket, trip = trip.go_on(ticket)
         if self.shared is not None and shared is not None:
             shared = self.shared.project_down(shared, defer)  # while they travel inside the node
-        rows, trip = self.dispatcher.receive(ticket, trip)  # [r, h]
+        rows, trip = trip.receive(ticket)  # [r, h]
         y = self.experts(rows, trip.offsets, defer)  # [r, h], partial over etp
-        return x, self.dispatcher.send_back(y, weights, trip), weights, shared, trip
+        return x, trip.send_back(y, weights), weights, shared, trip
 
 
 class MoeCombine(nn.Module):
     """Phase: State -> hidden states `[s/cp/tp, b, h]`.
 
     Args:
-        dispatcher: of the same layer.
         share: of the same layer.
     """
 
     kind = "combine"
 
-    def __init__(self, dispatcher: Any, share: TokenShare) -> None:
+    def __init__(self, share: TokenShare) -> None:
         super().__init__()
-        self.dispatcher, self.share = dispatcher, share
+        self.share = share
 
     def forward(self, state: State, batch: MicroBatch, defer: Defer) -> Tensor:
         """State -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`).
 
-        Comm: without sp all_gather tp of n·h elements / none; the dispatcher's `combine`.
+        Comm: without sp all_gather tp of n·h elements / none; the trip's `combine`.
         """
         x, ticket, weights, shared, trip = state
-        y = self.share.give(self.dispatcher.combine(ticket, weights, trip), x)  # [n, h] -> [s/cp/tp, b, h]
+        y = self.share.give(trip.combine(ticket, weights), x)  # [n, h] -> [s/cp/tp, b, h]
         return x + y if shared is None else x + (y + shared)

@@ -24,6 +24,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.ends import loss_terms
 from megatron5d.model.gpt import Gpt
+from megatron5d.model.moe import MoeDispatch
 from megatron5d.optim.clip import global_square_sum
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
@@ -238,10 +239,8 @@ def planned_batch(config: Config, mesh: Mesh, model: Gpt, num_microbatches: int)
 
 def set_load(model: Gpt, imbalance: float, capacity_factor: float | None) -> None:
     for module in model.modules():
-        dispatcher = getattr(module, "dispatcher", None)
-        if dispatcher is not None:
-            inner = getattr(dispatcher, "inner", dispatcher)
-            inner.planned_load, inner.planned_limit = imbalance, capacity_factor or math.inf
+        if isinstance(module, MoeDispatch):
+            module.dispatcher.plan_load(imbalance, capacity_factor or math.inf)
 
 
 def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:

@@ -57,10 +57,10 @@ def layer(rank, world, ep, etp, crowd, ep_inner=1):
     x, weights, chosen, dy = inputs(rank, crowd)
     x, weights = x.requires_grad_(), weights.requires_grad_()
     ticket, carried, trip = dispatcher.send(x, chosen, weights)
-    ticket, trip = dispatcher.go_on(ticket, trip)
-    rows, trip = dispatcher.receive(ticket, trip)
-    home = dispatcher.send_back(experts(rows, trip.offsets, run_now), carried, trip)
-    y = dispatcher.combine(home, carried, trip)
+    ticket, trip = trip.go_on(ticket)
+    rows, trip = trip.receive(ticket)
+    home = trip.send_back(experts(rows, trip.offsets, run_now), carried)
+    y = trip.combine(home, carried)
     y.backward(dy)
     empty = [torch.zeros_like(p) for p in experts.parameters()]
     grads = [(p.spec, g if p.grad is None else p.grad) for p, g in zip(experts.parameters(), empty)]
