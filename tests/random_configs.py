@@ -21,7 +21,7 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from megatron5d.pipeline_parallel.registry import schedule_names
+from megatron5d.pipeline_parallel.catalogue import schedule_names
 from megatron5d.train.shrink import faults_of
 
 AUTO = 0.03  # share of the pipelines whose schedule is searched, which takes seconds

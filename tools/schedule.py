@@ -21,10 +21,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.model.layer_costs import BALANCES, LayerCosts
+from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
 from megatron5d.pipeline_parallel.program import Program, placement_name
-from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.search.command import (
     add_learn_options,
     add_search_options,

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, Generic, TypeVar
 
 from megatron5d.config.schema import Config
-from megatron5d.pipeline_parallel.registry import find_schedule
+from megatron5d.pipeline_parallel.catalogue import find_schedule
 
 Change = dict[str, Any]  # key of the configuration -> value
 Price = TypeVar("Price")

@@ -16,8 +16,8 @@ from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
 from megatron5d.model.partition import StageSpec, at_both_ends, layers_per_stage, shared_by_mirror, stage_specs
+from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.program import Placement, Program
-from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.text import read_program
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.topology.process import Process

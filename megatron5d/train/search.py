@@ -11,9 +11,9 @@ import numpy as np
 from megatron5d.config.schema import Config
 from megatron5d.model.partition import at_both_ends, layers_per_stage, shared_by_mirror
 from megatron5d.model.stage_costs import ModelCosts
+from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
 from megatron5d.pipeline_parallel.program import Placement, Program, loop_placement
-from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search.named import best_named
 from megatron5d.pipeline_parallel.search.placements import candidates, placement_called
 from megatron5d.pipeline_parallel.search.result import SearchResult

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
+from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program
-from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.search.model import CostModel, costs_on
 from megatron5d.pipeline_parallel.search.placements import called
 from megatron5d.pipeline_parallel.simulate import simulate

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron5d.model.layer_costs import BALANCES, LayerCosts
+from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
 from megatron5d.pipeline_parallel.program import OPS, loop_placement, mirrored_placement, zigzag_placement
-from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search import search
 from megatron5d.pipeline_parallel.search.clock import Clock
 from megatron5d.pipeline_parallel.search.fold import is_mirrored

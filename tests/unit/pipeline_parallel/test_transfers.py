@@ -4,8 +4,8 @@ from collections import defaultdict
 
 import pytest
 
+from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.program import Action
-from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.transfers import Flow, Message, flows, input_of, output_of, steps
 
 PROGRAMS = [(name, p, m) for name in schedule_names() for p, m in ((2, 4), (4, 9), (4, 16)) if "dual" not in name] + [

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import parse_costs
-from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search.clock import Clock
 from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
 from megatron5d.pipeline_parallel.search.lanes import PAIRS

@@ -12,8 +12,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
-from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import held_activations, held_stash, simulate
 
 # model, ranks, micro-batches, milliseconds of (F, B = our I, W, message), bubble rates of (1F1B, ZB-H1, ZB-H2)

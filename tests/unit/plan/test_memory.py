@@ -11,9 +11,9 @@ from kernels import dispatch, swiglu
 from kernels.planning import planned
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import LogConfig
+from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import Action
-from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.simulate import peak_memory
 from megatron5d.plan.memory import RankMemory, table
 from megatron5d.plan.peak import Peak, find_peak

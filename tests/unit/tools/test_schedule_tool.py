@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import parse_costs
 from megatron5d.pipeline_parallel.program import zigzag_placement
-from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.search.policy import Policy, flat
 from megatron5d.pipeline_parallel.search.problem import Problem
 from megatron5d.pipeline_parallel.search.shipped import FILE, starting_points

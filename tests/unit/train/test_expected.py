@@ -14,7 +14,7 @@ from megatron5d.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
-from megatron5d.pipeline_parallel.registry import build_program
+from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
 from megatron5d.train.expected import expected_bubble
 from megatron5d.train.schedule import plan_pipeline
