@@ -1,13 +1,15 @@
-"""One unit's parameters in one flat buffer, and their main gradients in another: what is reduced and gathered as one.
+"""A bucket: the parameters of one unit in a flat buffer, and their main gradients in another.
+
+Each bucket is gathered and reduced by one collective.
 
     weights    | p0 | p1 | ... | pad |     dtype of the model; each parameter is a view
     grads      | p0 | p1 | ... | pad |     main-gradient dtype; each parameter's .main_grad is a view
 
-Both are cut into n = `shard.size` equal slices, of which a rank owns one. It receives the reduced gradient in
-`grad_slice`, keeps the optimiser state for it, updates `weight_slice`, and gathers the other ranks' slices of the
-weights. With n = 1 the slice is the whole buffer.
+Both buffers are divided into n = `shard.size` equal slices, of which each rank owns one. A rank receives the reduced
+gradient of its slice in `grad_slice`, keeps the optimiser state for it, updates `weight_slice`, and gathers the other
+ranks' slices of the weights. With n = 1 the slice is the whole buffer.
 
-What stays in memory, in elements per bucket; N = `numel` (parameters padded to 16 elements each, the whole to 16·n):
+What is in memory, in elements per bucket; N = `numel` (each parameter padded to 16 elements, the whole to 16·n):
 
     zero   weights                                 grads
     0      N (n = 1)                               N
@@ -15,9 +17,9 @@ What stays in memory, in elements per bucket; N = `numel` (parameters padded to 
     2      N, the slice a view of them             N/n, and N while the unit's gradient is computed and reduced
     3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is computed and reduced
 
-The memory of a buffer that comes and goes is freed and allocated in place (residence.py), so parameters remain views of
-it. Matrices that are multiplied in 8 bits may be gathered as 8-bit values instead (eight_bits.py): N bytes while the
-unit computes, and N/n bytes that stay.
+A temporary buffer is allocated and freed in place (flat_memory.py), so parameters remain views of it. Matrices that
+are multiplied in 8 bits may be gathered as 8-bit values instead (eight_bits.py): N bytes while the unit computes, and
+N/n bytes that stay.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from torch import Tensor, nn
 
 from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron5d.data_parallel.eight_bits import EightBitWeights
-from megatron5d.data_parallel.residence import give_back, take
+from megatron5d.data_parallel.flat_memory import allocate, free
 from megatron5d.precision.fp8_weights import forget_quantized
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import Piece, ShardSpec, has_memory, spec_of
 
-_ALIGNMENT = 16  # elements: each parameter starts on a boundary that vector loads like
+_ALIGNMENT = 16  # elements: each parameter starts at a multiple of this, for aligned vector loads
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Segment:
 
     Args:
         spec: of the parameter.
-        local: flat range within the local parameter.
+        local_shape: of the parameter on this rank.
+        local: flat range (start, stop) within the local parameter.
         owned: the same elements as a flat range within the owned slice.
     """
 
@@ -54,31 +57,31 @@ class Segment:
     owned: tuple[int, int]
 
     def counted(self) -> list[tuple[int, int]]:
-        """Flat ranges of the owned slice that this rank counts in norms: pieces of which it has the first copy."""
+        """Flat ranges of the owned slice that this rank counts in norms: the pieces of which it has the first copy."""
         return [span for piece, span in self.pieces() if piece.owner]
 
     def pieces(self) -> list[tuple[Piece, tuple[int, int]]]:
-        """The pieces that lie in the segment, each with the flat range of the owned slice in which it lies."""
+        """The pieces that overlap the segment, each with its flat range in the owned slice."""
         shift = self.owned[0] - self.local[0]
-        met = []
+        found = []
         for piece in self.spec.pieces:
             start, stop = max(piece.flat[0], self.local[0]), min(piece.flat[1], self.local[1])
             if start < stop:
-                met.append((piece, (start + shift, stop + shift)))
-        return met
+                found.append((piece, (start + shift, stop + shift)))
+        return found
 
 
 class Bucket:
-    """Flat buffers of one unit.
+    """The flat buffers of one unit.
 
     Args:
-        parameters: of the unit; they become views of the buffers and get a `.main_grad`. Their values are copied in; of
-            those built `without_memory` they come later, into `weight_slice`, which begins as zeros.
-        shard: ranks that own one slice each.
-        replicate: ranks that hold the same slice.
+        parameters: of the unit; they become views of the weights and get a `.main_grad`. Their values are copied in.
+            Parameters built `without_memory` have none yet: they are zero, and are initialised in `weight_slice`.
+        shard: the ranks that own one slice each.
+        replicate: the ranks that own the same slice.
         grad_dtype: of the main gradients.
-        zero: stage, which says what stays resident.
-        eight_bits: under ZeRO-3 the weights, all multiplied in 8 bits, are gathered in 8 bits.
+        zero: ZeRO stage, 0 ... 3.
+        eight_bits: under ZeRO-3, gather the weights, all of which are multiplied in 8 bits, in 8 bits.
     """
 
     def __init__(
@@ -97,37 +100,38 @@ class Bucket:
         self.numel = self.slice_numel * shard.size
         self.shards_weights, self.shards_grads = zero == 3 and shard.size > 1, zero >= 2 and shard.size > 1
         self.weights, self.weight_slice = self._buffer(first.dtype, self.shards_weights)
-        self._adopt()
-        if self.shards_weights:  # one of the two whole buffers is there at a time, and only while views are made
-            give_back(self.weights)
+        self._bind_parameters()
+        if self.shards_weights:  # freed before the gradients are allocated, so that both are never there together
+            free(self.weights)
         self.grads, self.grad_slice = self._buffer(grad_dtype, self.shards_grads)
         for parameter, offset in zip(self.parameters, self.offsets):
             parameter.main_grad = self._view(self.grads, parameter, offset)  # type: ignore[attr-defined]
             if self.shards_grads:
-                parameter.hold_main_grad = self.hold_grads  # type: ignore[attr-defined]
+                parameter.allocate_main_grad = self.allocate_grads  # type: ignore[attr-defined]
         if self.shards_grads:
-            give_back(self.grads)
+            free(self.grads)
         self.holds_weights, self.holds_grads = not self.shards_weights, not self.shards_grads
         self._reducing: Pending | None = None
         self.eight_bits: EightBitWeights | None = None
         if self.shards_weights and eight_bits:
             self.eight_bits = EightBitWeights(self.parameters, self.offsets, self.weight_slice, shard)
 
-    def _buffer(self, dtype: torch.dtype, comes_and_goes: bool) -> tuple[Tensor, Tensor]:
-        """A whole buffer and the slice of it that stays; both zero, unless the whole one will be filled each time."""
+    def _buffer(self, dtype: torch.dtype, temporary: bool) -> tuple[Tensor, Tensor]:
+        """(whole buffer, owned slice): the slice is a view, or has its own memory where the whole is temporary."""
         device = self.parameters[0].device
-        if comes_and_goes:
+        if temporary:
             whole = torch.empty(self.numel, dtype=dtype, device=device)
             return whole, torch.zeros(self.slice_numel, dtype=dtype, device=device)
         whole = torch.zeros(self.numel, dtype=dtype, device=device)
         return whole, whole[self.owned]
 
     def _view(self, flat: Tensor, parameter: nn.Parameter, offset: int) -> Tensor:
+        """The part of a flat buffer that belongs to a parameter, in its shape."""
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
-    def _adopt(self) -> None:
-        """Makes the parameters views of the weights and copies in the values of those that have any."""
-        segments = {id(parameter): segment for parameter, segment in self._parts()}
+    def _bind_parameters(self) -> None:
+        """Makes the parameters views of the weights, and copies in the values of those that have memory."""
+        segments = {id(parameter): segment for parameter, segment in self._owned_parts()}
         for parameter, offset in zip(self.parameters, self.offsets):
             values, parameter.data = parameter.data, self._view(self.weights, parameter, offset)
             if not has_memory(values):
@@ -146,21 +150,21 @@ class Bucket:
 
     @property
     def resident_weights(self) -> list[Tensor]:
-        """What of the weights stays in memory between uses."""
+        """The tensors of the weights that stay in memory between uses."""
         if self.eight_bits is not None:
             return [self.weight_slice, self.eight_bits.slice, *self.eight_bits.scales]
         return [self.weight_slice if self.shards_weights else self.weights]
 
     @property
     def resident_grads(self) -> Tensor:
-        """What of the main gradients stays in memory between uses."""
+        """The buffer of main gradients that stays in memory between uses."""
         return self.grad_slice if self.shards_grads else self.grads
 
     def segments(self) -> list[Segment]:
-        """The part of each parameter that lies in the owned slice, in order."""
-        return [segment for _, segment in self._parts()]
+        """The parts of parameters that lie in the owned slice, in its order."""
+        return [segment for _, segment in self._owned_parts()]
 
-    def _parts(self) -> list[tuple[nn.Parameter, Segment]]:
+    def _owned_parts(self) -> list[tuple[nn.Parameter, Segment]]:
         begin, end = self.owned.start, self.owned.stop
         parts = []
         for parameter, offset in zip(self.parameters, self.offsets):
@@ -171,7 +175,7 @@ class Bucket:
         return parts
 
     def shares(self) -> list[list[tuple[int, int]]]:
-        """For each parameter the flat range, perhaps empty, that each rank of `shard` owns of it."""
+        """For each parameter, the flat range of it that each rank of `shard` owns; it may be empty."""
         edges = [rank * self.slice_numel for rank in range(self.shard.size + 1)]
         shares = []
         for parameter, offset in zip(self.parameters, self.offsets):
@@ -179,8 +183,8 @@ class Bucket:
             shares.append(list(zip(cuts, cuts[1:])))
         return shares
 
-    def copies(self) -> list[tuple[str, Tensor]]:
-        """(axis, view of `grad_slice`) of gradients that must still be summed over copies (norms under sp)."""
+    def partial_grads(self) -> list[tuple[str, Tensor]]:
+        """(axis, view of `grad_slice`) of gradients still to be summed over an axis of copies (norms under sp)."""
         return [
             (name, self.grad_slice[start:stop])
             for segment in self.segments()
@@ -189,35 +193,35 @@ class Bucket:
         ]
 
     def clear_grads(self) -> None:
-        """To be called before a step's first gradient."""
+        """Sets the main gradients to zero; called before the first gradient of a step."""
         self.grad_slice.zero_()
         if not self.shards_grads:
             self.grads.zero_()
 
-    def hold_grads(self) -> None:
-        """Allocates the accumulation buffer, filled with zeros, if it is not there."""
+    def allocate_grads(self) -> None:
+        """Allocates the buffer of main gradients, filled with zeros, if it is not there."""
         if self._reducing is not None:
             self.finish_reduce()
         if not self.holds_grads:
-            take(self.grads)
+            allocate(self.grads)
             self.grads.zero_()
             self.holds_grads = True
 
     def _drop_grads(self) -> None:
-        give_back(self.grads)
+        free(self.grads)
         self.holds_grads = False
 
     def start_reduce(self) -> None:
-        """Sums what the accumulation buffer holds over `shard`; `finish_reduce` takes it into the owned slice.
+        """Starts summing the main gradients over `shard`; `finish_reduce` puts the sum into the owned slice.
 
         Comm: reduce_scatter over `shard`, (n-1)/n·N elements.
         """
         if self.shard.size > 1 and self.holds_grads:
-            assert self._reducing is None, "a bucket's reduction before has not been taken in"
+            assert self._reducing is None, "the last reduction of this bucket has not been finished"
             self._reducing = start_reduce_scatter(self.grads, self.shard)
 
     def finish_reduce(self) -> None:
-        """Waits for the sum, and frees the accumulation buffer if it does not stay."""
+        """Waits for the sum, puts it into the owned slice, and frees the main gradients if they are temporary."""
         if self._reducing is None:
             return
         reduced, self._reducing = self._reducing.wait(), None
@@ -228,18 +232,18 @@ class Bucket:
             self.grad_slice.copy_(reduced)
 
     def start_sum_replicas(self) -> Pending:
-        """Sums the owned slice over the ranks that hold the same one.
+        """Starts summing the owned slice of the gradients over the ranks that own the same slice.
 
         Comm: all_reduce over `replicate` of N/n elements.
         """
         return start_all_reduce(self.grad_slice, self.replicate)
 
     def holds(self, wide: bool) -> bool:
-        """Whether the weights are there: for the phases to read, or (wide) in the model's dtype for anybody."""
+        """Whether the whole weights are in memory: as the phases read them, or (wide) in the model's dtype."""
         return self.holds_weights if self.eight_bits is None or wide else self.eight_bits.is_held
 
     def start_gather(self, wide: bool = False) -> Pending:
-        """Allocates the whole weights and gathers all ranks' slices of them; they are complete after `wait`.
+        """Allocates the whole weights and starts gathering the slices of all ranks; they are complete after `wait`.
 
         Args:
             wide: in the model's dtype even if the phases read them in 8 bits.
@@ -249,27 +253,27 @@ class Bucket:
         if self.eight_bits is not None and not wide:
             return self.eight_bits.start_gather()
         if not self.holds_weights:
-            take(self.weights)
+            allocate(self.weights)
             self.holds_weights = True
-        # where the slice is a view of the buffer that is written, it travels as a copy
+        # a slice that is a view of the output buffer is sent from a copy
         sent = self.weight_slice if self.shards_weights else self.weight_slice.clone()
         return start_all_gather(sent, self.shard, out=self.weights)
 
     @property
     def gathered(self) -> Tensor:
-        """The buffer in which the phases find the weights."""
+        """The buffer from which the phases read the weights."""
         return self.weights if self.eight_bits is None else self.eight_bits.whole
 
     def buffer_bytes(self) -> int:
-        """Bytes of what comes and goes and is there now: gathered weights, a gradient being computed or reduced."""
+        """Bytes of the temporary buffers that are allocated now: whole weights, and main gradients."""
         weights = self.gathered.nbytes if self.shards_weights and self.holds(wide=False) else 0
         return weights + (self.grads.nbytes if self.shards_grads and self.holds_grads else 0)
 
     def drop_weights(self) -> None:
-        """Frees the whole weights and 8-bit copies of them; the owned slice stays."""
+        """Frees the whole weights and their 8-bit copies; the owned slice stays."""
         assert self.shards_weights
         forget_quantized(self.parameters)
-        give_back(self.weights)
+        free(self.weights)
         self.holds_weights = False
         if self.eight_bits is not None:
             self.eight_bits.drop()

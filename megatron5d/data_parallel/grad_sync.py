@@ -49,7 +49,17 @@ from megatron5d.topology.shard import ShardSpec, spec_of
 
 
 def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> tuple[Axis, Axis]:
-    """(shard, replicate): the ranks that own one slice of a bucket each, and the ranks that own the same slice."""
+    """The axes over which a bucket is sharded and replicated.
+
+    Args:
+        mesh: this rank's axes.
+        zero: ZeRO stage, 0 ... 3.
+        shared: `ShardSpec.shared` of the bucket's parameters.
+        expert: `ShardSpec.expert` of them.
+
+    Returns:
+        (shard, replicate): the ranks that own one slice each, and the ranks that own the same slice.
+    """
     pair = f"_{shared}" if shared else ""
     whole, shard, replicate = ("edp", "edp_shard", "edp_replicate") if expert else (
         "dp_cp", "dp_shard_cp", "dp_replicate"
@@ -62,7 +72,7 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
 
 
 def _kind(parameter: nn.Parameter, eight_bits: bool) -> tuple[str, bool, bool]:
-    """Parameters of one kind are reduced over the same ranks and gathered in the same dtype."""
+    """The kind of a parameter: those of one kind are reduced over the same ranks and gathered in the same dtype."""
     spec = spec_of(parameter)
     return spec.shared, spec.expert, eight_bits and is_quantized(parameter)
 
@@ -71,21 +81,21 @@ class GradSync:
     """The PhaseHooks of a stage under data parallelism.
 
     Args:
-        units: lists of phases. A unit's parameters share a bucket; those of another kind (`_kind`) get another one. A
-            parameter used by several units (tied embeddings) belongs to the first.
+        units: lists of phases. The parameters of a unit that are of one kind (`_kind`) share a bucket. A parameter used
+            by several units (tied embeddings) belongs to the first.
         mesh: this rank's axes.
         zero: 0 ... 3.
         grad_dtype: of main gradients and their reduction.
         reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every micro-batch.
         gather_per_step: ZeRO-3 keeps gathered weights until their last backward of a step.
-        gather_eight_bits: ZeRO-3 gathers in 8 bits what is multiplied so, in a bucket of its own.
-        apart: splits a unit's parameters once more, for those that another optimiser updates.
+        gather_eight_bits: ZeRO-3 gathers matrices that are multiplied in 8 bits in 8 bits; they get their own buckets.
+        separate: parameters for which it is true get their own buckets (those that another optimiser updates).
     """
 
     def __init__(
         self, units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype, *,
         reduce_per_step: bool = False, gather_per_step: bool = False, gather_eight_bits: bool = False,
-        apart: Callable[[ShardSpec], bool] = lambda spec: False,
+        separate: Callable[[ShardSpec], bool] = lambda spec: False,
     ) -> None:  # fmt: skip
         self.zero, self.buckets = zero, list[Bucket]()
         self._mesh = mesh
@@ -96,7 +106,7 @@ class GradSync:
         for unit in units:
             own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in home}
             kinds = {
-                parameter: (*_kind(parameter, gather_eight_bits and zero == 3), apart(spec_of(parameter)))
+                parameter: (*_kind(parameter, gather_eight_bits and zero == 3), separate(spec_of(parameter)))
                 for parameter in own
             }
             for kind in sorted(set(kinds.values())):
@@ -104,28 +114,28 @@ class GradSync:
                 home |= dict.fromkeys(parameters, len(self.buckets))
                 axes = data_axes(mesh, zero, *kind[:2])
                 self.buckets.append(Bucket(parameters, *axes, grad_dtype, zero, eight_bits=kind[2]))
-            met: set[int] = set()
+            earlier: set[int] = set()
             for phase in unit:
                 self._uses[phase] = sorted({home[parameter] for parameter in phase.parameters()})
-                self._ends[phase] = set(self._uses[phase]) - met  # a backward comes to the unit's first user last
-                met |= self._ends[phase]
+                self._ends[phase] = set(self._uses[phase]) - earlier  # the first phase in a unit is last in a backward
+                earlier |= self._ends[phase]
                 for index in self._uses[phase]:
                     self._used_by.setdefault(index, []).append(phase)
         self._per_microbatch = not reduce_per_step
-        self._missing: dict[int, int] = {}
-        self._queue: list[int] = []  # shared buckets whose sum with the mirror's is to start, in this order
+        self._grads_to_come: dict[int, int] = {}  # bucket -> weight gradients of phases still to come in this step
+        self._mirror_queue: list[int] = []  # shared buckets whose sum with the mirror's is to start, in this order
         self._reducing: dict[int, bool] = {}  # sums over the shard axis under way: bucket -> the step's last?
         self._summing: list[Pending] = []  # sums over replicas under way
         self._shared = [i for i, bucket in enumerate(self.buckets) if spec_of(bucket.parameters[0]).shared]
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL even an asynchronous collective waits until all ranks have called it. Then
-        # reductions shared with the mirror start after the step's last action, lest two ranks wait for each other.
+        # reductions with the mirror start after the step's last action, so that two ranks never wait for each other.
         self._starts_early = dist.get_debug_level() != dist.DebugLevel.DETAIL
-        self._meet_mirror()
+        self._connect_mirrors()
         unit_of = {phase: number for number, unit in enumerate(units) for phase in unit}
         self.weights = GatheredWeights(self.buckets, self._uses, unit_of, gather_per_step)
 
-    def _meet_mirror(self) -> None:
-        """Connects mirrored ranks now; connecting in the first step, they could wait for each other.
+    def _connect_mirrors(self) -> None:
+        """Connects mirrored ranks now; if they connected in the first step, they could wait for each other.
 
         Comm: all_reduce of one element per axis on which shared parameters are reduced.
         """
@@ -143,16 +153,16 @@ class GradSync:
         for bucket in self.buckets:
             bucket.clear_grads()
         place = {phase: index for index, phase in enumerate(passes)}
-        self._missing = {index: sum(passes[phase] for phase in phases) for index, phases in self._used_by.items()}
-        self._queue = sorted(self._shared, key=lambda index: max(place[phase] for phase in self._used_by[index]))
+        self._grads_to_come = {index: sum(passes[phase] for phase in phases) for index, phases in self._used_by.items()}
+        self._mirror_queue = sorted(self._shared, key=lambda index: max(place[phase] for phase in self._used_by[index]))
         self.weights.start_step(passes)
 
     def follow(self, phases: Sequence[nn.Module]) -> None:
-        """Learns the order of a stage's phases."""
+        """Says in which order an action passes the phases of a stage."""
         self.weights.follow(phases)
 
     def expect(self, phase: nn.Module, forward: bool) -> None:
-        """The action after the one that starts now begins with this phase."""
+        """Says that the action after the one that starts now begins with this phase."""
         self.weights.expect(phase, forward)
 
     def before_forward(self, phase: nn.Module) -> None:
@@ -164,11 +174,11 @@ class GradSync:
         self.weights.after(phase, True)
 
     def before_recompute(self, phase: nn.Module) -> None:
-        """As before_forward, where a backward runs the phase again: its weights stay until `after_backward`."""
+        """Waits for the weights of a phase that a backward runs again; they stay until `after_backward`."""
         self.weights.before_recompute(phase)
 
     def after_recompute(self, phase: nn.Module) -> None:
-        """Nothing: they stay."""
+        """Does nothing: the weights stay until `after_backward`."""
 
     def before_backward(self, phase: nn.Module) -> None:
         """Waits for the weights that the input gradient of this phase reads."""
@@ -179,42 +189,45 @@ class GradSync:
         self.weights.after(phase, False)
 
     def before_weight_grads(self, phase: nn.Module) -> None:
-        """Nothing: W reads no weights."""
+        """Does nothing: W reads no weights."""
 
     def after_weight_grads(self, phase: nn.Module) -> None:
-        """Starts the reduction of buckets whose last gradient has come, of the step or (ZeRO-2, 3) of the micro-batch.
+        """Starts to reduce the buckets whose last gradient of the step, or (ZeRO-2, 3) of the micro-batch, has come.
 
         A bucket shared with the mirrored rank also waits for its turn.
         """
         due = []
         for index in self._uses[phase]:
-            self._missing[index] -= 1
+            self._grads_to_come[index] -= 1
             each = self._per_microbatch and self.buckets[index].shards_grads and index in self._ends[phase]
-            if each or self._missing[index] == 0:
+            if each or self._grads_to_come[index] == 0:
                 due.append(index)
         if due:
-            self._take_in()
+            self._finish_shard_sums()
             for index in due:
                 self._start_reduce(index)
             if self._starts_early:
                 self._start_shared()
 
     def _start_reduce(self, index: int) -> None:
-        """Starts the sum over the shard axis, or over the replicas if that is 1. Sums with the mirror use _queue."""
+        """Starts the sum over the shard axis, or over replicas where that has one rank; not sums with the mirror."""
         bucket, shared = self.buckets[index], index in self._shared
         if bucket.shard.size == 1:
             if not shared:
                 self._summing.append(bucket.start_sum_replicas())
         elif not (shared and self.zero == 1):
             bucket.start_reduce()
-            self._reducing[index] = self._missing[index] == 0
+            self._reducing[index] = self._grads_to_come[index] == 0
 
-    def _take_in(self, everything: bool = False) -> None:
+    def _finish_shard_sums(self, everything: bool = False) -> None:
         """Finishes sums over shard axes and starts those over replicas.
 
-        Called when the next unit's gradient is ready: until then the sum had time, and now its buffer can be freed. If
-        there is no buffer to free and no replica to sum with, the sum is left until the end of the step. So is one with
-        the mirrored rank, which may first have to do something for which it needs this rank.
+        Called when the next unit's gradient is ready: the sum has had time until then, and its buffer can be freed. A
+        sum without a buffer to free or a replica to sum with is left until the end of the step. So is a sum with the
+        mirrored rank, which may first have to do something for which it needs this rank.
+
+        Args:
+            everything: finish all of them.
         """
         left = {}
         for index, is_last in self._reducing.items():
@@ -224,15 +237,18 @@ class GradSync:
                 left[index] = is_last
                 continue
             bucket.finish_reduce()
-            # The step's last gradient may have come by now, and still wait for its own sum over the shard axis.
+            # The step's last gradient may have come meanwhile; its own sum over the shard axis is still to start.
             if is_last and not (index in self._shared and self.zero != 1):
                 self._summing.append(bucket.start_sum_replicas())
         self._reducing = left
 
     def _start_shared(self) -> None:
-        """Starts the sums with the mirror whose turn has come: over the shard axis under ZeRO-1, else over replicas."""
-        while self._queue and self._missing[self._queue[0]] == 0 and self._queue[0] not in self._reducing:
-            index = self._queue.pop(0)
+        """Starts the sums with the mirrored rank whose turn it is: over the shard axis under ZeRO-1, else replicas."""
+        while self._mirror_queue:
+            index = self._mirror_queue[0]
+            if self._grads_to_come[index] or index in self._reducing:
+                return
+            self._mirror_queue.pop(0)
             if self.zero == 1 and self.buckets[index].shard.size > 1:
                 self.buckets[index].start_reduce()
                 self._reducing[index] = True
@@ -241,12 +257,12 @@ class GradSync:
 
     def finish_reduce(self) -> None:
         """Waits until every owned slice holds the whole gradient."""
-        left = {index: count for index, count in self._missing.items() if count}
-        assert not left, f"weight gradients still owed by micro-batch count, per bucket: {left}"
+        left = {index: count for index, count in self._grads_to_come.items() if count}
+        assert not left, f"weight gradients that have not come, per bucket: {left}"
         if self.zero != 1:
-            self._take_in(everything=True)
+            self._finish_shard_sums(everything=True)
         self._start_shared()
-        self._take_in(everything=True)
+        self._finish_shard_sums(everything=True)
         for pending in self._summing:
             pending.wait()
         self._summing.clear()
@@ -254,13 +270,13 @@ class GradSync:
         self.weights.check_released()
 
     def _sum_copies(self) -> None:
-        """Sums the gradients of parameters of which each copy has seen a part of the tokens (norms under sp).
+        """Sums the gradients of parameters whose copies have each seen only a part of the tokens (norms under sp).
 
         Comm: one all_reduce per axis of copies, of the elements of those gradients in the owned slices.
         """
         found: dict[str, list[Tensor]] = {}
         for bucket in self.buckets:
-            for name, view in bucket.copies():
+            for name, view in bucket.partial_grads():
                 found.setdefault(name, []).append(view)
         for name, views in found.items():
             if self._mesh[name].size > 1:
@@ -269,15 +285,15 @@ class GradSync:
                 torch._foreach_copy_(views, list(flat.split([view.numel() for view in views])))
 
     def start_gather(self) -> None:
-        """After the optimiser: starts gathering the new weights, below ZeRO-3."""
+        """After the update: starts gathering the new weights, below ZeRO-3."""
         self.weights.start_gather()
 
     def finish_gather(self) -> None:
-        """Waits for all gathers under way."""
+        """Waits until all gathers have finished."""
         self.weights.finish_gather()
 
     def buffer_bytes(self) -> int:
-        """Bytes of buffers that come and go and are there now (ZeRO-2 and 3)."""
+        """Bytes of the temporary buffers that are allocated now (ZeRO-2 and 3)."""
         return sum(bucket.buffer_bytes() for bucket in self.buckets)
 
     def fetched_bytes(self, phase: nn.Module) -> int:

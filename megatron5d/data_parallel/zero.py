@@ -1,11 +1,11 @@
-"""Which weights are whole at a given moment: under ZeRO-3, those of the units that compute now or next.
+"""Gathers weights before they are used and, under ZeRO-3, frees them afterwards.
 
-A unit's weights are gathered before its first phase runs, forward or backward, and freed after its last. While a unit
-computes, the next unit of the same action is gathered; while an action's last unit computes, the first unit of the next
-action (`expect`). So at most two units per action of a slot are whole. W needs no weights.
+Under ZeRO-3 a unit's weights are gathered before its first phase runs, forward or backward, and freed after its last.
+While a unit computes, the next unit of the same action is gathered; while an action's last unit computes, the first
+unit of the next action is (`expect`). So at most two units are whole for each action that runs. W needs no weights.
 
-With `per_step` a unit stays whole from its first forward of a step to its last backward; evaluations free it at once
-all the same.
+With `per_step` a unit stays whole from its first forward of a step to its last backward; in evaluations it is freed
+after each use.
 
 Per step of m micro-batches each rank sends, with n = dp_shard·cp and Ψ elements in the units (padding included),
 
@@ -14,13 +14,13 @@ Per step of m micro-batches each rank sends, with n = dp_shard·cp and Ψ elemen
     reductions           m·Ψ·(n-1)/n     parallel.reduce=per_microbatch
                            Ψ·(n-1)/n     parallel.reduce=per_step
 
-so 3Ψ without accumulation, and 2Ψ at any m if both are per step. T is saved where one action ends with the unit with
-which the next begins: it stays whole between them (the head between forward and backward of a micro-batch; without a
-pipeline T = m·Ψ(last unit) + (m-1)·Ψ(first unit)). A parameter used by two units (a tied embedding with both ends on
-one rank) counts once for each of them per micro-batch; recomputation gathers nothing more.
+so 3Ψ with one micro-batch, and 2Ψ at any m if both are per step. T is what need not be gathered again because one
+action ends with the unit with which the next begins: the head between forward and backward of a micro-batch. Without a
+pipeline T = m·Ψ(last unit) + (m-1)·Ψ(first unit). A parameter used by two units (a tied embedding with both uses on one
+rank) counts once for each of them per micro-batch. Recomputation gathers nothing more.
 Matrices that are multiplied in 8 bits are gathered in 8 bits (precision.fp8_gather), half the bytes of bf16. Their
 slices are quantised once a step, for which one number per 16384 elements is reduced.
-Below ZeRO-3 the weights stay whole and are gathered once, after the optimiser (Ψ); they are waited for here as well.
+Below ZeRO-3 the weights stay whole and are gathered once, after the optimiser (Ψ); phases wait for them here as well.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), sections 5 and 7.
 """
 
@@ -37,16 +37,16 @@ from torch import nn
 from megatron5d.comm.collectives import Pending
 from megatron5d.comm.exposure import Exposure
 from megatron5d.data_parallel.buckets import Bucket
-from megatron5d.data_parallel.eight_bits import quantize_anew
+from megatron5d.data_parallel.eight_bits import requantize
 from megatron5d.precision.fp8_weights import forget_quantized
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What to gather when an action, forward or backward, reaches a unit's first phase."""
+    """The buckets to gather when an action, forward or backward, reaches a unit's first phase."""
 
-    own: tuple[int, ...]  # buckets of the unit
-    ahead: tuple[int, ...] | None  # of the unit after it; None at the end of the action
+    own: tuple[int, ...]  # of the unit
+    ahead: tuple[int, ...] | None  # of the next unit; None at the end of the action
 
 
 class GatheredWeights:
@@ -54,9 +54,9 @@ class GatheredWeights:
 
     Args:
         buckets: of all local units.
-        uses: phase -> buckets (indices) that it reads.
-        unit_of: phase -> number of its unit.
-        per_step: keep what is gathered until its last backward of the step.
+        uses: phase -> indices of the buckets that it reads.
+        unit_of: phase -> index of its unit.
+        per_step: keep gathered weights until their last backward of the step.
     """
 
     def __init__(
@@ -69,16 +69,17 @@ class GatheredWeights:
         self._buckets, self._uses, self._unit_of, self._per_step = buckets, uses, unit_of, per_step
         self.exposure = Exposure(buckets[0].weights.device)
         self._entries: dict[tuple[nn.Module, bool], _Entry] = {}  # (phase, forward)
-        self._opens: dict[tuple[nn.Module, bool], tuple[int, ...]] = {}  # buckets that a unit first needs in this phase
+        # (phase, forward) -> buckets that no earlier phase of the unit uses
+        self._opens: dict[tuple[nn.Module, bool], tuple[int, ...]] = {}
         self._pending: dict[int, Pending] = {}
-        self._users: Counter[int] = Counter()  # bucket -> actions that read it, or have it gathered to read it next
+        self._users: Counter[int] = Counter()  # bucket -> actions that read it or will read it next
         self._reserved: set[tuple[int, bool]] = set()  # (bucket, forward) gathered ahead of its use
-        self._reading: Counter[tuple[int, bool]] = Counter()
+        self._reading: Counter[tuple[int, bool]] = Counter()  # (bucket, forward) -> actions that read it now
         self._expected: list[tuple[nn.Module, bool]] = []
         self._left: Counter[int] = Counter()  # bucket -> backward passes still to come in this step
 
     def follow(self, phases: Sequence[nn.Module]) -> None:
-        """Learns in which order the phases of a stage are passed."""
+        """Says in which order an action passes the phases of a stage."""
         units = [list(group) for _, group in groupby(phases, key=lambda phase: self._unit_of[phase])]
         for forward in (True, False):
             ordered = [unit if forward else unit[::-1] for unit in (units if forward else units[::-1])]
@@ -99,11 +100,11 @@ class GatheredWeights:
         self.exposure.clear()
 
     def expect(self, phase: nn.Module, forward: bool) -> None:
-        """The next action begins with this phase: its unit is gathered while the last unit of the one before runs."""
+        """Says that the next action begins with this phase: its unit is gathered during this action's last unit."""
         self._expected.append((phase, forward))
 
     def before(self, phase: nn.Module, forward: bool) -> None:
-        """Waits for what the phase reads, and starts gathering what is read next."""
+        """Waits for the weights that the phase reads, and starts gathering those of the next unit."""
         entry = self._entries.get((phase, forward))
         if entry is not None:
             self._reserve(entry.own, forward)
@@ -119,39 +120,42 @@ class GatheredWeights:
             self._expected.clear()
 
     def before_recompute(self, phase: nn.Module) -> None:
-        """A backward is about to run the phase forward again: what it reads stays until that backward."""
+        """Waits for the weights of a phase that a backward runs forward again; they stay until that backward."""
         for index in self._opens[phase, True]:
             if not self._reading[index, False]:
                 self._reserve((index,), False)
             self._wait(index)
 
     def after(self, phase: nn.Module, forward: bool) -> None:
-        """Frees what no later phase of the unit reads in this action, unless another action does."""
+        """Frees the buckets that no later phase of the unit reads in this action, unless another action needs them."""
         for index in self._opens[phase, not forward]:
             self._reading[index, forward] -= 1
             self._left[index] -= not forward
             self._release(index)
 
     def _reserve(self, indices: Sequence[int], forward: bool) -> None:
+        """Gathers buckets for one use ahead, unless that was done before."""
         for index in indices:
             if (index, forward) not in self._reserved:
                 self._reserved.add((index, forward))
                 self._hold(index)
 
     def _hold(self, index: int, wide: bool = False) -> None:
+        """Adds a user to a bucket, and starts gathering the bucket if it is not whole."""
         self._users[index] += 1
         if not self._buckets[index].holds(wide):
             if not wide:
-                self._quantize_anew()
+                self._requantize()
             self._pending[index] = self._buckets[index].start_gather(wide)
 
-    def _quantize_anew(self) -> None:
-        """At the first gather after an update: quantises all units' slices at once, with one reduction of maxima."""
+    def _requantize(self) -> None:
+        """Quantises the slices of all units whose weights have changed since; done at the first gather of a step."""
         stale = [bucket.eight_bits for bucket in self._buckets if bucket.eight_bits and bucket.eight_bits.is_stale]
         if stale:
-            quantize_anew(stale)
+            requantize(stale)
 
     def _release(self, index: int) -> None:
+        """Removes a user from a bucket, and frees the bucket if nobody needs it."""
         self._users[index] -= 1
         bucket = self._buckets[index]
         kept = self._per_step and self._left[index] > 0
@@ -163,12 +167,12 @@ class GatheredWeights:
             self.exposure.during(self._pending.pop(index).wait)
 
     def check_released(self) -> None:
-        """Asserts that nothing is left whole at the end of a step: the optimiser would make it stale."""
+        """Asserts that no bucket is still whole at the end of a step, since the update would make it stale."""
         held = [i for i, bucket in enumerate(self._buckets) if bucket.shards_weights and bucket.holds(wide=False)]
         assert not held and not self._reserved, f"buckets {held} are still gathered, {self._reserved} were never used"
 
     def fetched_bytes(self, phase: nn.Module) -> int:
-        """Bytes that are gathered for the unit of a phase and freed after each use."""
+        """Bytes that are gathered for the unit of a phase and freed after each use; 0 with `per_step`."""
         unit = [other for other, number in self._unit_of.items() if number == self._unit_of[phase]]
         indices = {index for other in unit for index in self._uses[other]}
         buckets = [self._buckets[index] for index in indices if not self._per_step]
@@ -177,9 +181,7 @@ class GatheredWeights:
         )
 
     def start_gather(self) -> None:
-        """After an update: starts gathering the weights that stay whole, in the order of the forward.
-
-        8-bit copies of the old ones are dropped; under ZeRO-3 they go with the gathered weights.
+        """After an update: drops the 8-bit copies of old weights, and below ZeRO-3 starts gathering the new weights.
 
         Comm: all_gather over the shard axis of numel/size elements per bucket; none under ZeRO-3.
         """
@@ -197,7 +199,7 @@ class GatheredWeights:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside this context all weights are whole in the model's dtype, to be read outside the phases.
+        """Inside this context all weights are whole in the model's dtype and may be read outside the phases.
 
         Comm: under ZeRO-3 all_gather over the shard axis of numel/size elements per bucket.
         """

@@ -1,12 +1,12 @@
 """AdamW on the owned slices of the buckets: flat fp32 master weights and moments, one call for all of them.
 
 With optim.implementation=kernel, clipping, update and the rounding of masters to weights are one pass over memory
-(kernels/multi_tensor.py); the others take three.
-Without master weights (precision.master_weights=false) bf16 weights are updated directly, a bucket at a time: widened,
-updated, and rounded back at random (rounding.py).
+(kernels/multi_tensor.py); other implementations take three.
+Without master weights (precision.master_weights=false) bf16 weights are converted to fp32, updated, and rounded back
+stochastically (rounding.py), one bucket at a time.
 
-Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); the arithmetic is torch's fused AdamW, or NVIDIA apex's FusedAdam
-where it is really there (the package of that name on PyPI is something else).
+Source: Loshchilov & Hutter 2019 (arXiv:1711.05101). The arithmetic is torch's fused AdamW, or NVIDIA apex's FusedAdam
+where it is installed (PyPI's package of that name is another one).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron5d.optim.slices import SliceOptimizer, SliceState, decays
 
 
 def apex_adam() -> type | None:
-    """NVIDIA's FusedAdam, told from its namesake by the compiled kernel."""
+    """NVIDIA apex's FusedAdam; None without a GPU or where apex or its compiled kernels are missing."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -37,7 +37,13 @@ def apex_adam() -> type | None:
 
 
 class AdamW(SliceOptimizer):
-    """Arguments as of SliceOptimizer; of the config also betas, eps, weight_decay, decay_exclude, implementation."""
+    """AdamW; the arguments are those of SliceOptimizer.
+
+    It reads lr, betas, eps, weight_decay, decay_exclude, implementation and offload of the config.
+
+    Raises:
+        ValueError: optim.implementation is apex, and that is not installed or cannot be used.
+    """
 
     kinds = ("exp_avg", "exp_avg_sq")
 
@@ -56,10 +62,10 @@ class AdamW(SliceOptimizer):
                 self._grads.append((view, state.grads[span]))
                 states[view] = {kind: moment[span] for kind, moment in state.moments.items()}
         self._optimizer = self._build(groups, states, config)
-        self._pass = self._one_pass() if config.implementation == "kernel" else None
+        self._kernel = self._kernel_arguments() if config.implementation == "kernel" else None
 
-    def _one_pass(self) -> tuple[TensorTable, Tensor]:
-        """Everything that an update reads and writes, segment by segment, and the decay of each."""
+    def _kernel_arguments(self) -> tuple[TensorTable, Tensor]:
+        """For optim.implementation=kernel: the tensors of an update, segment by segment, and the decay of each."""
         spans = [(state, segment, slice(*segment.owned)) for state in self.slices for segment in state.segments]
         order = {
             "master": [state.master[span] for state, _, span in spans],
@@ -73,6 +79,13 @@ class AdamW(SliceOptimizer):
         return TensorTable(**order), torch.tensor(decay, dtype=first.master.dtype, device=first.reduced.device)
 
     def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
+        """The optimiser of torch or apex, with our tensors as its parameters and state.
+
+        Args:
+            groups: whether weight decay applies -> views of the masters.
+            states: view of a master -> its moments by name.
+            config: of the optimiser.
+        """
         param_groups = [
             {"params": groups[True], "weight_decay": config.weight_decay},
             {"params": groups[False], "weight_decay": 0.0},
@@ -88,7 +101,7 @@ class AdamW(SliceOptimizer):
         if apex is not None:
             optimizer = apex(param_groups, adam_w_mode=True, **settings)
         else:
-            planned = all(view.is_meta for view in states)  # torch fuses nothing on the meta device, nor does it step
+            planned = all(view.is_meta for view in states)  # torch has no fused AdamW on the meta device
             optimizer = torch.optim.AdamW(param_groups, fused=not planned, **settings)
             for state in states.values():
                 state["step"] = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
@@ -97,9 +110,9 @@ class AdamW(SliceOptimizer):
         return optimizer
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """As of SliceOptimizer; optim.implementation=kernel scales gradients as it reads them and leaves them."""
-        if self._pass is not None:
-            table, decay = self._pass
+        """As in SliceOptimizer; optim.implementation=kernel scales gradients while it reads them, not in place."""
+        if self._kernel is not None:
+            table, decay = self._kernel
             self.step_count += 1
             beta1, beta2 = self.config.betas
             settings = AdamWSettings(lr, beta1, beta2, self.config.eps, self.step_count)
@@ -107,36 +120,36 @@ class AdamW(SliceOptimizer):
             adamw_step(table, settings, factor.to(decay.device), decay)
             return
         self._take_grads(scale)
-        self._hand_grads_over()
+        self._attach_grads()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self.step_count += 1
-        self._drop_grads()
+        self._detach_grads()
         for state in self.slices:
             if state.rounded and state.segments:
                 self._update_rounded(state, lr)
         self.masters_to_weights()
 
-    def _hand_grads_over(self) -> None:
-        """torch's optimiser reads gradients that are as wide as the masters: others live twice meanwhile."""
+    def _attach_grads(self) -> None:
+        """Sets `.grad` of the masters, with a copy where the gradients have a narrower dtype."""
         for view, grad in self._grads:
             view.grad = grad if grad.dtype == view.dtype else grad.to(view.dtype)
 
-    def _drop_grads(self) -> None:
+    def _detach_grads(self) -> None:
         for view, _ in self._grads:
             view.grad = None
 
-    def rehearse(self) -> None:
-        if self._pass is None:
-            self._hand_grads_over()
-            self._drop_grads()
+    def allocate_temporaries(self) -> None:
+        if self._kernel is None:
+            self._attach_grads()
+            self._detach_grads()
         for state in self.slices:
             if state.rounded:
                 state.bucket.weight_slice.float()
 
     def _update_rounded(self, state: SliceState, lr: float) -> None:
-        """The update of weights without masters; a bucket's worth of fp32 lives meanwhile."""
+        """Updates bf16 weights without masters, through a temporary fp32 copy of the bucket's slice."""
         assert self.rounding_seed is not None
         spans = [slice(*segment.owned) for segment in state.segments]
         weights, grads = state.bucket.weight_slice, state.bucket.grad_slice
@@ -145,13 +158,13 @@ class AdamW(SliceOptimizer):
         decay = [self.config.weight_decay * decays(s.spec, self.config.decay_exclude) for s in state.segments]
         beta1, beta2 = self.config.betas
         settings = AdamWSettings(lr, beta1, beta2, self.config.eps, self.step_count)
-        factor = torch.ones((), device=weights.device)  # clipping has been applied
+        factor = torch.ones((), device=weights.device)  # the gradients are clipped already
         adamw_step(table, settings, factor, torch.tensor(decay, device=weights.device))
         for segment, span in zip(state.segments, spans):
             store_rounded(flat["master"][span], weights[span], segment, self.rounding_seed, self.step_count)
 
     def set_step_count(self, count: int) -> None:
-        """How many updates the moments have seen (bias correction), after a resume."""
+        """Sets the number of updates that the moments have seen, for the bias correction; called after a resume."""
         super().set_step_count(count)
         for state in self._optimizer.state.values():
             if "step" in state:

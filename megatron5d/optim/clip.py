@@ -11,10 +11,10 @@ from megatron5d.data_parallel.buckets import Bucket
 
 
 def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
-    """This rank's share of the squared L2 norm of all gradients; summed over the world it is the whole.
+    """This rank's share of the squared L2 norm of all gradients; the sum over the world is the whole.
 
-    To count each element once, a rank adds up only pieces of which it holds the first copy, and only if it is the first
-    of the ranks that own the same slice.
+    To count each element once, a rank adds up only the pieces of which it holds the first copy, and only if it is the
+    first of the ranks that own the same slice.
 
     Args:
         buckets: with reduced gradients.
@@ -36,9 +36,14 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float | None:
-    """The factor that makes the gradients' norm at most `max_norm`; None if they stay as they are.
+    """The factor that brings the gradient norm to `max_norm`, with the 1e-6 of torch's `clip_grad_norm_`.
 
-    torch's rule (`clip_grad_norm_`), with its 1e-6. `max_norm` = 0 means no clipping.
+    Args:
+        norm: of all gradients.
+        max_norm: 0 = no clipping.
+
+    Returns:
+        The factor; None if the gradients are not to be scaled.
     """
     coefficient = max_norm / (norm + 1e-6)
     return coefficient if max_norm > 0 and coefficient < 1 else None

@@ -13,7 +13,8 @@ from megatron5d.config.schema import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """
+    """The rate of one step.
+
     Args:
         config: lr, min_lr, schedule, warmup_steps, decay_steps.
         step: 1 ... total_steps.

@@ -1,15 +1,15 @@
-"""Muon: the momentum of a matrix, made orthogonal, is its update. For the matrices of the layers; AdamW has the rest.
+"""Muon: the update of a matrix is its momentum, orthogonalised. AdamW updates all other parameters.
 
     m ← μ·m + g;   O = NewtonSchulz(g + μ·m);   w ← w·(1 - lr·weight_decay) - lr·0.2·√max(rows, cols)·O
 
-with g the reduced and clipped gradient. A full-rank O has a root mean square of 1/√max(rows, cols), so every update
-has 0.2, about AdamW's: one rate and one decay serve both.
+with g the reduced and clipped gradient. A full-rank O has a root mean square of 1/√max(rows, cols), so that of every
+update is 0.2·lr, about the same as AdamW's: both use the same learning rate and weight decay.
 
-What a matrix is: each of q, k and v in a fused projection, each of gate and up (`ShardSpec.stack`), each expert's own;
-what models keep as one (MLA's projections) is one. Norms, biases and what `optim.muon_exclude` names are AdamW's.
+q, k and v of a fused projection are separate matrices, and so are gate and up (`ShardSpec.stack`) and those of each
+expert; MLA's projections are one matrix each. Norms, biases and what `optim.muon_exclude` names are updated by AdamW.
 
-The momentum is kept in slices, in fp32 (fp64 with fp64), as AdamW's moments are. What is orthogonalised travels and is
-computed in the dtype of the weights, whole, once (assembly.py): the same numbers on any layout.
+The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. Each matrix is orthogonalised whole, on
+one rank, in the dtype of the weights (assembly.py), so the numbers are the same on any layout.
 Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982, Moonlight), sections 2.2 and 2.3; Kimi K2.
 """
 
@@ -33,17 +33,23 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard import ShardSpec, spec_of
 
-_RMS = 0.2  # of an update, as AdamW's usually is
+_RMS = 0.2  # root mean square of an update at rate 1, about the same as AdamW's
 
 
 def takes_muon(spec: ShardSpec, config: OptimConfig) -> bool:
-    """Under optim.name=muon: a parameter of two and more dims that no glob of optim.muon_exclude names."""
+    """Whether Muon updates a parameter: with optim.name=muon, those of two and more dims not in optim.muon_exclude."""
     excluded = any(fnmatch.fnmatch(spec.name, glob) for glob in config.muon_exclude)
     return config.name == "muon" and len(spec.shape) >= 2 and not excluded
 
 
-def to_update(spec: ShardSpec, whole: Tensor, steps: int) -> None:
-    """Each matrix of a whole parameter `[..., rows, cols]` becomes its update at rate 1."""
+def replace_by_update(spec: ShardSpec, whole: Tensor, steps: int) -> None:
+    """Replaces each matrix of a whole parameter's momentum by its update at rate 1, in place.
+
+    Args:
+        spec: of the parameter.
+        whole: `[rows, cols]`, or `[experts, rows, cols]`; `spec.stack` divides the rows into matrices.
+        steps: of the Newton-Schulz iteration.
+    """
     matrices = whole if whole.ndim == 3 else whole[None]
     row = 0
     for height in spec.stack or (matrices.shape[1],):
@@ -54,13 +60,16 @@ def to_update(spec: ShardSpec, whole: Tensor, steps: int) -> None:
 
 
 class Muon(SliceOptimizer):
-    """
+    """Muon on the owned slices of buckets.
+
     Args:
-        buckets: of matrices alone.
-        config: momentum, ns_steps, weight_decay, decay_exclude; offload keeps master weights and momentum on the host,
-            from where what is orthogonalised travels to the device and back.
-        mesh: whose tp and etp cut the matrices.
-        rounding_seed: as of SliceOptimizer.
+        buckets: all their parameters are matrices (`takes_muon`).
+        config: momentum, ns_steps, weight_decay, decay_exclude; with offload, master weights and momentum stay on the
+            host, and matrices are copied to the device to be orthogonalised.
+        mesh: its tp and etp axes shard the matrices.
+        rounding_seed: as in SliceOptimizer.
+
+    Comm: as in `Assembly`, once.
     """
 
     kinds = ("momentum",)
@@ -76,38 +85,41 @@ class Muon(SliceOptimizer):
                 spec, shard = spec_of(parameter), state.bucket.shard
                 cut = mesh["etp" if spec.expert else "tp"]
                 segment = owned.get(spec.name)
-                read, write = partial(self._direction, state, segment), partial(self._move, state, segment)
+                read, write = (
+                    partial(self._nesterov_momentum, state, segment),
+                    partial(self._apply_update, state, segment),
+                )
                 matrices, _, _ = groups.setdefault((shard.name, cut.name), ([], shard, cut))
                 matrices.append(CutMatrix(spec, tuple(parameter.shape), shares, read, write))
-        # every rank comes to its groups in one order: none waits for one that waits for it
+        # in the same order on every rank, so that no two wait for each other
         self._assemblies = [Assembly(*groups[key]) for key in sorted(groups)]
         self._rate = 0.0
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """As of SliceOptimizer. Comm: as of `Assembly.transform`, for each pair of axes that cut matrices."""
+        """As in SliceOptimizer. Comm: as in `Assembly.transform`, for each pair of axes that shard matrices."""
         self._take_grads(scale)
         self.step_count += 1
         self._rate = lr
         for state in self.slices:
             state.moments["momentum"].mul_(self.config.momentum).add_(state.grads)
         for assembly in self._assemblies:
-            assembly.transform(partial(to_update, steps=self.config.ns_steps))
+            assembly.transform(partial(replace_by_update, steps=self.config.ns_steps))
         self.masters_to_weights()
 
-    def rehearse(self) -> None:
+    def allocate_temporaries(self) -> None:
         self.step(0.0)
         self.step_count -= 1
 
-    def _direction(self, state: SliceState, segment: Segment | None) -> Tensor:
-        """g + μ·m of a segment, flat, as it is orthogonalised: in the dtype and on the device of the weights."""
+    def _nesterov_momentum(self, state: SliceState, segment: Segment | None) -> Tensor:
+        """g + μ·m of a segment, flat, in the dtype and on the device of the weights; empty without a segment."""
         weights = state.bucket.weight_slice
         if segment is None:
             return weights.new_empty(0)
         span = slice(*segment.owned)
         return torch.add(state.grads[span], state.moments["momentum"][span], alpha=self.config.momentum).to(weights)
 
-    def _move(self, state: SliceState, segment: Segment | None, update: Tensor) -> None:
-        """Decays the weights of a segment and takes the update off; those without masters are rounded at random."""
+    def _apply_update(self, state: SliceState, segment: Segment | None, update: Tensor) -> None:
+        """Applies weight decay and the update to a segment; weights without masters are rounded stochastically."""
         if segment is None:
             return
         span = slice(*segment.owned)

@@ -1,8 +1,7 @@
-"""Newton-Schulz iteration: the orthogonal matrix nearest to a matrix, nearly, by matrix products alone.
+"""Newton-Schulz iteration: approximates the nearest orthogonal matrix, with matrix products only.
 
-X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X moves every singular value x of X to a·x + b·x³ + c·x⁵ and leaves the singular vectors.
-The coefficients rise small values as steeply as they can (a⁵ ≈ 485 in five steps) and let large ones wander within
-[0.68, 1.14]. They are one polynomial of fixed degree, so rounding errors grow by no more than that.
+X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X maps every singular value x of X to a·x + b·x³ + c·x⁵ and keeps the singular vectors.
+The coefficients enlarge small values quickly (by a⁵ ≈ 485 in five steps) and keep large ones within [0.68, 1.14].
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 """
 
@@ -12,21 +11,21 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_EPS = 1e-7  # beside a matrix's norm: a gradient of zeros stays zero
+_EPS = 1e-7  # added to the norm, so that a matrix of zeros stays zero
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """U·Vᵀ of each matrix U·S·Vᵀ, with singular values near 1 instead of 1.
+    """For each matrix U·S·Vᵀ an approximation of U·Vᵀ, with singular values near 1.
 
     Args:
         matrices: `[n, rows, cols]`; all arithmetic is in their dtype.
         steps: of the iteration.
 
     Returns:
-        `[n, rows, cols]`, a tensor of its own.
+        `[n, rows, cols]`, a new tensor.
     """
     a, b, c = COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]  # the products are cheaper on the short side
+    tall = matrices.shape[-2] > matrices.shape[-1]  # the Gram matrix of the short side is smaller
     x = matrices.mT if tall else matrices
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + _EPS)  # no singular value above 1
     for _ in range(steps):

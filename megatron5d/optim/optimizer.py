@@ -16,11 +16,11 @@ from megatron5d.topology.shard import spec_of
 
 
 class Optimizer:
-    """One or two update rules, each over buckets of its own.
+    """One or two optimisers, each for some of the buckets.
 
     Args:
         name: `optim.name`.
-        parts: the rules, together over all buckets of this rank.
+        parts: the optimisers, together for all buckets of this rank.
     """
 
     def __init__(self, name: str, parts: Sequence[SliceOptimizer]) -> None:
@@ -33,18 +33,18 @@ class Optimizer:
 
     @property
     def step_count(self) -> int:
-        """Updates made, including those before a resume."""
+        """Number of updates made, including those before a resume."""
         return self.parts[0].step_count
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """One update, as of SliceOptimizer. Comm: as of the parts."""
+        """One update, as in SliceOptimizer. Comm: that of the parts."""
         for part in self.parts:
             part.step(lr, scale)
 
-    def rehearse(self) -> None:
+    def allocate_temporaries(self) -> None:
         """On the meta device: allocates what a step needs temporarily, for the memory forecast."""
         for part in self.parts:
-            part.rehearse()
+            part.allocate_temporaries()
 
     def weights_to_masters(self) -> None:
         """Copies the model's weights into the masters (after an import)."""
@@ -52,17 +52,17 @@ class Optimizer:
             part.weights_to_masters()
 
     def take_unsaved_masters(self) -> None:
-        """After a resume: masters as wide as the weights are not saved beside them, and are copied from them."""
+        """After a resume: copies the weights into masters of the same dtype, which are not saved."""
         for part in self.parts:
             part.take_unsaved_masters()
 
     def set_step_count(self, count: int) -> None:
-        """How many updates the moments have seen, after a resume."""
+        """Sets the number of updates made; called after a resume."""
         for part in self.parts:
             part.set_step_count(count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
-        """(kind, flat tensor over the owned slice, its slice) of everything a checkpoint keeps."""
+        """(kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
         for part in self.parts:
             yield from part.tensors()
 
@@ -70,15 +70,15 @@ class Optimizer:
 def build_optimizer(
     buckets: Sequence[Bucket], config: OptimConfig, mesh: Mesh, rounding_seed: int | None = None
 ) -> Optimizer:
-    """The optimiser of a run; within a bucket, `takes_muon` must be the same for all parameters.
+    """The optimiser of a run.
 
     Args:
-        buckets: of this rank, at least one.
-        config: which rule, and its numbers.
-        mesh: whose tp and etp cut matrices.
-        rounding_seed: as of SliceOptimizer.
+        buckets: of this rank, at least one; `takes_muon` must be the same for all parameters of a bucket.
+        config: of the optimiser.
+        mesh: its tp and etp axes shard the matrices.
+        rounding_seed: as in SliceOptimizer.
 
-    Comm: under Muon all_gather_object over tp and etp of the places of pieces, once.
+    Comm: for Muon as in `Assembly`, once.
     """
     whole = [bucket for bucket in buckets if takes_muon(spec_of(bucket.parameters[0]), config)]
     rest = [bucket for bucket in buckets if bucket not in whole]

@@ -1,10 +1,11 @@
-"""Stochastic rounding of float32 to bfloat16: up or down with the chances that make the mean right.
+"""Stochastic rounding of float32 to bfloat16: up or down with the probabilities whose mean is the exact value.
 
-A master-free update w ← bf16(w - u) is lost whenever u is below half a step of w; rounded at random it happens with
-the chance u / step, and nothing is lost in the mean (Gupta et al. 2015, arXiv:1502.02551).
+Without master weights, an update w ← bf16(w - u) is lost whenever u is below half the spacing of bf16 numbers near w.
+Rounded stochastically it happens with the probability u / spacing, and nothing is lost on average (Gupta et al. 2015,
+arXiv:1502.02551).
 
-The random bits are a function of seed, step, global name and global index of an element (topology/rng.py): slices,
-copies and resumed runs draw the same.
+The random bits depend only on seed, step, global name and global index of an element (topology/rng.py), so slices,
+copies and resumed runs use the same.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from megatron5d.data_parallel.buckets import Segment
 from megatron5d.topology.rng import hash_bits, stream_key
 from megatron5d.topology.shard import Piece
 
-_CHUNK = 1 << 22  # elements at a time: indices and bits take 16 bytes each
-_LOST = 0xFFFF  # the bits of float32 that bfloat16 lacks
+_CHUNK = 1 << 22  # elements at a time; index and random bits take 16 bytes for each
+_LOST = 0xFFFF  # the low bits of float32, which bfloat16 does not have
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 -> bfloat16, away from zero where the lost bits and random ones carry.
+    """float32 -> bfloat16: rounds away from zero where the sum of the lost bits and the random bits carries.
 
     Args:
-        x: float32; what is not finite stays.
-        bits: integers of the same shape, of which 16 bits are used, uniform.
+        x: float32; values that are not finite are kept.
+        bits: uniform random integers of the same shape, of which 16 bits are used.
     """
     raised = (x.view(torch.int32) + (bits & _LOST).to(torch.int32)) & ~_LOST
     return torch.where(x.isfinite(), raised.view(torch.float32), x).to(torch.bfloat16)
 
 
 def global_index(piece: Piece, shape: tuple[int, ...], start: int, stop: int, device: torch.device) -> Tensor:
-    """Flat index in the whole tensor of a flat range of a piece.
+    """The flat indices in the global tensor of a flat range of a piece.
 
     Args:
         piece: a rectangle of the tensor.
@@ -55,12 +56,12 @@ def global_index(piece: Piece, shape: tuple[int, ...], start: int, stop: int, de
 
 
 def store_rounded(wide: Tensor, into: Tensor, segment: Segment, seed: int, step: int) -> None:
-    """Rounds the updated values of a segment into its weights.
+    """Rounds the updated values of a segment stochastically and stores them in its weights.
 
     Args:
-        wide: float32 `[n]`, the segment's values.
-        into: bfloat16 `[n]`, the segment's weights.
-        segment: where they lie; padding between pieces is rounded to nearest.
+        wide: float32 `[n]`, the updated values.
+        into: bfloat16 `[n]`, the weights.
+        segment: of the bucket; padding between its pieces is rounded to nearest.
         seed: of the run.
         step: the update, from 1.
     """

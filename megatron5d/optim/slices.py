@@ -1,7 +1,7 @@
-"""What all optimisers share: master weights and moments of the owned slices, on the device or on the host.
+"""The base of all optimisers: master weights and moments of the owned slices, on the device or on the host.
 
-An optimiser updates whole buckets and lists the moments that it keeps by name (`kinds`), each a flat tensor over the
-owned slice. Checkpoints, resharding and the memory forecast need only these names.
+An optimiser updates whole buckets. It names the moments that it keeps (`kinds`), each of which is a flat tensor over
+the owned slice. Checkpoints, resharding and the memory forecast need only these names.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class SliceState:
 
     bucket: Bucket
     segments: list[Segment]
-    master: Tensor  # fp32 (fp64) weights; the model's own where those are as wide and updated on the device
-    grads: Tensor  # what the update reads: the reduced gradients, or their copy on the host
+    master: Tensor  # fp32 (fp64) weights; the model's weights themselves where no wider or other copy is kept
+    grads: Tensor  # the gradients that the update reads: `reduced`, or its copy on the host
     reduced: Tensor  # this slice of the bucket's main gradients
     moments: dict[str, Tensor]  # by kind
-    rounded: bool = False  # bf16 weights without masters are updated in place, with stochastic rounding
+    rounded: bool = False  # bf16 weights without masters, updated in place with stochastic rounding
 
     @property
     def on_host(self) -> bool:
@@ -44,27 +44,27 @@ class SliceState:
 
 
 def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
-    """Weight decay applies to parameters of two and more dims that no glob excludes."""
+    """Whether weight decay applies to a parameter: to those of two and more dims that no glob of `exclude` matches."""
     return spec.decay and len(spec.shape) >= 2 and not any(fnmatch.fnmatch(spec.name, glob) for glob in exclude)
 
 
 def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory on the host for a tensor, pinned if that is on a GPU; on the meta device for one that is there."""
+    """An empty tensor on the host in the shape of another, pinned if that is on a GPU; meta if that is meta."""
     device = "meta" if tensor.is_meta else "cpu"
     return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=tensor.is_cuda)
 
 
 class SliceOptimizer(ABC):
-    """Updates the slices of buckets that this rank owns.
+    """Updates the owned slices of buckets.
 
     Args:
-        buckets: whose owned slices are updated; their gradients must be reduced.
-        config: of the update. With offload, masters and moments stay on the host: every step the gradients are copied
-            there, and new weights back.
-        rounding_seed: for bf16 weights without masters, whose updates are rounded at random; None = they have masters.
+        buckets: their owned slices are updated from the reduced gradients.
+        config: of the update. With offload, masters and moments stay on the host; every step copies the gradients there
+            and the new weights back.
+        rounding_seed: for stochastic rounding of bf16 weights without masters; None = they have masters.
     """
 
-    kinds: ClassVar[tuple[str, ...]]  # of moments
+    kinds: ClassVar[tuple[str, ...]]  # names of the moments
 
     def __init__(self, buckets: Sequence[Bucket], config: OptimConfig, rounding_seed: int | None = None) -> None:
         self.config, self.rounding_seed = config, rounding_seed
@@ -72,6 +72,7 @@ class SliceOptimizer(ABC):
         self.step_count = 0
 
     def _slice(self, bucket: Bucket) -> SliceState:
+        """The state of a bucket before the first update: moments are zero."""
         owned, reduced = bucket.weight_slice, bucket.grad_slice
         wide = torch.float64 if owned.dtype == torch.float64 else torch.float32
         rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
@@ -83,15 +84,15 @@ class SliceOptimizer(ABC):
 
     @abstractmethod
     def step(self, lr: float, scale: float | None = None) -> None:
-        """One update of the owned slices; the weights of other slices are stale until gathered.
+        """One update of the owned slices; the weights of other slices are stale until they are gathered.
 
         Args:
-            lr: rate of this step.
-            scale: factor of the gradients (clipping).
+            lr: learning rate of this step.
+            scale: factor to multiply the gradients by (clipping); None = 1.
         """
 
     @abstractmethod
-    def rehearse(self) -> None:
+    def allocate_temporaries(self) -> None:
         """On the meta device: allocates what a step needs temporarily, for the memory forecast."""
 
     def _take_grads(self, scale: float | None) -> None:
@@ -115,17 +116,17 @@ class SliceOptimizer(ABC):
                 state.master.copy_(state.bucket.weight_slice)
 
     def take_unsaved_masters(self) -> None:
-        """After a resume: masters as wide as the weights are not saved beside them, and are copied from them."""
+        """After a resume: copies the weights into masters of the same dtype (offload), which are not saved."""
         for state in self.slices:
             if state.on_host and not state.has_master:
                 state.master.copy_(state.bucket.weight_slice)
 
     def set_step_count(self, count: int) -> None:
-        """How many updates the moments have seen, after a resume."""
+        """Sets the number of updates made; called after a resume."""
         self.step_count = count
 
     def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
-        """(kind, flat tensor over the owned slice, its slice) of everything a checkpoint keeps."""
+        """(kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
         for state in self.slices:
             if state.has_master:
                 yield "master", state.master, state

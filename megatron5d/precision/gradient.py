@@ -1,7 +1,7 @@
 """Where a parameter's gradient goes: straight into its main gradient, which is usually wider than the parameter.
 
 In training a parameter carries `.main_grad`, a view of its unit's flat buffer (data_parallel/buckets.py), and under
-ZeRO-2 and 3 `.hold_main_grad`, which allocates that buffer. `grad_buffer` is the only way to it.
+ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. `grad_buffer` is the only way to it.
 Layers that compute their weight gradient themselves add it there through `defer`. What autograd leaves in `.grad`
 follows the same way (`hand_over_grads`), so that I adds up no weight gradient and W all of them.
 Without a main gradient (inference, unit tests) `.grad` is used, as anywhere in torch.
@@ -30,7 +30,7 @@ def grad_buffer(parameter: Tensor) -> Tensor:
     """The tensor that collects this parameter's gradient; allocated, with zeros, if there is none yet."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
-        hold = getattr(parameter, "hold_main_grad", None)
+        hold = getattr(parameter, "allocate_main_grad", None)
         if hold is not None:
             hold()
         return main_grad

@@ -115,7 +115,7 @@ def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
     return GradSync(
         model.units, mesh, p.zero, grad_dtype(config),
         reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
-        gather_eight_bits=config.precision.fp8_gather, apart=lambda spec: takes_muon(spec, config.optim),
+        gather_eight_bits=config.precision.fp8_gather, separate=lambda spec: takes_muon(spec, config.optim),
     )  # fmt: skip
 
 

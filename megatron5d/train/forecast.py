@@ -275,7 +275,7 @@ def _end_of_step(
     global_square_sum(sync.buckets)
     rise = watch.peak_bytes - before
     before = watch.forget_peak()
-    optimizer.rehearse()
+    optimizer.allocate_temporaries()
     update = watch.peak_bytes - before
     before = watch.forget_peak()
     sync.start_gather()

@@ -26,7 +26,7 @@ from megatron5d.model.flops import core_flops
 from megatron5d.model.gpt import Gpt, is_recomputed
 from megatron5d.model.partition import StageSpec
 from megatron5d.optim.assembly import whole_shape
-from megatron5d.optim.muon import takes_muon, to_update
+from megatron5d.optim.muon import replace_by_update, takes_muon
 from megatron5d.pipeline_parallel.stage import Stage, segments_of
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.plan.work import Matrix, Product, Unit, Work, together
@@ -244,7 +244,7 @@ def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterato
         if takes_muon(spec, optim):
             whole = torch.empty(whole_shape(spec), dtype=parameter.dtype, device="meta")
             with _IterationCounter(Ledger()) as counter:
-                to_update(spec, whole, optim.ns_steps)
+                replace_by_update(spec, whole, optim.ns_steps)
             yield Matrix(parameter.numel(), spec.expert, counter.take(0.0))
 
 
