@@ -71,4 +71,8 @@ def _run(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the first step, or the second one
+        print("ended by SIGINT; what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
+        sys.exit(130)  # what a shell says of SIGINT

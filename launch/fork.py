@@ -140,7 +140,7 @@ class Supervisor:
         self.alive = pids
         self.folder = folder
         self.failures: list[tuple[float, int, int]] = []  # moment, rank, code
-        self.num_signals = 0
+        self.signals: list[int] = []  # passed on
         self.ended = False  # by us: what dies now has not failed
 
     def watch(self) -> int:
@@ -157,8 +157,8 @@ class Supervisor:
         return self.verdict()
 
     def forward(self, number: int, _frame: object) -> None:
-        self.num_signals += 1
-        if self.num_signals < 3:
+        self.signals.append(number)
+        if len(self.signals) < 3:
             self.send(number)
         else:
             self.end()
@@ -196,9 +196,16 @@ class Supervisor:
             return code  # the program has said it itself
         error = self.folder / f"error{rank}"
         text = error.read_text() if error.exists() else ""
-        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        print(f"{text}launch: rank {rank} failed first ({cause}); all ranks are stopped", file=sys.stderr, flush=True)
+        print(f"{text}launch: {self.told(rank, code)}; all ranks are stopped", file=sys.stderr, flush=True)
         return code if code > 0 else 128 - code
+
+    def told(self, rank: int, code: int) -> str:
+        """Why it has ended. A signal before the first step, and a second SIGINT at any time, end a rank at once."""
+        if len(self.signals) >= 3 or -code in self.signals or code - 128 in self.signals:
+            return f"ended by {signal.Signals(self.signals[-1]).name}; what was done since the last checkpoint is lost"
+        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        hint = ": by somebody, or by the kernel where memory ran out" if code == -signal.SIGKILL else ""
+        return f"rank {rank} failed first ({cause}{hint})"
 
 
 def main(argv: list[str]) -> int:
@@ -211,4 +218,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before there are ranks to pass it on to
+        print("launch: ended by SIGINT before it has started any rank", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -1,6 +1,7 @@
 """launch/local.sh and its fork launcher: exit codes, who failed first, signals, nothing left running."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def test_a_rank_that_says_why_it_ends_is_quoted_without_calls(tmp_path):
 def test_a_killed_rank_takes_the_others_with_it(tmp_path):
     code, output = Launch(tmp_path, "die").end()
     assert code == 128 + signal.SIGKILL
-    assert "rank 2 failed first (killed by SIGKILL)" in output.splitlines()[-1]
+    assert "rank 2 failed first (killed by SIGKILL: by somebody, or by the kernel" in output.splitlines()[-1]
 
 
 def test_ranks_that_notice_nothing_are_ended_too(tmp_path):
@@ -157,6 +158,39 @@ def test_a_signal_reaches_every_rank_and_75_comes_back(tmp_path, number):
     code, output = launch.end()
     assert code == 75
     assert sorted(output.splitlines()) == [f"rank {r} saved on {number.name}" for r in range(3)]
+
+
+def test_ctrl_c_before_there_are_ranks_is_told_without_a_call_stack(tmp_path):
+    program = tmp_path / "slow.py"
+    program.write_text(f"import time\nopen({str(tmp_path / 'here')!r}, 'w').close()\ntime.sleep(600)")
+    launched = subprocess.Popen(
+        [sys.executable, "launch/fork.py", "--program", str(program), "2"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "here").exists():
+        assert launched.poll() is None
+        time.sleep(0.05)
+    launched.send_signal(signal.SIGINT)
+    _, error = launched.communicate(timeout=60)
+    assert (launched.returncode, error) == (130, "launch: ended by SIGINT before it has started any rank\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "received", "said"),
+    [
+        (-signal.SIGUSR1, [signal.SIGUSR1], "ended by SIGUSR1; what was done since the last checkpoint is lost"),
+        (130, [signal.SIGINT, signal.SIGINT], "ended by SIGINT; what was done since the last checkpoint is lost"),
+        (-signal.SIGTERM, [], "rank 1 failed first (killed by SIGTERM)"),
+        (1, [signal.SIGTERM], "rank 1 failed first (exit code 1)"),
+    ],
+)
+def test_ranks_that_obeyed_a_signal_have_not_failed(tmp_path, capsys, code, received, said):
+    """Before the first step a signal ends a rank at once."""
+    supervisor = runpy.run_path(str(ROOT / "launch" / "fork.py"))["Supervisor"]({}, tmp_path)
+    supervisor.signals = received
+    supervisor.note(1, code)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert supervisor.verdict() == (code if code > 0 else 128 - code)
+    assert capsys.readouterr().err == f"launch: {said}; all ranks are stopped\n"
 
 
 def test_ranks_die_with_a_killed_launcher(tmp_path):
