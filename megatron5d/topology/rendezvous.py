@@ -26,6 +26,7 @@ def meet(environment: Environment) -> dist.Store:
 
     Raises:
         ValueError: the host name of the meeting point does not resolve.
+        OSError: another process has the port of the meeting point.
         TimeoutError: rank 0 cannot be reached, or some ranks did not appear in time; names them.
     """
     where = environment.meeting
@@ -34,6 +35,11 @@ def meet(environment: Environment) -> dist.Store:
     try:
         store = _connect(environment, where)
     except RuntimeError as error:  # torch's network and store errors
+        if environment.rank == 0 and "EADDRINUSE" in str(error):
+            raise OSError(
+                f"rank 0 on {socket.gethostname()} cannot open {where} for the others: another process has this port, "
+                "perhaps one that an earlier run has left behind; end it, or set MASTER_PORT to another port"
+            ) from error
         raise TimeoutError(
             f"rank {environment.rank} could not reach rank 0 at {where} "
             f"within {RENDEZVOUS_TIMEOUT_S:g} s (MASTER_ADDR, MASTER_PORT): {error}"

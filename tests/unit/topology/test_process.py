@@ -131,6 +131,13 @@ def test_nobody_at_the_address_is_told(monkeypatch):
         start_process(600.0, Environment(1, 2, 1, "tcp://127.0.0.1:9"))
 
 
+def test_a_port_that_another_process_has_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot open tcp://127.0.0.1:{port} for the others: .* set MASTER_PORT"):
+            start_process(600.0, Environment(0, 2, 0, f"tcp://127.0.0.1:{port}"))
+
+
 def test_too_many_local_ranks_for_the_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
