@@ -21,7 +21,7 @@ from kernels.fp8_quantize import E4M3, scales_of
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather
 from megatron5d.data_parallel.flat_memory import allocate, free
 from megatron5d.precision.fp8_weights import (
-    Pair,
+    QuantizedPair,
     block_maxima,
     blocks_in,
     hold_quantized,
@@ -101,7 +101,7 @@ class EightBitWeights:
         ):
             shape = stack if parameter.spec.expert else stack[1:]  # type: ignore[attr-defined]
             values = self.whole[offset : offset + parameter.numel()].view(E4M3).view(shape)
-            hold_quantized(parameter, Pair(gemms.stored(values, scales)))
+            hold_quantized(parameter, QuantizedPair(gemms.stored(values, scales)))
         return start_all_gather(self.slice, self.shard, out=self.whole)
 
     def drop(self) -> None:

@@ -4,19 +4,19 @@
     blockwise    1×128 of features  1×128 of features  128×128            e4m3 everywhere
     tensorwise   one scale          one scale          one scale          e4m3; gradients e5m2
 
-Blockwise contracts the tokens of a weight gradient in groups of 128 tokens, whose scales are made from the 8-bit
-values that forward and input gradient have used (kernels/fp8_turn.py): those are all that is kept. Every product is
-accumulated in float32 after at most 128 terms; it leaves in the dtype of the weights (a weight gradient: of the main
-gradient). On the CPU the same scales and blocks are multiplied in float32, or in float64 for a model in float64.
+A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are made from the 8-bit values
+that forward and input gradient have used (kernels/fp8_turn.py), so only those are kept. Every product is accumulated in
+float32 after at most 128 terms; the result has the dtype of the weights (a weight gradient that of the main gradient).
+On the CPU the same scales and blocks are multiplied in float32, or in float64 for a model in float64.
 
-An operand is (values, scales), both with the tokens leading: sequence shards are quantised first and gathered in 8
-bits, which gives the same numbers as the other order. Blockwise, what SwiGLU and norms make for these products alone
-is made an operand at once (stand_in.py): the same bits in one pass over memory. Weights are quantised when they are
-first used after a change, both ways, and kept until `forget_quantized`; under ZeRO-3 they arrive so, gathered in slices
-(fp8_weights.py).
+An operand is (values, scales), both with the tokens in the leading dims: sequence shards are quantised first and
+gathered in 8 bits, which gives the same numbers as the other order. Blockwise, SwiGLU and norms whose result only these
+products read write it in 8 bits at once (stand_in.py): the same bits with one pass over memory. Weights and their
+transposes are quantised at the first use after a change and kept until `forget_quantized`; under ZeRO-3 slices are
+quantised and gathered in 8 bits (fp8_weights.py).
 
-Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp; those of
-experts are taken expert by expert over the rows that have come to this rank, so they depend on how many came (ep).
+Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp. Experts
+have a scale each, over the rows that have come to this rank, so it depends on ep.
 
 Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022 (arXiv:2209.05433).
 """
@@ -45,7 +45,7 @@ from kernels.fp8_quantize import (
     scales_of,
 )
 from kernels.fp8_turn import turn
-from megatron5d.precision.fp8_weights import Pair, quantized_weight
+from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight
 from megatron5d.precision.gemms import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.precision.gradient import grad_buffer
 from megatron5d.precision.stand_in import carried_by, eight_bit_layer_norm, eight_bit_rms_norm, eight_bit_swiglu
@@ -59,8 +59,8 @@ def is_quantized(weight: Tensor) -> bool:
     return isinstance(getattr(weight, "gemms", None), (BlockwiseGemms, TensorwiseGemms, BlockwiseExpertGemms))
 
 
-def copies_bytes(weight: Tensor) -> int:
-    """What a weight's 8-bit copies take, values and scales; 0 where it has none."""
+def quantized_copies_bytes(weight: Tensor) -> int:
+    """Bytes of a weight's 8-bit copies, values and scales; 0 where it is not quantised."""
     if not is_quantized(weight):
         return 0
     *stack, out_features, in_features = weight.shape
@@ -70,22 +70,24 @@ def copies_bytes(weight: Tensor) -> int:
 
 
 def _flat(x: Operand) -> tuple[Tensor, Tensor]:
-    """values `[rows, features]` and scales `[rows, c]`."""
+    """An operand with all tokens in one dim: values `[rows, features]`, scales `[rows, c]`."""
     values, scales = x
     return values.flatten(0, -2), scales.flatten(0, -2)
 
 
 def _rows(x: Tensor, powers_of_two: bool) -> Operand:
-    """x `[..., features]` in 1×128 groups, as which it may have come."""
+    """x `[..., features]` quantised in 1×128 groups; what a stand-in carries is so already."""
     carried = carried_by(x)
     if carried is not None:
         return carried
     q = quantize_rows(x.reshape(-1, x.shape[-1]), E4M3, powers_of_two=powers_of_two)
-    return q.values.view(x.shape), q.scales.view(*x.shape[:-1], q.scales.shape[-1])  # of no rows, -1 could be anything
+    num_scales = q.scales.shape[-1]  # not -1, which is ambiguous where there are no rows
+    return q.values.view(x.shape), q.scales.view(*x.shape[:-1], num_scales)
 
 
 class BlockwiseGemms(Gemms):
-    """
+    """Products of a linear layer with the blockwise recipe.
+
     Args:
         powers_of_two: scales are powers of two.
     """
@@ -108,17 +110,17 @@ class BlockwiseGemms(Gemms):
         return eight_bit_layer_norm(x, weight, bias, eps, self.powers_of_two)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
-        return self._product(x, self._weight(weight).straight, weight.dtype)
+        return self._product(x, self._weight(weight).plain, weight.dtype)
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        return self._product(dy, self._weight(weight).turned, weight.dtype)
+        return self._product(dy, self._weight(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
         a, b = (turn(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two) for each in (dy, x))
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """Largest magnitudes of 128×128 blocks `[1, down, across]` -> those that scales are made from (broadcast)."""
+        """Magnitudes of 128×128 blocks `[1, down, across]` -> those that scales are made of, broadcast over blocks."""
         return blocks
 
     def over_ranks(self, maxima: Tensor) -> Tensor:
@@ -133,18 +135,19 @@ class BlockwiseGemms(Gemms):
         y = fp8_matmul(Quantized(*_flat(x), 1), weight, out_dtype=dtype)
         return y.view(*x[0].shape[:-1], -1)
 
-    def _weight(self, weight: Tensor) -> Pair:
+    def _weight(self, weight: Tensor) -> QuantizedPair:
         return quantized_weight(
-            weight, lambda: Pair(*quantize_blocks(weight.detach(), powers_of_two=self.powers_of_two))
+            weight, lambda: QuantizedPair(*quantize_blocks(weight.detach(), powers_of_two=self.powers_of_two))
         )
 
 
 class TensorwiseGemms(Gemms):
-    """
+    """Products of a linear layer with the tensorwise recipe.
+
     Args:
         powers_of_two: scales are powers of two.
-        of_tokens: maximum over the ranks that hold other tokens, or other features, of an input or a gradient.
-        of_weight: maximum over the ranks that hold other parts of a weight.
+        of_tokens: the maximum over the ranks that hold parts of the same input or gradient (tokens or features).
+        of_weight: the maximum over the ranks that hold parts of the same weight.
     """
 
     def __init__(self, powers_of_two: bool, of_tokens: Reduce, of_weight: Reduce) -> None:
@@ -156,42 +159,46 @@ class TensorwiseGemms(Gemms):
         return q.values, q.scales.expand(*x.shape[:-1], 1).contiguous()
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
-        return self._product(x, self._weight(weight).straight, weight.dtype)
+        return self._product(x, self._weight(weight).plain, weight.dtype)
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        return self._product(dy, self._weight(weight).turned, weight.dtype)
+        return self._product(dy, self._weight(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
         a, b = (Quantized(values.t().contiguous(), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """As of BlockwiseGemms."""
+        """As in BlockwiseGemms."""
         return blocks.amax().view(1, 1, 1)
 
     def over_ranks(self, maxima: Tensor) -> Tensor:
-        """As of BlockwiseGemms."""
+        """As in BlockwiseGemms."""
         return self.of_weight(maxima)
 
     def stored(self, values: Tensor, scales: Tensor) -> Quantized:
-        """As of BlockwiseGemms."""
+        """As in BlockwiseGemms."""
         return Quantized(values, scales[0, :1, :1], 0)
 
     def _product(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
         values, scales = _flat(x)
         return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(*x[0].shape[:-1], -1)
 
-    def _weight(self, weight: Tensor) -> Pair:
-        def make() -> Pair:
+    def _weight(self, weight: Tensor) -> QuantizedPair:
+        def make() -> QuantizedPair:
             amax = self.of_weight(amax_of(weight.detach()))
             q = quantize_tensor(weight.detach(), powers_of_two=self.powers_of_two, amax=amax)
-            return Pair(q, Quantized(q.values.t().contiguous(), q.scales, 0))
+            return QuantizedPair(q, Quantized(q.values.t().contiguous(), q.scales, 0))
 
         return quantized_weight(weight, make)
 
 
 class BlockwiseExpertGemms(ExpertGemms):
-    """As BlockwiseGemms; the groups of a weight gradient's tokens do not straddle experts."""
+    """Products of experts with the blockwise recipe; no group of 128 tokens has tokens of two experts.
+
+    Args:
+        powers_of_two: scales are powers of two.
+    """
 
     def __init__(self, powers_of_two: bool) -> None:
         self.powers_of_two = powers_of_two
@@ -205,11 +212,11 @@ class BlockwiseExpertGemms(ExpertGemms):
         return eight_bit_swiglu(x, self.powers_of_two, overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, experts: int, offsets: Tensor) -> Tensor:
-        weight = self._weight(parameter, experts).straight
+        weight = self._weight(parameter, experts).plain
         return grouped_matmul_fp8(self._grouped(x), weight, offsets, parameter.dtype)
 
     def input_grad(self, dy: Operand, parameter: Tensor, experts: int, offsets: Tensor) -> Tensor:
-        weight = self._weight(parameter, experts).turned
+        weight = self._weight(parameter, experts).transposed
         return grouped_matmul_fp8(self._grouped(dy), weight, offsets, parameter.dtype)
 
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, experts: int, offsets: Tensor) -> None:
@@ -217,15 +224,15 @@ class BlockwiseExpertGemms(ExpertGemms):
         grouped_weight_grad_fp8(a, b, offsets, by_expert(grad_buffer(parameter), experts))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """As of BlockwiseGemms, `[E, down, across]`."""
+        """As in BlockwiseGemms, `[E, down, across]`."""
         return blocks
 
     def over_ranks(self, maxima: Tensor) -> Tensor:
-        """As of BlockwiseGemms."""
+        """As in BlockwiseGemms."""
         return maxima
 
     def stored(self, values: Tensor, scales: Tensor) -> Quantized:
-        """As of BlockwiseGemms, `[E, out, in]`."""
+        """As in BlockwiseGemms, `[E, out, in]`."""
         return Quantized(values, scales, GROUP)
 
     def _grouped(self, x: Operand) -> Quantized:
@@ -235,19 +242,23 @@ class BlockwiseExpertGemms(ExpertGemms):
     def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
         return turn(x, offsets, powers_of_two=self.powers_of_two)
 
-    def _weight(self, parameter: Tensor, experts: int) -> Pair:
-        def make() -> Pair:
-            return Pair(*quantize_blocks(by_expert(parameter.detach(), experts), powers_of_two=self.powers_of_two))
+    def _weight(self, parameter: Tensor, experts: int) -> QuantizedPair:
+        def make() -> QuantizedPair:
+            return QuantizedPair(
+                *quantize_blocks(by_expert(parameter.detach(), experts), powers_of_two=self.powers_of_two)
+            )
 
         return quantized_weight(parameter, make)
 
 
 class TensorwiseExpertGemms(BlockwiseExpertGemms):
-    """One scale for each expert's weight and for each expert's rows, in the form in which blockwise products read it.
+    """Products of experts with one scale for each expert's weight and for each expert's rows.
+
+    The scales are repeated for each block, so that the kernels of blockwise products can read them.
 
     Args:
         powers_of_two: scales are powers of two.
-        over_parts: maximum over the ranks that hold other parts of the same experts.
+        over_parts: the maximum over the ranks that hold parts of the same experts.
     """
 
     def __init__(self, powers_of_two: bool, over_parts: Reduce) -> None:
@@ -255,7 +266,7 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         self.over_parts = over_parts
 
     def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        # wide: the scale of an expert's rows is not known before all of them are
+        # not in 8 bits: the scale of an expert's rows is known only when all of them are
         return ExpertGemms.activate(self, x, kind, overwrite)
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
@@ -283,14 +294,14 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
     def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
         return turn(x, offsets, keep=True)
 
-    def _weight(self, parameter: Tensor, experts: int) -> Pair:
-        def make() -> Pair:
+    def _weight(self, parameter: Tensor, experts: int) -> QuantizedPair:
+        def make() -> QuantizedPair:
             stack = by_expert(parameter.detach(), experts).float()
             amax = self.over_parts(magnitude_of(stack).amax((1, 2)))[:, None, None]
             scales = scales_of(amax, E4M3, self.powers_of_two)
             values = cast_scaled(stack, amax, scales, E4M3)
             blocks = scales.expand(-1, *(-(-n // GROUP) for n in stack.shape[1:])).contiguous()
-            turned = Quantized(values.mT.contiguous(), blocks.mT.contiguous(), GROUP)
-            return Pair(Quantized(values, blocks, GROUP), turned)
+            transposed = Quantized(values.mT.contiguous(), blocks.mT.contiguous(), GROUP)
+            return QuantizedPair(Quantized(values, blocks, GROUP), transposed)
 
         return quantized_weight(parameter, make)

@@ -1,9 +1,9 @@
-"""The 8-bit copies of a weight, and how they are made of flat slices of it, each on another rank.
+"""The 8-bit copies of a weight, and how the ranks quantise flat slices of it to the same numbers.
 
-A weight, or a stack of them (experts), is cut into blocks of 128×128. Every rank finds the largest magnitudes in its
-slice; their maximum over ranks is what the whole weight would have given, so that slices quantised with it are slices
-of the whole weight quantised (data_parallel/eight_bits.py gathers them). `Band` is a run of block rows that a slice
-meets: at most two of its rows are not whole, and it is padded with zeros, which no maximum notices.
+A weight, or a stack of them (experts), is divided into blocks of 128×128. Each rank finds the largest magnitude of each
+block in its slice; the maximum over ranks is that of the whole weight. So the quantised slices are slices of the
+quantised weight (data_parallel/eight_bits.py gathers them). A `Band` is the part of a slice in some adjacent block
+rows. Where its first and last row are not whole, zeros fill them, which change no maximum.
 """
 
 from __future__ import annotations
@@ -18,37 +18,43 @@ from torch import Tensor
 from kernels.fp8_quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of
 from megatron5d.topology.shard import spec_of
 
-_CHUNK = 1 << 22  # elements quantised at a time, so that float32 scratch stays at some tens of MB
+_CHUNK = 1 << 22  # elements quantised at a time, so that float32 temporaries take some tens of MB
 
 
-class Pair:
+class QuantizedPair:
     """A quantised weight `[out, in]` and its transpose `[in, out]`, perhaps stacked by expert.
 
     Args:
-        straight: the weight.
-        turned: its transpose; None = made of `straight` by the first input gradient.
+        plain: the weight.
+        transposed: its transpose; None = made from `plain` when first read.
     """
 
-    def __init__(self, straight: Quantized, turned: Quantized | None = None) -> None:
-        self.straight, self._turned = straight, turned
+    def __init__(self, plain: Quantized, transposed: Quantized | None = None) -> None:
+        self.plain, self._transposed = plain, transposed
 
     @property
-    def turned(self) -> Quantized:
-        if self._turned is None:
-            values, scales = self.straight.values.mT.contiguous(), self.straight.scales.mT.contiguous()
-            self._turned = Quantized(values, scales, self.straight.rows_per_scale)
-        return self._turned
+    def transposed(self) -> Quantized:
+        """The transpose, which input gradients are computed with."""
+        if self._transposed is None:
+            values, scales = self.plain.values.mT.contiguous(), self.plain.scales.mT.contiguous()
+            self._transposed = Quantized(values, scales, self.plain.rows_per_scale)
+        return self._transposed
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
+    """Changes when a weight is changed through torch."""
     return weight.data_ptr(), weight._version
 
 
-def quantized_weight(weight: Tensor, make: Callable[[], Pair]) -> Pair:
-    """A weight's 8-bit copies, made by the first use after a change and kept on the parameter.
+def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> QuantizedPair:
+    """A weight's 8-bit copies, made at the first use after a change and kept on the parameter.
 
-    A change that goes through the parameter is noticed by its version; whoever writes its memory in another way
-    (optimiser, gathering) says so by `forget_quantized`.
+    A change through the parameter itself is noticed. Code that writes its memory in another way (optimiser, gathering)
+    must call `forget_quantized`.
+
+    Args:
+        weight: the parameter.
+        make: quantises it.
     """
     held = getattr(weight, "quantized", None)
     if held is None or held[0] != _state(weight):
@@ -56,20 +62,20 @@ def quantized_weight(weight: Tensor, make: Callable[[], Pair]) -> Pair:
     return weight.quantized[1]  # type: ignore[attr-defined]
 
 
-def hold_quantized(weight: Tensor, pair: Pair) -> None:
-    """Hands a weight its 8-bit copies; they count until it changes."""
+def hold_quantized(weight: Tensor, pair: QuantizedPair) -> None:
+    """Sets a weight's 8-bit copies, which are valid until it changes."""
     weight.quantized = _state(weight), pair  # type: ignore[attr-defined]
 
 
 def forget_quantized(parameters: Iterable[Tensor]) -> None:
-    """Drops the 8-bit copies of parameters whose values have changed, or whose memory is wanted."""
+    """Drops the 8-bit copies of parameters, because their values have changed or to free the memory."""
     for parameter in parameters:
         if hasattr(parameter, "quantized"):
             del parameter.quantized
 
 
 def stack_of(parameter: Tensor) -> tuple[int, int, int]:
-    """A local matrix, or stack of experts, as (matrices, rows of one, columns)."""
+    """The form of a local matrix or stack of experts: (matrices, rows of one, columns)."""
     spec = spec_of(parameter)
     held = {piece.offset[0] + i for piece in spec.pieces for i in range(piece.shape[0])} if spec.expert else {0}
     columns = parameter.shape[-1]
@@ -77,19 +83,19 @@ def stack_of(parameter: Tensor) -> tuple[int, int, int]:
 
 
 def blocks_in(stack: tuple[int, int, int]) -> tuple[int, int, int]:
-    """How many blocks of 128×128 there are: (matrices, down, across)."""
+    """The number of 128×128 blocks of a stack: (matrices, blocks down, blocks across)."""
     count, rows, columns = stack
     return count, -(-rows // GROUP), -(-columns // GROUP)
 
 
 @dataclass(frozen=True)
 class Band:
-    """A flat range of a stack of matrices that lies in whole block rows of one of them.
+    """A flat range of a stack of matrices, within adjacent block rows of one of them.
 
     Args:
-        row: its first block row, those of all matrices counted.
-        origin: flat index where that block row begins.
-        start, stop: flat range.
+        row: its first block row, counted over all matrices.
+        origin: flat index at which that block row begins.
+        start, stop: the flat range.
         columns: of the matrices.
     """
 
@@ -100,7 +106,7 @@ class Band:
     columns: int
 
     def blocks(self, values: Tensor) -> Tensor:
-        """The band's `values` as `[block rows, 128, block columns, 128]` float32, zeros around them."""
+        """The band's `values` as `[block rows, 128, block columns, 128]` float32, zeros where it has none."""
         ahead, rows = self.start - self.origin, -(-(self.stop - self.origin) // self.columns)
         rows += -rows % GROUP
         wide = torch.nn.functional.pad(values.float(), (ahead, rows * self.columns - ahead - values.numel()))
@@ -108,13 +114,13 @@ class Band:
         return wide.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
 
     def flat(self, blocks: Tensor) -> Tensor:
-        """The transpose of `blocks`."""
+        """The values of the band, flat, from the form that `blocks` returns."""
         rows = blocks.flatten(2, 3).flatten(0, 1)[:, : self.columns].reshape(-1)
         return rows[self.start - self.origin : self.stop - self.origin]
 
 
 def bands(stack: tuple[int, int, int], start: int, stop: int) -> Iterator[Band]:
-    """Cuts a flat range of a stack of matrices where a matrix ends in the middle of a block, and into pieces of a size.
+    """Divides a flat range of a stack into bands of about `_CHUNK` elements, none of which crosses into a new matrix.
 
     Args:
         stack: (matrices, rows of one, columns).
@@ -134,12 +140,12 @@ def bands(stack: tuple[int, int, int], start: int, stop: int) -> Iterator[Band]:
 
 
 def block_maxima(values: Tensor, stack: tuple[int, int, int], start: int) -> Tensor:
-    """The largest magnitude in each block of a stack, as far as a flat slice holds it; 0 elsewhere.
+    """The largest magnitude that a flat slice has in each block of a stack; 0 in blocks outside the slice.
 
     Args:
-        values: flat, elements `start` ... of the stack.
+        values: the slice, flat.
         stack: (matrices, rows of one, columns).
-        start: flat index of the first.
+        start: flat index of its first element in the stack.
 
     Returns:
         float32 `[matrices, blocks down, blocks across]`; infinite where an element is not finite.
@@ -155,12 +161,12 @@ def block_maxima(values: Tensor, stack: tuple[int, int, int], start: int) -> Ten
 def quantize_slice(
     values: Tensor, stack: tuple[int, int, int], start: int, maxima: Tensor, scales: Tensor, out: Tensor
 ) -> None:
-    """A flat slice of a stack in e4m3.
+    """Quantises a flat slice of a stack to e4m3.
 
     Args:
-        values, stack, start: as of `block_maxima`.
+        values, stack, start: as in `block_maxima`.
         maxima, scales: of every block, `[matrices, blocks down, blocks across]` float32.
-        out: bytes, one for each of the values.
+        out: uint8, one byte for each of the values.
     """
     maxima, scales = (each.flatten(0, 1)[:, None, :, None] for each in (maxima, scales))
     for band in bands(stack, start, start + values.numel()):

@@ -1,15 +1,15 @@
-"""How the three products of a linear layer are made, as an object that its weight carries (`weight.gemms`).
+"""The three matrix products of a linear layer, as an object that its weight carries (`weight.gemms`).
 
     forward        y  = x·Wᵀ
     input_grad     dx = dy·W
     weight_grad    dW += dyᵀ·x
 
-An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors whose leading dims
-are the tokens, which layers pass on without knowing what they hold. Here it is the tensor itself; in fp8.py it is 8-bit
-values and their scales. model/arithmetic.py chooses; a weight without a choice is multiplied as it is.
+An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors with the tokens in
+their leading dims, which layers pass on without looking inside. Here it is the tensor itself; in fp8.py it is 8-bit
+values and their scales. model/arithmetic.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
 
-The operation before a product (`activate`, the norms) belongs to it too if nothing else reads the result, which may
-then come in a form that only the product understands.
+The operation before a product (`activate`, the norms) is here as well, because its result may have a form that only
+the product can read.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Gemms:
         return activate(x, kind, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The RMSNorm before the product, `[..., in]` -> `[..., in]`, and x; one pass computes the gradient of both."""
+        """(RMSNorm of x, x), both `[..., in]`; x is returned so that one backward pass adds up both gradients."""
         return add_rms_norm(x, None, weight, eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The LayerNorm before the product, as `rms_norm`."""
+        """(LayerNorm of x, x), as `rms_norm`."""
         return add_layer_norm(x, None, weight, bias, eps)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
@@ -62,14 +62,18 @@ class Gemms:
 
 
 class ExpertGemms:
-    """The same for a rank's experts, whose weights are a stack `[E, out, in]`; rows of x are sorted by expert."""
+    """The products of a rank's experts in the dtype of the tensors.
+
+    Rows of x are sorted by expert; those of expert e are offsets[e] ... offsets[e+1]-1. `parameter` is a stack of all
+    experts' weights, `experts` their number E.
+    """
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         """The operand for x `[r, features]`."""
         return (x.contiguous() if gradient else x,)
 
     def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """As of Gemms."""
+        """As in Gemms."""
         return activate(x, kind, overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, experts: int, offsets: Tensor) -> Tensor:
@@ -95,11 +99,11 @@ PLAIN_EXPERTS = ExpertGemms()
 
 
 def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
-    """How products with a weight are made. Of several weights with the same input: as they are, unless all agree."""
+    """The products of a weight; PLAIN where other weights with the same input have different ones."""
     gemms = getattr(weight, "gemms", PLAIN)
     return gemms if all(gemms_of(other) is gemms for other in others) else PLAIN
 
 
 def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
-    """How products with a stack of experts are made."""
+    """The products of a stack of experts."""
     return getattr(parameter, "gemms", PLAIN_EXPERTS)

@@ -1,10 +1,10 @@
-"""Where a parameter's gradient goes: straight into its main gradient, which is usually wider than the parameter.
+"""Adds weight gradients to a parameter's main gradient, which usually has a wider dtype than the parameter.
 
 In training a parameter carries `.main_grad`, a view of its unit's flat buffer (data_parallel/buckets.py), and under
-ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. `grad_buffer` is the only way to it.
-Layers that compute their weight gradient themselves add it there through `defer`. What autograd leaves in `.grad`
-follows the same way (`hand_over_grads`), so that I adds up no weight gradient and W all of them.
-Without a main gradient (inference, unit tests) `.grad` is used, as anywhere in torch.
+ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. All access goes through `grad_buffer`.
+Layers that compute their own weight gradient pass the addition to `defer`. `hand_over_grads` does the same with what
+autograd leaves in `.grad`, so that W adds up all weight gradients and I none.
+A parameter without a main gradient (inference, unit tests) uses `.grad`, as usual in torch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from kernels import accumulate_weight_grad
 
 Closure = Callable[[], None]
 Defer = Callable[[Closure], None]
-"""Takes the weight-gradient half of a backward: runs it now (B) or keeps it for later (W)."""
+"""Takes the weight-gradient half of a backward, and runs it now (B) or later (W)."""
 
 
 def run_now(closure: Closure) -> None:
+    """The `Defer` that defers nothing."""
     closure()
 
 
 def grad_buffer(parameter: Tensor) -> Tensor:
-    """The tensor that collects this parameter's gradient; allocated, with zeros, if there is none yet."""
+    """The tensor in which a parameter's gradient is accumulated; allocated and set to zero if it is not there."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         hold = getattr(parameter, "allocate_main_grad", None)
@@ -51,7 +52,7 @@ def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
-    """Takes what a backward has left in `.grad`, and lets `defer` add it to the main gradient.
+    """Moves what autograd has left in `.grad` to the main gradient, through `defer`.
 
     Args:
         parameters: of a phase whose backward has run; those without a main gradient keep their `.grad`.

@@ -1,9 +1,9 @@
-"""Activations that wait for their backward in the host's memory, and travel under the compute on a stream of their own.
+"""Offloads activations to the host's memory between forward and backward, on a stream of their own.
 
-There: when an operation keeps a tensor, its copy starts behind what makes it; the device's memory is free once nobody
-else holds the tensor. Back: `fetch` starts the copy, a phase ahead of its use; `value` makes the compute wait for it.
-On a CPU the copy is another buffer, so that everything but the streams is the same; on the meta device there is none.
-A tensor of n bytes moves n bytes each way, once a micro-batch.
+When an operation saves a tensor, its copy to the host is queued; the device's memory is freed when nothing else holds
+the tensor. `fetch` starts the copy back, one phase ahead of its use, and `value` makes the compute stream wait for it.
+On a CPU the copy is a second buffer, so that everything but the streams is the same; on the meta device there is none.
+A tensor of n bytes moves n bytes each way, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WATCH: ContextVar[Callable[[int], None] | None] = ContextVar(
-    "WATCH", default=None
-)  # is told the bytes of every copy that begins
+# Called with the bytes of every copy that begins; for the memory forecast.
+WATCH: ContextVar[Callable[[int], None] | None] = ContextVar("WATCH", default=None)
 
 
 @cache
@@ -28,10 +27,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """A tensor on its way to the host, there, or on its way back.
+    """A copy of a tensor on the host; its construction starts the copy.
 
     Args:
-        tensor: any shape; its bytes are read after what is queued now.
+        tensor: any shape; it is read after the work that is queued now.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -49,14 +48,15 @@ class HostCopy:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory is not given away before the copy has read it
+        tensor.record_stream(stream)  # its memory is not reused before the copy has read it
 
     @property
     def num_bytes(self) -> int:
+        """Size of the tensor."""
         return math.prod(self._form["size"]) * self._form["dtype"].itemsize  # `host` is empty on the meta device
 
     def fetch(self) -> None:
-        """Starts the way back; a second call does nothing."""
+        """Starts the copy back to the device; a second call does nothing."""
         if self._back is not None:
             return
         if self.device.type != "cuda":
@@ -71,7 +71,7 @@ class HostCopy:
         self._back.record_stream(stream)
 
     def value(self) -> Tensor:
-        """The tensor on its device, to be read by what is queued from now on."""
+        """The tensor on its device; work that is queued from now on may read it."""
         self.fetch()
         assert self._back is not None
         if self._arrived is not None:

@@ -1,10 +1,10 @@
-"""What a phase keeps between its forward and its backward: a tensor, or a way to compute it again.
+"""Selective recomputation and offloading: what a phase keeps between its forward and its backward.
 
-A part is a stretch of a phase. If it is recomputed, it keeps its inputs, but neither what it computes inside nor its
-outputs. The outputs are marked, and an operation that needs one of them in its own backward (a GEMM needs its input for
-its weight gradient) keeps the mark instead. The first to ask for a value runs the part again, with a graph, and the
-part's own backward then uses that graph. So every part runs, and communicates, once more per micro-batch, in B or I and
-never in W.
+A part is a section of a phase, such as its norm. A recomputed part saves its inputs, but neither its outputs nor what
+it computes in between. Its outputs are marked: an operation that needs one in its own backward (a GEMM needs its input
+for its weight gradient) saves the mark instead. The first one to ask for the value runs the part again, with a graph,
+which the part's own backward then uses. So every recomputed part runs, and communicates, once more per micro-batch, in
+B or I and never in W.
 
 What each part saves per micro-batch and layer, in elements of the model's dtype, and what it costs. t = s/cp·b tokens,
 u = t/tp with sp (else t), r rows of this rank's experts; h, a, g, d, dv, f as everywhere, a·d, g·d and f over tp:
@@ -37,34 +37,37 @@ from megatron5d.precision.stand_in import carried_by, stand_in
 
 
 class Parts:
-    """Which parts of a layer are recomputed; called around each part.
+    """Which parts of a layer are recomputed. Layers call it to run each part.
 
     Args:
-        names: as in `recompute.parts`; none = everything is kept.
+        names: as in `recompute.parts`; empty = nothing is recomputed.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names = frozenset(names)
-        self._again = False  # a part within a part that runs again would run a third time
+        self._again = False  # inside a part that runs again, no part is recomputed a third time
 
     def __call__(self, name: str, fn: Callable[..., Any], *inputs: Tensor) -> Any:
-        """`fn(*inputs)`; recomputed if `name` is among the parts and a backward will come.
+        """Runs a part, to be recomputed if `name` is among the names and there will be a backward.
 
         Args:
             name: of the part.
-            fn: computes one tensor or several, none of them an input. Parameters and all else reach it by closure.
-            inputs: what the part keeps.
+            fn: returns one tensor or a tuple, none of them an input; a closure over parameters and everything else.
+            inputs: the tensors that the part saves.
+
+        Returns:
+            `fn(*inputs)`.
         """
         if name not in self.names or self._again or not torch.is_grad_enabled():
             return fn(*inputs)
         return _Part.apply(self, fn, *inputs)
 
     def keeps(self, name: str) -> bool:
-        """Whether a part is not recomputed, so that nobody needs its inputs after its backward."""
+        """Whether a part is not recomputed, so that its inputs may be overwritten in its backward."""
         return name not in self.names
 
     def again(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
-        """`fn(*inputs)` with a graph, parts inside it kept."""
+        """`fn(*inputs)` with a graph, in which no part is recomputed."""
         self._again = True
         try:
             with torch.enable_grad():
@@ -98,7 +101,7 @@ class _Part(torch.autograd.Function):
 
 
 def _outputs_again(ctx) -> tuple[Tensor, ...]:
-    """The outputs of a part, made again when first asked for."""
+    """The outputs of a part, computed again at the first call."""
     if ctx.outputs is None:
         ctx.leaves = [x.detach().requires_grad_(asks) for x, asks in zip(ctx.saved_tensors, ctx.asks)]
         y = ctx.parts.again(ctx.fn, ctx.leaves)
@@ -107,7 +110,7 @@ def _outputs_again(ctx) -> tuple[Tensor, ...]:
 
 
 class _Mark:
-    """Kept instead of a tensor that lies in the storage of a part's output, or of what was derived from one."""
+    """Saved instead of a tensor that is a view of a recomputed part's output, or of what was derived from one."""
 
     __slots__ = ("source", "index", "geometry")
 
@@ -121,7 +124,7 @@ class _Mark:
 
 
 class _Derived:
-    """What a function computes from a part's output; computed again together with that."""
+    """The results of a function of a recomputed part's output, which are computed again with it."""
 
     def __init__(self, source: _Mark, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         self.source, self.fn = source, fn
@@ -135,12 +138,12 @@ class _Derived:
 
 
 def derive(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """`fn(x)`; if x is an output of a recomputed part, the result is not kept either, but computed again with x.
+    """`fn(x)`; if x is an output of a recomputed part, the results are not saved either but computed again with x.
 
     Args:
         x: for example the input of a GEMM.
-        fn: without a gradient. Its results, such as 8-bit values and scales, are what the GEMM keeps. If it
-            communicates, it does so again.
+        fn: has no gradient. Its results, such as 8-bit values and scales, are what the GEMM saves. If it communicates,
+            it does so again.
     """
     made_by = getattr(x.untyped_storage(), "made_by", None)
     results = fn(x)
@@ -154,7 +157,7 @@ def derive(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tenso
 
 
 class _Carrier:
-    """Stands for a stand-in whose operand is kept in some other way."""
+    """Saved instead of a stand-in (stand_in.py) whose operand may be on the host."""
 
     def __init__(self, tensor: Tensor, kept: tuple[Tensor | HostCopy, ...]) -> None:
         self.form, self.kept = (tensor.shape, tensor.dtype), kept
@@ -172,19 +175,19 @@ def _unpack(kept: Kept) -> Tensor:
 
 @contextmanager
 def keeping(phase: nn.Module, parts: Parts = KEEP_ALL, host_bytes: int | None = None) -> Iterator[list[HostCopy]]:
-    """The context of a phase's forward: outputs of recomputed parts are not kept, and large tensors go to the host.
+    """The context of a phase's forward: outputs of recomputed parts are not saved, and large tensors go to the host.
 
     Args:
-        phase: whose weights stay where they are.
+        phase: its weights are not offloaded.
         parts: of its layer.
-        host_bytes: from how many bytes on a floating-point tensor waits on the host; None = never.
+        host_bytes: floating-point tensors of so many bytes and more are offloaded to the host; None = none.
 
     Yields:
-        The copies on the host, complete when the context ends.
+        The copies on the host; the list is complete when the context ends.
     """
-    copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # the tensor too: its storage's id is nobody else's meanwhile
+    copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # holds the tensors, so that no id of a storage is used again
     found: list[HostCopy] = []
-    # not by address: on the meta device all storages have the same
+    # by id, because on the meta device all storages have the same address
     weights = {id(weight.untyped_storage()) for weight in phase.parameters()} if host_bytes is not None else set()
 
     def place(tensor: Tensor) -> Tensor | HostCopy:

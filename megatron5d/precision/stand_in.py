@@ -1,9 +1,9 @@
-"""Results that exist only in 8 bits: SwiGLU before a down-projection, a norm before an up-projection.
+"""Results that exist only in 8 bits: of SwiGLU before a down-projection, of a norm before an up-projection.
 
-If only 8-bit products read a result, it need never be written in its wide dtype (kernels/fp8_fused.py). In autograd's
-graph a stand-in takes its place: a tensor of the wide result's shape and dtype, but without its memory, whose storage
-carries the operand (gemms.py). It gets gradients like any tensor, and recomputation and views find the operand. A
-reader of its values gets NaN everywhere, so that a mistake makes the step refused instead of wrong.
+A result that only 8-bit products read is never written in its wide dtype (kernels/fp8_fused.py). A stand-in takes its
+place in autograd's graph: a tensor with the shape and dtype of the wide result but without its memory, whose storage
+carries the operand (gemms.py). It gets gradients like any tensor, and recomputation and views find the operand. All its
+values read as NaN, so a mistake makes the step fail instead of being wrong.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Carried = tuple[Tensor, ...]
 
 
 def stand_in(shape: torch.Size, dtype: torch.dtype, operand: Carried) -> Tensor:
-    """One NaN that looks like a tensor of this shape, for an operand.
+    """A stand-in for an operand: a single NaN expanded to a shape.
 
     Args:
         shape, dtype: of the wide result.
-        operand: on the device where that would be.
+        operand: 8-bit values and scales.
     """
     nan = torch.full((1,), torch.nan, dtype=dtype, device=operand[0].device)
     nan.untyped_storage().operand = operand  # type: ignore[attr-defined]
@@ -92,21 +92,21 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def eight_bit_swiglu(gate_up: Tensor, powers_of_two: bool, overwrite: bool = False) -> Tensor:
-    """`swiglu` for blockwise products alone.
+    """`swiglu` whose result only blockwise products read.
 
     Args:
         gate_up: `[..., 2f]`.
         powers_of_two: scales are powers of two.
-        overwrite: as of `swiglu`.
+        overwrite: as in `swiglu`.
 
     Returns:
-        A stand-in `[..., f]`, e4m3 in 1×128 groups.
+        A stand-in `[..., f]` that carries e4m3 in 1×128 groups.
     """
     return _Swiglu.apply(gate_up, powers_of_two, overwrite)
 
 
 def eight_bit_rms_norm(x: Tensor, weight: Tensor, eps: float, powers_of_two: bool) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` without a residual, for blockwise products alone.
+    """`add_rms_norm` without a residual, whose result only blockwise products read.
 
     Args:
         x: `[..., h]`.
@@ -115,7 +115,7 @@ def eight_bit_rms_norm(x: Tensor, weight: Tensor, eps: float, powers_of_two: boo
         powers_of_two: scales are powers of two.
 
     Returns:
-        A stand-in `[..., h]`, e4m3 in 1×128 groups; and x.
+        A stand-in `[..., h]` that carries e4m3 in 1×128 groups, and x.
     """
     return _RmsNorm.apply(x, weight, eps, powers_of_two)
 
@@ -123,5 +123,5 @@ def eight_bit_rms_norm(x: Tensor, weight: Tensor, eps: float, powers_of_two: boo
 def eight_bit_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, powers_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """`add_layer_norm`, as `eight_bit_rms_norm`."""
+    """The same with `add_layer_norm`; bias `[h]`."""
     return _LayerNorm.apply(x, weight, bias, eps, powers_of_two)

@@ -33,7 +33,7 @@ from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, 
 from megatron5d.plan.peak import find_peak
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer, relay_trace
 from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.fp8 import copies_bytes
+from megatron5d.precision.fp8 import quantized_copies_bytes
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.shard import without_memory
@@ -130,7 +130,7 @@ class Forecaster:
         peak = find_peak(self._program, rank, self._traces, self._message_bytes(), self._standing(model), reduced)
         # under ZeRO-3 they come and go with the weights, and the passes count them
         staying = model.parameters() if config.parallel.zero < 3 else []
-        copies = sum(watch.rounded(copies_bytes(parameter)) for parameter in staying)
+        copies = sum(watch.rounded(quantized_copies_bytes(parameter)) for parameter in staying)
         on_gpu = self.target.architecture is not None
         return RankMemory(
             weights=weights + copies,

@@ -162,7 +162,7 @@ def held_on(config, on_host):
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("parts", [(), ("norm", "activation")])
 def test_offloaded_phases_leave_the_device(parts, moe, monkeypatch):
-    """The same bits; on the device is what the head keeps, and what is smaller than a tensor."""
+    """The same gradients; on the device is what the head keeps, and what is smaller than a tensor."""
     copies = weakref.WeakSet()
     start = HostCopy.__init__
 
@@ -180,7 +180,9 @@ def test_offloaded_phases_leave_the_device(parts, moe, monkeypatch):
     )
     left, again = held_on(config, copies)
     gc.collect()
-    assert all(map(torch.equal, grads, again)) and not copies, "host buffers are given back"
+    assert not copies, "host buffers are freed"
+    for one, other in zip(grads, again, strict=True):  # a BLAS may round by the address of what it reads
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15 * float(other.abs().max()))
     assert left < 0.35 * kept
 
 

@@ -157,8 +157,8 @@ def test_weights_are_quantised_once_until_they_change():
     pairs.append(gemms._weight(weight))
     assert made == [True]
     for factor, pair in zip((2, 4), pairs[2:]):
-        assert torch.equal(pair.straight.dequantize(), factor * pairs[0].straight.dequantize())
-        assert torch.equal(pair.turned.dequantize(), pair.straight.dequantize().t())
+        assert torch.equal(pair.plain.dequantize(), factor * pairs[0].plain.dequantize())
+        assert torch.equal(pair.transposed.dequantize(), pair.plain.dequantize().t())
 
 
 MODELS = {
@@ -204,6 +204,6 @@ def test_an_experts_scale_is_that_of_all_its_parts():
     """Other ranks hold larger elements of the same experts: as if all were four times as large as here."""
     weight = torch.nn.Parameter(torch.randn(2 * 128, 128))
     here, everywhere = (fp8.TensorwiseExpertGemms(True, lambda amax, n=n: amax * n) for n in (1, 4))
-    ours = here._weight(weight, 2).straight.scales
+    ours = here._weight(weight, 2).plain.scales
     forget_quantized([weight])
-    assert torch.equal(everywhere._weight(weight, 2).straight.scales, 4 * ours)
+    assert torch.equal(everywhere._weight(weight, 2).plain.scales, 4 * ours)
