@@ -17,7 +17,7 @@ from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.topology.launcher import read_environment
 from megatron5d.topology.process import start_process, stop_process
 from megatron5d.train.crash import told
-from megatron5d.train.data import data_faults
+from megatron5d.train.data_faults import data_faults
 from megatron5d.train.device import device_faults
 from megatron5d.train.loop import train
 from megatron5d.train.memory import memory_faults

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from os.path import exists, isfile
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron5d.config.fault import Fault
 from megatron5d.config.schema import Config
-from megatron5d.data.indexed import IndexedDataset
 from megatron5d.data.loader import Loader
 from megatron5d.data.sampler import samples_of_steps
 from megatron5d.data.samples import Samples, open_samples
-from megatron5d.data.sources import named_entries, parse_sources, split_range, split_shares
+from megatron5d.data.sources import named_entries, parse_sources, split_shares
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.model.context import SequenceSharding
 from megatron5d.topology.mesh import Mesh
@@ -29,6 +26,39 @@ class Part(NamedTuple):
     knob: str  # that names them
     entries: list[str]  # "weight prefix"
     split: str | None  # of which a part is read; None = all of them
+
+
+def held_out(config: Config) -> dict[str, Part]:
+    """What evaluations read, by what stands behind `valid_loss` in a record.
+
+    "" is data.valid, or the valid part of data.split; "/web" is the set that data.valid_sets calls web.
+
+    Raises:
+        ValueError: an illegal split.
+    """
+    data, found = config.data, {}
+    has_part = data.split is not None and split_shares(data.split)[1] > 0
+    if data.valid:
+        found[""] = Part("data.valid", data.valid, None)
+    elif has_part:
+        found[""] = Part("data.train", data.train, data.split)
+    sets = named_entries(data.valid_sets)
+    return found | {f"/{name}": Part("data.valid_sets", entries, None) for name, entries in sets.items()}
+
+
+def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
+    """(knob, part, prefix, split) of each pair of .bin and .idx that is read.
+
+    Raises:
+        ValueError: an illegal weight or split.
+    """
+    parts = [("train", Part("data.train", config.data.train, config.data.split))]
+    parts += [("valid", held) for held in held_out(config).values()]
+    return [
+        (knob, part, source.prefix, split)
+        for part, (knob, entries, split) in parts
+        for source in (parse_sources(entries, knob) if entries else [])
+    ]
 
 
 def end_of_document(config: Config) -> int | None:
@@ -82,153 +112,6 @@ def train_loader(
     return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, prefetch)
 
 
-def _opened(config: Config, mesh: Mesh, reads: bool, open_files: Callable[[], Samples]) -> Samples:
-    """Samples where they are read, blank ones elsewhere.
-
-    Megatron's order is an index that takes long to build and lies on disk afterwards. Rank 0 builds it before anybody
-    else looks: a lock for thousands of ranks is slow, and file systems without locks would have each build its own.
-
-    Raises:
-        ValueError: the files cannot be read so; where rank 0 is first, on every rank.
-
-    Comm: with data.order=megatron a broadcast over the world.
-    """
-    world, samples, fault = mesh["world"], None, list[str | None]([None])
-    if config.data.order == "megatron" and world.group is not None:
-        if world.rank == 0:
-            try:
-                samples = open_files()
-            except (ValueError, OSError) as error:
-                fault = [str(error)]
-        dist.broadcast_object_list(fault, src=0)
-        if fault[0] is not None:
-            raise ValueError(fault[0])
-    if not reads:
-        return BlankSamples(config.train.seq_len)
-    return samples or open_files()
-
-
-def _train_samples(config: Config) -> Samples:
-    data, train = config.data, config.train
-    return open_samples(
-        data.train,
-        seq_len=train.seq_len,
-        order=data.order,
-        seed=train.seed,
-        num_samples=samples_of_steps(train.steps, train.gbs, train.gbs_ramp),
-        split=data.split,
-        part="train",
-        cache_dir=data.cache_dir,
-    )
-
-
-def data_faults(config: Config, world: int) -> list[Fault]:
-    """What is wrong with files that are there: broken, of another kind, or too short for a single sample.
-
-    Sizes are read and nothing else, so that it takes no time; what else can be wrong inside is named while training.
-    """
-    found = []
-    try:
-        sources = read_sources(config)
-    except ValueError:
-        sources = []  # an illegal weight or split, of which a law has told
-    for knob, part, prefix, split in sources:
-        if all(isfile(prefix + ending) for ending in (".bin", ".idx")):
-            found += _source_faults(config, knob, prefix, split, part)
-    if config.data.tokenizer is not None and exists(config.data.tokenizer):
-        found += _tokenizer_faults(config)
-    return found
-
-
-def _tokenizer_faults(config: Config) -> list[Fault]:
-    """What keeps a tokenizer's file from telling which token ends a document, where that is asked."""
-    try:
-        eod = end_of_document(config)
-    except ValueError as error:
-        fix = "data.tokenizer=FILE from tools/tokenizer.py or of a published model, or null"
-        return [Fault("data-tokenizer-kind", ("data.tokenizer",), f"data.tokenizer: {error}", fix, True)]
-    if eod is not None or not config.data.eod_mask_loss:
-        return []
-    reason = (
-        f"data.eod_mask_loss = true, and data.tokenizer = {config.data.tokenizer} names no token that ends a document"
-    )
-    knobs = ("data.eod_mask_loss", "data.tokenizer")
-    return [Fault("data-tokenizer-eod", knobs, reason, "data.eod=ID of that token, or data.eod_mask_loss=false", True)]
-
-
-def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
-    """(knob, part, prefix, split) of each pair of .bin and .idx that is read.
-
-    Raises:
-        ValueError: an illegal weight or split.
-    """
-    parts = [("train", Part("data.train", config.data.train, config.data.split))]
-    parts += [("valid", held) for held in held_out(config).values()]
-    return [
-        (knob, part, source.prefix, split)
-        for part, (knob, entries, split) in parts
-        for source in (parse_sources(entries, knob) if entries else [])
-    ]
-
-
-def _source_faults(config: Config, knob: str, prefix: str, split: str | None, part: str) -> list[Fault]:
-    """What keeps one pair of .bin and .idx from giving samples."""
-    example = f"{knob}=[{'NAME ' if knob == 'data.valid_sets' else ''}PREFIX]"
-    try:
-        dataset = IndexedDataset(prefix, checked=False)
-    except ValueError as error:
-        fix = f"{example} of whole files, as tools/preprocess.py writes them"
-        return [Fault("data-broken", (knob,), f"{knob}: {error}", fix, True)]
-    if dataset.num_tokens == 0:
-        return []  # of which a law has told
-    megatron = config.data.order == "megatron"
-    try:
-        begin, end = split_range(split, part, dataset.num_sequences if megatron else dataset.num_documents)
-    except ValueError as error:
-        return [Fault("data-split-part", (knob, "data.split"), f"{prefix}: {error}", "data.split=null", True)]
-    if megatron:
-        return []  # whose samples begin again within themselves
-    tokens, seq_len = dataset.document_start(end) - dataset.document_start(begin), config.train.seq_len
-    if tokens > seq_len:
-        return []
-    of_it = f"'s part for {part} (data.split = {split})" if split is not None else ""
-    reason = f"{knob}: {prefix}{of_it} holds {tokens} tokens, and one sample takes train.seq_len + 1 = {seq_len + 1}"
-    shorter = f"train.seq_len={tokens - 1} or less, or " if tokens > 1 else ""
-    fix = f"{shorter}{example} of at least {seq_len + 1} tokens"
-    return [Fault("data-too-short", (knob, "train.seq_len"), reason, fix, True)]
-
-
-def first_rows(config: Config, steps: int) -> torch.Tensor:
-    """int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch.
-
-    Raises:
-        ValueError: the files cannot be read so, or a token is not in the model's vocabulary.
-    """
-    samples = _train_samples(config)
-    rows = torch.from_numpy(np.stack([samples[i] for i in range(steps * config.train.gbs)]))
-    if rows.max() >= config.model.vocab_size:
-        raise ValueError(f"data.train has token id {rows.max()}, model.vocab_size is {config.model.vocab_size}")
-    return rows
-
-
-def held_out(config: Config) -> dict[str, Part]:
-    """What evaluations read, by what stands behind `valid_loss` in a record.
-
-    "" is data.valid, or the valid part of data.split; "/web" is the set that data.valid_sets calls web.
-
-    Raises:
-        ValueError: an illegal split.
-    """
-    data, found = config.data, {}
-    has_part = data.split is not None and split_shares(data.split)[1] > 0
-    if data.valid:
-        found[""] = Part("data.valid", data.valid, None)
-    elif has_part:
-        found[""] = Part("data.train", data.train, data.split)
-    sets = named_entries(data.valid_sets)
-    return found | {f"/{name}": Part("data.valid_sets", entries, None) for name, entries in sets.items()}
-
-
 def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) -> Loader:
     """Validation data from its beginning, the same batches at every evaluation.
 
@@ -253,6 +136,59 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
         )
 
     return _loader(config, mesh, _opened(config, mesh, reads, open_files), 0, None, 0)
+
+
+def first_rows(config: Config, steps: int) -> torch.Tensor:
+    """int64 `[steps·gbs, s+1]`: the samples of a run's first steps, all of each global batch.
+
+    Raises:
+        ValueError: the files cannot be read so, or a token is not in the model's vocabulary.
+    """
+    samples = _train_samples(config)
+    rows = torch.from_numpy(np.stack([samples[i] for i in range(steps * config.train.gbs)]))
+    if rows.max() >= config.model.vocab_size:
+        raise ValueError(f"data.train has token id {rows.max()}, model.vocab_size is {config.model.vocab_size}")
+    return rows
+
+
+def _train_samples(config: Config) -> Samples:
+    data, train = config.data, config.train
+    return open_samples(
+        data.train,
+        seq_len=train.seq_len,
+        order=data.order,
+        seed=train.seed,
+        num_samples=samples_of_steps(train.steps, train.gbs, train.gbs_ramp),
+        split=data.split,
+        part="train",
+        cache_dir=data.cache_dir,
+    )
+
+
+def _opened(config: Config, mesh: Mesh, reads: bool, open_files: Callable[[], Samples]) -> Samples:
+    """Samples where they are read, blank ones elsewhere.
+
+    Megatron's order is an index that takes long to build and lies on disk afterwards. Rank 0 builds it before anybody
+    else looks: a lock for thousands of ranks is slow, and file systems without locks would have each build its own.
+
+    Raises:
+        ValueError: the files cannot be read so; where rank 0 is first, on every rank.
+
+    Comm: with data.order=megatron a broadcast over the world.
+    """
+    world, samples, fault = mesh["world"], None, list[str | None]([None])
+    if config.data.order == "megatron" and world.group is not None:
+        if world.rank == 0:
+            try:
+                samples = open_files()
+            except (ValueError, OSError) as error:
+                fault = [str(error)]
+        dist.broadcast_object_list(fault, src=0)
+        if fault[0] is not None:
+            raise ValueError(fault[0])
+    if not reads:
+        return BlankSamples(config.train.seq_len)
+    return samples or open_files()
 
 
 def _loader(config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] | None, prefetch: int) -> Loader:

@@ -14,7 +14,8 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.train import data as data_module
 from megatron5d.train.build import sizes_of
-from megatron5d.train.data import data_faults, held_out, train_loader, valid_loader
+from megatron5d.train.data import held_out, train_loader, valid_loader
+from megatron5d.train.data_faults import data_faults
 from megatron5d.train.loop import train
 from megatron5d.train.notes import unmarked_documents
 
