@@ -84,7 +84,6 @@ class Index:
             writer.finish(*self._found)
 
     def _put_together(self, notes: list[bytes]) -> tuple[Metadata, list[list[WriteResult]]]:
-        self._found = None  # where this fails, the next save begins anew
         self._notes = [new or old for new, old in itertools.zip_longest(notes, self._notes, fillvalue=b"")]
         parts = [pickle.loads(zlib.decompress(note)) for note in self._notes]
         _, metadata = _planner().create_global_plan([SavePlan(items) for items, _ in parts])

@@ -72,7 +72,7 @@ def _latents_cost(c: Config) -> int:
 
 
 def _keys_cost(c: Config) -> int:
-    return max(local_heads(c)[1], split_of(c)[1]) * head_features(c.model)
+    return local_heads(c)[1] * head_features(c.model)
 
 
 CONTEXT_LAWS = (

@@ -84,7 +84,7 @@ RECOMPUTE_LAWS = (
         ("recompute.stage_layers", "parallel.pp", "parallel.vpp"),
         # how many chunks a rank has, its schedule knows (zb_v has two): the plan checks that
         lambda c, w: c.recompute.stage_layers is not None
-        and (_num_stages(c) < 1 or _num_stages(c) % (c.parallel.pp * c.parallel.vpp) != 0),
+        and _num_stages(c) % (c.parallel.pp * c.parallel.vpp) != 0,
         lambda c, w: f"recompute.stage_layers has {_num_stages(c)} stages, "
         f"parallel.pp·vpp = {c.parallel.pp}·{c.parallel.vpp} = {c.parallel.pp * c.parallel.vpp}",
         lambda c, w: "recompute.stage_layers=null",

@@ -25,7 +25,6 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     if config.schedule == "constant":
         return config.lr
     begin = total_steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
-    begin = max(begin, config.warmup_steps)
     if step <= begin:
         return config.lr
     progress = min(1.0, (step - begin) / (total_steps - begin))

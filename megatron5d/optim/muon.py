@@ -108,7 +108,6 @@ class Muon(SliceOptimizer):
 
     def allocate_temporaries(self) -> None:
         self.step(0.0)
-        self.step_count -= 1
 
     def _nesterov_momentum(self, state: SliceState, segment: Segment | None) -> Tensor:
         """g + μ·m of a segment, flat, in the dtype and on the device of the weights; empty without a segment."""

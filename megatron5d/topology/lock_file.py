@@ -166,8 +166,8 @@ class LockFile:
             OSError: a living run holds the lock, or the file cannot be written.
         """
         owner = _read(self.file)
-        if owner is not None and not self._is_dead(owner):
-            return False
+        if owner is not None:
+            self._refuse_living(owner)
         written = self.file.with_name(f"{self.file.name}.{self.owner.token}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -194,24 +194,18 @@ class LockFile:
             return False
         return True
 
-    def _is_dead(self, owner: Owner) -> bool:
-        """True where an owner is dead; False where its file was removed while it was watched.
-
+    def _refuse_living(self, owner: Owner) -> None:
+        """
         Raises:
             OSError: the owner is alive.
         """
         alive = is_alive(owner, self.owner)
-        if alive is None:
-            alive = self._is_touched_within_watch(owner)
-            if _last_touched(self.file) is None:
-                return False
-        if alive:
+        if self._is_touched_within_watch(owner) if alive is None else alive:
             raise OSError(
                 f"{self.target} belongs to a run that is still going: {owner}. Two runs in one place would overwrite "
                 f"each other's files: stop that one, or give this one a place of its own ({self.file.name} need not be "
                 "removed by hand: a run that has died is recognised)"
             )
-        return True
 
     def _is_touched_within_watch(self, owner: Owner) -> bool:
         """Watches the file for STALE_S; True as soon as it is touched."""

@@ -163,7 +163,7 @@ def test_scores_far_below_zero(causal):
 
 def test_the_kernel_really_runs(monkeypatch):
     monkeypatch.setattr(flash_attention_forward, "_forward_kernel", None)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="NoneType"):
         kernels.attention(*inputs(), scale=1.0)
 
 

@@ -249,5 +249,5 @@ def test_what_does_not_fit_is_refused():
 
 def test_the_kernel_really_runs(monkeypatch):
     monkeypatch.setattr(module, "_fp8_matmul_kernel", None)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="NoneType"):
         fp8_matmul(quantize_rows(torch.randn(4, 128)), quantize_rows(torch.randn(4, 128)))

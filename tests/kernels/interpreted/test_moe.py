@@ -100,7 +100,9 @@ def test_grouped_fp8_weight_grad(counts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n, k, experts, h", [(1, 1, 1, 1), (7, 2, 5, 127), (20, 3, 4, 129), (1, 1, 1, 4097)])
+@pytest.mark.parametrize(
+    "n, k, experts, h", [(1, 1, 1, 1), (7, 2, 5, 127), (20, 3, 4, 129), (3, 2, 300, 8), (1, 1, 1, 4097)]
+)
 def test_permute_and_back(n, k, experts, h, dtype):
     tolerance = 1e-6 if dtype == torch.float32 else 5e-3
     choices = torch.stack([torch.randperm(experts)[:k] for _ in range(n)])

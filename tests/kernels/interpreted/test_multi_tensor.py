@@ -48,6 +48,12 @@ def test_squared_norm(dtype):
             assert not squared_norm(table).isfinite()
 
 
+def test_wide_loads_are_for_tables_that_are_aligned_throughout():
+    whole, shifted = torch.zeros(8), torch.zeros(9)[1:]
+    assert TensorTable(master=[whole], grad=[whole]).aligned
+    assert not TensorTable(master=[whole], grad=[shifted]).aligned
+
+
 def test_what_does_not_match_is_refused():
     with pytest.raises(ValueError, match="same numbers"):
         TensorTable(a=[torch.zeros(3)], b=[torch.zeros(4)])

@@ -110,5 +110,5 @@ def test_empty():
 @pytest.mark.parametrize("kernel, width", [("_forward_kernel", 8), ("wide_forward_kernel", 1500)])
 def test_the_kernel_really_runs(kernel, width, monkeypatch):
     monkeypatch.setattr(normalization, kernel, None)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="NoneType"):
         kernels.rms_norm(torch.randn(3, width), torch.ones(width), 1e-5)

@@ -230,7 +230,7 @@ def test_the_kernels_really_run(monkeypatch):
     for module, name in ((gather, "_gather_matmul_kernel"), (scatter, "_matmul_scatter_kernel")):
         monkeypatch.setattr(module, name, None)
     x, weight, flags = torch.zeros(1, 8, 8).bfloat16(), torch.zeros(8, 8).bfloat16(), torch.ones(1, dtype=torch.int32)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="NoneType"):
         gather.gather_matmul(x, weight, arrivals(flags, 1), 0)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="NoneType"):
         scatter.matmul_scatter(x, weight, scatter.Outboxes([x[0]], [flags], flags, flags, flags), 1, 0)

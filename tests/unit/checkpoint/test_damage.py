@@ -29,6 +29,21 @@ def two_steps(tmp_path_factory):
     return directory
 
 
+def test_a_save_after_one_that_failed_is_told_anew(tmp_path, monkeypatch):
+    """Of other tensors: where they lie is not taken from the save that failed."""
+    saver = Saver(tmp_path, keep=0)
+    one, other = ({key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype)} for key, x in VALUES.items())
+    saver.save(1, one, {})
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+        patch.setattr("megatron5d.checkpoint.save.commit", lambda *_: exec("raise OSError('no room')"))
+        saver.save(2, other, {})
+    saver.save(3, one, {})
+    found = {key: ShardedTensor(each.shape, [((0, 0), torch.zeros(each.shape, dtype=each.dtype))], each.dtype)
+             for key, each in one.items()}  # fmt: skip
+    load_tensors(step_folder(tmp_path, 3), found)
+    assert torch.equal(found["model.a"].parts[0, 0], VALUES["model.a"])
+
+
 @pytest.fixture
 def place(two_steps, tmp_path):
     return shutil.copytree(two_steps, tmp_path / "checkpoints")

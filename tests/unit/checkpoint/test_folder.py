@@ -165,6 +165,10 @@ def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path, monkeypatch):
     assert "step-00000005.tmp is removed" in told[0] and "step-00000005 is the old one" in told[1]
     assert (newest(torn) / "mine").read_text() == "old" and recover(torn) == []
 
+    newest(torn).rename(torn / "step-00000005.replaced")
+    (torn / "step-00000005.replaced" / "files.json").unlink()
+    assert recover(torn) == [] and not (torn / "step-00000005").exists()  # nor is the old one whole
+
 
 def test_one_that_was_written_to_its_end_is_taken_unless_the_run_has_gone_on(tmp_path, monkeypatch):
     save(tmp_path, 4)

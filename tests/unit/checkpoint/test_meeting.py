@@ -17,18 +17,18 @@ def test_notes_reach_rank_0_and_its_answers_all(monkeypatch):
     monkeypatch.setattr(meeting, "_PART_BYTES", 3)
 
     def fn(rank, world):
-        met, heard = Meeting(20.0), []
-        for length in (0, 2, 3, 10):
+        met, heard, keys = Meeting(20.0), [], []
+        for length in (0, 2, 3, 10, 10, 10):
             met.first(lambda: None)
             met.leave(bytes([rank]) * length)
-            met.first(lambda: heard.append(met.notes()))
+            met.first(lambda: (heard.append(met.notes()), keys.append(store_of.met_at().num_keys())))
         with pytest.raises(OSError, match="no room"):
             met.first(lambda: exec("raise OSError('no room')"))
-        left = None if rank else store_of.met_at().num_keys()
-        return heard, left
+        return heard, keys
 
-    (heard, _), (nothing, _) = told = run_ranks(fn, 2)
-    assert heard == [[b"\0" * length, b"\1" * length] for length in (0, 2, 3, 10)] and nothing == [] and len(told) == 2
+    (heard, keys), nothing = run_ranks(fn, 2)
+    assert heard == [[b"\0" * length, b"\1" * length] for length in (0, 2, 3, 10, 10, 10)] and nothing == ([], [])
+    assert keys[-1] == keys[-2] == keys[-3], "what all have read is forgotten"
 
 
 def test_who_leaves_no_note_is_named_on_every_rank():

@@ -30,7 +30,7 @@ def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: floa
     tp = build_mesh(resolve(world, tp=world), rank)["tp"]
     box = Mailbox(tp, CPU, 120.0)
     for epoch in range(1, num_exchanges + 1):
-        width = 3 if epoch < 5 else 7  # boxes that grow in the middle
+        width = 7 if 5 <= epoch < 8 else 3  # boxes that grow in the middle, and serve what is smaller, too
         mine = content(rank, epoch, width)
         exchange = box.exchange([(part.shape, part.dtype) for part in mine])
         if rank == slow and epoch % 2:

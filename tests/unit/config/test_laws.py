@@ -149,6 +149,25 @@ def test_fix_is_the_nearest_legal_value(values, world, fix):
     assert fix in [fault.fix for fault in broken_laws(changed(values), world)]
 
 
+LAWFUL = {
+    "sequence-splits-over-tp": {"parallel.tp": 4, "train.seq_len": 126},  # whole on every rank without sp
+    "sequence-splits-over-cp": {"parallel.cp": 4, "parallel.cp_method": "ulysses", "train.seq_len": 132},  # no zigzag
+    "top2-needs-two": {"model.num_experts": 1, "model.top_k": 1, "model.group_score": "top2_sum"},  # of one group
+    "fp8-dims": {"precision.fp8": "blockwise", "model.ffn_hidden_size": 144},  # not cut: 16 is enough
+    "stages-have-layers": {
+        "parallel.pp": 8,
+        "pipeline.schedule": "auto",
+        "pipeline.balance": "auto",
+    },  # stages of parts
+}
+
+
+@pytest.mark.parametrize("id", LAWFUL)
+def test_what_a_law_does_not_forbid(id):
+    """What lies just beside what it does."""
+    assert id not in broken_ids(LAWFUL[id] | {"train.gbs": 8})
+
+
 def test_kv_heads_may_be_fewer_than_tp():
     """One KV head on four ranks is replicated; three on two cannot be shared."""
     assert broken_ids({"parallel.tp": 4, "model.num_kv_heads": 1, "train.gbs": 8}) == []

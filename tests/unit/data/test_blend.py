@@ -111,6 +111,11 @@ def test_mixing_cycle_is_even_at_every_length(weights):
         assert away.max() <= max(1, len(weights) / 2)
 
 
+def test_the_order_of_a_cycle_is_what_it_always_was():
+    """The k-th of c samples belongs at (k + ½)/c of the cycle; resumed runs rely on it."""
+    assert mixing_cycle([3, 1], cycle=8)[0].tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
+
+
 def test_many_datasets_all_take_part():
     _, _, counts = mixing_cycle([1.0] * 500, cycle=100)
     assert counts.tolist() == [1] * 500

@@ -1,6 +1,7 @@
 """Megatron's order against a slow transcription of its description, token by token."""
 
 import multiprocessing
+import stat
 import time
 
 import numpy as np
@@ -83,6 +84,13 @@ def test_equals_the_slow_transcription(tmp_path):
     assert apart_seen == {True, False}
 
 
+def test_the_first_sample_begins_with_the_first_document_even_if_that_is_empty():
+    """As in the index that Megatron stores; elsewhere empty ones are stepped over."""
+    order = build_sample_order(np.array([0, 0, 4], np.int32), (0, 3), 1, None, seed=1)
+    assert order.document_index.tolist() == [0, 2, 1]
+    assert order.sample_index.tolist() == [[0, 0], [1, 1], [1, 2], [1, 3]]
+
+
 @pytest.mark.parametrize("part", ["train", "valid", "test"])
 def test_splits_are_document_ranges(tmp_path, part):
     lengths = [5] * 40
@@ -91,7 +99,8 @@ def test_splits_are_document_ranges(tmp_path, part):
     expected, _ = slow_samples([list(range(5 * d, 5 * d + 5)) for d in range(low, high)], 4, 30, 7)
     samples = open_samples([prefix], seq_len=4, order="megatron", seed=7, num_samples=30, split="80,15,5", part=part)
     assert [samples[i].tolist() for i in range(len(expected))] == expected
-    assert (tmp_path / "cache").is_dir()  # the default place is beside the data
+    (built,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())  # beside the data, by default
+    assert stat.S_IMODE(built.stat().st_mode) == 0o755, "others may train on the same data"
 
 
 def test_blend_of_weighted_files(tmp_path):

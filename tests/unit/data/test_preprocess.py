@@ -239,6 +239,19 @@ def test_an_unfinished_run_of_another_job_is_not_mixed_in(tmp_path, tokenizer_fi
     assert refused.returncode == 2 and "unfinished run with other inputs or settings" in refused.stderr
 
 
+def test_a_job_of_which_an_output_is_gone_is_not_finished(tmp_path):
+    outputs = [str(tmp_path / name) for name in ("train", "valid")]
+    journal = Journal(str(tmp_path / "o"), "this job", outputs)
+    for output in outputs:
+        Path(f"{output}.idx").touch()
+        Path(f"{output}.bin").write_bytes(bytes(6))
+    journal.close({"dtype": "uint16", "outputs": {output: {"tokens": 3} for output in outputs}})
+    assert journal.finished()
+    Path(f"{outputs[1]}.idx").unlink()
+    with pytest.raises(ValueError, match=r"train\.idx is there already"):
+        journal.finished()
+
+
 def test_a_damaged_journal_is_named(tmp_path):
     journal = Journal(str(tmp_path / "o"), "", [str(tmp_path / "o")])
     journal.path.write_text("")  # as a loss of power leaves a file that was never put on disk

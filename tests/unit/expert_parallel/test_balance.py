@@ -126,9 +126,12 @@ def test_moving_the_bias_leaves_each_ranks_own_choices_for_the_figures():
         made.biases[2] = torch.zeros(E, dtype=torch.float64)
         made.chosen[1, rank] = 4
         made.finish_step()
-        return made.chosen[1].tolist(), made.biases[2].tolist()
+        made.figures[1, 3] = 4  # tokens that were watched
+        figures = made.layer_figures(build_mesh(resolve(world), rank)["world"])
+        return made.chosen[1].tolist(), made.biases[2].tolist(), figures["moe/layer_2/bias_range"]
 
-    for rank, (chosen, bias) in enumerate(run_ranks(on_rank, 2)):
+    for rank, (chosen, bias, spread) in enumerate(run_ranks(on_rank, 2)):
+        assert spread == pytest.approx(0.02)
         assert chosen == [4 * (e == rank) for e in range(E)]
         assert bias == pytest.approx([-0.01, -0.01, 0.01, 0.01, 0.01, 0.01])
 
@@ -145,6 +148,16 @@ def test_forwards_without_gradients_count_for_the_global_loss_alone():
         made.finish_counting()
     assert made.plain[0].tolist() == torch.bincount(experts.flatten(), minlength=E).tolist()
     assert not made.chosen.any()
+
+
+def test_padding_counts_for_nothing_where_a_bias_has_chosen():
+    made, real = balancer(balance=["global_aux", "bias"]), torch.arange(N) % 4 != 0
+    made.biases[2] = torch.zeros(E)
+    experts = logits().topk(K).indices.masked_fill(~real[:, None], E)
+    made.start_counting()
+    with torch.no_grad():
+        made.observe(2, logits(), experts, None, tokens(real))
+    assert torch.equal(made.plain[1], counts_of(experts, E))
 
 
 def test_figures():

@@ -18,7 +18,7 @@ from megatron5d.pipeline_parallel.program import (
     program_from_table,
     zigzag_placement,
 )
-from megatron5d.pipeline_parallel.simulate import simulate
+from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
 from megatron5d.pipeline_parallel.verify import verify
 
 
@@ -202,3 +202,9 @@ def test_large_programs_take_seconds():
         verify(program)
         simulate(program, parse_costs("F=1,I=1.2,W=0.8,comm=0.1"))
     assert time.process_time() - begin < 30
+
+
+def test_a_rank_does_not_wait_after_its_own_last_action():
+    """One micro-batch: F 0 to 1 and B 4 to 6 on rank 0, F 1 to 2 and B 2 to 4 on rank 1."""
+    program = build_program("1f1b", 2, 1)
+    assert waiting_shares(program, simulate(program, Costs())) == [1 / 2, 1 / 4]

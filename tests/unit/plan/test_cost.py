@@ -7,7 +7,7 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
 
-from megatron5d.comm.ledger import Ledger
+from megatron5d.comm.ledger import Ledger, Traffic
 from megatron5d.config.pattern import blocks
 from megatron5d.config.schema import LogConfig, PipelineConfig, PrecisionConfig, RecomputeConfig
 from megatron5d.data.sampler import micro_batch_samples
@@ -15,8 +15,11 @@ from megatron5d.model.context import SequenceSharding
 from megatron5d.model.flops import core_flops, flops_per_token
 from megatron5d.model.gpt import Gpt
 from megatron5d.plan.cluster import cluster_called, cluster_of
-from megatron5d.plan.cost import StepCost
-from megatron5d.topology.mesh import build_mesh
+from megatron5d.plan.cost import Prices, StepCost
+from megatron5d.plan.sharding import Sharding
+from megatron5d.plan.update import carried_bytes, rounds
+from megatron5d.plan.work import Matrix, Unit, Work
+from megatron5d.topology.mesh import build_mesh, lines_of
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.estimate import Estimator, step_on
 from megatron5d.train.forecast import Target
@@ -187,6 +190,34 @@ def test_what_goes_to_the_host_is_counted_and_takes_time_where_nothing_hides_it(
     assert away.seconds["host"] > 0 and away.seconds["optimizer"] > 10 * plain.seconds["optimizer"]
 
 
+def test_what_an_update_moves_is_counted_by_hand():
+    """Of 200 elements half are this rank's, and of 150 in matrices; four ranks share a round."""
+    config = layout(tp=2, sp=True, zero=1, optim=MUON)
+    sizes = {"dp_shard_cp": 2, "dp_replicate": 1, "tp": 2, "edp_shard": 1, "edp_replicate": 1, "etp": 1}
+    sharding = Sharding(config, sizes)
+    unit = Unit({}, 200, 0, matrices=tuple(Matrix(elements, False, Work()) for elements in (10, 50, 40, 30, 20)))
+    assert [[each.elements for each in one.matrices] for one in rounds([unit], sharding)] == [[50, 40, 30, 20], [10]]
+    assert carried_bytes([unit], sharding) == 100 * (4 + 2) + 75 * (2 + 2)
+    copies = Unit({}, 0, 0, copied={"tp": 100})  # each rank sums the slices that it owns
+    assert {key: each for key, each in sharding.reduced([copies]).items() if each} == {("tp", "all_reduce"): 50 * 4}
+
+
+def test_what_ranks_with_the_same_sequence_add_up_is_not_attentions():
+    """Counts of routers are summed over cp and tp together: no hop of a ring hides them."""
+    config = layout(tp=2, sp=True)
+    prices = Prices(H100, config, lines_of(sizes_of(config, 2), 0, config.model.num_kv_heads))
+    counted = Unit({"F": Work(sent={("cp_tp", "all_reduce"): Traffic(1, 1, 10**6)})}, 0, 0)
+    spent, _ = prices.stage([counted], "F")
+    assert spent["tp"] > 0 == spent["cp"]
+
+
+def test_a_longer_backward_hides_more_of_the_reduction():
+    slow = dataclasses.replace(H100, link_rate=1e9, network_rate=1e9)
+    assert cost(cluster=slow, zero=1, recompute=FULL).seconds["dp"] < cost(cluster=slow, zero=1).seconds["dp"]
+    whole, split = (cost(cluster=slow, zero=1, pp=2, schedule=name).seconds["dp"] for name in ("1f1b", "zb_h1"))
+    assert split == pytest.approx(whole, rel=0.01)
+
+
 @pytest.mark.parametrize(("op", "size", "near", "rate"), [
     ("all_gather", 8, 8, 450e9), ("all_gather", 16, 8, 400e9), ("all_gather", 8, 1, 50e9), ("shift", 2, 1, 50e9),
     ("shift", 8, 8, 450e9), ("shift", 16, 8, 50e9), ("all_to_all", 16, 8, 50e9 * 15 / 8),
@@ -197,3 +228,9 @@ def test_the_slowest_link_of_a_line_counts(op, size, near, rate):
     assert (line.size, line.near) == (size, near)
     small, large = (H100.seconds(line, op, 1, num_bytes) for num_bytes in (0, 10**9))
     assert large - small == pytest.approx(1e9 / rate / H100.efficiency.links) and small > 0
+
+
+def test_links_inside_a_node_may_be_slower_than_all_of_its_adapters():
+    pcie = cluster_called("h100_pcie")
+    small, large = (pcie.seconds(pcie.line(range(16)), "all_gather", 1, num_bytes) for num_bytes in (0, 10**9))
+    assert large - small == pytest.approx(1e9 / 64e9 / pcie.efficiency.links)

@@ -1,6 +1,7 @@
 """Memory by kind: a Program's peaks against an independent count, the long context, a device that is too small."""
 
 import dataclasses
+import re
 from collections import Counter
 
 import pytest
@@ -59,6 +60,10 @@ def test_kinds_add_up_to_what_is_needed():
     assert [each.moment for each in (memory, walked, late, early)] == moments
     assert sum(early.kinds().values()) == early.needed and early.allocated == 5000
     assert [line.split()[0] for line in table({0: memory, 1: late}).splitlines()][:3] == ["MiB", "weights", "gradients"]
+    many = table({rank: late if rank == 5 else memory for rank in range(12)}, limit=8).splitlines()[0]
+    assert re.findall(r"pp (\d+)( \*)?", many) == [
+        (f"{rank}", " *" * (rank == 5)) for rank in (0, 1, 2, 3, 5, 9, 10, 11)
+    ]
 
 
 def llama(*overrides: str):

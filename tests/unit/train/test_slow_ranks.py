@@ -137,7 +137,7 @@ def test_garbage_collection_counts_in_no_step_and_outside_of_steps_not_at_all(mo
     assert compared[0].tolist() == [1.25, 0.0]
 
 
-@pytest.mark.parametrize(("experts", "ep", "etp"), [(0, 1, None), (8, 4, 1), (8, 2, 2), (8, 8, 1)])
+@pytest.mark.parametrize(("experts", "ep", "etp"), [(0, 1, None), (8, 4, 1), (8, 2, 2), (8, 4, 2), (8, 8, 1)])
 def test_peers_hold_the_same_layers_and_experts(experts, ep, etp):
     """Where two ranks of a stage have the same experts; else the same layers are enough."""
     sizes = resolve(16, pp=2, tp=2, ep=ep, etp=etp)
