@@ -69,6 +69,14 @@ def test_what_serves_8_6_and_8_9_has_their_shared_memory(monkeypatch):
         assert "wants" in compile_gate.faults("case", name, report(shared=100 * 1024), budget)[0]
 
 
+def test_the_newest_older_table_serves_an_architecture_without_one():
+    from kernels import tuning
+
+    assert [tuning.nearest(name) for name in ("sm_89", "sm_103", "sm_121")] == ["sm_80", "sm_100", "sm_120"]
+    with pytest.raises(ValueError, match="no kernel configurations for sm_75"):
+        tuning.nearest("sm_75")
+
+
 def test_the_gate_wants_a_budget_and_reports_errors():
     from kernels.testing import compile_gate
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels import dispatch
+from kernels.grouped_matmul import readable
 from kernels.moe import top_k
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -147,3 +148,17 @@ def test_a_tensor_of_another_gpu_is_refused(monkeypatch):
         dispatch.runs_triton(x)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert dispatch.runs_triton(x)
+
+
+def test_rows_are_copied_only_where_neighbours_lie_apart():
+    x = torch.arange(24.0).view(4, 6)
+    assert dispatch.rows_of(x[None, :, 2:]).data_ptr() == x[:, 2:].data_ptr()
+    assert dispatch.rows_of(x[:, 3:4]).data_ptr() == x[:, 3:4].data_ptr()
+    apart = dispatch.rows_of(x[1:2, ::2])
+    assert apart.stride() == (3, 1) and apart.tolist() == [[6, 8, 10]]
+
+
+def test_the_copy_engine_reads_what_begins_and_goes_on_at_multiples_of_16_bytes():
+    x = torch.zeros(65, dtype=torch.bfloat16)
+    assert readable(x[:64].view(4, 16)) and not readable(x[1:].view(4, 16))
+    assert not readable(x[:48].view(4, 12)) and not readable(x[:64].view(16, 4).t())
