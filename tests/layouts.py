@@ -113,7 +113,7 @@ def auxiliary_losses(config: Config) -> set[str]:
     return (routers if config.model.num_experts else set()) | ({"mtp_loss"} if config.model.num_mtp_layers else set())
 
 
-def assert_parity(config: Config, world: int, *, steps: int = 3, rtol: float = 1e-10, ignored: float = 0.0) -> None:
+def assert_parity(config: Config, world: int, *, steps: int = 2, rtol: float = 1e-10, ignored: float = 0.0) -> None:
     """Loss, every gradient, gradient norm and the weights after some steps equal the one-process reference."""
     rows = make_rows(config, steps, ignored=ignored)
     truth = reference_run(config, rows, steps)

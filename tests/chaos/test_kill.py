@@ -20,9 +20,10 @@ from megatron5d.train.loop import train
 
 STEPS, EVERY, WORLD = 12, 2, 4
 EXPERIMENT = [
-    *("model=tiny", "model.vocab_size=97", "model.num_kv_heads=2", "train.gbs=8", "train.mbs=1", "train.seq_len=16"),
+    *("model=tiny", "model.vocab_size=97", "model.num_kv_heads=2", "train.gbs=4", "train.mbs=1", "train.seq_len=16"),
     *("optim.lr=1e-2", "optim.warmup_steps=2", f"train.steps={STEPS}", f"checkpoint.every={EVERY}"),
-    *("train.eval_every=4", "train.eval_batches=2", "log.progress=false", "data.split='80,20,0'"),
+    *("train.eval_every=4", "train.eval_batches=1", "data.split='80,20,0'"),
+    *("log.progress=false", "log.memory_check=off"),
 ]
 LAYOUTS = {
     "tp-sp-zero1": ["parallel.tp=2", "parallel.sp=true", "parallel.zero=1"],
@@ -120,7 +121,7 @@ def test_killed_at_random_moments(tmp_path, corpus, undisturbed):
     step_s = sum(r["step_time_s"] for r in records(reference / "log.jsonl")[1:]) / (STEPS - 1)
     chance = random.Random(layout)
     num_kills = 0
-    for _ in range(4):
+    for _ in range(3):
         log, target = tmp_path / "log.jsonl", chance.randint(1, STEPS - 2)
         killer = Killer(lambda log=log, target=target: lines(log) >= target, chance.uniform(0, 1.5 * step_s))
         num_kills += not attempt(arguments_of(tmp_path, corpus, layout), chance.randrange(WORLD), killer)
@@ -131,7 +132,11 @@ def test_killed_at_random_moments(tmp_path, corpus, undisturbed):
     assert_same_checkpoint(tmp_path, reference, STEPS)
 
 
-@pytest.mark.parametrize(("victim", "sign"), [(3, "run.json"), (0, "*.distcp")])
+@pytest.mark.parametrize(
+    ("undisturbed", "victim", "sign"),
+    [("tp-sp-zero1", 3, "run.json"), ("tp-sp-zero1", 0, "*.distcp"), ("dp-background-save", 0, "*.distcp")],
+    indirect=["undisturbed"],
+)
 def test_killed_while_saving(tmp_path, corpus, undisturbed, victim, sign):
     """The half-written folder is never taken for a checkpoint."""
     layout, reference = undisturbed

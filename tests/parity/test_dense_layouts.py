@@ -1,4 +1,4 @@
-"""N ranks equal one: loss, every gradient, gradient norm and weights after three steps, in fp64 to 1e-10."""
+"""N ranks equal one: loss, every gradient, gradient norm and weights after two steps, in fp64 to 1e-10."""
 
 import dataclasses
 

@@ -1,6 +1,7 @@
 """A run that stops and goes on is the run that never stopped: bit for bit on its layout, exactly placed on another."""
 
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -48,7 +49,7 @@ def config_of(folder, corpus, *, parallel=None, dtype="fp32", stop_after=0, offl
         precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(train=[corpus]),
         checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0, **checkpoint),
-        log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False),
+        log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
     )
 
 
@@ -60,6 +61,18 @@ def run(folder, corpus, world=4, **kwargs):
 
 def last(folder, step=STEPS):
     return folder / "checkpoints" / f"step-{step:08d}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus):
+    """A run to its end, and one that was stopped half-way, by the optimiser's name: made once, not to be changed."""
+
+    @functools.cache
+    def of(name="adamw"):
+        folder = tmp_path_factory.mktemp(name)
+        return run(folder / "straight", corpus, name=name), run(folder / "stopped", corpus, stop_after=STOP, name=name)
+
+    return of
 
 
 def assert_equal(left, right):
@@ -107,10 +120,10 @@ def _held_after_loading(rank, world, config):
 
 
 @pytest.mark.parametrize("layout", OTHERS)
-def test_another_layout_gets_every_element_and_continues_the_curve(tmp_path, corpus, layout):
+def test_another_layout_gets_every_element_and_continues_the_curve(tmp_path, corpus, finished, layout):
     world, parallel, optimiser = OTHERS[layout]
-    straight = run(tmp_path / "straight", corpus, name=optimiser)
-    moved = run(tmp_path / "moved", corpus, stop_after=STOP, name=optimiser)
+    straight, stopped = finished(optimiser)
+    moved = shutil.copytree(stopped, tmp_path / "moved")
     saved = whole_tensors(last(moved, STOP))
 
     config = config_of(moved, corpus, parallel=parallel, name=optimiser)
@@ -139,8 +152,8 @@ def test_background_saves_hold_the_same(tmp_path, corpus):
         assert_equal(whole_tensors(last(behind, step)), whole_tensors(last(ours, step)))
 
 
-def test_a_torn_or_truncated_checkpoint_is_never_resumed(tmp_path, corpus):
-    straight = run(tmp_path / "straight", corpus)
+def test_a_torn_or_truncated_checkpoint_is_never_resumed(tmp_path, corpus, finished):
+    straight, _ = finished()
     torn = run(tmp_path / "torn", corpus, every=1, stop_after=5)
     data = next(last(torn, 5).glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])  # a copy cut short
@@ -191,8 +204,8 @@ def test_only_the_newest_are_kept(tmp_path, corpus):
     assert (folder / "checkpoints" / "latest").read_text() == "step-00000006\n"
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path, corpus):
-    folder = run(tmp_path / "saved", corpus)
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(corpus, finished):
+    folder, _ = finished()
     config = config_of(folder, corpus, resume=str(last(folder)))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, ffn_hidden_size=64, qk_norm=True))
     with pytest.raises(
