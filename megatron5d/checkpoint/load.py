@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +127,20 @@ def certainly_none(folder: str | Path, knob: str) -> str | None:
     return None
 
 
-def load_tensors(folder: Path, tensors: dict[str, ShardedTensor], differing: Sequence[str] = ()) -> None:
+def load_tensors(
+    folder: Path,
+    tensors: dict[str, ShardedTensor],
+    differing: Sequence[str] = (),
+    twin: Callable[[str], str | None] = lambda key: None,
+) -> None:
     """Fills the parts of `tensors` from a checkpoint.
 
     Args:
         folder: a whole checkpoint.
         tensors: by key; their parts are written in place.
         differing: keys of the model that differ from the saved ones, as text; said where tensors do not fit.
+        twin: another key under which the same values may be saved, in another dtype. It is read where the key itself
+            is not saved, or in a narrower dtype than is wanted and than the twin's.
 
     Raises:
         ValueError: keys or global shapes disagree, on every rank; lists the first of the first rank where they do, and
@@ -145,14 +152,25 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor], differing: Seq
 
     reader = Reader(folder, alone=not dist.is_initialized())
     saved = reader.tensors()
-    faults = [f"missing in the checkpoint: {key}" for key in tensors if key not in saved]
+    sources = {key: _source(key, twin(key), tensor, saved) for key, tensor in tensors.items()}
+    faults = [f"missing in the checkpoint: {key}" for key, source in sources.items() if source is None]
     faults += [
-        f"{key}: saved {tuple(saved[key].size)}, this model has {tuple(tensor.shape)}"
-        for key, tensor in tensors.items()
-        if key in saved and saved[key].size != tensor.shape
+        f"{key}: saved {tuple(saved[source].size)}, this model has {tuple(tensors[key].shape)}"
+        for key, source in sources.items()
+        if source is not None and saved[source].size != tensors[key].shape
     ]
     faults.sort(key=lambda fault: ("optim." in fault, fault))  # the optimiser's differ where the weights do
     shown = faults[:LISTED] + [f"and {len(faults) - LISTED} more"] * (len(faults) > LISTED)
     if failed := first_failure("\n  ".join(shown) or None):  # who raised alone would leave the others waiting
         raise ValueError("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))
-    read(reader, tensors)
+    own = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
+    twins = {source: tensors[key] for key, source in sources.items() if source is not None and source != key}
+    read(reader, [part for part in (own, twins) if part])
+
+
+def _source(key: str, twin: str | None, tensor: ShardedTensor, saved: Mapping[str, Any]) -> str | None:
+    """The key that is read, of two with the same values: the first that is as wide as is wanted, else the wider one."""
+    found = [each for each in (key, twin) if each is not None and each in saved]
+    width = {each: saved[each].properties.dtype.itemsize for each in found}
+    enough = (each for each in found if width[each] >= tensor.dtype.itemsize)
+    return next(enough, max(found, key=lambda each: width[each], default=None))

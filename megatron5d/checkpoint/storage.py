@@ -14,7 +14,7 @@ import pickle
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -109,12 +109,12 @@ def _planner() -> dcp.DefaultSavePlanner:
     return dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
-def read(reader: Reader, tensors: dict[str, ShardedTensor]) -> None:
-    """Fills the parts of `tensors`, all of which the checkpoint has.
+def read(reader: Reader, parts: Sequence[dict[str, ShardedTensor]]) -> None:
+    """Fills the parts of tensors, all of which the checkpoint has.
 
     Args:
         reader: of the checkpoint.
-        tensors: by key.
+        parts: tensors by key; what shall be read twice is in two of them.
 
     Raises:
         ValueError: a file is damaged or cannot be read; names the first rank that met it, and the file.
@@ -126,7 +126,8 @@ def read(reader: Reader, tensors: dict[str, ShardedTensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP announces that a single process loads without a group
         try:
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+            for tensors in parts:
+                dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
         except CheckpointException as error:
             fault = next(str(cause) or type(cause).__name__ for cause, _ in error.failures.values())
     if failed := first_failure(fault, alone=reader.alone):

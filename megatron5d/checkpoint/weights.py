@@ -55,7 +55,7 @@ class SavedWeights:
         entry = self.tensors[name]
         values = torch.empty(tuple(shape), dtype=entry.properties.dtype)
         tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
-        self._read(self._reader, {PREFIX + name: tensor})
+        self._read(self._reader, [{PREFIX + name: tensor}])
         return values
 
 

@@ -90,6 +90,14 @@ def run_tensors(
     return tensors
 
 
+def _twin(key: str) -> str | None:
+    """The key of a weight's master copy, or of the weight of which a key is the master copy; None of all else."""
+    for one, other in (("model.", "optim.master."), ("optim.master.", "model.")):
+        if key.startswith(one):
+            return other + key.removeprefix(one)
+    return None
+
+
 def run_record(progress: Progress, config: dict[str, Any]) -> dict[str, Any]:
     """What run.json holds."""
     return {"format": FORMAT, "version": megatron5d.__version__, "progress": asdict(progress), "config": config}
@@ -137,7 +145,7 @@ def resume(
         )
     changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
     architecture = [line for line in changed if line.startswith("model.")]
-    load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False), architecture)
+    load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False), architecture, twin=_twin)
     progress = Progress(**record["progress"])
     optimizer.take_unsaved_masters()
     optimizer.set_step_count(progress.step - progress.skipped)
@@ -188,6 +196,6 @@ def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]],
     found = agreed(lambda: whole_checkpoint(folder, "init.from_checkpoint"))
     assert found is not None
     changed = changed_keys(read_run(found)["config"], config, ["model"])
-    load_tensors(found, named("model", held), changed)
+    load_tensors(found, named("model", held), changed, twin=_twin)
     passive = tuple(f"model.{key} " for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions"))
     return [f"{line} in {found}" for line in changed if not line.startswith(passive)]

@@ -145,6 +145,26 @@ def test_another_layout_gets_every_element_and_continues_the_curve(tmp_path, cor
         torch.testing.assert_close(whole_tensors(last(moved))[key], values, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize(("saved_in", "dtype"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_another_precision_takes_weights_as_exact_as_they_were_saved(tmp_path, corpus, saved_in, dtype):
+    """Weights in fp32 become the masters of bf16, and masters the weights in fp32."""
+    folder = run(tmp_path, corpus, stop_after=1, dtype=saved_in)
+    saved = whole_tensors(last(folder, 1))
+    exact = {key.removeprefix("model."): value for key, value in saved.items() if key.startswith("model.")}
+    exact |= {key.removeprefix("optim.master."): value for key, value in saved.items() if ".master." in key}
+    assert all(each.dtype == torch.float32 for each in exact.values())
+    config = config_of(folder, corpus, parallel={"zero": 1}, dtype=dtype)
+    for _, rectangles, moments, _ in run_ranks(_held_after_loading, 2, config):
+        for name, offset, values in rectangles:
+            index = tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
+            assert torch.equal(values, exact[name][index].to(values.dtype)), name
+        masters = [(name.removeprefix("optim.master."), values) for name, values in moments if ".master." in name]
+        assert (masters != []) == (dtype == "bf16")
+        for name, values in masters:
+            padded = torch.cat([exact[name].flatten(), torch.zeros(1)])
+            assert torch.isin(values, padded).all(), name
+
+
 def test_background_saves_hold_the_same(tmp_path, corpus):
     ours = run(tmp_path / "now", corpus, every=2)
     behind = run(tmp_path / "behind", corpus, every=2, async_save=True)
