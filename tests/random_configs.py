@@ -42,8 +42,8 @@ def random_config(seed: int) -> tuple[Config, int, float]:
 
 def random_shape(dice: random.Random) -> tuple[Config, int]:
     """A model on a layout, lawful or not, and its world."""
-    world, model = dice.choice([2, 4, 4, 8, 8]), _model(dice)
-    shape = Config(model=model, parallel=_parallel(dice, world, model), train=TrainConfig(gbs=8, seq_len=16))
+    world, model = dice.choice([2, 3, 4, 4, 6, 8, 8]), _model(dice)
+    shape = Config(model=model, parallel=_parallel(dice, world, model), train=TrainConfig(gbs=24, seq_len=48))
     return shape, world
 
 
@@ -53,9 +53,9 @@ def random_run(dice: random.Random, shape: Config) -> Config:
         shape,
         pipeline=_pipeline(dice, shape),
         train=TrainConfig(
-            steps=10, gbs=dice.choice([4, 6, 8, 12]), mbs=dice.choice([1, 1, 2, 3]),
-            seq_len=dice.choice([8, 12, 16, 24]), z_loss=dice.choice([0.0, 1e-2]), seed=dice.choice([0, 1234]),
-            mtp_loss=dice.choice([0.0, 0.1, 0.5]),
+            steps=10, gbs=dice.choice([4, 6, 8, 12, 18]), mbs=dice.choice([1, 1, 2, 3]),
+            seq_len=dice.choice([7, 8, 12, 16, 18, 24, 36]), z_loss=dice.choice([0.0, 1e-2]),
+            mtp_loss=dice.choice([0.0, 0.1, 0.5]), seed=dice.choice([0, 1234]),
         ),
         optim=_optim(dice),
         precision=PrecisionConfig(dtype="fp64"),
@@ -69,7 +69,7 @@ def another_layout(config: Config, seed: int) -> tuple[Config, int]:
     """The same training on other ranks: model, batch and loss stay. And how many ranks that are."""
     dice = random.Random(seed)
     while True:
-        world = dice.choice([1, 2, 4, 8])
+        world = dice.choice([1, 2, 3, 4, 6, 8])
         other = replace(config, parallel=_parallel(dice, world, config.model))
         other = replace(
             other,
@@ -115,7 +115,7 @@ def _optim(dice: random.Random) -> OptimConfig:
 def _model(dice: random.Random) -> ModelConfig:
     chosen: dict[str, Any] = {
         "num_layers": dice.choice([1, 2, 3, 4, 5]), "hidden_size": dice.choice([16, 16, 24]),
-        "ffn_hidden_size": dice.choice([24, 40]), "num_heads": dice.choice([4, 4, 8, 6, 2]),
+        "ffn_hidden_size": dice.choice([24, 24, 40]), "num_heads": dice.choice([4, 4, 8, 6, 12, 3, 2]),
         "head_dim": dice.choice([8, 8, 6]), "vocab_size": dice.choice([61, 64, 5, 3]),
         "norm": dice.choice(["rmsnorm", "rmsnorm", "layernorm"]), "norm_eps": dice.choice([1e-5, 1e-3]),
         "activation": dice.choice(["swiglu", "swiglu", "gelu", "gelu_tanh"]),
@@ -133,7 +133,7 @@ def _model(dice: random.Random) -> ModelConfig:
 
 
 def _grouped_heads(dice: random.Random, num_heads: int) -> dict[str, Any]:
-    chosen: dict[str, Any] = {"num_kv_heads": dice.choice([n for n in (1, 2, 3, 4, 6, 8) if num_heads % n == 0])}
+    chosen: dict[str, Any] = {"num_kv_heads": dice.choice([n for n in (1, 2, 3, 4, 6, 8, 12) if num_heads % n == 0])}
     chosen |= {"qk_norm": dice.random() < 0.3, "qkv_bias": dice.random() < 0.3}
     chosen |= {"position": "learned", "max_positions": dice.choice([16, 24])} if dice.random() < 0.2 else {}
     return chosen | _some(dice, 0.3, rope_interleaved=True, rope_theta=100.0)
@@ -148,8 +148,8 @@ def _latent(dice: random.Random, num_heads: int) -> dict[str, Any]:
 
 def _experts(dice: random.Random, num_layers: int) -> dict[str, Any]:
     chosen: dict[str, Any] = {
-        "num_experts": dice.choice([8, 8, 4, 6]), "top_k": dice.choice([1, 2, 3, 4]),
-        "moe_ffn_hidden_size": dice.choice([8, 8, None]), "shared_ffn_hidden_size": dice.choice([0, 8]),
+        "num_experts": dice.choice([8, 8, 4, 6, 12]), "top_k": dice.choice([1, 2, 3, 4]),
+        "moe_ffn_hidden_size": dice.choice([8, 12, None]), "shared_ffn_hidden_size": dice.choice([0, 8, 12]),
         "router_score": dice.choice(["softmax", "sigmoid"]), "router_bias": dice.random() < 0.4,
         "routed_scaling_factor": dice.choice([1.0, 2.5]),
     }  # fmt: skip
@@ -168,14 +168,14 @@ def _experts(dice: random.Random, num_layers: int) -> dict[str, Any]:
 
 def _parallel(dice: random.Random, world: int, model: ModelConfig) -> ParallelConfig:
     size = dict.fromkeys(("tp", "cp", "pp", "dp"), 1)
-    for _ in range(world.bit_length() - 1):
-        size[dice.choice(["tp", "cp", "pp", "pp", "dp"])] *= 2
+    for factor in {1: [], 2: [2], 3: [3], 4: [2, 2], 6: [2, 3], 8: [2, 2, 2]}[world]:
+        size[dice.choice(["tp", "cp", "pp", "pp", "dp"])] *= factor
     chosen: dict[str, Any] = {"zero": dice.choice([0, 1, 2, 3]), **{name: size[name] for name in ("tp", "cp", "pp")}}
     if size["tp"] > 1:
         chosen |= _some(dice, 0.7, sp=True, tp_overlap=dice.choice(["none", "chunked", "fused"]))
     if size["cp"] > 1:
         chosen["cp_method"] = dice.choice(["ring", "allgather", "ulysses", "two_level"])
-        chosen |= {"cp_inner": dice.choice([1, 2, 2, size["cp"]])} if chosen["cp_method"] == "two_level" else {}
+        chosen |= {"cp_inner": dice.choice([1, 2, 3, size["cp"]])} if chosen["cp_method"] == "two_level" else {}
         chosen |= _some(dice, 0.4 * (model.attention == "mla"), cp_compress_kv=True)
     chosen |= _some(dice, 0.3 * (size["pp"] > 1), vpp=dice.choice([2, 2, 3]))
     chosen |= _some(dice, 0.4 * (size["dp"] > 1), dp_replicate=dice.choice([2, 2, size["dp"]]))
@@ -183,11 +183,12 @@ def _parallel(dice: random.Random, world: int, model: ModelConfig) -> ParallelCo
     chosen |= _some(dice, 0.4 * (chosen["zero"] >= 2), reduce="per_step")
     if model.num_experts:
         fold = world // size["pp"]
-        chosen["etp"] = dice.choice([each for each in (1, 2, 4) if fold % each == 0])
+        chosen["etp"] = dice.choice([each for each in (1, 2, 3, 4) if fold % each == 0])
         both = math.gcd(model.num_experts, fold // chosen["etp"])
-        chosen["ep"] = dice.choice([n for n in (1, 2, 3, 4, 8) if both % n == 0])
+        sizes = [n for n in (1, 2, 3, 4, 6, 8) if both % n == 0]
+        chosen["ep"] = max(dice.choice(sizes), dice.choice(sizes))
         chosen |= {"etp": None} if chosen["etp"] == chosen["tp"] and dice.random() < 0.5 else {}
-        chosen |= _some(dice, 0.4 * (chosen["ep"] > 1), ep_inner=dice.choice([2, chosen["ep"]]))
+        chosen |= _some(dice, 0.4 * (chosen["ep"] > 1), ep_inner=dice.choice([2, 3, chosen["ep"]]))
     return ParallelConfig(**chosen, **_some(dice, 0.2, order=dice.sample(["pp", "dp", "cp", "tp"], 4)))
 
 
