@@ -14,11 +14,12 @@ import megatron5d
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
 from megatron5d.checkpoint.load import agreed, certainly_none, load_tensors, whole_checkpoint
-from megatron5d.config.convert import to_dict
+from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.fault import Fault
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.model.flops import parameter_count
 from megatron5d.optim.optimizer import Optimizer
 from megatron5d.topology.shard import ShardSpec, spec_of
 
@@ -120,6 +121,12 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
     ]
 
 
+def _saved_model(saved: Mapping[str, Any]) -> ModelConfig:
+    """The architecture in a saved configuration; as of `changed_keys` keys that are gone since do not count."""
+    known = to_dict(ModelConfig())
+    return from_dict({"model": {key: value for key, value in saved.get("model", {}).items() if key in known}}).model
+
+
 def resume(
     folder: Path, sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor], config: Config
 ) -> tuple[Progress, list[str]]:
@@ -145,6 +152,13 @@ def resume(
         )
     changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
     architecture = [line for line in changed if line.startswith("model.")]
+    held, here = parameter_count(_saved_model(record["config"])), parameter_count(config.model)
+    if architecture and held > here:  # where some are missing or have another shape, loading names them
+        raise ValueError(
+            f"{folder} holds {held:,} parameters, and this model has a place for {here:,} of them: "
+            f"{'; '.join(architecture)}; resume with the architecture that was saved, or take the weights that fit: "
+            f"init.from_checkpoint={folder} with another checkpoint.dir"
+        )
     load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False), architecture, twin=_twin)
     progress = Progress(**record["progress"])
     optimizer.take_unsaved_masters()

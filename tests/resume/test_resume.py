@@ -236,5 +236,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(corpus, 
         AssertionError, match=r"model.layers.1.mlp.up.weight: saved \(96, 32\), this model has \(128, 32\)"
     ):
         train_on_ranks(config, 2)
+    config = dataclasses.replace(config, model=dataclasses.replace(config_of(folder, corpus).model, num_layers=1))
+    with pytest.raises(AssertionError, match=r"place for [\d,]+ of them: model.num_layers = 1, saved with 2"):
+        train_on_ranks(config, 2)
     with pytest.raises(AssertionError, match=r"optim.name = adamw, this run has muon.*init.from_checkpoint"):
         train_on_ranks(config_of(folder, corpus, parallel={}, name="muon"), 1)
