@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
 
 if __name__ == "__main__":
+    faulthandler.enable()  # who dies of a signal says where: of a bus error, say, in a data file that has shrunk
     answer_help(sys.argv[1:])  # before the seconds that the imports below take
 
 from megatron5d.model.hf import model_config_from_hf

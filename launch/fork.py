@@ -36,6 +36,10 @@ ORDERLY = (2, 75)  # configuration refused; stopped on a signal with a checkpoin
 CRASH_GRACE_S = 1.0  # for the other ranks to say what they saw
 ORDERLY_GRACE_S = 300.0  # for the other ranks to close their files
 PR_SET_PDEATHSIG = 1
+SENDERS = {  # of a signal that ends a rank, where the rank itself cannot tell
+    signal.SIGKILL: ": by somebody, or by the kernel where memory ran out",
+    signal.SIGBUS: ": a file that it read has shrunk, its disk has failed, or /dev/shm is full",
+}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -203,9 +207,8 @@ class Supervisor:
         """Why it has ended. A signal before the first step, and a second SIGINT at any time, end a rank at once."""
         if len(self.signals) >= 3 or -code in self.signals or code - 128 in self.signals:
             return f"ended by {signal.Signals(self.signals[-1]).name}; what was done since the last checkpoint is lost"
-        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        hint = ": by somebody, or by the kernel where memory ran out" if code == -signal.SIGKILL else ""
-        return f"rank {rank} failed first ({cause}{hint})"
+        cause = f"killed by {signal.Signals(-code).name}{SENDERS.get(-code, '')}" if code < 0 else f"exit code {code}"
+        return f"rank {rank} failed first ({cause})"
 
 
 def main(argv: list[str]) -> int:

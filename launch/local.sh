@@ -45,6 +45,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 if [ "${1:-}" = --torchrun ]; then
     shift
+    # it passes USR1 on only where told to, and kills ranks after 30 s, which a last checkpoint may well take
+    export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
+    export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-600}
     exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$ranks" "$program" "$@"
 elif [ "$found" -gt 0 ]; then
     exec "$python" "$root/launch/fork.py" --spawn --program "$program" "$ranks" "$@"

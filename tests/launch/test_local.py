@@ -179,6 +179,12 @@ def test_ctrl_c_before_there_are_ranks_is_told_without_a_call_stack(tmp_path):
     [
         (-signal.SIGUSR1, [signal.SIGUSR1], "ended by SIGUSR1; what was done since the last checkpoint is lost"),
         (130, [signal.SIGINT, signal.SIGINT], "ended by SIGINT; what was done since the last checkpoint is lost"),
+        (
+            -signal.SIGBUS,
+            [],
+            "rank 1 failed first (killed by SIGBUS: a file that it read has shrunk, its disk has failed, "
+            "or /dev/shm is full)",
+        ),
         (-signal.SIGTERM, [], "rank 1 failed first (killed by SIGTERM)"),
         (1, [signal.SIGTERM], "rank 1 failed first (exit code 1)"),
     ],
@@ -191,6 +197,13 @@ def test_ranks_that_obeyed_a_signal_have_not_failed(tmp_path, capsys, code, rece
     signal.setitimer(signal.ITIMER_REAL, 0)
     assert supervisor.verdict() == (code if code > 0 else 128 - code)
     assert capsys.readouterr().err == f"launch: {said}; all ranks are stopped\n"
+
+
+def test_a_run_that_dies_of_a_signal_says_where():
+    """Also under SLURM and torchrun, which tell the signal alone."""
+    asked = "import faulthandler, runpy, sys; sys.argv = ['pretrain.py', '--help']\ntry: runpy.run_path('pretrain.py', "
+    asked += "run_name='__main__')\nexcept SystemExit: sys.exit(faulthandler.is_enabled())"
+    assert subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True).returncode == 1
 
 
 def test_ranks_die_with_a_killed_launcher(tmp_path):
@@ -208,10 +221,13 @@ def test_fresh_interpreters_as_gpus_need_them(tmp_path):
     assert (tmp_path / "rank1").read_text().split()[1] == "1"
 
 
-def test_torchrun(tmp_path):
-    code, output = Launch(tmp_path, "finish", options=["--torchrun"]).end()
-    assert code == 0, output
+def test_torchrun_passes_usr1_on(tmp_path):
+    launch = Launch(tmp_path, "wait", options=["--torchrun"])
+    launch.wait_until_ready()
+    launch.process.send_signal(signal.SIGUSR1)
+    _, output = launch.end()
     assert (tmp_path / "rank2").read_text().split()[1] == "3"
+    assert all(f"rank {r} saved on SIGUSR1" in output for r in range(3)), output
 
 
 def test_without_a_number_of_ranks_it_explains_itself():
