@@ -197,7 +197,7 @@ def _end(prices: Prices, held: Sequence[Sequence[Unit]], forward: float, backwar
     units = [unit for stage in held for unit in stage]
     sharding = prices.sharding
     reduced, gathered = sharding.reduced(units), sharding.gathered(units)
-    last = max((prices.transfers(sharding.reduced([unit]), 1) for unit in units), default=0.0)
+    last = max((prices.transfers(sharding.reduced([unit], last=True), 1) for unit in units), default=0.0)
     exposed = max(last, prices.transfers(reduced, len(units)) - backward)
     exposed += max(0.0, prices.transfers(gathered, len(units)) - forward)
     return {"dp": exposed, **_update(prices, units)}

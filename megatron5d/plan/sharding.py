@@ -54,14 +54,19 @@ class Sharding:
             self._scatter(units, sum(unit.borrowed_after(None) for unit in units), sent)
         return sent
 
-    def reduced(self, units: Iterable[Unit]) -> Transfers:
-        """At the end of a step: what is not reduced beside the passes, and sums over replicas and over copies."""
+    def reduced(self, units: Iterable[Unit], *, last: bool = False) -> Transfers:
+        """At the end of a step: what is not reduced beside the passes, and sums over replicas and over copies.
+
+        Args:
+            units: whose gradients.
+            last: also what is reduced beside the last pass.
+        """
         units, sent = list(units), _Sums(float)
         for unit in units:
             for axis, elements in unit.copied.items():
                 n, share = self.sizes[axis], self.sizes[self.shards[False]]
                 sent[axis, "all_reduce"] += 2 * (n - 1) / n * elements / share * self.grad
-        if not self.reduces_each:
+        if last or not self.reduces_each:
             self._scatter(units, 0, sent)
         for shard, replicas, elements in self._lines(units):
             n = self.sizes[replicas]
