@@ -72,7 +72,10 @@ def cast_scaled(x: Tensor, amax: Tensor, scales: Tensor, dtype: torch.dtype) -> 
 
 def amax_of(x: Tensor) -> Tensor:
     """The largest magnitude of a tensor, float32 0-d; infinite where an element is not finite, 0 without elements."""
-    return magnitude_of(x.float()).amax() if x.numel() else torch.zeros((), device=x.device)
+    if not x.numel():
+        return torch.zeros((), device=x.device)
+    amax = torch.linalg.vector_norm(x, torch.inf).float()  # one pass; exact in any dtype, and NaN where an element is
+    return torch.where(amax.isnan(), torch.inf, amax)
 
 
 def quantize_tensor(
@@ -90,8 +93,10 @@ def quantize_tensor(
         values, and scales `[1, 1]`.
     """
     amax = amax_of(x) if amax is None else amax
-    scale = scales_of(amax, dtype, powers_of_two)
-    return Quantized(cast_scaled(x.float(), amax, scale, dtype), scale.reshape(1, 1), 0)
+    scale, largest = scales_of(amax, dtype, powers_of_two), torch.finfo(dtype).max
+    factor = torch.where(amax < torch.inf, 1.0 / scale, torch.nan).reshape(1)  # not 0-d, which would leave 16 bits so
+    q = (x if x.element_size() == 2 else x.float()) * factor  # float32, without a copy of x in between
+    return Quantized(q.clamp_(-largest, largest).to(dtype), scale.reshape(1, 1), 0)
 
 
 def quantize_reference(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels import dispatch
+from kernels.fp8_quantize import amax_of, quantize_tensor
 from kernels.grouped_matmul import readable
 from kernels.moe import top_k
 
@@ -162,3 +163,22 @@ def test_the_copy_engine_reads_what_begins_and_goes_on_at_multiples_of_16_bytes(
     x = torch.zeros(65, dtype=torch.bfloat16)
     assert readable(x[:64].view(4, 16)) and not readable(x[1:].view(4, 16))
     assert not readable(x[:48].view(4, 12)) and not readable(x[:64].view(16, 4).t())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("odd", [0.0, 1e-39, math.inf, math.nan])
+def test_one_scale_for_a_tensor_is_its_formula_bit_by_bit(dtype, odd):
+    """scale = amax / largest, q = x · (1 / scale), each rounded once in float32; all NaN where x is not finite."""
+    x = torch.randn(5, 9).to(dtype) if odd else torch.zeros(5, 9, dtype=dtype)
+    x = x * odd if 0 < odd < 1 else x
+    if not math.isfinite(odd):
+        x[4, 8] = odd
+    finite, wide = math.isfinite(odd), x.float()
+    amax = wide.abs().max() if finite else torch.tensor(math.inf)
+    assert torch.equal(amax_of(x), amax)
+    for eight, largest in ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)):
+        scale = amax.clamp(min=2.0**-100) / largest if 0 < amax < math.inf else torch.tensor(1.0)
+        want = (wide * (1 / scale)).clamp(-largest, largest) if finite else torch.full_like(wide, math.nan)
+        got = quantize_tensor(x, eight)
+        assert torch.equal(got.values.view(torch.uint8), want.to(eight).view(torch.uint8))
+        assert torch.equal(got.scales, scale.reshape(1, 1))
