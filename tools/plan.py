@@ -186,9 +186,9 @@ def _search(options: argparse.Namespace) -> int:
         print(json.dumps({"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2))
     elif found:
         print(layouts_table(layouts))
-        print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {gigabytes(have)} each.")
+        print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {have / 1e9:.4g} GB each.")
     else:
-        print(f"No layout that was looked at fits {gigabytes(have)}: try more ranks, or recompute.offload.")
+        print(f"No layout that was looked at fits {have / 1e9:.4g} GB: try more ranks, or recompute.offload.")
     return 0 if found else 1
 
 
