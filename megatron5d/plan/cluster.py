@@ -1,11 +1,11 @@
-"""Devices and networks as data: peaks of vendors' data sheets, and what share of them training reaches.
+"""Devices and networks as data: peaks from vendors' data sheets, and the share of them that training reaches.
 
-Sources, all dense (no sparsity) and one way: NVIDIA A100 data sheet (312 TFLOP/s bf16, 1,555 and 2,039 GB/s, NVLink
-600 GB/s both ways; PCIe 1,935 GB/s), H100 (SXM 989 and 1,979 TFLOP/s in 8 bits, 3.35 TB/s, NVLink 900 GB/s; NVL 835,
-3.9 TB/s, bridges of 600 GB/s between two; PCIe 756, 2 TB/s), H200 (4.8 TB/s, 141 GB; NVL 835, bridges of 900 GB/s
-between up to four), DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB), GB200 NVL72 (2,500
-and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink), GH200 (H100's peaks, 96 GB, 4 TB/s, one device a node,
-NVLink-C2C of 900 GB/s both ways to Grace). PCIe without a bridge: 64 GB/s both ways (A100), 128 (H100).
+Sources, all without sparsity and for one direction unless stated: NVIDIA A100 data sheet (312 TFLOP/s bf16, 1,555 and
+2,039 GB/s, NVLink 600 GB/s both ways; PCIe 1,935 GB/s), H100 (SXM 989 and 1,979 TFLOP/s in 8 bits, 3.35 TB/s, NVLink
+900 GB/s; NVL 835, 3.9 TB/s, bridges of 600 GB/s between two; PCIe 756, 2 TB/s), H200 (4.8 TB/s, 141 GB; NVL 835,
+bridges of 900 GB/s between up to four), DGX B200 (2,250 and 4,500 TFLOP/s, 8 TB/s, NVLink 1.8 TB/s both ways, 180 GB),
+GB200 NVL72 (2,500 and 5,000 TFLOP/s, 186 GB, 72 devices on one NVLink), GH200 (H100's peaks, 96 GB, 4 TB/s, one device
+a node, NVLink-C2C of 900 GB/s both ways to Grace). PCIe without a bridge: 64 GB/s both ways (A100), 128 (H100).
 To the host, one way: PCIe 4.0 and 5.0, 32 GB/s (A100) and 64 (later ones); GB200 225 (NVLink-C2C, 900 GB/s both ways
 for two devices). The host's memory, a device's share: DGX A100 (16 channels of DDR4-3200, 410 GB/s), DGX H100 (16 of
 DDR5-4800, 614 GB/s), Grace (512 GB/s for two devices).
@@ -27,11 +27,11 @@ class Efficiency:
     """Shares of the peaks, fitted on recorded runs of other code bases (docs/planning.md says on which).
 
     Args:
-        products: of the FLOP/s, that a product of matrices reaches beside what its bytes take.
-        attention: the same of attention between queries, keys and values.
+        products: of the FLOP/s, in matrix products; the time for their bytes is counted besides.
+        attention: of the FLOP/s, in attention between queries, keys and values.
         memory: of the device's memory bandwidth.
         links: of a link's bandwidth; an assumption.
-        kernel_s: seconds that each kernel takes however little it does.
+        kernel_s: seconds that every kernel takes, however small.
     """
 
     products: float
@@ -42,7 +42,7 @@ class Efficiency:
 
 
 AMPERE = Efficiency(products=0.80, attention=0.29)
-HOPPER = Efficiency(products=0.56, attention=0.31)  # later devices too: of them no run was fitted on
+HOPPER = Efficiency(products=0.56, attention=0.31)  # also used for later devices, for which no runs were fitted
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Cluster:
         host_rate: bytes/s between a device and the host, one way.
         host_memory_rate: bytes/s of the host's memory, one device's share.
         link_s, network_s: latency of a hop inside a node and between nodes, seconds.
-        architecture: of the kernels, as the memory forecast takes it.
-        efficiency: what of all that is reached.
-        part: of the name that CUDA gives the device; empty = such a device is not recognised.
+        architecture: of the GPU, for the memory forecast.
+        efficiency: the share of these peaks that is reached.
+        part: a part of the device's name in CUDA, by which it is recognised; "" = never.
     """
 
     name: str
@@ -83,22 +83,26 @@ class Cluster:
     part: str = ""
 
     def line(self, ranks: Sequence[int]) -> Line:
-        """What a line of ranks (ascending, from some rank on) runs over."""
+        """How many ranks of a line there are, and how many of them are in the node of the first.
+
+        Args:
+            ranks: global ranks, ascending.
+        """
         near = sum(rank // self.node == ranks[0] // self.node for rank in ranks)
         return Line(len(ranks), near)
 
     def seconds(self, line: Line, op: str, calls: float, num_bytes: float) -> float:
-        """Time of collectives that nothing hides.
+        """Seconds that collectives take when nothing overlaps with them.
 
-        A collective's ring passes a node once, over as many adapters as the line has ranks there. In a shift or a send
-        one rank of the node sends to the next, over its own. An all-to-all sends to each rank of the line alike, to
-        other nodes over the rank's own adapter.
+        The ring of a collective leaves each node once, over as many adapters as the line has ranks there. In a shift or
+        a send, one rank of the node sends over its own adapter. An all-to-all sends the same to every rank of the line,
+        to other nodes over the rank's own adapter.
 
         Args:
-            line: over which.
-            op: as the ledger calls it: all_reduce, all_gather, reduce_scatter, all_to_all, shift, put or send.
-            calls: number of them.
-            num_bytes: that this rank sends, in all.
+            line: the ranks that communicate.
+            op: the name in the ledger: all_reduce, all_gather, reduce_scatter, all_to_all, shift, put or send.
+            calls: number of collectives.
+            num_bytes: bytes that this rank sends in all of them.
         """
         if line.size == 1 or not calls:
             return 0.0
@@ -117,10 +121,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Line:
-    """Ranks that talk: how many, and how many of them are in one node."""
+    """Ranks that communicate."""
 
-    size: int
-    near: int
+    size: int  # number of ranks
+    near: int  # of them in one node
 
 
 _A100 = Cluster(
@@ -134,7 +138,7 @@ _NVL = replace(_H100, flops=835e12, flops_8bit=1671e12)
 
 CLUSTERS: Mapping[str, Cluster] = {
     cluster.name: cluster
-    for cluster in (  # the first whose part is found in a device's name is meant
+    for cluster in (  # a device is the first of these whose `part` is in its name
         replace(
             _B200,
             name="gb200",
@@ -175,10 +179,10 @@ SHORT_NAMES = {"a100": "a100_80gb", "h100": "h100_sxm"}
 
 
 def cluster_called(name: str) -> Cluster:
-    """The entry of that name; `a100` is the one of 80 GB, `h100` the SXM device.
+    """The cluster with a name of CLUSTERS or SHORT_NAMES.
 
     Raises:
-        ValueError: none.
+        ValueError: there is none.
     """
     found = CLUSTERS.get(SHORT_NAMES.get(name, name))
     if found is None:
@@ -187,5 +191,5 @@ def cluster_called(name: str) -> Cluster:
 
 
 def cluster_of(device_name: str) -> Cluster | None:
-    """The entry of a device that CUDA calls so; None where it is none of ours."""
+    """The cluster of a device, by its name in CUDA; None for an unknown device."""
     return next((each for each in CLUSTERS.values() if each.part and each.part in device_name), None)

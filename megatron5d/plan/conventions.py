@@ -1,13 +1,13 @@
-"""What other code bases keep for the same model and layout, so that runs of theirs can be predicted and compared.
+"""The memory of other code bases for the same model and layout, to compare it with their measured runs.
 
-`tools/plan.py memory --as NAME` tells it. Two ways, for two distances from this code:
+`tools/plan.py memory --as NAME` shows it. There are two ways:
 
-- **megatron**: its layers keep what ours keep, so the forecast of our own code is taken and what Megatron keeps besides
-  is added, term by term (`megatron_terms`).
-- **nanotron**: plain PyTorch layers, another division into stages, other gradients. What it keeps is written out here
-  from its source (`nanotron_rank`).
+- **megatron**: its layers keep what ours keep, so the forecast of our own code is used and what Megatron keeps besides
+  is added (`megatron_terms`).
+- **nanotron**: plain PyTorch layers, another division into stages, other gradients. What it keeps is computed here from
+  its source code (`nanotron_rank`).
 
-Every figure that was measured and not read in a source is a constant below, with what it was fitted on.
+Every figure that was fitted, not read in source code, is a constant below, with the runs it was fitted on.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ CONVENTIONS = ("megatron", "nanotron")
 MEGATRON_OPTIONS = ("fused_loss", "dropout", "unfused_attention")
 
 # Fitted on every second run of the ultra-scale playbook's sweep (tests/unit/plan/published_playbook.csv), and rounded.
-# A tensor that a collective has read or written is given back only when the GPU has passed that collective, and the
-# host is usually ahead of the GPU: columns are tensors [s, b, h] that wait so, whole whatever tp is.
+# A tensor that a collective reads or writes is freed only when the GPU has finished that collective, and the host is
+# usually ahead of the GPU. A column is such a waiting tensor [s, b, h], not divided by tp.
 HELD_COLUMNS = 8  # where the GPU keeps up with the host
-HELD_COLUMNS_AHEAD = 50  # where the host is ahead: of a whole forward pass, at most what the launch queue holds
-HELD_COLUMNS_A_LAYER = 3  # and so many a layer of 1/tp of a column
-KEPT_UP_FLOP = 7.5e11  # of a layer's forward on one rank: with less the launches take longer than the kernels
+HELD_COLUMNS_AHEAD = 50  # where the host is ahead: of a whole forward pass, limited by the launch queue
+HELD_COLUMNS_A_LAYER = 3  # and besides, for each layer, of 1/tp of a column
+KEPT_UP_FLOP = 7.5e11  # of a layer's forward on one rank; with fewer, launching kernels takes longer than running them
 
 
 def with_terms(memory: RankMemory, terms: dict[str, int]) -> RankMemory:
-    """The same rank with more kept at its worst moment."""
+    """The memory of a rank with more activations at its peak, given as kind -> bytes."""
     activations = memory.peak.activations | {kind: count for kind, count in terms.items() if count}
     return dataclasses.replace(memory, peak=dataclasses.replace(memory.peak, activations=activations))
 
@@ -41,16 +41,16 @@ def with_terms(memory: RankMemory, terms: dict[str, int]) -> RankMemory:
 def megatron_terms(
     config: Config, memory: RankMemory, num_stages: int, *, last: bool, options: Sequence[str] = ()
 ) -> dict[str, int]:
-    """What Megatron-LM's layers keep beside what ours keep.
+    """The bytes that Megatron-LM's layers keep in addition to what ours keep.
 
     Args:
         config: of the run.
         memory: of the rank, as forecast for our code.
         num_stages: pp·vpp.
-        last: the rank has the head.
+        last: whether the rank has the head.
         options: of MEGATRON_OPTIONS. fused_loss: `--cross-entropy-loss-fusion`, whose backward overwrites the logits
-            as ours does. dropout: it is on (Megatron's default is 0.1). unfused_attention: scores are kept, as without
-            flash attention, in 16 bits; with dropout its mask and its result besides.
+            as ours does. dropout: it is on (Megatron's default is 0.1). unfused_attention: no flash attention, so
+            scores are kept in 16 bits, and with dropout also its mask and result.
 
     Returns:
         kind -> bytes.
@@ -76,7 +76,7 @@ def megatron_terms(
 
 @dataclasses.dataclass(frozen=True)
 class NanotronStage:
-    """What a pipeline rank holds: how many layers, and which of the ends."""
+    """What a pipeline rank holds: the number of layers, and whether it has the embedding or the head."""
 
     layers: int
     embedding: bool
@@ -84,7 +84,7 @@ class NanotronStage:
 
 
 def nanotron_stages(model: ModelConfig, pp: int) -> list[NanotronStage]:
-    """nanotron divides by the cost of products of matrices, the head among them: a rank ends with the block that
+    """nanotron's division into stages: by the cost of matrix products, with the head; a rank ends with the block that
     reaches its share.
 
     Source: src/nanotron/models/base.py, build_model; models/llama.py, get_block_compute_costs.
@@ -111,12 +111,12 @@ def nanotron_rank(
     Args:
         config: a dense model with gated layers in bf16, ZeRO 0 or 1, no recompute.
         sizes: of the axes.
-        pp_rank: which.
+        pp_rank: the pipeline rank.
         num_microbatches: of a step.
         architecture: of the GPU.
 
     Raises:
-        ValueError: what is asked for has no counterpart here.
+        ValueError: the configuration has something that is not modelled here.
 
     Source: src/nanotron/optim/gradient_accumulator.py and zero.py (4 + 4 + 8 bytes in fp32, 2 + 2 in bf16),
     models/llama.py (what layers save), parallel/tensor_parallel/functional.py (_ShardedCrossEntropy).
@@ -174,7 +174,7 @@ def _check_nanotron(config: Config) -> None:
 
 
 def _nanotron_weights(model: ModelConfig, stage: NanotronStage, tp: int) -> int:
-    """Parameters of a rank; a tied head has its own copy where the embedding is on another rank."""
+    """Number of parameters of a rank; a tied head is a copy where the embedding is on another rank."""
     h, width = model.hidden_size, model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
     matrices = h * (2 * width + 2 * keys) + 3 * h * model.ffn_hidden_size
@@ -193,7 +193,7 @@ def _nanotron_layer(config: Config) -> int:
 
 
 def _held_by_collectives(config: Config, sizes: Sizes, stage: NanotronStage) -> int:
-    """Bytes of tensors that wait for collectives to be over."""
+    """Bytes of tensors that wait for collectives to finish."""
     tp, column = config.parallel.tp, 2 * config.train.mbs * config.train.seq_len * config.model.hidden_size
     if _host_is_ahead(config, sizes):
         return HELD_COLUMNS_A_LAYER * stage.layers * column // tp + (HELD_COLUMNS_AHEAD * column if tp > 1 else 0)
@@ -201,8 +201,10 @@ def _held_by_collectives(config: Config, sizes: Sizes, stage: NanotronStage) -> 
 
 
 def _host_is_ahead(config: Config, sizes: Sizes) -> bool:
-    """Whether the GPU lags so far behind that freed tensors wait for it: always without a pipeline, and in a long one,
-    where it waits for others."""
+    """Whether the host is so far ahead of the GPU that many tensors wait to be freed.
+
+    It always is without a pipeline, and in a long pipeline, where the GPU waits for other ranks.
+    """
     model = config.model
     matrices = 4 * model.hidden_size**2 + 3 * model.ffn_hidden_size * model.hidden_size
     flop = 2 * config.train.mbs * config.train.seq_len * matrices / config.parallel.tp

@@ -1,8 +1,8 @@
-"""How many bytes a rank needs, by kind, and whether a device has them.
+"""The memory that a rank needs in bytes, by kind, and tables of it.
 
-What stays from step to step (weights, gradients, optimiser state) and what comes and goes (activations, messages,
-workspace) is counted elsewhere (train/forecast.py, trace.py, peak.py); here it is added up, held against a device and
-told. Two moments of a step compete: the worst of its passes, and the reduction, update and gathering at its end.
+What stays from step to step (weights, gradients, optimiser state) and what is temporary (activations, messages,
+workspace) is counted in train/forecast.py, trace.py and peak.py; here it is added up. Either of two moments of a step
+may need most: the worst moment of its passes, or the reduction, update and gathering at its end.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from megatron5d.plan.peak import Peak
 
 GIB = 2**30
-ALLOCATOR_BLOCK = 512  # bytes: what torch's CUDA allocator hands out is a multiple of it
+ALLOCATOR_BLOCK = 512  # bytes: torch's CUDA allocator rounds sizes up to a multiple of it
 GEMM_WORKSPACE = {"sm_80": 8 * 2**20 + 2**18, "sm_90": 32 * 2**20, "sm_100": 32 * 2**20}  # cuBLAS, once per stream
-CONTEXT_BYTES = 600 * 2**20  # the CUDA context with its loaded kernels, outside of torch's allocator
-COMMUNICATOR_BYTES = 100 * 2**20  # NCCL's buffers of one communicator, outside as well
-FRAGMENTATION = 0.05  # of what is allocated: segments that the allocator holds and cannot use
+CONTEXT_BYTES = 600 * 2**20  # the CUDA context with its loaded kernels, outside torch's allocator
+COMMUNICATOR_BYTES = 100 * 2**20  # NCCL's buffers of one communicator, also outside the allocator
+FRAGMENTATION = 0.05  # of the allocated bytes: memory that the allocator holds and cannot use
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class RankMemory:
         weights: of the model, in its dtype.
         gradients: main gradients.
         optimizer: master weights and moments.
-        buffers: what else is there from the beginning: figures of routers, step counts.
+        buffers: other tensors that stay, such as statistics of routers and step counts.
         inputs: tokens, labels, positions and masks of all micro-batches of a step.
         peak: the worst moment of the passes.
-        end_of_step: reduced slices, wide copies and slices on their way at the end of a step, beside what stays.
-        setup: the most while everything is put together; counts where it is more than training needs.
+        end_of_step: temporary tensors of the reduction, update and gathering at the end of a step.
+        setup: the most that is allocated while the run is built; counts where that is more than training needs.
         library: workspace that the vendor's libraries take from the allocator.
-        boxes: what other ranks write into (`parallel.tp_overlap=fused`); the allocator does not see it.
-        outside: what it does not see either: context and communicators.
-        host_optimizer: in the host's memory, pinned: master weights, moments and gradients of `optim.offload`; what
-            activations take there is the peak's.
+        boxes: buffers that other ranks write to (`parallel.tp_overlap=fused`), outside the allocator.
+        outside: CUDA context and communicators, outside the allocator.
+        host_optimizer: pinned memory of the host for `optim.offload`: master weights, moments and gradients. That of
+            offloaded activations is in `peak`.
     """
 
     weights: int
@@ -56,7 +56,7 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """The most that waits in the host's memory; none of what the device needs."""
+        """The most bytes of the host's memory that are used; not part of `needed`."""
         return self.host_optimizer + self.peak.host
 
     @property
@@ -66,21 +66,21 @@ class RankMemory:
 
     @property
     def allocated(self) -> int:
-        """The most that tensors take at once: what `torch.cuda.max_memory_allocated` tells after some steps."""
+        """The most bytes that tensors take at once, as `torch.cuda.max_memory_allocated` measures it."""
         return max(self.resident + self.inputs + max(self.peak.total, self.end_of_step), self.setup)
 
     @property
     def moment(self) -> str:
-        """When that is, in words; empty where nobody has walked through a step."""
+        """When the most is allocated, in words; "" where the peak has no action."""
         if self.resident + self.inputs + max(self.peak.total, self.end_of_step) < self.setup:
-            return "while everything is put together"
+            return "while the run is built"
         if self.peak.total < self.end_of_step:
             return "at the end of a step"
         return "" if self.peak.action is None else f"in action {self.peak.action}"
 
     @property
     def margin(self) -> int:
-        """Bytes that fragmentation may take on top."""
+        """Bytes that fragmentation may need in addition."""
         return round(FRAGMENTATION * self.allocated)
 
     @property
@@ -89,7 +89,7 @@ class RankMemory:
         return self.allocated + self.margin + self.boxes + self.outside
 
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind at the worst moment, in the order in which they are told; they add up to `needed`."""
+        """Bytes by kind at the worst moment, in the order of the table; they add up to `needed`."""
         kinds = {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -113,7 +113,7 @@ class RankMemory:
         return {kind: count for kind, count in kinds.items() if count}
 
     def record(self) -> dict[str, Any]:
-        """Every kind and the sums in bytes, for programs to read."""
+        """All kinds and sums in bytes, for JSON output."""
         sums = {name: getattr(self, name) for name in ("resident", "allocated", "needed", "host")}
         action = self.peak.action
         worst = {"action": None if action is None else str(action), "in_flight": self.peak.in_flight}
@@ -121,12 +121,12 @@ class RankMemory:
 
 
 def outside_bytes(num_communicators: int) -> int:
-    """Bytes of a GPU that a rank takes outside of torch's allocator."""
+    """Bytes of a GPU that a rank uses outside torch's allocator."""
     return CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES
 
 
 def gigabytes(num_bytes: int) -> str:
-    """`12.34 GiB`, or MiB where it is little."""
+    """A size as text, such as `12.34 GiB`; in MiB below a tenth of a GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"
 
 
@@ -137,8 +137,8 @@ _ORDER = (
 )
 
 
-def _place(kind: str) -> tuple[int, str]:
-    """Where a kind stands in a table, whichever rank it was met on first."""
+def _table_order(kind: str) -> tuple[int, str]:
+    """Sort key of a kind in a table."""
     return _ORDER.index(kind.split("/")[0]), kind if "/" in kind else ""
 
 
@@ -147,14 +147,14 @@ def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
 
     Args:
         ranks: pipeline rank -> its memory.
-        limit: columns; of more ranks the first, the last and the most loaded are shown.
+        limit: largest number of columns; of more ranks the first, the last and the worst are shown.
     """
     worst = max(ranks, key=lambda rank: ranks[rank].needed)
     shown = sorted(ranks)
     if len(shown) > limit:
         shown = sorted({*shown[: limit // 2], *shown[-(limit // 2) + 1 :], worst})
     columns = {rank: ranks[rank].kinds() for rank in shown}
-    kinds = sorted({kind: None for column in columns.values() for kind in column}, key=_place)
+    kinds = sorted({kind: None for column in columns.values() for kind in column}, key=_table_order)
     unit, size = ("GiB", GIB) if ranks[worst].needed >= GIB else ("MiB", 2**20)
     rows = [[unit, *(f"pp {rank}{' *' if rank == worst else ''}" for rank in shown)]]
     for kind in kinds:

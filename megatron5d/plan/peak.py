@@ -1,9 +1,9 @@
-"""The most that one rank holds during a step: a Program walked action by action, with what each pass allocates.
+"""The most memory that one rank needs during a step: walks through a Program, with what each pass allocates.
 
-Memory follows from the order in which the host runs a rank's passes: an activation is there from its F until its B or
-I, what deferred weight gradients need from I until W, a message from the moment its receive is posted, or until its
-send is known to be over. Two overlapped actions take turns phase by phase, as in the executor, so what one needs for a
-moment meets what the other keeps.
+Memory follows from the order in which the host runs a rank's passes. Activations are alive from their F until their B
+or I, tensors of deferred weight gradients from I until W, a received message from the moment its receive is posted, and
+a sent one until its send is known to have finished. Two overlapped actions alternate phase by phase, as in the
+executor, so temporary tensors of one add to the activations of the other.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Passage = tuple[int, int]
 
 @dataclass(frozen=True)
 class Peak:
-    """What a rank holds at the worst moment of a step, in bytes.
+    """The memory of a rank at the worst moment of a step, in bytes.
 
     Args:
-        activations: by class of phase: what micro-batches keep between their forward and their backward.
-        stash: what deferred weight gradients keep between I and W.
-        messages: of the pipeline, arrived or on their way.
-        units: what data parallelism holds for a while: under ZeRO-2 and 3 gathered weights, gradients that are made or
-            reduced; under ZeRO-1 slices reduced already.
-        workspace: what the phase that runs needs for a moment, and the gradients on their way through the stage.
-        action: during which; None = nothing ran.
-        in_flight: micro-batches and stages whose activations are there.
-        host: the most that activations take in the host's memory, not necessarily during that action; none of `total`.
+        activations: class of phase -> tensors kept between forward and backward of micro-batches.
+        stash: tensors that deferred weight gradients keep between I and W.
+        messages: of the pipeline, received or being sent.
+        units: temporary buffers of data parallelism: under ZeRO-2 and 3 gathered weights, and gradients that are
+            computed or reduced; under ZeRO-1 reduced slices.
+        workspace: temporary tensors of the phase that runs, and gradients that pass through the stage.
+        action: the action that runs then; None = there is none.
+        in_flight: number of (stage, micro-batch) whose activations are alive.
+        host: the most that activations take in the host's memory, at whatever moment; not part of `total`.
     """
 
     activations: dict[str, int] = field(default_factory=dict)
@@ -48,6 +48,7 @@ class Peak:
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return sum(self.activations.values()) + self.stash + self.messages + self.units + self.workspace
 
 
@@ -59,15 +60,16 @@ def find_peak(
     standing: int = 0,
     reduced: Mapping[int, Sequence[int]] | None = None,
 ) -> Peak:
-    """
+    """The worst moment of a step on one rank.
+
     Args:
         program: a verified Program.
         rank: the pipeline rank.
         traces: of every stage that the rank holds.
-        message_bytes: of what travels between stages.
-        standing: of data parallelism's buffers, left whole between passes.
-        reduced: stage -> bytes that reducing each phase's gradients leaves until the end of the step, last phase first;
-            reduced when the stage's last micro-batch has made them. None = nothing is left.
+        message_bytes: of a message between stages.
+        standing: bytes of data parallelism's temporary buffers that stay between passes.
+        reduced: stage -> for each phase, last one first, the bytes that reducing its gradients leaves until the end of
+            the step, from the stage's last micro-batch on. None = nothing is left.
     """
     walk = _Walk(program, rank, traces, message_bytes, reduced or {})
     if not walk.begins_empty:
@@ -84,7 +86,7 @@ def find_peak(
 
 
 def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
-    """For each slot that reads weights, the actions of the next one that does; W reads none, and a relay has none."""
+    """For each slot that reads weights, the actions of the next such slot; neither W nor relays read weights."""
     reading = [tuple(a for a in slot if a.op != "W" and not traces[a.stage].is_relay) for slot in slots]
     places = [place for place, actions in enumerate(reading) if actions]
     found: list[Slot] = [()] * len(slots)
@@ -94,7 +96,7 @@ def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[
 
 
 class _Walk:
-    """What is alive on one rank while its slots run: `messages`, and `stages`, all that its stages have allocated."""
+    """Counts the bytes alive on one rank while its slots run: `messages`, and `stages` for all other tensors."""
 
     def __init__(
         self,
@@ -108,14 +110,14 @@ class _Walk:
         self.messages = self.stages = self.units = self.most = self.host = self.most_host = 0
         self.peak = Peak()
         self.expected: list[Action] = []
-        self._fetched: dict[Action, int] = {}  # bytes of weights that wait for an action to begin
+        self._fetched: dict[Action, int] = {}  # action -> bytes of weights gathered before it begins
         self._proofs = receipts(program, rank)
-        self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to be over
+        self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to have been sent
         self._settled: Counter[Flow] = Counter()
-        self._here: dict[Passage, int] = {}  # bytes of values that go to another stage of this rank
-        self._forward: dict[Passage, tuple[Step, ...]] = {}  # steps of F whose activations are there
+        self._local: dict[Passage, int] = {}  # bytes of outputs for another stage of this rank
+        self._forward: dict[Passage, tuple[Step, ...]] = {}  # steps of F whose activations are alive
         self._stashed: dict[Passage, int] = {}
-        # a step's first backward is known where it is whole and of the rank's only stage; else buffers count throughout
+        # what a step's first passes need is known for a single stage without split backward; else buffers always count
         own = [stage for _, stage in program.placement.stages_of(rank)]
         ops = {action.op for slot in program.ranks[rank] for action in slot}
         self.begins_empty = len(own) == 1 and "B" in traces[own[0]].first and "I" not in ops
@@ -126,7 +128,7 @@ class _Walk:
         )  # micro-batches whose weight gradients a stage has not made
 
     def run(self, action: Action) -> Iterator[bool]:
-        """One action, phase by phase."""
+        """Runs one action, phase by phase."""
         op, stage, microbatch = action
         here, trace = (stage, microbatch), self.traces[stage]
         self._take(action)
@@ -145,7 +147,7 @@ class _Walk:
             self.units += step.buffers
             if step.frees or (op == "W" and step.kind != BOUNDARY):
                 self._fetch(next(sums, 0))
-            if step.frees:  # the last phase, and with it the output that it has handed on
+            if step.frees:  # the activations of this phase; with the last phase, also its output
                 self._keep(here, self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1])
             yield True
         self._look_ahead(action, begun=False)
@@ -165,23 +167,24 @@ class _Walk:
         self._hand_on(action, trace)
 
     def _keep(self, here: Passage, steps: tuple[Step, ...] | None) -> None:
-        """The steps of F whose activations are there from now on; None = its backward is over."""
+        """Sets the steps of F whose activations are alive from now on; None = none, the backward is done."""
         self.host += sum(step.host for step in steps or ()) - sum(step.host for step in self._forward.pop(here, ()))
         self.most_host = max(self.most_host, self.host)
         if steps is not None:
             self._forward[here] = steps
 
     def _passes(self, trace: StageTrace, op: str) -> tuple[Step, ...]:
-        """The steps of one action; the first forward and backward of a step find no buffers of an earlier one."""
+        """The steps of one action; in the first forward and backward of a step no buffers are alive from before."""
         if not self.begins_empty or op in self._begun:
             return trace.passes[op]
         self._begun.add(op)
         return trace.first[op]
 
     def _look_ahead(self, action: Action, begun: bool) -> None:
-        """Fetches what the next actions read first, as the last unit of this one begins.
+        """Gathers the weights that the next actions read first.
 
-        What it reads itself is there already, and stays when it has ended.
+        Those of another stage are gathered when the last unit of this action begins. Those that this action reads
+        itself are there already, and stay when it has ended.
         """
         if action.op == "W":
             return
@@ -193,12 +196,12 @@ class _Walk:
                 self._fetch(self._fetched[after])
 
     def _fetch(self, num_bytes: int) -> None:
-        """Counts weights that data parallelism gathers ahead."""
+        """Counts bytes of data parallelism's temporary buffers."""
         self.stages += num_bytes
         self.units += num_bytes
 
     def _take(self, action: Action) -> None:
-        """The action takes its input; messages are freed that this input proves to have arrived (receipts.py)."""
+        """The action takes its input, and messages that it proves to have arrived are freed (receipts.py)."""
         for flow, count in self._proofs.get(action, ()):
             while self._settled[flow] < count:
                 self._settled[flow] += 1
@@ -208,14 +211,15 @@ class _Walk:
         if input_of(self.program, action) is not None:
             self.messages -= self.message_bytes
         elif action.op == "F" and action.stage > 0:
-            own = self._here.pop((action.stage - 1, action.microbatch))
+            own = self._local.pop((action.stage - 1, action.microbatch))
             self.messages -= own
             if not own and not self.traces[action.stage].is_relay:  # which keeps nothing of it
                 self._shared.add((action.stage, action.microbatch))
         elif action.op != "F" and action.stage < self.program.num_stages - 1:
-            self.messages -= self._here.pop((action.stage + 1, action.microbatch))
+            self.messages -= self._local.pop((action.stage + 1, action.microbatch))
 
     def _hand_on(self, action: Action, trace: StageTrace) -> None:
+        """The action passes its output to the next stage, on this rank or in a message."""
         op, stage, microbatch = action
         ends = stage == self.program.num_stages - 1 if op == "F" else stage == 0
         if op == "W" or ends:
@@ -223,12 +227,13 @@ class _Walk:
         extra = 0 if op == "F" and trace.output_kept else self.message_bytes
         message = output_of(self.program, action)
         if message is None:
-            self._here[stage, microbatch] = extra
+            self._local[stage, microbatch] = extra
         else:
             self._sent[message.flow].append(extra)
         self.messages += extra
 
     def _see(self, action: Action, rise: int) -> None:
+        """Records the present moment, with `rise` temporary bytes, if it needs more than any before."""
         total = self.stages + self.messages + rise
         if total <= self.most:
             return
@@ -241,7 +246,7 @@ class _Walk:
         stash = sum(self._stashed.values())
         kept = {kind: count for kind, count in activations.items() if count > 0}
         rest = total - sum(kept.values()) - stash - self.messages - self.units
-        if rest < 0:  # the running phase has let go of some of its activations already
+        if rest < 0:  # the phase that runs has freed some of its activations already
             kept[max(kept, key=kept.__getitem__)] += rest
             rest = 0
         self.peak = Peak(kept, stash, self.messages, self.units, rest, action, len(self._forward))

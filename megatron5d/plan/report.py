@@ -1,4 +1,4 @@
-"""What a plan says, as tables and as records."""
+"""Predicted step times and layouts, as tables and as JSON records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOLD = {
 
 
 def step_record(cost: StepCost) -> dict[str, Any]:
-    """One object for programs; seconds and bytes."""
+    """The cost of a step as a JSON object, in seconds and bytes."""
     return {
         "step_time_s": cost.step_s,
         "tokens_per_s_per_gpu": cost.tokens_per_s_per_gpu,
@@ -39,7 +39,7 @@ def step_record(cost: StepCost) -> dict[str, Any]:
 
 
 def step_table(cost: StepCost, cluster: Cluster) -> str:
-    """Where the time of a step goes on the busiest pipeline rank, and what each rank sends."""
+    """The time of a step by kind on the busiest pipeline rank, and the bytes that a rank sends."""
     lines = [f"{'a step of':<56}{cost.step_s:>9.3f} s"]
     for kind, told in _TOLD.items():
         if cost.seconds[kind] > 0:
@@ -55,16 +55,16 @@ def step_table(cost: StepCost, cluster: Cluster) -> str:
 
 
 def layout_record(candidate: Candidate[StepCost], overrides: str) -> dict[str, Any]:
-    """One object for programs: of a layout that was priced."""
+    """A layout with a known cost as a JSON object."""
     assert candidate.cost is not None
     return {"overrides": overrides, "needed_bytes": candidate.needed, **step_record(candidate.cost)}
 
 
 def layouts_table(layouts: Sequence[tuple[Candidate[StepCost], str]]) -> str:
-    """Layouts, the best first.
+    """A table of layouts.
 
     Args:
-        layouts: each with its overrides as one line; empty = as it was given.
+        layouts: each with its overrides as one line; "" = the configuration as given.
     """
     lines = [f"{'step':>11}{'tokens/s/GPU':>14}{'MFU':>8}{'bubble':>8}{'memory':>10}  overrides"]
     for each, overrides in layouts:

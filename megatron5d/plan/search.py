@@ -1,8 +1,8 @@
-"""Which layouts there are for a model and a world, and the best of those that fit: enumeration and order, no laws.
+"""Proposes layouts for a model and a world, and finds the fastest of those that fit.
 
-Layouts are proposed by size alone; what is legal the laws say, how long a step takes and what it needs the caller's
-functions say. The dear questions are asked last and in the order of a cheap estimate, and few of them: a layout that
-keeps more than one that was found too large is not asked about.
+Layouts are proposed by size only. The caller's functions say which ones are legal, how long a step takes, and how much
+memory it needs. The expensive functions are called last, in the order of a cheap estimate, and rarely: a layout that
+needs more memory than one that was too large is skipped.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from megatron5d.pipeline_parallel.catalogue import find_schedule
 Change = dict[str, Any]  # key of the configuration -> value
 Price = TypeVar("Price")
 
-MODES = ("none", "selective", "full")  # of recompute, from what keeps most
-SCHEDULES = (  # schedule, chunks a rank
+MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
+SCHEDULES = (  # (schedule, chunks per rank)
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb_h1", 1), ("zb_v", 1),
     ("dualpipe_v", 1),
 )  # fmt: skip
-SHORTEST_SLICE = 4096  # tokens of a rank below which cp is not tried
-DEEPEST = 32  # pipeline ranks
-MOST_EXPERTS = 32  # of one rank
+SHORTEST_SLICE = 4096  # tokens of a sequence on one rank; cp is not tried where there would be fewer
+DEEPEST = 32  # most pipeline ranks
+MOST_EXPERTS = 32  # most experts of one rank
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-FAR = 1.5
-PATIENCE = 3
+FAR = 1.5  # a layout that needs so many times the memory of a device fits with no schedule
+PATIENCE = 3  # how many times longer to search while no layout fits
 _WAYS = ("pipeline.schedule", "parallel.vpp")
 
 
 class Proposals:
-    """Combinations of values worth a look; many of them break some law.
+    """Combinations of values to try; many of them break some law.
 
     Args:
-        config: what is given.
+        config: gives the model, and the values of fixed keys.
         world: number of ranks.
-        node: ranks that share fast links: tp stays inside.
-        fixed: keys that keep their values.
+        node: ranks that share fast links; tp is not larger.
+        fixed: keys whose values are not changed.
     """
 
     def __init__(self, config: Config, world: int, node: int, fixed: Iterable[str] = ()) -> None:
         self.config, self.world, self.node, self.fixed = config, world, node, set(fixed)
 
     def _free(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
+        """The values to try for a key: `values`, or only its own where it is fixed."""
         group, name = key.split(".")
         return [getattr(getattr(self.config, group), name)] if key in self.fixed else values
 
     def shapes(self) -> Iterator[Change]:
-        """Sizes of the axes, and ZeRO."""
+        """Combinations of sizes of the axes and ZeRO stages."""
         model, world = self.config.model, self.world
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         tps = [n for n in divisors if n <= self.node and model.num_heads % n == 0]
@@ -73,7 +74,7 @@ class Proposals:
                 yield {"parallel.tp": tp, "parallel.cp": cp, "parallel.pp": pp, **dict(zip(axes, values))}
 
     def batches(self, dp: int) -> Iterator[Change]:
-        """Micro-batches and what is kept of them.
+        """Combinations of micro-batch sizes and recompute modes.
 
         Args:
             dp: data-parallel ranks.
@@ -83,7 +84,7 @@ class Proposals:
             yield {"train.mbs": mbs, "recompute.mode": mode}
 
     def schedules(self, pp: int) -> list[Change]:
-        """Schedules of a pipeline, and chunks a rank."""
+        """Combinations of schedules and chunks per rank, for pp pipeline ranks."""
         deepest = self.config.model.num_layers // pp
         pairs = [
             (name, vpp) for name, vpp in SCHEDULES if pp > 1 and max(vpp, find_schedule(name).chunks) <= deepest
@@ -98,10 +99,11 @@ class Candidate(Generic[Price]):
     """A legal layout.
 
     Args:
-        change: what it changes.
-        guess_s: seconds of a step, cheaply; candidates are looked at in this order.
-        cost: what it costs, once it is known.
-        needed: bytes of the rank that needs most, once they are known.
+        change: the values that it sets.
+        guess_s: cheap estimate of a step's seconds; candidates are tried in this order.
+        cost: predicted cost of a step; None = not known yet.
+        seconds: of a step according to `cost`.
+        needed: bytes of the rank that needs most; 0 = not known yet.
     """
 
     change: Change
@@ -113,12 +115,12 @@ class Candidate(Generic[Price]):
 
 @dataclass(frozen=True)
 class Questions(Generic[Price]):
-    """What the search asks of a candidate.
+    """The functions with which the search examines a candidate.
 
     Args:
-        runs: it is legal, and has a Program.
-        price: what a step costs, and its seconds.
-        need: bytes of the rank that needs most, or of any that needs more than there is.
+        runs: whether it is legal and has a Program.
+        price: (cost of a step, its seconds).
+        need: bytes of the rank that needs most, or of any rank that needs more than a device has.
     """
 
     runs: Callable[[Change], bool]
@@ -128,21 +130,22 @@ class Questions(Generic[Price]):
 
 @dataclass
 class Misfits:
-    """Layouts that were too large, so that what needs more is known to be."""
+    """Layouts that were too large; others that need at least as much are known to be too large as well."""
 
     _known: dict[tuple, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def add(self, change: Change, excess: float) -> None:
-        """
+        """Adds a layout that was too large.
+
         Args:
             change: the layout.
-            excess: what it needs, of what there is; with FAR no schedule helps.
+            excess: memory that it needs / memory of a device; above FAR, it is taken to be so with any schedule.
         """
         same, size = self._parts(change, anyhow=excess > FAR)
         self._known.setdefault(same, []).append(size)
 
     def cover(self, change: Change) -> bool:
-        """One of them differs only in keeping as much or less, or in the schedule where that cannot help."""
+        """Whether a layout needs at least as much as one of them."""
         for anyhow in (False, True):
             same, size = self._parts(change, anyhow)
             if any(all(a <= b for a, b in zip(small, size)) for small in self._known.get(same, ())):
@@ -150,7 +153,12 @@ class Misfits:
         return False
 
     def _parts(self, change: Change, anyhow: bool) -> tuple[tuple, tuple[int, int, int]]:
-        """What must be equal, and what is smaller where less is kept: micro-batch, what is kept of it, whole state."""
+        """(values that must be equal, sizes that grow with memory: micro-batch, recompute mode, unsharded state).
+
+        Args:
+            change: the layout.
+            anyhow: the schedule need not be equal.
+        """
         sizes = {"train.mbs", "recompute.mode", "parallel.zero"} | ({*_WAYS} if anyhow else set())
         same = tuple((key, value) for key, value in sorted(change.items()) if key not in sizes)
         kept = len(MODES) - MODES.index(change["recompute.mode"])
@@ -166,15 +174,15 @@ def best(
     limit: int,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Candidate[Price]]:
-    """The fastest that fit.
+    """The fastest candidates that fit.
 
     Args:
-        candidates: legal ones.
-        questions: that find out about each.
+        candidates: to be examined.
+        questions: the functions that examine them.
         have: bytes of one device.
         count: how many are wanted.
-        limit: after how many that were looked at the search ends; after PATIENCE times as many if none fits.
-        progress: called for each.
+        limit: number of candidates to examine; PATIENCE times as many if none fits.
+        progress: called for each one examined.
 
     Returns:
         At most `count`, the fastest first.
@@ -203,6 +211,6 @@ def best(
 
 
 def _priced(candidate: Candidate[Price], questions: Questions[Price], below: float = float("inf")) -> bool:
-    """Finds the price, and says whether it is lower."""
+    """Sets the cost of a candidate; whether a step takes less than `below` seconds."""
     candidate.cost, candidate.seconds = questions.price(candidate.change)
     return candidate.seconds < below

@@ -1,10 +1,10 @@
-"""What a stage's passes allocate and keep, found by running them on the meta device.
+"""Finds out what the passes of a stage allocate and keep, by running them on the meta device.
 
-A pass is the work of one action of a schedule: F, B, I or W of one micro-batch. It runs phase by phase exactly as in
-training, on tensors that have sizes and no memory, while every storage is counted. So no formula has to follow what the
-layers do: what they keep for the backward, what they pass to each other, and what they need for a moment is counted
-where it happens, collectives' buffers included. Of a long row of equal layers three are run, and the middle one stands
-for all that lie between the first and the last.
+A pass is the work of one action of a schedule: F, B, I or W of one micro-batch. It runs phase by phase as in training,
+on tensors without memory, while every storage is counted. So there are no formulas to keep in step with the layers:
+what they keep for the backward, pass to each other or need temporarily is counted where it happens, buffers of
+collectives included. Of many equal layers in a row only three are run; the middle one stands for all between the first
+and the last.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megatron5d.pipeline_parallel.hooks import PhaseHooks
 from megatron5d.pipeline_parallel.stage import Stage, segments_of
 from megatron5d.plan.watch import MemoryWatch
 
-BOUNDARY = "input"  # kind of what enters a stage, and leaves it
+BOUNDARY = "input"  # kind of the input and output of a stage
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one phase does to the bytes alive in one pass.
+    """How one phase of one pass changes the number of bytes that are alive.
 
     Args:
         kind: class of the phase.
-        rise: the most above what was alive when it began.
-        delta: what is alive when it ends, less what was when it began.
-        frees: it is the backward of its phase, which then has no use for its activations any more.
-        buffers: what of `delta` lies in data parallelism's buffers that come and go (ZeRO-2 and 3).
-        host: of a forward, bytes that wait in the host's memory until the phase's backward; none of `delta`.
+        rise: the most that is alive during the phase, minus what was alive at its beginning.
+        delta: what is alive at its end, minus what was alive at its beginning.
+        frees: whether it is the backward of its phase, after which the activations are not needed any more.
+        buffers: the part of `delta` in data parallelism's temporary buffers (ZeRO-2 and 3).
+        host: of a forward, bytes that are in the host's memory until the phase's backward; not part of `delta`.
     """
 
     kind: str
@@ -48,16 +48,18 @@ class Step:
 class StageTrace:
     """The passes of one stage, phase by phase in the order in which they run.
 
-    The stage's input and the gradient of its output count from the beginning of the pass that takes them, and what a
-    pass hands on does not count any more when it ends.
+    The stage's input and the gradient of its output count from the beginning of the pass that takes them. What a pass
+    passes on does not count any more at its end.
 
     Args:
         passes: op (F, B, I, W) -> its steps.
-        output_kept: the stage itself keeps its output until its backward, in whatever its last phase has saved.
-        standing: bytes that data parallelism leaves between two passes: a unit whose sum is under way, and that sum.
-        first: the passes of a step's first micro-batch, which finds nothing whole; empty where all are alike.
-        ahead: op -> bytes of what it reads first, which are fetched while the last unit of the action before runs.
-        last_unit: op -> how many of its steps, before the very last, belong to its last unit.
+        output_kept: whether the stage's last phase saves its output until the backward.
+        standing: bytes of data parallelism's buffers that stay between two passes: a unit whose sum has not finished,
+            and that sum.
+        first: the passes of a step's first micro-batch, when no weights are gathered yet; empty if they do not differ.
+        ahead: op -> bytes of the weights that it reads first, which are gathered during the last unit of the action
+            before.
+        last_unit: op -> how many of its steps, the final one aside, belong to its last unit.
     """
 
     passes: dict[str, tuple[Step, ...]]
@@ -69,11 +71,11 @@ class StageTrace:
 
     @property
     def is_relay(self) -> bool:
-        """The stage holds no layer: it hands on what it is given."""
+        """Whether the stage has no layer, so that it only passes messages on."""
         return all(step.kind == BOUNDARY for step in self.passes["F"])
 
     def kept(self, op: str = "F") -> int:
-        """Bytes that stay when a pass has run: F until B or I, I until W (of I: less than F kept, usually)."""
+        """Bytes that a pass leaves alive: F until B or I, I until W (usually negative, since I frees activations)."""
         return sum(step.delta for step in self.passes[op])
 
 
@@ -84,26 +86,26 @@ def relay_trace(message_bytes: int) -> StageTrace:
 
 
 class Buffers(PhaseHooks, Protocol):
-    """Data parallelism whose buffers come and go with the passes."""
+    """Data parallelism with temporary buffers (ZeRO-2 and 3)."""
 
     def buffer_bytes(self) -> int:
-        """Bytes of buffers that are there now."""
+        """Bytes of the temporary buffers that are allocated now."""
 
     def fetched_bytes(self, phase: nn.Module) -> int:
-        """Bytes of the weights that are gathered for the unit of a phase, and given back after it."""
+        """Bytes of the weights that are gathered for the unit of a phase and freed after it."""
 
 
 class Tracer:
     """Runs stages on the meta device.
 
     Args:
-        shape: of what travels between stages, `[s/cp/tp, b, h]`.
-        dtype: of it.
+        shape: of a message between stages, `[s/cp/tp, b, h]`.
+        dtype: of a message.
         batch: one micro-batch on the meta device.
-        num_sums: entries of what the last stage returns.
-        hooks: data parallelism where it has buffers that come and go; None = nothing does.
-        split: the passes I and W are asked for, too.
-        block: see MemoryWatch.
+        num_sums: length of the last stage's output.
+        hooks: data parallelism if it has temporary buffers, else None.
+        split: trace the passes I and W as well.
+        block: as in MemoryWatch.
     """
 
     def __init__(
@@ -116,12 +118,13 @@ class Tracer:
     def trace(
         self, units: Sequence[Sequence[nn.Module]], signatures: Sequence[Hashable], *, first: bool, last: bool
     ) -> StageTrace:
-        """
+        """Runs the passes of a stage.
+
         Args:
             units: the phases of the stage, grouped in layers.
-            signatures: equal for layers that do the same on tensors of the same sizes.
-            first: the stage begins with tokens.
-            last: the stage ends in the loss.
+            signatures: one per unit; equal for layers that do the same with tensors of the same sizes.
+            first: whether the input of the stage is tokens.
+            last: whether the output of the stage is the loss.
         """
         chosen, repeats = _abridged(signatures)
         phases = [phase for index in chosen for phase in units[index]]
@@ -132,7 +135,7 @@ class Tracer:
         with MemoryWatch(self.block) as watch:
             for split in (False, True) if self.split else (False,):
                 stage = Stage(phases, self.hooks)
-                if self.hooks is not None:  # a step's first micro-batch finds nothing whole: it is not the usual one
+                if self.hooks is not None:  # the first micro-batch of a step differs: nothing is gathered yet
                     first_time = self._cycle(watch, stage, times, first=first, last=last, split=split)
                     standing += sum(step.delta for steps in first_time.values() for step in steps)
                     first_ones = first_ones or first_time
@@ -150,10 +153,10 @@ class Tracer:
     def _cycle(
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], *, first: bool, last: bool, split: bool
     ) -> dict[str, tuple[Step, ...]]:
-        """One micro-batch forward and backward.
+        """Runs one micro-batch forward and backward.
 
-        What the next action reads first is not fetched ahead: that belongs to the Program, and there are two units
-        whole at once with it as without it.
+        The first weights of the next action are not gathered ahead here, which depends on the Program. Two units are
+        whole at once in any case.
         """
         back = "I" if split else "B"
         passes = {
@@ -166,7 +169,7 @@ class Tracer:
         return passes
 
     def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
-        """The tensor that arrives, and the step that counts it."""
+        """The input of a pass, and the step that counts it."""
         before = watch.forget_peak()
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         x = torch.empty(self.num_sums, dtype=wide, device="meta") if last else self._message()
@@ -203,14 +206,14 @@ class Tracer:
         times: Mapping[nn.Module, int],
         host_bytes: Callable[[], int] = lambda: 0,
     ) -> tuple[Step, ...]:
-        """Runs a pass step by step; the last step is what happens when its output, which `work` holds, is let go.
+        """Runs a pass step by step. The last step frees the output, which `work` holds.
 
         Args:
-            watch: counts.
+            watch: counts bytes.
             work: the pass.
             order: the phase of every step, and whether the step is its backward.
-            times: how often each phase counts.
-            host_bytes: what of the pass waits on the host by now.
+            times: how many equal phases each one stands for.
+            host_bytes: bytes of the pass that are in the host's memory at the moment.
         """
         steps = []
         for phase, frees in order:
@@ -228,7 +231,7 @@ class Tracer:
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Which units to run, and how often each counts: of a row of equal ones the first, one in the middle, the last."""
+    """(indices of the units to run, how many each stands for): the first, one and the last of equal ones in a row."""
     chosen: list[int] = []
     repeats: list[int] = []
     start = 0
@@ -243,7 +246,7 @@ def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:
 
 
 def _expanded(steps: Sequence[Step], times: Sequence[int]) -> tuple[Step, ...]:
-    """The steps of every phase of every unit, in groups as long as the units."""
+    """The steps of all phases: those of a unit that stands for several are repeated."""
     out: list[Step] = []
     at = 0
     while at < len(steps):

@@ -1,4 +1,4 @@
-"""Watches the tensors that operations make: how many bytes are alive, the most there ever were, the largest of all."""
+"""Counts the bytes of tensors while operations run: alive now, the most so far, and the largest tensor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Counts storages made inside the context until they are freed; what was there before is not counted.
+    """Counts the storages made inside this context, of any device, until they are freed or resized.
 
-    It sees tensors of any device, also those of the meta device, which have sizes and no memory, and storages that are
-    emptied and filled in place.
-    `live_bytes`, `peak_bytes`; `largest` (elements, shape, operation) of any tensor made, views aside.
+    `live_bytes` are alive now, `peak_bytes` were the most; `largest` is (elements, shape, operation) of the largest
+    tensor made, without views. On the meta device, sizes are counted that have no memory.
 
     Args:
-        block: bytes that an allocator hands out at least and in multiples of (512 for torch's CUDA allocator).
+        block: sizes are rounded up to a multiple of so many bytes (512 for torch's CUDA allocator).
     """
 
     def __init__(self, block: int = 1) -> None:
@@ -31,7 +30,7 @@ class MemoryWatch(TorchDispatchMode):
     def __enter__(self):
         watch, resize = self, self._resize
 
-        def resized(storage, num_bytes):  # no operation that a dispatch mode sees
+        def resized(storage, num_bytes):  # a dispatch mode does not see resize_
             before = storage.nbytes()
             result = resize(storage, num_bytes)
             watch._changed(storage, before)
@@ -79,5 +78,5 @@ class MemoryWatch(TorchDispatchMode):
         size[0] = now
 
     def rounded(self, num_bytes: int) -> int:
-        """The bytes that the allocator hands out for a request."""
+        """The bytes that the allocator uses for a request."""
         return -(-num_bytes // self.block) * self.block

@@ -56,7 +56,7 @@ def test_kinds_add_up_to_what_is_needed():
     assert sum(late.kinds().values()) == late.needed and late.kinds()["end of step"] == 1000
     early = dataclasses.replace(memory, setup=5000)
     walked = dataclasses.replace(memory, peak=dataclasses.replace(peak, action=Action("F", 2, 5)))
-    moments = ["", "in action 2F5", "at the end of a step", "while everything is put together"]
+    moments = ["", "in action 2F5", "at the end of a step", "while the run is built"]
     assert [each.moment for each in (memory, walked, late, early)] == moments
     assert sum(early.kinds().values()) == early.needed and early.allocated == 5000
     assert [line.split()[0] for line in table({0: memory, 1: late}).splitlines()][:3] == ["MiB", "weights", "gradients"]
