@@ -47,7 +47,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any override, for ours")
     parser.add_argument("--only", choices=["ours", "peer"], help="measure one side")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="to train on")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_intermixed_args()
     if unknown := [case for case in arguments.cases if case not in CASES]:

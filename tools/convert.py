@@ -1,4 +1,4 @@
-"""Checkpoints from and to Hugging Face folders, one tensor in memory at a time.
+"""Convert checkpoints from and to Hugging Face folders, with one tensor in memory at a time.
 
     python tools/convert.py from-hf --hf DIR --out CHECKPOINTS [--mtp]
     python tools/convert.py to-hf --checkpoint CHECKPOINTS --out DIR [--dtype bf16] [--tokenizer FILE_OR_DIR]

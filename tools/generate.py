@@ -1,4 +1,4 @@
-"""Samples text from a checkpoint of ours or from a Hugging Face folder.
+"""Sample text from a checkpoint of ours or from a Hugging Face folder.
 
     python tools/generate.py --checkpoint DIR --prompt "def " --max-tokens 64 --temperature 0.8 --top-k 50 --seed 0
     torchrun --nproc-per-node 2 tools/generate.py --hf DIR --tp 2 --prompt "Once upon a time"

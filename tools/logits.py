@@ -1,4 +1,4 @@
-"""The forward pass of a model on given token ids, to a .npy file: the way to check an import or a checkpoint.
+"""Run a model forward on given token ids and write its logits to a .npy file, to check an import or a checkpoint.
 
     python tools/logits.py --hf DIR --tokens ids.npy --dtype fp64 --out logits.npy
     torchrun --nproc-per-node 4 tools/logits.py --checkpoint DIR --tp 2 --sp --tokens ids.npy --out logits.npy

@@ -1,4 +1,4 @@
-"""Does a configuration compute the same numbers on its layout as one process? On the CPU, in fp64, in seconds.
+"""Check that a configuration computes the same numbers on its layout as one process: on the CPU, in fp64, in seconds.
 
     python tools/parity.py --world 16 experiment=quickstart
     python tools/parity.py --world 8 model=tiny_moe parallel.tp=2 parallel.sp=true parallel.ep=4 parallel.zero=2
@@ -8,11 +8,11 @@
     python tools/parity.py --check parity.json
 
 Words without dashes are overrides as pretrain.py takes them. The configuration is trained for a few steps on random
-tokens, on forked ranks and by one process without parallelism, and everything is compared: losses, gradient norm, what
-the routers did, every gradient of the first step, every weight and moment after the last. Sizes are made small first,
-with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not be there,
-but where --data asks for the first tokens of it. With --precision bf16 both run as they will be trained, and the
-ranks may be no further from one process in fp64 than twice as far as one process in bf16 is.
+tokens, on forked ranks and by one process without parallelism, and everything is compared: losses, gradient norm,
+figures of the routers, every gradient of the first step, every weight and moment after the last. Sizes are made small
+first, with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not exist,
+unless --data asks to use the first tokens of it. With --precision bf16 both run in bf16, and the ranks may be at most
+twice as far from one process in fp64 as one process in bf16 is.
 Exit code 0: equal; 1: different, or the ranks failed; 2: refused.
 """
 

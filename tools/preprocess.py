@@ -1,9 +1,9 @@
-"""Turn texts into Megatron token files: jsonl(.gz, .zst), parquet, text files, folders of source code.
+"""Make Megatron token files from texts: jsonl (plain, .gz, .zst), parquet, text files, folders of source code.
 
     python tools/preprocess.py --input corpus.jsonl.zst --tokenizer tok.model --out data/corpus --append-eod --workers 8
     python tools/preprocess.py --input src/ --glob '*.py' --exclude tests --tokenizer tok.model --out data/src
 
-A killed run goes on where it was when the same command is given again, and ends with the same bytes.
+A run that was killed continues when the same command is given again, and ends with the same bytes.
 Exit codes: 0 done (or there was nothing to do), 2 refused: bad settings, a bad line, a broken file.
 """
 

@@ -1,4 +1,4 @@
-"""Train a tokenizer, or look at what one does.
+"""Train a tokenizer, or show how one encodes a text.
 
     python tools/tokenizer.py train --input src/ --glob '*.py' --vocab-size 4096 --out data/tok
     python tools/tokenizer.py show data/tok.model --text "def f(x): return x"

@@ -1,4 +1,4 @@
-"""Pictures of runs.
+"""Draw the losses of runs.
 
     python tools/visualize.py loss RUN_DIR [RUN_DIR...] --out loss.png     loss over tokens, training and validation
 
