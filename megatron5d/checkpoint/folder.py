@@ -1,14 +1,14 @@
-"""Checkpoint folders: how they are named, when one is whole, which is the newest, which may go.
+"""Checkpoint folders: their names, when one is whole, which is the newest, and which are removed.
 
 <dir>/run.lock              the run that writes here (topology/lock_file.py)
 <dir>/step-00000100.tmp/    being written; never read
 <dir>/step-00000100/        whole: renamed after every rank has finished
     .metadata  *.distcp     torch.distributed.checkpoint, tensors in global coordinates
     run.json                step, samples taken, configuration
-    files.json              size of every file, in bytes: a truncated copy is noticed; CRC-32 of those that hold no
-                            tensors (tensors bring their own, which load.py checks)
-<dir>/step-00000200.left/   whole, but of a later step than one that was saved after it, because the run went back to an
-                            earlier checkpoint or to its beginning; never read, never removed
+    files.json              size of every file in bytes, so that a truncated copy is noticed; CRC-32 of files without
+                            tensors (tensors have their own checksums, which load.py checks)
+<dir>/step-00000200.left/   whole, but the run went back to before it and has saved an earlier step since; never read,
+                            never removed
 <dir>/latest                name of the newest
 """
 
@@ -35,11 +35,12 @@ _REPLACED = ".replaced"  # after the name of one that was there when its step wa
 
 
 def step_folder(directory: Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
     return directory / f"step-{step:08d}"
 
 
 def write_manifest(folder: Path) -> None:
-    """Notes sizes and checksums of all files; the last thing written before the rename."""
+    """Writes the sizes and checksums of all files to files.json, as the last file before the folder is renamed."""
     entries: dict[str, dict[str, int]] = {}
     for name, size in sorted(_sizes(folder).items()):
         if name != MANIFEST:
@@ -50,16 +51,16 @@ def write_manifest(folder: Path) -> None:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file of a folder: one question for each, there may be one a rank."""
+    """Bytes of every file in a folder, with one request to the file system for each; there may be one per rank."""
     with os.scandir(folder) as found:
         return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
-    """What was saved, by file name: `bytes`, and `crc32` of files without tensors, which older checkpoints lack.
+    """The content of files.json: file name -> `bytes`, and `crc32` of files without tensors (not in old checkpoints).
 
     Raises:
-        ValueError: the file is no such list.
+        ValueError: files.json is damaged.
     """
     entries = json.loads((folder / MANIFEST).read_text())
     if not isinstance(entries, dict) or RUN not in entries:
@@ -68,7 +69,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def changed(folder: Path, name: str) -> str | None:
-    """Why a file without tensors is not what was saved, as far as can be known; None where it is."""
+    """A message if a file without tensors differs from its checksum; None if not, or if it has none."""
     saved = read_manifest(folder).get(name, {}).get("crc32")
     if saved is None or saved == zlib.crc32((folder / name).read_bytes()):
         return None
@@ -76,7 +77,7 @@ def changed(folder: Path, name: str) -> str | None:
 
 
 def fault_of(folder: Path) -> str | None:
-    """Why a folder is no whole checkpoint; None where it is one."""
+    """A message that says why a folder is not a whole checkpoint; None if it is one."""
     if not folder.is_dir():
         return f"{folder} is not a folder"
     manifest = folder / MANIFEST
@@ -96,7 +97,7 @@ def fault_of(folder: Path) -> str | None:
 
 
 def named_steps(directory: Path) -> list[int]:
-    """Steps of all folders that are named as checkpoints, ascending."""
+    """Steps of all folders with the name of a checkpoint, ascending; they need not be whole."""
     names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
     return sorted(int(match.group(1)) for name in names if (match := _NAME.fullmatch(name)))
 
@@ -107,7 +108,7 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def _is_whole(directory: Path, step: int) -> bool:
-    """Asks for every file of the folder, of which there may be one a rank: asked of no more folders than needed."""
+    """Whether a step's checkpoint is whole; looks at every file, of which there may be one per rank."""
     return fault_of(step_folder(directory, step)) is None
 
 
@@ -117,7 +118,7 @@ def saved_after(directory: Path, step: int) -> list[int]:
 
 
 def faults_of_newer(directory: Path) -> list[str]:
-    """Why the folders that are named as checkpoints newer than the newest whole one are none, the newest first."""
+    """For each folder newer than the newest whole checkpoint, why it is not whole; the newest first."""
     found = []
     for step in reversed(named_steps(directory)):
         fault = fault_of(step_folder(directory, step))
@@ -128,25 +129,25 @@ def faults_of_newer(directory: Path) -> list[str]:
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest whole checkpoint, whatever `latest` says."""
+    """The newest whole checkpoint, regardless of `latest`; None where there is none."""
     found = next((step for step in reversed(named_steps(directory)) if _is_whole(directory, step)), None)
     return None if found is None else step_folder(directory, found)
 
 
 def newest_before(folder: Path) -> Path | None:
-    """The newest whole checkpoint that is older than this one, which lies beside it."""
+    """The newest whole checkpoint in the same directory that is older than this one; None where there is none."""
     match = _NAME.fullmatch(folder.name)
     steps = [step for step in saved_steps(folder.parent) if match and step < int(match.group(1))]
     return step_folder(folder.parent, steps[-1]) if steps else None
 
 
 def _reach_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, would outlive a loss of power."""
+    """Waits until a file, or the names in a folder, are safe from a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if not (path.is_dir() and error.errno == errno.EINVAL):  # some network file systems know it of files alone
+        if not (path.is_dir() and error.errno == errno.EINVAL):  # some network file systems allow it for files only
             raise
     finally:
         os.close(handle)
@@ -155,8 +156,11 @@ def _reach_disk(path: Path) -> None:
 def commit(temporary: Path, keep: int) -> Path:
     """Makes a finished `.tmp` folder the newest checkpoint and removes those beyond `keep` (0 keeps all).
 
-    None is removed before all of the new one is on disk: DCP waits for its own files. Checkpoints of later steps are
-    put aside, not removed: a run that went back has left them, and `auto` must not take it there again.
+    Nothing is removed before all of the new one is on disk; DCP waits for its own files. Checkpoints of later steps,
+    from before the run went back, are renamed to `.left`, so that `auto` does not resume from them.
+
+    Returns:
+        The folder of the checkpoint.
     """
     write_manifest(temporary)
     for path in temporary.iterdir():
@@ -167,7 +171,7 @@ def commit(temporary: Path, keep: int) -> Path:
     directory, step = final.parent, int(final.name.removeprefix("step-"))
     for later in saved_after(directory, step):
         folder = step_folder(directory, later)
-        folder.rename(_unused(folder, LEFT))  # of a future that this run has left: neither resumed nor counted
+        folder.rename(_unused(folder, LEFT))
     replaced = final.rename(_unused(final, _REPLACED)) if _exists(final) else None
     temporary.rename(final)
     _reach_disk(directory)
@@ -181,11 +185,11 @@ def commit(temporary: Path, keep: int) -> Path:
 
 
 def recover(directory: Path) -> list[str]:
-    """Puts in order what a save left behind that was interrupted; nobody may be writing there.
+    """Repairs a directory after a save that was interrupted; nobody may be writing there.
 
-    A folder that was written to its end gets its name, unless the run has gone on without it; others are removed, they
-    may be what fills the disk. Where a step was being saved again and the new checkpoint did not come so far, the old
-    one gets its name back.
+    A `.tmp` folder that is complete becomes a checkpoint, unless later steps have been saved; others are removed, to
+    free the disk. If a step was being saved again and the new checkpoint is not complete, the old one gets its name
+    back.
 
     Returns:
         What was done, for the log.
@@ -207,18 +211,18 @@ def recover(directory: Path) -> list[str]:
 
 
 def _exists(path: Path) -> bool:
-    """Also where it is a link to nothing."""
+    """Whether a path exists, also as a broken link."""
     return path.exists() or path.is_symlink()
 
 
 def _unused(folder: Path, suffix: str) -> Path:
-    """The first of `suffix`, `suffix`2, ... after the folder's name that nothing has."""
+    """The folder's name with the first of `suffix`, `suffix`2, ... that does not exist yet."""
     names = (folder.with_name(f"{folder.name}{suffix}{count if count > 1 else ''}") for count in itertools.count(1))
     return next(name for name in names if not _exists(name))
 
 
 def _remove(folder: Path) -> None:
-    """Removes an old checkpoint, of one that was moved elsewhere the link alone; a run does not end where it cannot."""
+    """Removes an old checkpoint, or only the link if it is one; warns where that is not possible."""
     try:
         if folder.is_symlink():
             folder.unlink()
@@ -229,10 +233,10 @@ def _remove(folder: Path) -> None:
 
 
 def read_run(folder: Path) -> dict:
-    """run.json of a checkpoint that was found whole.
+    """The content of run.json in a whole checkpoint.
 
     Raises:
-        ValueError: it is not what was saved.
+        ValueError: the file is damaged.
     """
     fault = changed(folder, RUN)
     if fault:

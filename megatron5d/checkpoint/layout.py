@@ -1,8 +1,8 @@
-"""What a checkpoint is made of: tensors in global coordinates, each held here as a few rectangles.
+"""The tensors of a checkpoint in global coordinates, as rectangles that one rank holds.
 
-A ShardedTensor is the global tensor as one rank sees it: its global shape, and the rectangles that the rank holds as
-views of its own memory. torch.distributed.checkpoint (DCP) reads and writes it through the protocol of checkpointable
-tensors, so any layout loads what any other saved.
+A ShardedTensor has the global shape of a tensor, and the rectangles that this rank holds of it as views of its memory.
+torch.distributed.checkpoint (DCP) reads and writes it through the protocol of checkpointable tensors, so every layout
+can load what any other has saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron5d.topology.shard import Piece, ShardSpec, rectangles, spec_of
 
-if TYPE_CHECKING:  # DCP has been imported where it asks a tensor; what never saves or loads does without
+if TYPE_CHECKING:  # DCP is slow to import, and a run that neither saves nor loads does not need it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
@@ -24,12 +24,12 @@ Rectangle = tuple[tuple[int, ...], Tensor]  # first index in the global tensor, 
 
 
 class ShardedTensor(torch.Tensor):
-    """A tensor of the global shape without storage; `rectangles` are what this rank reads or writes of it.
+    """A tensor of the global shape without storage; `parts` are the rectangles that this rank reads or writes.
 
     Args:
         shape: global shape.
-        parts: (offset, view) pairs.
-        dtype: of the views, for a rank that holds none.
+        parts: (offset in the global tensor, view of this rank's memory) pairs.
+        dtype: of the views; also given on a rank without any.
     """
 
     parts: dict[tuple[int, ...], Tensor]
@@ -76,7 +76,7 @@ class ShardedTensor(torch.Tensor):
         return self.parts[tuple(index.offset)]
 
     def staged(self) -> ShardedTensor:
-        """The same with its parts copied to the CPU, for a save that goes on while training does."""
+        """A copy with its parts on the CPU, to be saved in the background."""
         parts = [(offset, view.to("cpu", copy=True)) for offset, view in self.parts.items()]
         return ShardedTensor(self.shape, parts, self.dtype)
 
@@ -97,19 +97,19 @@ class HeldSlice(Protocol):
 
 
 def sharded_slice(segment: HeldSlice, flat: Tensor, *, writing: bool) -> ShardedTensor:
-    """The global tensor of a parameter, as far as a flat slice holds it.
+    """The part of a parameter that a flat slice holds, in global coordinates.
 
     Args:
-        segment: where the parameter lies in the slice.
-        flat: the slice: weights, master weights or a moment.
-        writing: leave out copies that another rank writes.
+        segment: the part of the parameter in the slice.
+        flat: the slice, of weights, master weights or a moment.
+        writing: leave out pieces that another rank writes.
     """
     parts: list[Rectangle] = []
     shift = segment.owned[0] - segment.local[0]
     for piece, (start, stop) in segment.pieces():
         if writing and not piece.owner:
             continue
-        origin = piece.flat[0] + shift  # where the piece would begin in the slice's numbering
+        origin = piece.flat[0] + shift  # index in the slice at which the piece begins; may be negative
         at = start
         for offset, extent in rectangles(piece.shape, start - origin, stop - origin):
             view = flat[at : at + prod(extent)].view(extent)
@@ -119,10 +119,10 @@ def sharded_slice(segment: HeldSlice, flat: Tensor, *, writing: bool) -> Sharded
 
 
 def sharded_parameter(parameter: Tensor) -> ShardedTensor:
-    """The global tensor of a local parameter that lies here as it is; rows that no piece covers become zero.
+    """A whole local parameter in global coordinates; rows that no piece covers are set to zero.
 
     Args:
-        parameter: with a ShardSpec; a router's bias is one too.
+        parameter: with a ShardSpec, also the bias of a router.
     """
     spec, values = spec_of(parameter), parameter.detach()
     if sum(piece.numel for piece in spec.pieces) < values.numel():
@@ -132,7 +132,12 @@ def sharded_parameter(parameter: Tensor) -> ShardedTensor:
 
 
 def named(kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]) -> dict[str, ShardedTensor]:
-    """`{kind}.{global name}` -> tensor; the segments of a parameter that lies in several slices are joined."""
+    """`{kind}.{global name}` -> tensor; parts of one parameter in several slices become one tensor.
+
+    Args:
+        kind: `model`, or `optim.` and a kind of the optimiser's tensors.
+        tensors: (spec, tensor) of every segment.
+    """
     found: dict[str, ShardedTensor] = {}
     for spec, tensor in tensors:
         key = f"{kind}.{spec.name}"
