@@ -1,4 +1,4 @@
-"""The command line: a few flags, and Hydra overrides that are left for load.py."""
+"""Parses the command line: a few flags of our own, and Hydra overrides, which load.py reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHORT = {"-h": "--help", "--hydra-help": "--help", "-c": "--cfg", "-cd": "--con
 
 @dataclass
 class Arguments:
-    """What the command line asks for."""
+    """A parsed command line."""
 
     overrides: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)  # of the user's own groups
@@ -29,13 +29,13 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Takes the flags out of a command line.
+    """Separates flags from overrides.
 
     Args:
         argv: without the program's name.
 
     Returns:
-        Flags, overrides in their order, and a fault for each flag that we do not have.
+        Flags, overrides in their order, and a fault for each unknown flag.
     """
     out = Arguments()
     rest = list(argv)
@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         else:
             out.faults.append(_unknown_flag(flag))
             if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
-                rest.pop(0)  # the value of the flag that we do not have
+                rest.pop(0)  # the value of the unknown flag
     return out
 
 

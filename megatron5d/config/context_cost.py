@@ -1,10 +1,10 @@
-"""What context parallelism sends in one attention layer, in closed form, and which method to take.
+"""The elements that context parallelism sends in one attention layer, in closed form, and which method is best.
 
-Per rank and token it holds, with a query heads, g key-value heads (at least one), d and dv features, all after tp:
+For each token of a rank, with a query heads and g key-value heads (at least one) of a tp rank, and d and dv features:
 
-    kv = g·(d+dv)       ring, allgather: what travels (latents: r+dr instead)
-    qo = a·(d+dv)       ulysses, two_level: queries there, outputs back
-    G  = max(g, inner)·(d+dv)                  keys and values there, repeated where heads are fewer than ranks
+    kv = g·(d+dv)              keys and values, sent by ring and allgather (latents: r+dr instead)
+    qo = a·(d+dv)              queries and outputs, sent by ulysses and two_level
+    G  = max(g, inner)·(d+dv)  keys and values, sent by ulysses and two_level; repeated if heads are fewer than ranks
 
                 forward                                              backward
 ring            (cp-1)·kv                                            (cp-1)·kv, and (cp-1)·kv in fp32
@@ -14,8 +14,8 @@ two_level       (qo + G)·(inner-1)/inner + (outer-1)·G               inner the
 latents         inner: qo·(inner-1)/inner + (inner-1)·(r+dr);        inner the same; outer as the ring, twice
                 outer: (outer-1)·inner·(r+dr)
 
-A rank of two_level holds `inner` times more tokens of 1/inner of the heads while the ring turns. A ring makes fewer
-than outer-1 hops where a window or documents let nobody see further.
+In the ring of two_level, a rank has `inner` times as many tokens of 1/inner of the heads. A ring makes fewer than
+outer-1 hops where a window or documents hide the other blocks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from math import ceil
 
 from megatron5d.config.schema import Config, ModelConfig
 
-GRAD_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # of gradients that travel: summed in fp32
+GRAD_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # of gradients in the ring, which are summed in fp32
 VALUE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
-FLOPS_PER_BYTE = 8000.0  # attention of a rank against its link between nodes: 400 TFLOP/s, 400 Gbit/s
+FLOPS_PER_BYTE = 8000.0  # of attention while a byte is sent between nodes: 400 TFLOP/s, 400 Gbit/s
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ def local_heads(c: Config) -> tuple[int, int]:
 
 
 def head_features(model: ModelConfig) -> int:
-    """d + dv of one head."""
+    """Features of one head's key and value, d + dv."""
     if model.attention == "mla":
         return model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
     return 2 * model.head_dim
 
 
 def latent_features(model: ModelConfig) -> int:
-    """r + dr: what stands for the keys and values of all heads."""
+    """Features of the latent from which all heads' keys and values are projected, r + dr."""
     return model.kv_lora_rank + model.qk_rope_head_dim
 
 
 def traffic(c: Config) -> Traffic:
-    """What one layer's attention sends for one sequence; all of its divisions must come out even."""
+    """The elements that one layer's attention sends for one sequence; all divisions must be exact."""
     (outer, inner), (a, g) = split_of(c), local_heads(c)
     rows, width = c.train.seq_len // c.parallel.cp, head_features(c.model)
     exchanged = rows * a * width * (inner - 1) // inner
@@ -81,16 +81,16 @@ def traffic(c: Config) -> Traffic:
 
 
 def splits_heads(c: Config, inner: int) -> bool:
-    """`inner` ranks can exchange heads: query heads split, key-value heads split or are repeated."""
+    """Whether `inner` ranks can exchange heads: query heads divide, key-value heads divide or are repeated."""
     a, g = local_heads(c)
     return a % inner == 0 and (g % inner == 0 or inner % g == 0)
 
 
 def hidden_from(c: Config, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
-    """Length of a sequence from which on a ring's hops cost no time; 0 where nothing goes around.
+    """The sequence length from which on the hops of a ring are hidden by attention; 0 without a ring.
 
-    A hop's bytes grow with s. The causal attention that it runs under takes (s/outer)²·(a/inner)·(d+dv) FLOP: half of
-    all pairs, two FLOP for each feature of a key and of a value.
+    The bytes of a hop grow with s. The causal attention that overlaps with it takes (s/outer)²·(a/inner)·(d+dv) FLOP:
+    half of all pairs, two FLOP for each feature of a key and of a value.
     """
     (outer, inner), (a, _) = split_of(c), local_heads(c)
     if outer == 1:
@@ -102,24 +102,24 @@ def hidden_from(c: Config, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to spread attention over cp, and bytes that a rank sends for one layer and sequence, there and back."""
+    """A method of context parallelism, and the bytes that a rank sends in one layer, forward and backward."""
 
     method: str  # parallel.cp_method; allgather sends what ring does
     cp_inner: int  # parallel.cp_inner; 1 but for two_level
     inside: int  # over links inside a node
     between: int  # over links between nodes
-    hidden_from: int  # train.seq_len from which on a hop takes no longer than the attention it runs under; 0 = no hops
+    hidden_from: int  # train.seq_len from which on hops are hidden by attention; 0 = no hops
 
 
 def choices(c: Config, ranks_per_node: int = 8) -> list[Choice]:
-    """Every way whose exchange of heads stays inside a node and comes out even, the best first.
+    """All methods whose exchange of heads is possible and stays inside a node, the best first.
 
-    Best is what sends least between nodes, then inside one: between nodes only the ring's blocks travel, under the
-    previous block's attention.
+    The best one sends least between nodes, then least inside a node. Between nodes only blocks of the ring are sent,
+    which overlap with the attention of the previous block.
 
     Args:
-        c: the model and its tp, cp, sequence and precision.
-        ranks_per_node: ranks that share the fast links; tp takes the first of them.
+        c: gives model, tp, cp, sequence and precision.
+        ranks_per_node: ranks that share fast links; tp uses the first of them.
     """
     cp, room = c.parallel.cp, max(1, ranks_per_node // c.parallel.tp)
     compressed = c.parallel.cp_compress_kv and c.model.attention == "mla"
@@ -136,12 +136,12 @@ def choices(c: Config, ranks_per_node: int = 8) -> list[Choice]:
 
 
 def recommended(c: Config, ranks_per_node: int = 8) -> tuple[str, int]:
-    """parallel.cp_method and parallel.cp_inner of the best of `choices` where keys and values travel as they are."""
+    """(parallel.cp_method, parallel.cp_inner) of the best of `choices` without parallel.cp_compress_kv."""
     best = choices(replace(c, parallel=replace(c.parallel, cp_compress_kv=False)), ranks_per_node)[0]
     return best.method, best.cp_inner
 
 
 def advice(c: Config, ranks_per_node: int = 8) -> str:
-    """`recommended` as overrides."""
+    """The overrides of `recommended`."""
     method, inner = recommended(c, ranks_per_node)
     return f"parallel.cp_method={method}" + (f" parallel.cp_inner={inner}" if method == "two_level" else "")

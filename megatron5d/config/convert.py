@@ -1,4 +1,4 @@
-"""Plain mappings <-> the frozen dataclasses: unknown keys and wrong types are collected, never guessed around."""
+"""Converts between plain mappings and the frozen dataclasses; unknown keys and wrong types are collected as faults."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 from megatron5d.config.fault import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
 from megatron5d.config.schema import Config
 
-SHOWN_KEYS = 4  # of a group in which the key that was meant cannot be guessed
-_BAD = object()  # what a value of the wrong type becomes until the field's default takes its place
+SHOWN_KEYS = 4  # in a message about an unknown key of a group
+_BAD = object()  # stands for a value of the wrong type, in whose place the default is used
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -45,12 +45,12 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def convert(data: Mapping[str, Any], faults: list[Fault]) -> Config:
-    """A typed configuration; each fault is appended and leaves the field at its default."""
+    """A typed configuration; faults are appended to `faults`, and their fields have their defaults."""
     return _group(Config, data, "", faults)
 
 
 def key_of(field: dataclasses.Field) -> str:
-    """The YAML spelling of a field: `async` is a key there and no legal name in Python."""
+    """The key of a field in YAML; it differs from the name for `async`, which Python does not allow."""
     return field.metadata.get("key", field.name)
 
 
@@ -74,7 +74,7 @@ def value_of(config: Config, key: str) -> Any:
 
 @cache
 def _reader(key: str) -> operator.attrgetter:
-    """Reads the field of a dotted key, where its name differs from the key too."""
+    """A function that reads the field of a dotted key from a configuration."""
     cls: Any = Config
     names = []
     for part in key.split("."):
@@ -95,17 +95,17 @@ def leaves() -> list[str]:
 
 
 def groups_of_keys() -> list[str]:
-    """What a command line chooses an option of: `model=llama3_8b`, `experiment=quickstart`."""
+    """The Hydra groups, as in `model=llama3_8b` and `experiment=quickstart`."""
     return [*(key for key in keys() if "." not in key), "experiment"]
 
 
 def kind_of(key: str) -> type:
-    """int, float, bool, str or list: what a dotted key holds where it is not null; a group's own class for a group."""
+    """The type of a dotted key, without None: int, float, bool, str or list; for a group its dataclass."""
     kind = _without_none(keys()[key])
     return typing.cast(type, typing.get_origin(kind) or kind)
 
 
-def unknown(key: str) -> Fault:
+def unknown_key(key: str) -> Fault:
     """The fault of a key that the schema does not have."""
     group = key.rpartition(".")[0]
     if key.rpartition(".")[2] in DATA_PARALLEL and group in ("", "parallel"):
@@ -126,7 +126,7 @@ def unknown(key: str) -> Fault:
 
 
 def _nearest(key: str, siblings: list[str]) -> str:
-    """The keys of a group that are spelled most alike, where none of them is near enough to have been meant."""
+    """A fix that names the keys of a group with the most similar spelling."""
     alike = sorted(siblings, key=lambda leaf: -SequenceMatcher(None, key, leaf).ratio())
     more = f"; all {len(siblings)} of {key.rpartition('.')[0]}: --help" if len(siblings) > SHOWN_KEYS else ""
     return f"the nearest are {', '.join(alike[:SHOWN_KEYS])}{more}"
@@ -142,7 +142,7 @@ def _group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:
     hints = _hints(cls)
     known = {key_of(field): field for field in dataclasses.fields(cls)}
     dotted = {key: f"{path}.{key}" if path else str(key) for key in [*data, *known]}
-    faults += [unknown(dotted[key]) for key in data if key not in known]
+    faults += [unknown_key(dotted[key]) for key in data if key not in known]
     values = {}
     for key, field in known.items():
         if key not in data:
@@ -217,7 +217,7 @@ def _wrong_type(kind: Any, value: Any, path: str) -> Fault:
 
 
 def _example(kind: Any, value: Any, path: str, optional: bool) -> str:
-    """A legal value of the type, near to what was written or else the default."""
+    """A legal value of the type: near to what was written, or the default."""
     if kind is int and isinstance(value, (float, str)):
         number = _number(value)
         if number is not _BAD:

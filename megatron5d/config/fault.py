@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, told so that it can be put right: the knob, the numbers, a legal value."""
+"""Faults of a configuration, with the key, the numbers and a legal value; and the messages about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 REFUSED = 2  # exit code of a refused configuration
 
-# Names people bring from other code bases, where no spelling distance would find ours.
+# Keys of other code bases that are not spelled like ours.
 ELSEWHERE = {
     "tensor": "parallel.tp",
     "tensor_parallel": "parallel.tp",
@@ -64,7 +64,7 @@ ELSEWHERE = {
     "recompute_granularity": "recompute.mode",
 }
 
-# What other code bases let people set, and what follows from the number of ranks here.
+# Keys of other code bases for dp, which follows from the number of ranks here.
 DATA_PARALLEL = ("dp", "dp_size", "data", "data_parallel", "data_parallel_size", "data_parallel_degree")
 
 
@@ -73,11 +73,11 @@ class Fault:
     """One thing wrong with a configuration.
 
     Args:
-        id: of the law or of the kind of spelling fault, kebab-case.
+        id: of the law, or of the kind of fault on the command line; kebab-case.
         knobs: config keys that it concerns.
         reason: what is wrong, with the numbers.
-        fix: the nearest legal value, with its knob.
-        local: files or devices are not what they should be, which may be so on this node alone.
+        fix: the nearest legal value, as an override.
+        local: about files or devices, so that it may occur on this node only.
     """
 
     id: str
@@ -105,7 +105,7 @@ def message(faults: Sequence[Fault]) -> str:
 
 
 def refuse(faults: Sequence[Fault], rank: int = 0, local_rank: int = 0) -> NoReturn:
-    """Ends the process with exit code 2; rank 0 says why, and the first rank of any other node what is so there.
+    """Ends the process with exit code 2. Rank 0 prints all faults, the first rank of another node the local ones.
 
     Args:
         faults: what is wrong.
@@ -123,7 +123,7 @@ def refuse(faults: Sequence[Fault], rank: int = 0, local_rank: int = 0) -> NoRet
 
 
 def closest(written: str, legal: Iterable[str], likeness: float = 0.5) -> str | None:
-    """The legal word that was probably meant, or None where none is as alike as `likeness`, from 0 to 1."""
+    """The legal word that was probably meant; None where the similarity of all of them (0 to 1) is below `likeness`."""
     folded = {word.lower(): word for word in legal}
     matches = get_close_matches(written.lower(), folded, n=1, cutoff=likeness)
     return folded[matches[0]] if matches else None
@@ -146,7 +146,7 @@ def closest_key(written: str, legal: Iterable[str]) -> str | None:
     return next((key for key in keys if matched and key.rpartition(".")[2] == matched), None)
 
 
-def listed(words: Iterable[object]) -> str:
-    """`a, b or c`"""
+def alternatives(words: Iterable[object]) -> str:
+    """Words as text: `a, b or c`."""
     *most, last = [str(word) for word in words]
     return f"{', '.join(most)} or {last}" if most else last

@@ -1,4 +1,4 @@
-"""What `--help` prints: the YAML files themselves, which list every field with its unit, and each group's options."""
+"""The text of `--help`: flags, the options of each group, and the YAML files with every key and its unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def groups_in(folders: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def help_text(folders: Sequence[Path]) -> str:
-    """Flags, groups, fields with defaults and units.
+    """The text of `--help`.
 
     Args:
         folders: config folders, ours first.

@@ -17,12 +17,12 @@ class Law:
 
     Args:
         id: kebab-case, unique.
-        knobs: config keys that it depends on; it is not asked while one of them has an illegal value by itself.
+        knobs: config keys that it depends on; it is not checked if one of them has an illegal value by itself.
         broken: (config, world) -> whether the configuration breaks it.
         reason: (config, world) -> what is wrong, with the numbers.
         fix: (config, world) -> the nearest legal value, as an override.
-        needs: ids of laws without which this one has no meaning.
-        local: as of Fault.
+        needs: ids of laws; if one of them is broken, this one is not checked.
+        local: as in Fault.
     """
 
     id: str
@@ -34,7 +34,7 @@ class Law:
     local: bool = False
 
     def fault(self, config: Config, world: int) -> Fault:
-        """What to tell about a configuration that breaks it."""
+        """The fault of a configuration that breaks it."""
         return Fault(self.id, self.knobs, self.reason(config, world), self.fix(config, world), self.local)
 
 
@@ -44,13 +44,22 @@ def data_parallel(config: Config, world: int) -> int:
 
 
 def nearest(value: int, legal: Iterable[int]) -> int:
-    """The legal number closest to `value`, the smaller of two; 1 where none is legal."""
+    """The legal number closest to `value`, of two equally close ones the smaller; 1 where none is legal."""
     return min(legal, key=lambda candidate: (abs(candidate - value), candidate), default=1)
 
 
 def divisors(value: int) -> list[int]:
     """All divisors of a positive integer, ascending."""
     return [d for d in range(1, value + 1) if value % d == 0]
+
+
+def spelled(value: object) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(str, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def multiples(value: int, of: int) -> str:
@@ -60,7 +69,7 @@ def multiples(value: int, of: int) -> str:
 
 
 def tensor_parallel_sizes(config: Config, world: int) -> list[int]:
-    """Every tp that suits the world, the heads, the MLP and (with sp) the sequence; whatever the other knobs hold."""
+    """Every tp that fits the world, the heads, the MLP and (with sp) the sequence."""
     model, parallel, num_kv_heads = config.model, config.parallel, max(1, config.model.num_kv_heads)
     others = max(1, parallel.cp) * max(1, parallel.pp)
     return [
@@ -74,7 +83,7 @@ def tensor_parallel_sizes(config: Config, world: int) -> list[int]:
 
 
 def tensor_parallel_fix(config: Config, world: int) -> str:
-    """The override that makes tp legal."""
+    """The override of the nearest legal tp."""
     sizes = tensor_parallel_sizes(config, world)
     if sizes:
         return f"parallel.tp={nearest(config.parallel.tp, sizes)}"

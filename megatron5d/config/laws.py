@@ -1,4 +1,4 @@
-"""Every incompatibility of a configuration, as data; all that are broken are told at once."""
+"""All laws of a configuration, and the check that reports every broken one at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron5d.config.laws_run import RUN_LAWS
 from megatron5d.config.laws_values import VALUE_LAWS
 from megatron5d.config.schema import Config
 
-# Values first: a law about several knobs may then rely on each being legal by itself.
+# Laws of single values come first: the others may rely on each value being legal by itself.
 LAWS: tuple[Law, ...] = (
     *VALUE_LAWS,
     *LAYOUT_LAWS,
@@ -36,11 +36,11 @@ def broken_laws(config: Config, world: int, without: Sequence[Law] = ()) -> list
 
     Args:
         config: to be checked.
-        world: number of ranks it shall run on.
-        without: laws that are not asked, such as those about files of a run that is only planned.
+        world: number of ranks of the run.
+        without: laws that are not checked, such as those about files of a run that is only planned.
 
     Returns:
-        One fault per broken law; a law that rests on an illegal value or on a broken law is not asked.
+        One fault per broken law. A law that depends on an illegal value or on a broken law is not checked.
     """
     faults: list[Fault] = []
     illegal: set[str] = set()  # knobs whose value is wrong whatever the others are

@@ -1,4 +1,4 @@
-"""Laws of context parallelism: what each method must divide, and what latents can travel on."""
+"""Laws of context parallelism: what each method must divide, and where latents can be sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _tp_splits_heads(c: Config) -> bool:
 
 
 def _sequence_cut(c: Config) -> int:
-    """What train.seq_len must be a multiple of: zigzag cuts twice per outer rank, sp cuts each rank's rows by tp."""
+    """The number that must divide train.seq_len: zigzag makes two chunks per outer rank, sp divides rows by tp."""
     outer, inner = split_of(c)
     return lcm(inner * outer * (2 if outer > 1 else 1), c.parallel.cp * (c.parallel.tp if c.parallel.sp else 1))
 
@@ -67,11 +67,12 @@ def _heads_fix(c: Config, world: int) -> str:
 
 
 def _latents_cost(c: Config) -> int:
-    """Elements per token that latents send where keys and values would send `_keys_cost`."""
+    """Elements per token that are sent as latents."""
     return latent_features(c.model) * split_of(c)[1]
 
 
 def _keys_cost(c: Config) -> int:
+    """Elements per token that would be sent as keys and values."""
     return local_heads(c)[1] * head_features(c.model)
 
 

@@ -1,4 +1,4 @@
-"""Laws of files: what the run will read is there, what it will write can be made. Nothing is opened or made here."""
+"""Laws of files: what the run reads exists, what it writes can be created. Nothing is opened or created here."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from os.path import exists, isdir, isfile  # where a folder is closed to this user they answer, pathlib raises
+from os.path import exists, isdir, isfile  # unlike pathlib's, they do not raise in folders closed to this user
 from pathlib import Path
 
 from megatron5d.config.convert import value_of
-from megatron5d.config.fault import listed
+from megatron5d.config.fault import alternatives
 from megatron5d.config.law import Law
 from megatron5d.config.schema import Config
 
 
 def _entry(text: str) -> tuple[float, str]:
-    """(weight, prefix) of one entry of data.train; the weight is NaN where the number has no prefix behind it."""
+    """(weight, prefix) of one entry of data.train; the weight is NaN where no prefix follows the number."""
     first, _, rest = text.strip().partition(" ")
     try:
         weight, prefix = float(first), rest.strip()
@@ -30,26 +30,26 @@ def _bad_weights(entries: list[str]) -> list[str]:
     return [text for text in entries if not (0 < _entry(text)[0] < math.inf and _entry(text)[1])]
 
 
-def _absent(entries: list[str]) -> list[str]:
-    """The .bin and .idx files that entries name and the disk lacks."""
+def _missing_files(entries: list[str]) -> list[str]:
+    """The .bin and .idx files of entries that do not exist."""
     bad = _bad_weights(entries)
     prefixes = [_entry(text)[1] for text in entries if text not in bad]
     names = [prefix + ending for prefix in prefixes for ending in (".bin", ".idx")]
     return [name for name in names if not isfile(name)]
 
 
-def _empty(entries: list[str]) -> list[str]:
-    """The .bin files that are there and hold nothing: a small corpus has no document to hold out, for example."""
+def _empty_files(entries: list[str]) -> list[str]:
+    """The .bin files of entries that are empty: a small corpus, for example, has no document to hold out."""
     names = [_entry(text)[1] + ".bin" for text in entries if text not in _bad_weights(entries)]
     return [name for name in names if isfile(name) and Path(name).stat().st_size == 0]
 
 
-def _fuller(knob: str, written: list[str], entries: list[str]) -> str:
-    """Without what holds nothing; `entries` is what `written` says behind the names, where the knob has names."""
-    empty = _empty(entries)
+def _without_empty(knob: str, written: list[str], entries: list[str]) -> str:
+    """The override without empty files; `entries` are those of `written` without their names."""
+    empty = _empty_files(entries)
     kept = [text for text, entry in zip(written, entries) if _entry(entry)[1] + ".bin" not in empty]
     larger = "PREFIX of documents, from tools/preprocess.py with more of them or a larger --valid-fraction"
-    return f"{knob}={_list(kept)}" if kept or knob != "data.train" else f"{knob}=[{larger}]"
+    return f"{knob}={_shell_list(kept)}" if kept or knob != "data.train" else f"{knob}=[{larger}]"
 
 
 def _named(entries: list[str]) -> list[tuple[str, str]]:
@@ -58,13 +58,13 @@ def _named(entries: list[str]) -> list[tuple[str, str]]:
     return [(name, entry.strip()) for name, _, entry in pairs]
 
 
-def _unnamed(entries: list[str]) -> list[str]:
-    """Entries of data.valid_sets in which no set's name stands before the prefix."""
+def _nameless(entries: list[str]) -> list[str]:
+    """Entries of data.valid_sets that do not begin with a name."""
     told = zip(entries, _named(entries))
     return [text for text, (name, entry) in told if not entry or not re.fullmatch(r"[A-Za-z][\w.-]*", name)]
 
 
-def _twice(entries: list[str]) -> list[str]:
+def _repeated(entries: list[str]) -> list[str]:
     """Prefixes that one set of data.valid_sets names more than once, as `name prefix`."""
     read = [f"{name} {_entry(entry)[1]}" for name, entry in _named(entries)]
     return sorted({text for text in read if read.count(text) > 1})
@@ -78,8 +78,8 @@ def _each_once(entries: list[str]) -> list[str]:
     return list(firsts.values())
 
 
-def _list(entries: list[str]) -> str:
-    """As a shell takes it."""
+def _shell_list(entries: list[str]) -> str:
+    """A list as a shell argument."""
     text = f"[{','.join(entries)}]"
     return f"'{text}'" if " " in text else text
 
@@ -95,11 +95,11 @@ def _shares(split: str | None) -> list[float] | None:
     return shares if sum(shares) > 0 else None
 
 
-def _shown(names: list[str]) -> str:
+def _abbreviated(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _blend(knob: str, prefix: str = "", read: Callable[[list[str]], list[str]] = list) -> tuple[Law, ...]:
+def _blend_laws(knob: str, prefix: str = "", read: Callable[[list[str]], list[str]] = list) -> tuple[Law, ...]:
     """The laws of a list of data: weights are numbers above 0, files exist and are not empty.
 
     Args:
@@ -118,7 +118,7 @@ def _blend(knob: str, prefix: str = "", read: Callable[[list[str]], list[str]] =
             (knob,),
             lambda c, w: _bad_weights(entries(c)) != [],
             lambda c, w: (
-                f"{knob}: {_shown([repr(text) for text in _bad_weights(entries(c))])} is no "
+                f"{knob}: {_abbreviated([repr(text) for text in _bad_weights(entries(c))])} is no "
                 "'weight prefix' with a finite weight above 0, and no 'prefix'"
             ),
             lambda c, w: f"{knob}='[{prefix}0.7 DIR/web, {prefix}0.3 DIR/code]'; leave out what shall weigh nothing",
@@ -126,8 +126,8 @@ def _blend(knob: str, prefix: str = "", read: Callable[[list[str]], list[str]] =
         Law(
             f"{name}-files",
             (knob,),
-            lambda c, w: _absent(entries(c)) != [],
-            lambda c, w: f"{knob}: there is no {_shown(_absent(entries(c)))} (seen from {Path.cwd()})",
+            lambda c, w: _missing_files(entries(c)) != [],
+            lambda c, w: f"{knob}: there is no {_abbreviated(_missing_files(entries(c)))} (seen from {Path.cwd()})",
             lambda c, w: (
                 f"{knob}=[{prefix}PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.py writes them"
             ),
@@ -135,9 +135,9 @@ def _blend(knob: str, prefix: str = "", read: Callable[[list[str]], list[str]] =
         Law(
             f"{name}-tokens",
             (knob,),
-            lambda c, w: _empty(entries(c)) != [],
-            lambda c, w: f"{knob}: {_shown(_empty(entries(c)))} holds no token",
-            lambda c, w: _fuller(knob, value_of(c, knob), entries(c)),
+            lambda c, w: _empty_files(entries(c)) != [],
+            lambda c, w: f"{knob}: {_abbreviated(_empty_files(entries(c)))} holds no token",
+            lambda c, w: _without_empty(knob, value_of(c, knob), entries(c)),
         ),
     )
 
@@ -150,28 +150,28 @@ DATA_LAWS = (
         lambda c, w: "data.train = [] names nothing to train on",
         lambda c, w: "data.train=[PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.py writes them",
     ),
-    *_blend("data.train"),
-    *_blend("data.valid"),
+    *_blend_laws("data.train"),
+    *_blend_laws("data.valid"),
     Law(
         "data-valid-sets-names",
         ("data.valid_sets",),
-        lambda c, w: _unnamed(c.data.valid_sets) != [],
-        lambda c, w: f"data.valid_sets: {_shown([repr(text) for text in _unnamed(c.data.valid_sets)])} is no "
+        lambda c, w: _nameless(c.data.valid_sets) != [],
+        lambda c, w: f"data.valid_sets: {_abbreviated([repr(text) for text in _nameless(c.data.valid_sets)])} is no "
         "'name prefix' or 'name weight prefix' whose name is a letter and then letters, digits, '.', '_' or '-'",
         lambda c, w: "data.valid_sets='[web DIR/web, code 0.7 DIR/c, code 0.3 DIR/py]'",
     ),
     Law(
         "data-valid-sets-once",
         ("data.valid_sets",),
-        lambda c, w: _twice(c.data.valid_sets) != [],
-        lambda c, w: f"data.valid_sets: {_shown([repr(text) for text in _twice(c.data.valid_sets)])} is there "
+        lambda c, w: _repeated(c.data.valid_sets) != [],
+        lambda c, w: f"data.valid_sets: {_abbreviated([repr(text) for text in _repeated(c.data.valid_sets)])} is there "
         "more than once; entries of one name are mixed, and a prefix has one weight in a mixture",
-        lambda c, w: f"data.valid_sets={_list(_each_once(c.data.valid_sets))}",
+        lambda c, w: f"data.valid_sets={_shell_list(_each_once(c.data.valid_sets))}",
         needs=("data-valid-sets-names",),
     ),
     *(
         replace(law, needs=("data-valid-sets-names",))
-        for law in _blend("data.valid_sets", "NAME ", lambda texts: [entry for _, entry in _named(texts)])
+        for law in _blend_laws("data.valid_sets", "NAME ", lambda texts: [entry for _, entry in _named(texts)])
     ),
     Law(
         "data-split-numbers",
@@ -225,7 +225,7 @@ def _missing_in(folder: str | None, *patterns: str) -> str | None:
     return f"{folder} has no {' and no '.join(lacking)}" if lacking else None
 
 
-def _huggingface(knob: str, *patterns: str) -> Law:
+def _huggingface_law(knob: str, *patterns: str) -> Law:
     return Law(
         knob.replace(".", "-").replace("_", "-") + "-folder",
         (knob,),
@@ -235,13 +235,13 @@ def _huggingface(knob: str, *patterns: str) -> Law:
     )
 
 
-def _blocked(name: str | None, as_folder: bool) -> str | None:
-    """The path that keeps `name` from being made or written, None = nothing does."""
+def _path_in_the_way(name: str | None, as_folder: bool) -> str | None:
+    """The existing path that prevents `name` from being created or written; None where there is none."""
     if name is None:
         return None
     path = Path(name).absolute()
     if exists(path) and not (isdir(path) if as_folder else isfile(path)):
-        return str(path)  # /dev/null too: the log is rewritten beside itself and renamed, the device would be gone
+        return str(path)  # also /dev/null: a log is rewritten and renamed, which would replace the device
     return next((str(parent) for parent in path.parents if exists(parent) and not isdir(parent)), None)
 
 
@@ -249,8 +249,8 @@ def _kind(name: str) -> str:
     return "a folder" if isdir(name) else "a file" if isfile(name) else "neither a file nor a folder"
 
 
-def _locked(name: str | None) -> str | None:
-    """The folder in which `name` would be made, where this user may not write; None = it may."""
+def _unwritable_folder(name: str | None) -> str | None:
+    """The folder in which `name` would be created, if this user may not write there; else None."""
     if name is None:
         return None
     path = Path(name).absolute()
@@ -258,30 +258,32 @@ def _locked(name: str | None) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else str(there)
 
 
-def _writable(knob: str, as_folder: bool = True) -> tuple[Law, Law]:
+def _writable_laws(knob: str, as_folder: bool = True) -> tuple[Law, Law]:
     kind = "folder" if as_folder else "file"
     name = knob.replace(".", "-").replace("_", "-")
     in_the_way = Law(
         f"{name}-path",
         (knob,),
-        lambda c, w: _blocked(value_of(c, knob), as_folder) is not None,
+        lambda c, w: _path_in_the_way(value_of(c, knob), as_folder) is not None,
         lambda c, w: (
-            f"{knob} = {value_of(c, knob)} shall be a {kind}, but {_blocked(value_of(c, knob), as_folder)} is "
-            f"in its way, {_kind(str(_blocked(value_of(c, knob), as_folder)))}"
+            f"{knob} = {value_of(c, knob)} shall be a {kind}, but {_path_in_the_way(value_of(c, knob), as_folder)} is "
+            f"in its way, {_kind(str(_path_in_the_way(value_of(c, knob), as_folder)))}"
         ),
-        lambda c, w: f"{knob}={_blocked(value_of(c, knob), as_folder)}.new, or null",
+        lambda c, w: f"{knob}={_path_in_the_way(value_of(c, knob), as_folder)}.new, or null",
     )
     not_allowed = Law(
         f"{name}-allowed",
         (knob,),
-        lambda c, w: _locked(value_of(c, knob)) is not None,
-        lambda c, w: f"{knob} = {value_of(c, knob)}: this user may not write in {_locked(value_of(c, knob))}",
+        lambda c, w: _unwritable_folder(value_of(c, knob)) is not None,
+        lambda c, w: (
+            f"{knob} = {value_of(c, knob)}: this user may not write in {_unwritable_folder(value_of(c, knob))}"
+        ),
         lambda c, w: f"{knob}=PATH in a folder that this user may write in, or null",
     )
     return in_the_way, not_allowed
 
 
-def _file(knob: str) -> Law:
+def _file_law(knob: str) -> Law:
     return Law(
         knob.replace(".", "-") + "-file",
         (knob,),
@@ -299,12 +301,12 @@ def _schedule_file(c: Config) -> Path | None:
 def _newest_checkpoints(c: Config) -> str:
     folder = Path(c.checkpoint.dir or "")
     found = sorted(folder.glob("step-*[0-9]")) if c.checkpoint.dir and isdir(folder) else []
-    return f"checkpoint.resume={listed(['auto', 'none', *found[-1:]])}"
+    return f"checkpoint.resume={alternatives(['auto', 'none', *found[-1:]])}"
 
 
 PATH_LAWS = (
-    _huggingface("model.from_hf", "config.json"),
-    _huggingface("init.from_hf", "model.safetensors*"),
+    _huggingface_law("model.from_hf", "config.json"),
+    _huggingface_law("init.from_hf", "model.safetensors*"),
     Law(
         "init-from-checkpoint-folder",
         ("init.from_checkpoint",),
@@ -319,14 +321,14 @@ PATH_LAWS = (
         lambda c, w: "init.from_checkpoint and init.from_hf are both given, and weights come from one of them",
         lambda c, w: "init.from_hf=null, or init.from_checkpoint=null",
     ),
-    _file("data.tokenizer"),
-    *_writable("checkpoint.dir"),
-    *_writable("log.dir"),
-    *_writable("log.wandb.dir"),
-    *_writable("log.jsonl", as_folder=False),
-    *_writable("log.profile"),
-    *_writable("log.memory_snapshot"),
-    _writable("data.cache_dir")[0],  # where it may not be written, each rank builds its own and says so
+    _file_law("data.tokenizer"),
+    *_writable_laws("checkpoint.dir"),
+    *_writable_laws("log.dir"),
+    *_writable_laws("log.wandb.dir"),
+    *_writable_laws("log.jsonl", as_folder=False),
+    *_writable_laws("log.profile"),
+    *_writable_laws("log.memory_snapshot"),
+    _writable_laws("data.cache_dir")[0],  # where it may not be written, each rank builds its own and says so
     Law(
         "checkpoint-resume-folder",
         ("checkpoint.resume",),

@@ -21,7 +21,7 @@ def _model_size(c: Config) -> int:
 
 
 def _world_fix(c: Config, world: int) -> str:
-    """Each axis that could be changed alone, and the numbers of ranks that would fit."""
+    """The value of each axis with which the world would fit, and the numbers of ranks that would."""
     ways = []
     for name in ("tp", "cp", "pp"):
         size = getattr(c.parallel, name)
@@ -243,7 +243,7 @@ ZERO_LAWS = (
 
 
 def _even_layout(c: Config) -> str:
-    """As many layers on each stage as on the next, the first ones taking what is left over."""
+    """The layout with equally many layers on each stage; the first stages have one more where they do not divide."""
     each, more = divmod(c.model.num_layers, _stages(c))
     return f"[{','.join(str(each + (stage < more)) for stage in range(_stages(c)))}]"
 

@@ -1,16 +1,16 @@
-"""Laws of mixtures of experts: what the router, its training and the expert axes must have to do with each other."""
+"""Laws of mixtures of experts: how the router, its training and the expert axes must fit together."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron5d.config.convert import value_of
-from megatron5d.config.law import Law, data_parallel, divisors, multiples, nearest
+from megatron5d.config.law import Law, data_parallel, divisors, multiples, nearest, spelled
 from megatron5d.config.pattern import moe_layers
 from megatron5d.config.schema import Config
 
 AUXILIARY = ("aux", "seq_aux", "global_aux")
-# what asks for experts, and what it is without any
+# Keys that have an effect only with experts -> the value they must have without.
 NEED_EXPERTS: dict[str, Any] = {
     "parallel.ep": 1,
     "parallel.etp": None,
@@ -28,27 +28,21 @@ NEED_EXPERTS: dict[str, Any] = {
 _PATTERN = ("model.num_experts", "model.num_layers", "model.first_k_dense", "model.moe_interval", "model.moe_layers")
 
 
-def _moe(c: Config) -> bool:
+def _is_moe(c: Config) -> bool:
     return c.model.num_experts > 0
 
 
-def _in_vain(c: Config) -> list[str]:
-    """The keys that ask for experts in a model without any."""
-    return [] if _moe(c) else [key for key, idle in NEED_EXPERTS.items() if value_of(c, key) != idle]
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else str(value).lower()
+def _unused_keys(c: Config) -> list[str]:
+    """The keys of NEED_EXPERTS that are set although the model has no experts."""
+    return [] if _is_moe(c) else [key for key, idle in NEED_EXPERTS.items() if value_of(c, key) != idle]
 
 
 def _etp(c: Config) -> int:
     return c.parallel.etp or c.parallel.tp
 
 
-def _group(c: Config) -> int:
-    """Experts of a group."""
+def _group_size(c: Config) -> int:
+    """Experts in each group."""
     return c.model.num_experts // c.model.num_groups
 
 
@@ -60,37 +54,39 @@ def _ep_fix(c: Config, world: int) -> str:
 
 def _balance_with(c: Config, kind: str) -> str:
     kinds = [word for word in c.moe.balance if word != "none"] + [kind]
-    return f"moe.balance={_written(kinds)}"
+    return f"moe.balance={spelled(kinds)}"
 
 
 MOE_LAWS = (
     Law(
         "routing-needs-experts",
         ("model.num_experts", *NEED_EXPERTS),
-        lambda c, w: _in_vain(c) != [],
-        lambda c, w: f"model.num_experts = 0 makes a dense model, on which {', '.join(_in_vain(c))} would do nothing",
-        lambda c, w: " ".join(f"{key}={_written(NEED_EXPERTS[key])}" for key in _in_vain(c)),
+        lambda c, w: _unused_keys(c) != [],
+        lambda c, w: (
+            f"model.num_experts = 0 makes a dense model, on which {', '.join(_unused_keys(c))} would do nothing"
+        ),
+        lambda c, w: " ".join(f"{key}={spelled(NEED_EXPERTS[key])}" for key in _unused_keys(c)),
     ),
     Law(
         "moe-layers-exist",
         ("model.moe_layers", "model.num_layers"),
         lambda c, w: any(not 0 <= i < c.model.num_layers for i in c.model.moe_layers or []),
         lambda c, w: (
-            f"model.moe_layers = {_written(c.model.moe_layers)} names layers outside 0 to {c.model.num_layers - 1} "
+            f"model.moe_layers = {spelled(c.model.moe_layers)} names layers outside 0 to {c.model.num_layers - 1} "
             f"(model.num_layers = {c.model.num_layers})"
         ),
         lambda c, w: (
-            f"model.moe_layers={_written([i for i in c.model.moe_layers or [] if 0 <= i < c.model.num_layers] or None)}"
+            f"model.moe_layers={spelled([i for i in c.model.moe_layers or [] if 0 <= i < c.model.num_layers] or None)}"
         ),
     ),
     Law(
         "experts-have-layers",
         _PATTERN,
-        lambda c, w: _moe(c) and not moe_layers(c.model),
+        lambda c, w: _is_moe(c) and not moe_layers(c.model),
         lambda c, w: (
             f"model.num_experts = {c.model.num_experts}, but no layer is MoE: model.first_k_dense = "
             f"{c.model.first_k_dense} and moe_interval = {c.model.moe_interval} of model.num_layers = "
-            f"{c.model.num_layers}, moe_layers = {_written(c.model.moe_layers)}"
+            f"{c.model.num_layers}, moe_layers = {spelled(c.model.moe_layers)}"
         ),
         lambda c, w: "model.first_k_dense=0 model.moe_interval=1 model.moe_layers=null",
         needs=("moe-layers-exist",),
@@ -98,14 +94,14 @@ MOE_LAWS = (
     Law(
         "top-k-experts-exist",
         ("model.top_k", "model.num_experts"),
-        lambda c, w: _moe(c) and c.model.top_k > c.model.num_experts,
+        lambda c, w: _is_moe(c) and c.model.top_k > c.model.num_experts,
         lambda c, w: f"model.top_k = {c.model.top_k} is more than model.num_experts = {c.model.num_experts}",
         lambda c, w: f"model.top_k={c.model.num_experts}",
     ),
     Law(
         "groups-divide-experts",
         ("model.num_groups", "model.num_experts"),
-        lambda c, w: _moe(c) and c.model.num_experts % c.model.num_groups != 0,
+        lambda c, w: _is_moe(c) and c.model.num_experts % c.model.num_groups != 0,
         lambda c, w: (
             f"model.num_experts = {c.model.num_experts} is not divisible by model.num_groups = {c.model.num_groups}"
         ),
@@ -121,18 +117,18 @@ MOE_LAWS = (
     Law(
         "top-groups-hold-top-k",
         ("model.top_groups", "model.num_groups", "model.top_k", "model.num_experts"),
-        lambda c, w: _moe(c) and c.model.top_groups * _group(c) < c.model.top_k,
+        lambda c, w: _is_moe(c) and c.model.top_groups * _group_size(c) < c.model.top_k,
         lambda c, w: (
-            f"model.top_groups = {c.model.top_groups} groups of {_group(c)} experts hold fewer than "
+            f"model.top_groups = {c.model.top_groups} groups of {_group_size(c)} experts hold fewer than "
             f"model.top_k = {c.model.top_k}"
         ),
-        lambda c, w: f"model.top_groups={-(-c.model.top_k // _group(c))}",
+        lambda c, w: f"model.top_groups={-(-c.model.top_k // _group_size(c))}",
         needs=("groups-divide-experts", "top-groups-exist", "top-k-experts-exist"),
     ),
     Law(
         "top2-needs-two",
         ("model.group_score", "model.num_groups", "model.num_experts"),
-        lambda c, w: _moe(c) and c.model.group_score == "top2_sum" and c.model.num_groups > 1 and _group(c) < 2,
+        lambda c, w: _is_moe(c) and c.model.group_score == "top2_sum" and c.model.num_groups > 1 and _group_size(c) < 2,
         lambda c, w: (
             f"model.group_score = top2_sum adds two experts of a group, and model.num_experts / num_groups = "
             f"{c.model.num_experts} / {c.model.num_groups} leaves one"
@@ -143,14 +139,14 @@ MOE_LAWS = (
     Law(
         "experts-have-no-biases",
         ("model.mlp_bias", "model.num_experts"),
-        lambda c, w: _moe(c) and c.model.mlp_bias,
+        lambda c, w: _is_moe(c) and c.model.mlp_bias,
         lambda c, w: f"model.mlp_bias = true, and the {c.model.num_experts} experts have no biases",
         lambda c, w: "model.mlp_bias=false",
     ),
     Law(
         "experts-split-over-ep",
         ("parallel.ep", "model.num_experts", "parallel.etp", "parallel.tp", "parallel.cp", "parallel.pp"),
-        lambda c, w: _moe(c) and c.model.num_experts % c.parallel.ep != 0,
+        lambda c, w: _is_moe(c) and c.model.num_experts % c.parallel.ep != 0,
         lambda c, w: f"model.num_experts = {c.model.num_experts} is not divisible by parallel.ep = {c.parallel.ep}",
         _ep_fix,
         needs=("world-fits",),
@@ -165,7 +161,7 @@ MOE_LAWS = (
     Law(
         "experts-split-over-etp",
         ("parallel.etp", "parallel.tp", "model.moe_ffn_hidden_size", "model.ffn_hidden_size", "model.num_experts"),
-        lambda c, w: _moe(c) and c.model.expert_hidden_size % _etp(c) != 0,
+        lambda c, w: _is_moe(c) and c.model.expert_hidden_size % _etp(c) != 0,
         lambda c, w: (
             f"an expert's {c.model.expert_hidden_size} features (model.moe_ffn_hidden_size, or ffn_hidden_size) are "
             f"not divisible by parallel.etp = {_etp(c)}{' (= parallel.tp)' if c.parallel.etp is None else ''}"
@@ -189,7 +185,7 @@ MOE_LAWS = (
         ("moe.aux_coef", "moe.balance"),
         lambda c, w: c.moe.aux_coef > 0 and not set(AUXILIARY) & set(c.moe.balance),
         lambda c, w: (
-            f"moe.aux_coef = {c.moe.aux_coef:g} scales auxiliary losses, and moe.balance = {_written(c.moe.balance)} "
+            f"moe.aux_coef = {c.moe.aux_coef:g} scales auxiliary losses, and moe.balance = {spelled(c.moe.balance)} "
             "has none"
         ),
         lambda c, w: f"{_balance_with(c, 'aux')}, or moe.aux_coef=0",
@@ -201,7 +197,7 @@ MOE_LAWS = (
         lambda c, w: c.moe.bias_rate > 0 and "bias" not in c.moe.balance,
         lambda c, w: (
             f"moe.bias_rate = {c.moe.bias_rate:g} moves the routers' biases, and moe.balance = "
-            f"{_written(c.moe.balance)} does not use them"
+            f"{spelled(c.moe.balance)} does not use them"
         ),
         lambda c, w: f"{_balance_with(c, 'bias')}, or moe.bias_rate=0",
         needs=("routing-needs-experts",),

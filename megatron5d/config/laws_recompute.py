@@ -1,4 +1,4 @@
-"""Laws of what is computed again in the backward, or kept somewhere else."""
+"""Laws of recomputation and offloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the model and of the run: values that are legal alone and contradict each other."""
+"""Laws of the model and of the run: values that are legal alone but not together."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from megatron5d.config.law import Law, data_parallel, divisors, nearest
 from megatron5d.config.laws_layout import MODEL_AXES
 from megatron5d.config.schema import Config
 
-MOST_MICRO_BATCHES = 1 << 16
-"""Of a step: every one of them is an action of the schedule, which is listed and verified at the start."""
+MOST_MICRO_BATCHES = 1 << 16  # of a step; each one is several actions of the schedule, which is verified at the start
 
 
 def _kv_heads_fix(c: Config, world: int) -> str:
@@ -78,7 +77,7 @@ MODEL_LAWS = (
 
 
 def _ramp(c: Config) -> tuple[int, int, int]:
-    """(start, increment, length); one that changes nothing where none is given."""
+    """(start, increment, length) of the batch ramp; without one, a ramp that changes nothing."""
     start, increment, length = c.train.gbs_ramp or (c.train.gbs, 1, 1)
     return start, increment, length
 

@@ -1,4 +1,4 @@
-"""Laws of single knobs: the range of each number, the words of each enumeration, the shape of each list."""
+"""Laws of single keys: the range of each number, the words of each enumeration, the form of each list."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 
 from megatron5d.config.convert import value_of
-from megatron5d.config.fault import closest, listed
-from megatron5d.config.law import Law, nearest
+from megatron5d.config.fault import alternatives, closest
+from megatron5d.config.law import Law, nearest, spelled
 from megatron5d.config.schema import Config
 
 BALANCES = ("none", "aux", "seq_aux", "global_aux", "bias")
@@ -66,7 +66,7 @@ WORDS: dict[str, Sequence[str]] = {
 }
 
 
-# Names of values in other code bases, where no spelling distance would find ours.
+# Names of values in other code bases that are not spelled like ours.
 SYNONYMS = {"fp16": "bf16", "half": "bf16", "float16": "bf16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
             "adam": "adamw", "gelu_new": "gelu_tanh", "silu": "swiglu", "off": "disabled"}  # fmt: skip
 
@@ -74,13 +74,6 @@ SYNONYMS = {"fp16": "bf16", "half": "bf16", "float16": "bf16", "bfloat16": "bf16
 def law_id(knob: str) -> str:
     """The id of the law of one knob alone."""
     return knob.replace(".", "-").replace("_", "-")
-
-
-def _spelled(value: object) -> str:
-    """A value as it is written on a command line."""
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _nearest_word(written: str, words: Sequence[str]) -> str | None:
@@ -104,7 +97,7 @@ def _above_zero(knob: str) -> Law:
         (knob,),
         lambda c, w: value_of(c, knob) is not None and value_of(c, knob) <= 0,
         lambda c, w: f"{knob} = {value_of(c, knob)} is not above 0",
-        lambda c, w: f"{knob}={_spelled(example)}",
+        lambda c, w: f"{knob}={spelled(example)}",
     )
 
 
@@ -113,7 +106,7 @@ def _one_of(knob: str, words: Sequence[str]) -> Law:
         law_id(knob),
         (knob,),
         lambda c, w: value_of(c, knob) not in words,
-        lambda c, w: f"{knob} = {value_of(c, knob)} is not {listed(words)}",
+        lambda c, w: f"{knob} = {value_of(c, knob)} is not {alternatives(words)}",
         lambda c, w: f"{knob}={_nearest_word(value_of(c, knob), words) or value_of(Config(), knob)}",
     )
 
@@ -129,7 +122,7 @@ def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callabl
 
 
 def _schedule_is_a_name(c: Config) -> bool:
-    """Which names there are is known where the schedules are; a new one needs no edit here."""
+    """Whether it is a word or file:<path>. The schedules that exist are checked elsewhere (train/schedule.py)."""
     kind, colon, path = c.pipeline.schedule.partition(":")
     return kind == "file" and path != "" if colon else re.fullmatch(r"\w+", kind) is not None
 
@@ -145,7 +138,7 @@ def _known_balances(c: Config) -> list[str]:
 
 
 def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
-    """The words that were meant, or the first where none is near."""
+    """The legal words nearest to those written; the first legal word where none is near."""
     known = {closest(word, words) for word in written}
     return [word for word in words if word in known] or [words[0]]
 
@@ -153,8 +146,8 @@ def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
 SHAPES = (
     _shape("parallel.zero", lambda c: c.parallel.zero in (0, 1, 2, 3), "0, 1, 2 or 3",
            lambda c: str(nearest(c.parallel.zero, range(4)))),
-    _shape("parallel.order", lambda c: sorted(c.parallel.order) == sorted(AXES), f"each of {listed(AXES)} once",
-           lambda c: _spelled(AXES)),
+    _shape("parallel.order", lambda c: sorted(c.parallel.order) == sorted(AXES), f"each of {alternatives(AXES)} once",
+           lambda c: spelled(AXES)),
     _shape("pipeline.schedule", _schedule_is_a_name, "the name of a schedule or file:<path>",
            lambda c: "1f1b"),
     _shape("pipeline.copies", lambda c: c.pipeline.copies in (1, 2), "1 or 2",
@@ -162,16 +155,16 @@ SHAPES = (
     _shape("pipeline.layout", lambda c: c.pipeline.layout is None or min(c.pipeline.layout, default=-1) >= 0,
            "a list of layer counts, each at least 0", lambda c: "null"),
     _shape("recompute.parts", lambda c: c.recompute.parts != [] and set(c.recompute.parts) <= set(PARTS),
-           f"a list of {listed(PARTS)}", lambda c: _spelled(_known(c.recompute.parts, PARTS))),
+           f"a list of {alternatives(PARTS)}", lambda c: spelled(_known(c.recompute.parts, PARTS))),
     _shape("recompute.offload", lambda c: set(c.recompute.offload) <= set(OFFLOADS),
-           f"a list of {listed(OFFLOADS)}", lambda c: _spelled(_known(c.recompute.offload, OFFLOADS))),
+           f"a list of {alternatives(OFFLOADS)}", lambda c: spelled(_known(c.recompute.offload, OFFLOADS))),
     _shape("recompute.stage_layers",
            lambda c: c.recompute.stage_layers is None or min(c.recompute.stage_layers, default=-1) >= 0,
            "a list of layer counts, each at least 0", lambda c: "null"),
     _shape("train.gbs_ramp", _ramp_is_shaped, "[start gbs, increment, ramp length in sequences], each at least 1",
            lambda c: "null"),
     _shape("optim.betas", lambda c: len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
-           "two numbers, each at least 0 and below 1", lambda c: _spelled(Config().optim.betas)),
+           "two numbers, each at least 0 and below 1", lambda c: spelled(Config().optim.betas)),
     _shape("optim.momentum", lambda c: 0 <= c.optim.momentum < 1, "at least 0 and below 1",
            lambda c: "0" if c.optim.momentum < 0 else "0.95"),
     _shape("log.slow_rank", lambda c: c.log.slow_rank is None or c.log.slow_rank == 0 or c.log.slow_rank > 1,
@@ -180,7 +173,7 @@ SHAPES = (
            lambda c: "0" if c.moe.jitter < 0 else "0.01"),
     _shape("moe.balance", lambda c: all(word in BALANCES for word in c.moe.balance)
            and (c.moe.balance == ["none"] or (c.moe.balance != [] and "none" not in c.moe.balance)),
-           f"none alone or a list of {listed(BALANCES[1:])}", lambda c: _spelled(_known_balances(c))),
+           f"none alone or a list of {alternatives(BALANCES[1:])}", lambda c: spelled(_known_balances(c))),
 )  # fmt: skip
 
 VALUE_LAWS = (

@@ -1,6 +1,6 @@
-"""The command line becomes a `Config` here, and Hydra ends here: nothing below this file knows it.
+"""Turns a command line into a checked `Config`. No other file uses Hydra.
 
-Only Hydra's composition is used, so no output folder, working directory or logging set-up of its own ever comes to be.
+Only Hydra's composition is used: it makes no output folder, changes no working directory and sets up no logging.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron5d.config.arguments import Arguments, parse_arguments
-from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown, value_of
-from megatron5d.config.fault import ConfigError, Fault, closest, listed
+from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key, value_of
+from megatron5d.config.fault import ConfigError, Fault, alternatives, closest
 from megatron5d.config.help import groups_in, help_text
 from megatron5d.config.law import Law
 from megatron5d.config.laws import broken_laws
@@ -27,9 +27,9 @@ from megatron5d.config.schema import Config
 CONF = Path(__file__).resolve().parents[2] / "conf"
 ModelFromHF = Callable[[str], Mapping[str, Any]]
 Check = Callable[[Config, int], Sequence[Fault]]
-"""(configuration, world) -> what only higher floors can tell to be wrong with it."""
-_OUTSIDE = ("data", "init", "checkpoint", "log")  # groups of keys on which neither model nor layout depends
-_GUESSES = ("unknown-key", "unknown-flag")  # faults that name the knob that was probably meant
+"""(configuration, world) -> faults that only code of higher floors can find."""
+_OUTSIDE = ("data", "init", "checkpoint", "log")  # groups on which neither model nor layout depends
+_GUESSES = ("unknown-key", "unknown-flag")  # ids of faults whose knob is only a guess
 _WANDB_MODES = {"off": "disabled", "False": "disabled", "false": "disabled"}
 
 
@@ -47,15 +47,15 @@ def load_config(
 
     Args:
         argv: overrides and flags, without the program's name.
-        world: number of ranks that the laws are asked for; None = the laws are not asked.
-        rank: of this process; only rank 0 prints what `--help` and `--cfg` ask for.
+        world: number of ranks, for the laws; None = laws are not checked.
+        rank: of this process; only rank 0 prints the text of `--help` and `--cfg`.
         model_from_hf: reads a Hugging Face folder's config.json into fields of ModelConfig, for `model.from_hf`.
-        options: say of single values, in any configuration, that there is no such thing.
-        checks: asked about a model and a layout that nothing else is wrong with; a missing file does not silence them.
-        without: laws that are not asked, such as those about files of a run that is only planned.
+        options: checks of single values, such as whether a named schedule exists.
+        checks: checks of model and layout together, made only if these have no other fault.
+        without: laws that are not checked, such as those about files of a run that is only planned.
 
     Raises:
-        ConfigError: everything that is wrong, spelling and laws together.
+        ConfigError: has all faults, of spelling and of laws.
         SystemExit: 0 after `--help` or `--cfg`.
     """
     arguments = parse_arguments(argv)
@@ -83,7 +83,7 @@ def load_config(
 
 
 def answer_help(argv: Sequence[str]) -> None:
-    """Prints the text of `--help` and leaves, where that is asked for.
+    """If the command line has `--help`, prints its text and ends the process.
 
     Raises:
         SystemExit: 0 after `--help`.
@@ -110,17 +110,18 @@ def from_yaml(text: str) -> Config:
 
 
 def _leave(text: str, rank: int) -> None:
+    """Prints a text on rank 0 and ends the process with exit code 0."""
     if rank == 0:
         print(text, end="")
     raise SystemExit(0)
 
 
 class _Spelling:
-    """Overrides one by one, so that a wrong one is named, left out, and does not hide the next.
+    """Checks overrides one by one: a wrong one becomes a fault and is left out, so that all faults are found.
 
     Args:
         arguments: the command line.
-        folders: where groups are looked for, ours first.
+        folders: config folders with groups, ours first.
     """
 
     def __init__(self, arguments: Arguments, folders: list[Path]) -> None:
@@ -132,7 +133,7 @@ class _Spelling:
         self.accepted = [text for text in map(self._accept, arguments.overrides) if text]
 
     def compose(self) -> dict[str, Any]:
-        """What Hydra makes of the accepted overrides; the defaults when it refuses them."""
+        """The configuration that Hydra composes from the accepted overrides; empty if it refuses them."""
         quoted = [str(folder.resolve()).replace("'", "\\'") for folder in self.folders[1:]]
         own = [f"'file://{folder}'" for folder in quoted]
         search = [f"hydra.searchpath=[{','.join(own)}]"] if own else []
@@ -148,7 +149,7 @@ class _Spelling:
         return {str(key): value for key, value in data.items()}
 
     def read_model(self, data: dict[str, Any], model_from_hf: ModelFromHF | None) -> None:
-        """Fills `model` from the folder of model.from_hf; what the command line says explicitly stays."""
+        """Fills `model` from the folder of model.from_hf; values on the command line stay."""
         model = data.get("model")
         folder = model.get("from_hf") if isinstance(model, dict) else None
         if not isinstance(model, dict) or not isinstance(folder, str):
@@ -167,7 +168,7 @@ class _Spelling:
             _put(data, key, value)
 
     def doubtful(self, knob: str) -> bool:
-        """True where a spelling fault left a default in the place of what was meant: no law shall judge that."""
+        """Whether a key may have its default only because of a spelling fault, so that no law should judge it."""
         if any(fault.id == "composition" for fault in self.faults):
             return True
         guessed = [bad for fault in self.faults if fault.id in _GUESSES for bad in fault.knobs]
@@ -187,7 +188,7 @@ class _Spelling:
         self.faults.append(Fault(kind, (knob,), reason, fix))
 
     def _accept(self, text: str) -> str | None:
-        """The override as Hydra shall see it, or None after noting what is wrong with it."""
+        """The override for Hydra; None if it is wrong, which is added to the faults."""
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
@@ -204,7 +205,7 @@ class _Spelling:
             self._fault("unknown-key", key, f"{text}: Hydra only composes; its own settings do nothing here", "drop it")
             return None
         written = [key, *_nested(key, override._value)]
-        strangers = [unknown(name) for name in written if name not in keys()]
+        strangers = [unknown_key(name) for name in written if name not in keys()]
         if strangers:
             self.faults += strangers
             return None
@@ -216,18 +217,19 @@ class _Spelling:
         return self._value(override, text.lstrip("+"))
 
     def _choice(self, override: Override) -> str | None:
+        """An override that chooses an option of a group."""
         group, chosen = override.key_or_group, override._value
         options = self.groups[group]
         if (chosen is None and group == "experiment") or (isinstance(chosen, str) and chosen in options):
             return override.input_line
         written = str(chosen) if isinstance(chosen, str) else (override.input_line or "").partition("=")[2]
         meant = closest(written, options)
-        fix = f"{group}={meant}; the options are {', '.join(options)}" if meant else f"{group}={listed(options)}"
+        fix = f"{group}={meant}; the options are {', '.join(options)}" if meant else f"{group}={alternatives(options)}"
         self._fault("unknown-option", group, f"{group}={written}: there is no conf/{group}/{written}.yaml", fix)
         return None
 
     def _value(self, override: Override, text: str) -> str | None:
-        """Commas make a list, or belong to the text: one run is configured, nothing is swept."""
+        """An override of a value. Commas make a list or are part of a text, since there are no sweeps."""
         key, written = override.key_or_group, text.partition("=")[2]
         kind = kind_of(key)
         if not override.is_sweep_override():

@@ -9,7 +9,7 @@ from megatron5d.config.schema import Config, ModelConfig
 
 
 def matrices(model: ModelConfig) -> list[str]:
-    """Those whose products precision.fp8 may make, layer by layer; never embedding, head, routers."""
+    """The matrices that precision.fp8 may multiply in 8 bits, layer by layer; never embedding, head and routers."""
     queries = ["q_down", "q_up"] if model.q_lora_rank is not None else ["q"]
     attention = [*queries, "kv_down", "kv_up", "out"] if model.attention == "mla" else ["qkv", "out"]
     mixtures = set(moe_layers(model))
@@ -24,7 +24,7 @@ def matrices(model: ModelConfig) -> list[str]:
 
 
 def quantised_matrices(config: Config) -> list[str]:
-    """Those that precision.fp8 multiplies in 8 bits."""
+    """The matrices that this configuration multiplies in 8 bits."""
     precision, num_layers = config.precision, config.model.num_layers
     if precision.fp8 == "none":
         return []
@@ -37,14 +37,14 @@ def quantised_matrices(config: Config) -> list[str]:
 
 
 def cut_features(config: Config, name: str) -> dict[str, tuple[int, int]]:
-    """The dims of a matrix that are not the hidden size: what a rank holds of each, and over how many it is cut.
+    """The local dims of a matrix other than the hidden size.
 
     Args:
-        config: the run.
+        config: of the run.
         name: from `matrices`.
 
     Returns:
-        How the size comes about -> (local size, ranks); parts of a stack apart (queries, keys; gate, up).
+        Formula of the dim, as text -> (local size, ranks over which it is cut); parts of a fused matrix separately.
     """
     model, tp = config.model, config.parallel.tp
     etp = config.parallel.etp or tp

@@ -1,4 +1,4 @@
-"""The command line of a tool: its options, and the words it takes, such as overrides, anywhere between them."""
+"""Command lines of tools: options, with positional words such as overrides anywhere between them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron5d.config.fault import closest
 
 
 class OptionParser(argparse.ArgumentParser):
-    """An ArgumentParser, with subcommands or without, whose words need not come last or stand together."""
+    """An ArgumentParser whose positional words may be anywhere on the command line; also with subcommands."""
 
     _words: argparse.Action | None = None
     _takes_overrides = False
 
     def add_words(self, name: str, **options: Any) -> None:
-        """Adds an argument of several words that stand anywhere; takes what `add_argument` does."""
+        """Adds a positional argument of several words; takes the options of `add_argument`."""
         self._words = self.add_argument(name, **options)
 
     def add_overrides(self) -> None:
-        """Adds `overrides`: what pretrain.py takes, folders of the user's own groups among it."""
+        """Adds overrides of the configuration as pretrain.py takes them, and `--config-dir`."""
         self.add_argument(
             "--config-dir", action="append", default=[], metavar="DIR", help=FLAGS["--config-dir"].removeprefix("DIR ")
         )
@@ -31,7 +31,7 @@ class OptionParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # whose overloads tell what a given namespace becomes
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Takes words behind later options too, which argparse leaves over."""
+        """Also takes words after later options, which argparse does not."""
         found, left = super().parse_known_args(args, namespace)
         if self._words is None:
             return found, left

@@ -19,10 +19,10 @@ def moe_layers(model: ModelConfig) -> list[int]:
 
 
 def blocks(model: ModelConfig) -> range:
-    """Global indices of all blocks: the layers, and behind them those of multi-token prediction."""
+    """Global indices of all blocks: the layers, then those of multi-token prediction."""
     return range(model.num_layers + model.num_mtp_layers)
 
 
 def is_moe(model: ModelConfig, block: int) -> bool:
-    """Whether a block is a mixture of experts; those of multi-token prediction are what the last layer is."""
+    """Whether a block is a mixture of experts; blocks of multi-token prediction are if the last layer is."""
     return min(block, model.num_layers - 1) in moe_layers(model)

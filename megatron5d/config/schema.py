@@ -1,7 +1,7 @@
-"""The whole configuration as frozen dataclasses, one per Hydra group; units are said, defaults are here.
+"""The whole configuration as frozen dataclasses, one for each Hydra group, with units and defaults.
 
-Only plain values live here. What does not fit together is refused by `laws.py`, what is spelled wrong by `load.py`;
-everything below the door receives these objects and never a Hydra node.
+They hold plain values only. `laws.py` refuses values that do not fit together, `load.py` keys and values that are
+misspelled. All other code gets these objects and never a Hydra node.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ModelConfig:
     num_heads: int = 4
     num_kv_heads: int = 4
     head_dim: int = 16
-    vocab_size: int = 256  # the true vocabulary; padding to the tensor-parallel size is internal
+    vocab_size: int = 256  # tokens; the padding that tensor parallelism needs is added internally
     max_positions: int = 4096  # tokens; rows of the position table where position=learned
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_eps: float = 1e-5
@@ -52,34 +52,34 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
-    attention_causal: bool = True  # a query sees no token behind it; False: the whole row, or document
-    attention_window: int | None = None  # tokens that a query sees on a side, itself included; None = all
+    attention_causal: bool = True  # a query sees no later token; False: the whole row, or document
+    attention_window: int | None = None  # tokens that a query sees on each side, itself included; None = all
     attention_softcap: float = 0.0  # cap·tanh(score/cap); 0 = off
     attention_sinks: bool = False  # a learned logit per head that every query also sees, without a value
     attention: str = "gqa"  # gqa (from MHA to MQA) | mla: queries, keys and values from small latents (DeepSeek)
-    q_lora_rank: int | None = None  # mla: features of the query's latent; None = queries straight from the hidden state
+    q_lora_rank: int | None = None  # mla: features of the query's latent; None = queries are projected directly
     kv_lora_rank: int = 512  # mla: features of the latent that keys and values share
     qk_nope_head_dim: int = 128  # mla: features of a head without rotary position; head_dim is not used
     qk_rope_head_dim: int = 64  # mla: features with rotary position, even; their key is shared by all heads
     v_head_dim: int = 128  # mla: features of a head's value
-    logit_softcap: float = 0.0  # the same on the logits; 0 = off
-    init_std: float = 0.02  # normal initialisation of matrices and embeddings
-    init_scale_output: bool = True  # attention and MLP output matrices with init_std / sqrt(2·num_layers)
+    logit_softcap: float = 0.0  # logits become cap·tanh(logit/cap); 0 = off
+    init_std: float = 0.02  # standard deviation of the initial matrices and embeddings
+    init_scale_output: bool = True  # attention and MLP output matrices start with init_std / sqrt(2·num_layers)
     num_experts: int = 0  # routed experts of a MoE layer; 0 = every layer is dense
     top_k: int = 2  # experts that a token is sent to
     moe_ffn_hidden_size: int | None = None  # features inside one expert; None = ffn_hidden_size
-    shared_ffn_hidden_size: int = 0  # features inside the shared experts, all of them together; 0 = none
-    first_k_dense: int = 0  # layers at the bottom that stay dense
-    moe_interval: int = 1  # above them every so manyth layer of the model is MoE, counted from 1
+    shared_ffn_hidden_size: int = 0  # features inside all shared experts together; 0 = none
+    first_k_dense: int = 0  # first layers that are dense
+    moe_interval: int = 1  # of the layers after them, layer i is MoE if this divides i + 1
     moe_layers: list[int] | None = None  # the MoE layers, counted from 0; None = by first_k_dense and moe_interval
     router_score: str = "softmax"  # softmax | sigmoid
     norm_topk_prob: bool = True  # the chosen scores are divided by their sum
     routed_scaling_factor: float = 1.0  # multiplies the weights of the chosen experts
     num_groups: int = 1  # groups of neighbouring experts; a token chooses groups first
     top_groups: int = 1  # groups that a token may choose experts from
-    group_score: str = "max"  # what a group is worth: max (DeepSeek-V2) | top2_sum (DeepSeek-V3)
-    router_bias: bool = False  # a bias per expert that counts when experts are chosen and not in their weights
-    num_mtp_layers: int = 0  # blocks behind the last layer, each predicting one more token ahead (DeepSeek-V3's MTP)
+    group_score: str = "max"  # the score of a group: max (DeepSeek-V2) | top2_sum (DeepSeek-V3)
+    router_bias: bool = False  # a bias per expert that is used to choose experts and not in their weights
+    num_mtp_layers: int = 0  # blocks after the last layer, each predicting one more token ahead (MTP)
 
     @property
     def expert_hidden_size(self) -> int:
@@ -96,8 +96,8 @@ class ModelConfig:
 class InitConfig:
     """Where the first weights come from."""
 
-    from_hf: str | None = None  # a folder with *.safetensors; None = random from train.seed
-    from_checkpoint: str | None = None  # another run's checkpoint, or folder of them: its weights, nothing else of it
+    from_hf: str | None = None  # folder with *.safetensors; None = random weights from train.seed
+    from_checkpoint: str | None = None  # checkpoint of another run, or folder of checkpoints: only its weights are used
 
 
 @dataclass(frozen=True)
@@ -105,22 +105,22 @@ class ParallelConfig:
     """Sizes of the axes, in ranks; dp = world / (tp·cp·pp) is what remains."""
 
     tp: int = 1
-    sp: bool = False  # sequence parallelism: activations between tp regions are cut along the sequence
-    tp_overlap: str = "none"  # none | chunked | fused: under sp, a collective goes in chunks under its layer's product
+    sp: bool = False  # sequence parallelism: activations between tensor-parallel layers are sharded by sequence
+    tp_overlap: str = "none"  # none | chunked | fused: with sp, collectives in chunks that overlap with their products
     cp: int = 1
     cp_method: str = "ring"  # ring | allgather | ulysses | two_level
-    cp_inner: int = 1  # two_level: neighbouring cp ranks (of one node) that exchange heads; the ring runs over the rest
-    cp_compress_kv: bool = False  # mla: latents travel over cp instead of keys and values, projected where they arrive
+    cp_inner: int = 1  # two_level: cp ranks of one node, which exchange heads; the ring runs over the rest
+    cp_compress_kv: bool = False  # mla: latents are sent over cp instead of keys and values
     pp: int = 1
     vpp: int = 1  # model chunks per pipeline rank
     ep: int = 1
-    etp: int | None = None  # tensor parallelism inside an expert; None = tp
-    ep_inner: int = 1  # ep ranks of one node: a token crosses to a node once, then goes on inside; 1 = straight
+    etp: int | None = None  # tensor parallelism inside each expert; None = tp
+    ep_inner: int = 1  # ep ranks of one node: a token is sent to each node once, then on to its ranks; 1 = directly
     dp_replicate: int = 1  # HSDP: dp = dp_replicate × dp_shard
-    zero: int = 0  # 0 nothing sharded, 1 optimiser state, 2 and gradients, 3 and weights
-    regather: str = "per_microbatch"  # zero 3: per_microbatch | per_step: gathered weights stay until their last use
-    reduce: str = "per_microbatch"  # zero 2, 3: gradients are reduced per_microbatch | per_step: kept whole until then
-    order: list[str] = field(default_factory=lambda: ["pp", "dp", "cp", "tp"])  # slowest axis first
+    zero: int = 0  # what is sharded: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights
+    regather: str = "per_microbatch"  # zero 3: gather weights per_microbatch | per_step, kept until their last use
+    reduce: str = "per_microbatch"  # zero 2, 3: reduce gradients per_microbatch | per_step, kept whole until then
+    order: list[str] = field(default_factory=lambda: ["pp", "dp", "cp", "tp"])  # the axes of the world, slowest first
     timeout_s: float = 1800.0  # a collective that waits longer ends the run
 
 
@@ -129,23 +129,23 @@ class PipelineConfig:
     """The schedule of micro-batches over stages."""
 
     schedule: str = "1f1b"
-    layout: list[int] | None = None  # layers per stage; None = dealt out by `split`
-    split: str = "even"  # even: as many layers on each stage as on the next | cost: by FLOPs, the head's included
-    balance: str = "auto"  # what is evened: stages | ranks, each with all its stages, of which some may get no layer |
-    # auto: stages; with schedule=auto this and `split` as the search finds it faster
-    embedding_layers: float = 0.0  # even: what the embedding counts for on the first stage, in layers
-    head_layers: float = 0.0  # even: what the head counts for on the last stage, in layers
+    layout: list[int] | None = None  # number of layers of each stage in order; None = distributed by split
+    split: str = "even"  # even: the same number of layers on each stage | cost: by FLOPs, with those of the head
+    balance: str = "auto"  # what is equalised: stages | ranks (all stages of a rank together; a stage may get no layer)
+    # | auto: stages; with schedule=auto whatever the search finds faster, also for `split`
+    embedding_layers: float = 0.0  # even: the embedding on the first stage counts as so many layers
+    head_layers: float = 0.0  # even: the head on the last stage counts as so many layers
     memory: float = 1.0  # auto: activations that a rank may hold, in multiples of what 1F1B holds (pp micro-batches)
-    copies: int = 1  # auto: 2 admits schedules that run both ways, with two copies of every parameter
-    costs: str | None = None  # auto: times such as "F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5"; None = by FLOPs
-    flops_per_byte: float = 8000.0  # auto, costs by FLOPs: what a device computes while it sends a byte
-    evaluations: int = 10000  # auto: schedules that the search tries
-    search_s: float = 60.0  # auto: seconds after which the search ends, however few it has tried
+    copies: int = 1  # auto: 2 admits bidirectional schedules, with two copies of every parameter
+    costs: str | None = None  # auto: times as in "F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5"; None = by FLOPs
+    flops_per_byte: float = 8000.0  # auto, costs by FLOPs: FLOPs that a device computes while it sends one byte
+    evaluations: int = 10000  # auto: schedules that the search tries; ends it at the same point on any machine
+    search_s: float = 60.0  # auto: seconds after which the search ends, even if it has tried fewer
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, how much at once."""
+    """Length of the training, batch sizes, evaluation."""
 
     steps: int = 100  # optimiser steps
     gbs: int = 8  # global batch, in sequences
@@ -154,37 +154,39 @@ class TrainConfig:
     seed: int = 1234
     gbs_ramp: list[int] | None = None  # [start gbs, increment, ramp length in sequences]; None = constant
     z_loss: float = 0.0  # coefficient of mean(logsumexp²) of the logits; 0 = off
-    mtp_loss: float = 0.1  # coefficient of the mean loss of the model's multi-token prediction layers
-    eval_every: int = 0  # steps; 0 = only when training ends
-    eval_batches: int = 8  # global batches of the valid split per evaluation
-    stop_after: int = 0  # leave, with a checkpoint, after this step; the schedules still plan for `steps`; 0 = never
+    mtp_loss: float = 0.1  # coefficient of the mean loss of the multi-token prediction layers
+    eval_every: int = 0  # steps between evaluations; 0 = only at the end of training
+    eval_batches: int = 8  # global batches of the validation data per evaluation
+    stop_after: int = 0  # stop with a checkpoint after this step, while schedules still plan for all steps; 0 = never
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimiser and its schedule."""
 
-    name: str = "adamw"  # adamw | muon
+    name: str = "adamw"  # adamw | muon: orthogonal updates of the layers' matrices, AdamW for the rest
     lr: float = 3e-4
     min_lr: float = 3e-5  # reached exactly at the last step
-    schedule: str = "cosine"  # cosine | linear | wsd | constant
+    schedule: str = "cosine"  # cosine | linear | wsd | constant: of the rate after the warm-up
     warmup_steps: int = 0
     decay_steps: int = 0  # wsd: steps of the final decay
     weight_decay: float = 0.1
     decay_exclude: list[str] = field(default_factory=list)  # parameter-name globs that are not decayed
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
-    momentum: float = 0.95  # muon: of the gradients, looked ahead by (Nesterov)
+    momentum: float = 0.95  # muon: share of the momentum that is kept each step, in [0, 1); Nesterov
     ns_steps: int = 5  # muon: steps of the Newton-Schulz iteration
-    muon_exclude: list[str] = field(  # muon: globs of parameters that AdamW updates, besides norms and biases
+    muon_exclude: list[str] = field(  # muon: parameter-name globs that AdamW updates, besides vectors
         default_factory=lambda: ["*embedding.*", "head.*", "*.router.*"]
     )
     clip: float = 1.0  # global gradient norm; 0 = no clipping
-    on_nonfinite: str = "stop"  # a loss or gradient that is not finite: stop | skip the update
+    on_nonfinite: str = (
+        "stop"  # what a loss or gradient that is not finite stops or skips: stop (the run) | skip (the update)
+    )
     skip_norm: float = 0.0  # gradient norm above which the update is skipped; 0 = never
-    max_skipped: int = 10  # skipped updates in a row after which the run stops
-    implementation: str = "auto"  # auto | torch | apex | kernel: clipping, update and cast in one pass
-    offload: bool = False  # master weights and moments in the host's memory, updated there
+    max_skipped: int = 10  # updates skipped in a row after which the run stops
+    implementation: str = "auto"  # auto | torch | apex | kernel: kernel clips, updates and casts in one pass
+    offload: bool = False  # True: master weights and moments are in the host's memory and updated there
 
 
 @dataclass(frozen=True)
@@ -192,13 +194,15 @@ class PrecisionConfig:
     """Arithmetic of the model; moments are fp32 (fp64 with fp64)."""
 
     dtype: str = "fp32"  # fp64 | fp32 | bf16
-    fp8: str = "none"  # none | tensorwise | blockwise: how the layers' matrices are multiplied
-    fp8_pow2_scales: bool = True  # scales are powers of two: quantising again in other groups then loses nothing
-    fp8_skip_first: int = 0  # layers at the bottom whose matrices are multiplied in `dtype`
-    fp8_skip_last: int = 0  # the same at the top
-    fp8_exclude: list[str] = field(default_factory=list)  # globs of matrices that are, too: "*.attention.out"
-    fp8_gather: bool = True  # ZeRO-3 gathers these matrices in 8 bits, which changes no number; false: in `dtype`
-    master_weights: bool = True  # fp32 copies that the optimiser moves; false: it moves bf16, rounding at random
+    fp8: str = "none"  # none | tensorwise | blockwise: products of the layers' matrices in 8 bits
+    fp8_pow2_scales: bool = True  # True: scales are powers of two, so quantising again in other groups loses nothing
+    fp8_skip_first: int = 0  # first layers whose matrices are multiplied in dtype
+    fp8_skip_last: int = 0  # last layers whose matrices are multiplied in dtype
+    fp8_exclude: list[str] = field(default_factory=list)  # globs of other matrices that are multiplied in `dtype`
+    fp8_gather: bool = True  # zero 3 gathers these matrices in 8 bits, which changes no number; False: in dtype
+    master_weights: bool = (
+        True  # fp32 copies of bf16 weights are updated; False: bf16 weights, with stochastic rounding
+    )
     grad_dtype: str = "fp32"  # main gradients and their reduction: fp32 | bf16 (fp64 with dtype=fp64)
 
 
@@ -206,13 +210,13 @@ class PrecisionConfig:
 class RecomputeConfig:
     """What is computed again in the backward instead of being kept."""
 
-    mode: str = "none"  # none | selective | full
+    mode: str = "none"  # none | selective | full: what is computed again
     parts: list[str] = field(default_factory=lambda: ["norm", "activation"])  # selective: which parts of a layer
-    num_layers: int | None = None  # only the first so many layers of each stage; None = all
-    stage_layers: list[int] | None = None  # the same stage by stage: the first stages hold the most micro-batches
-    group_layers: int = 1  # full: so many neighbouring layers keep one input together
-    logit_tokens: int | None = None  # tokens whose logits the head makes at a time; None = all, and keeps them
-    offload: list[str] = field(default_factory=list)  # phases whose kept tensors wait on the host; full: inputs
+    num_layers: int | None = None  # recompute only the first so many layers of each stage; None = all
+    stage_layers: list[int] | None = None  # the same for each stage: the first stages hold the most micro-batches
+    group_layers: int = 1  # full: so many neighbouring layers save one input together
+    logit_tokens: int | None = None  # tokens whose logits the head computes at a time; None = all, which are then kept
+    offload: list[str] = field(default_factory=list)  # phases whose saved tensors go to the host; full: inputs
     offload_min_bytes: int = 1 << 20  # bytes; smaller tensors stay on the device
 
 
@@ -224,12 +228,14 @@ class MoeConfig:
     aux_coef: float = 0.0  # coefficient of every auxiliary loss in `balance`
     z_coef: float = 0.0  # coefficient of mean(logsumexp²) of the router's logits
     bias_rate: float = 0.0  # balance=bias: change of an expert's bias per step
-    capacity_factor: float | None = None  # tokens an expert takes of a micro-batch / its even share; None = all
-    planned_imbalance: float = 1.5  # predicted memory: rows that the busiest rank's experts get, of an even share
-    jitter: float = 0.0  # in training, what a router reads is multiplied by up to 1 ± this at random; 0 = off
-    drop_by: str = "probability"  # whom a full expert refuses: probability (the smallest) | position (the last)
-    fp8_dispatch: bool = False  # tokens travel to their experts in 8 bits (1×128 groups); back, and gradients, as ever
-    log_every: int = 10  # steps between two records of every layer's load
+    capacity_factor: float | None = None  # tokens of a micro-batch that an expert takes at most / its even share
+    planned_imbalance: float = 1.5  # for the memory forecast: rows of the busiest rank's experts / an even share
+    jitter: float = 0.0  # in training, a router's input is multiplied by random factors of 1 ± this; 0 = off
+    drop_by: str = "probability"  # which tokens a full expert drops: probability (the smallest) | position (the last)
+    fp8_dispatch: bool = (
+        False  # tokens are sent to their experts in 8 bits (1×128 groups); results and gradients are not
+    )
+    log_every: int = 10  # steps between two records of the load of every layer
 
 
 @dataclass(frozen=True)
@@ -241,10 +247,10 @@ class DataConfig:
     valid_sets: list[str] = field(default_factory=list)  # "name prefix" or "name weight prefix": a loss for each name
     split: str | None = None  # Megatron's "969,30,1" over the documents of `train`; None = all of it trains
     order: str = "shuffled"  # shuffled | sequential | megatron
-    document_mask: bool = False  # documents of one sequence do not attend to each other; positions restart
-    eod_mask_loss: bool = False  # no loss on the prediction made at an end-of-document token
+    document_mask: bool = False  # True: documents in a sequence do not attend to each other, and positions restart
+    eod_mask_loss: bool = False  # True: no loss for the prediction at an end-of-document token
     eod: int | None = None  # id of the end-of-document token; None = the tokenizer's
-    tokenizer: str | None = None  # file that names the token that ends a document; tools/generate.py decodes with it
+    tokenizer: str | None = None  # file that gives the end-of-document token, and with which tools/generate.py decodes
     cache_dir: str | None = None  # for sample indices; None = beside the first prefix
     prefetch: int = 2  # global batches read ahead
 
@@ -253,11 +259,11 @@ class DataConfig:
 class CheckpointConfig:
     """When the run is saved and what it starts from."""
 
-    dir: str | None = None  # None = no checkpoints
+    dir: str | None = None  # folder of the checkpoints; None = none are written
     every: int = 0  # steps; 0 = only at the end and on a signal
     keep: int = 2  # newest checkpoints kept; 0 = all
     async_save: bool = field(default=False, metadata={"key": "async"})  # write in the background; in YAML: async
-    resume: str = "auto"  # auto: newest whole checkpoint if there is one | none | a checkpoint folder
+    resume: str = "auto"  # auto: from the newest whole one in dir, if any | none | a checkpoint folder
 
 
 @dataclass(frozen=True)
@@ -273,23 +279,25 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written where."""
+    """What is logged, and where it is written."""
 
-    dir: str | None = None  # the run directory (config.yaml, W&B files); None = nothing is written there
-    jsonl: str | None = None  # one JSON object a step
+    dir: str | None = None  # the run directory (config.yaml, W&B files); None = nothing is written
+    jsonl: str | None = None  # file with one JSON object per step; None = none
     wandb: WandbConfig = field(default_factory=WandbConfig)
     every: int = 1  # steps between two records
-    slow_rank: float | None = None  # work over that of peers above which a rank is named; None = 1.2 on GPUs; 0 = never
-    progress: bool = True  # on rank 0: a bar on a terminal, elsewhere a line every 10 s
-    traceback: bool = False  # the calls that led to a fault, also where one message tells it
+    slow_rank: float | None = (
+        None  # name a rank whose work is above this multiple of its peers'; None = 1.2 on GPUs; 0 = never
+    )
+    progress: bool = True  # on rank 0: a bar on a terminal, otherwise a line every 10 s
+    traceback: bool = False  # True: print the call stack even where one message explains the error
     peak_tflops: float | None = None  # of one device, for MFU; None = known devices only
-    memory_check: str = "warn"  # predicted memory at start-up: refuse what cannot fit | warn | off
-    device_memory_gb: float | None = None  # 10⁹ bytes of one device; None = as this process's GPU says
-    memory_snapshot: str | None = None  # folder for snapshots of GPU memory, taken when it runs out; None = none
-    memory_snapshot_step: int = 0  # and after this step; 0 = never
-    profile: str | None = None  # folder for the time of every phase in one step, and a trace of the next; None = none
-    profile_step: int = 5  # which one, counted from this start of the run
-    profile_ranks: list[int] = field(default_factory=lambda: [0])  # who looks
+    memory_check: str = "warn"  # refuse | warn | off: at the start, if the predicted memory of a rank does not fit
+    device_memory_gb: float | None = None  # memory of one device, 10⁹ bytes; None = that of this process's GPU
+    memory_snapshot: str | None = None  # folder for snapshots of GPU memory when it runs out; None = none
+    memory_snapshot_step: int = 0  # also take one after this step; 0 = never
+    profile: str | None = None  # folder for the times of all phases in one step and a trace of the next; None = none
+    profile_step: int = 5  # the step to profile, counted from this start of the run
+    profile_ranks: list[int] = field(default_factory=lambda: [0])  # the ranks that write a trace
 
 
 @dataclass(frozen=True)
