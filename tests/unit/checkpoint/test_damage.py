@@ -44,6 +44,14 @@ def test_a_save_after_one_that_failed_is_told_anew(tmp_path, monkeypatch):
     assert torch.equal(found["model.a"].parts[0, 0], VALUES["model.a"])
 
 
+def test_a_save_in_the_background_that_failed_is_told_at_the_next_one(tmp_path, monkeypatch):
+    saver = Saver(tmp_path, keep=0, background=True)
+    monkeypatch.setattr("megatron5d.checkpoint.save.commit", lambda *_: exec("raise OSError('no room')"))
+    saver.save(1, {}, {})
+    with pytest.raises(OSError, match="step 1 could not be written: no room"):
+        saver.save(2, {}, {})
+
+
 @pytest.fixture
 def place(two_steps, tmp_path):
     return shutil.copytree(two_steps, tmp_path / "checkpoints")

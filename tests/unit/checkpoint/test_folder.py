@@ -195,6 +195,14 @@ def test_what_interrupted_saves_left_is_removed_and_nothing_else(tmp_path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *kept]
 
 
+def test_a_save_begins_with_an_empty_folder(tmp_path):
+    left = tmp_path / "step-00000004.tmp"
+    left.mkdir()
+    (left / "__7_0.distcp").touch()
+    Saver(tmp_path, keep=0).save(4, {}, {})
+    assert fault_of(step_folder(tmp_path, 4)) is None and not (step_folder(tmp_path, 4) / "__7_0.distcp").exists()
+
+
 def test_who_has_lost_the_place_touches_nothing_there(tmp_path):
     save(tmp_path, 4)
     (tmp_path / "step-00000006.tmp").mkdir()  # the other run is writing it

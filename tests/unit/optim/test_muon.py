@@ -74,7 +74,7 @@ def optimizer_of(bucket: Bucket, config: OptimConfig, **options):
 
 
 def test_an_update_has_the_size_of_adamws_and_one_moment():
-    bucket = one_bucket()
+    bucket = one_bucket(shape=(64, 24))
     bucket.weights.zero_()
     optimizer = optimizer_of(bucket, MUON)
     assert [kind for kind, _, _ in optimizer.tensors()] == ["momentum"]
@@ -83,6 +83,23 @@ def test_an_update_has_the_size_of_adamws_and_one_moment():
     (parameter,) = bucket.parameters
     for part in parameter.detach().split([16, 48]):
         assert 0.2 * 0.7 < part.square().mean().sqrt().item() < 0.2 * 1.2, "0.2 times singular values near 1"
+
+
+def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers():
+    """Mirrored pipeline ranks hold the same layers in another one: who begins with experts would wait for ever."""
+    model = replace(config_of().model, num_experts=2, top_k=1, moe_ffn_hidden_size=8, first_k_dense=1)
+    config = replace(config_of(optim={"name": "muon"}), model=model)
+    mesh = build_mesh(sizes_of(config, 1), num_kv_heads=model.num_kv_heads)
+    buckets = [
+        b
+        for b in build_sync(config, mesh, Gpt(config, mesh)).buckets
+        if muon.takes_muon(spec_of(b.parameters[0]), config.optim)
+    ]
+    orders = [
+        [(each.shard.name, each.cut.name) for each in muon.Muon(some, config.optim, mesh)._assemblies]
+        for some in (buckets, buckets[::-1])
+    ]
+    assert orders[0] == orders[1] and len(orders[0]) == 2
 
 
 def test_without_masters_small_updates_are_not_lost():

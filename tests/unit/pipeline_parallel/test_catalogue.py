@@ -26,6 +26,11 @@ def test_the_names_of_the_contract_are_there():
     assert set(CONTRACT) <= set(schedule_names())
 
 
+def test_one_chunk_is_not_interleaved():
+    with pytest.raises(ValueError, match="parallel.vpp=1; set parallel.vpp=2"):
+        build_program("interleaved", 2, 4, 1)
+
+
 @pytest.mark.parametrize("name", schedule_names())
 def test_every_schedule_tells_its_source_and_its_formula(name):
     text = find_schedule(name).generator.__doc__
