@@ -168,6 +168,16 @@ def test_what_a_law_does_not_forbid(id):
     assert id not in broken_ids(LAWFUL[id] | {"train.gbs": 8})
 
 
+@pytest.mark.parametrize("implementation", ["torch", "kernel"])
+def test_no_implementation_but_ours_rounds_at_random(implementation):
+    without = {"precision.master_weights": False, "precision.dtype": "bf16"}
+    assert "master-free-updates-itself" in broken_ids({**without, "optim.implementation": implementation})
+
+
+def test_where_the_ranks_do_not_fit_nobody_asks_for_their_replicas():
+    assert broken_ids({"parallel.tp": 4, "parallel.dp_replicate": 2}, world=6) == ["world-fits"]
+
+
 def test_kv_heads_may_be_fewer_than_tp():
     """One KV head on four ranks is replicated; three on two cannot be shared."""
     assert broken_ids({"parallel.tp": 4, "model.num_kv_heads": 1, "train.gbs": 8}) == []

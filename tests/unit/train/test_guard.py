@@ -90,6 +90,8 @@ def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(tmp_path, corpus, 
     log = records(tmp_path / "log.jsonl")
     assert [record["update_skipped"] for record in log] == [False, True, False, True]
     assert log[1]["loss"] is None and log[1]["grad_norm"] > 0
+    targets = config.train.gbs * config.train.seq_len
+    assert [r["tokens_per_s_per_gpu"] * WORLD * r["step_time_s"] for r in log] == pytest.approx([targets] * 4)
     second = dataclasses.replace(saved, resume=str(step_folder(tmp_path / "checkpoints", 2)))
     resumed = run_ranks(poisoned_run, WORLD, dataclasses.replace(config, checkpoint=second), {2})
     for seen, again in zip(straight, resumed, strict=True):

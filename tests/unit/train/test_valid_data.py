@@ -108,6 +108,18 @@ def test_sets_beside_data_valid_change_none_of_its_numbers(corpus, tmp_path):
     assert found[1][0]["initial_valid_loss"] == found[1][0]["initial_valid_loss/same"]
 
 
+def test_what_an_evaluation_found_is_written_at_its_step(corpus, tmp_path):
+    config = Config(
+        model=ModelConfig(num_layers=1, vocab_size=43, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2),
+        train=TrainConfig(steps=4, gbs=1, mbs=1, seq_len=8, eval_every=3, eval_batches=1),
+        data=DataConfig([corpus], split="8,2", prefetch=0),
+        log=LogConfig(every=100, jsonl=str(tmp_path / "log.jsonl"), progress=False, memory_check="off"),
+    )
+    assert train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
+    found = {record["step"]: "valid_loss" in record for record in records(tmp_path / "log.jsonl")}
+    assert found == {1: False, 3: True, 4: True}  # the first and the last in any case
+
+
 def test_a_run_reads_its_tokenizer_once(corpus, tmp_path, monkeypatch):
     """Not at every evaluation of every set."""
     opened = []
@@ -137,6 +149,11 @@ def test_documents_without_the_token_that_shall_end_them_are_noticed(corpus):
             f"its first {DOCUMENTS} documents hold no token 42000, which ends a document as data.eod says" in note
             for note in notes
         )
+
+
+def test_a_file_of_one_document_needs_no_ends(tmp_path):
+    whole = write_corpus(tmp_path / "one", vocab_size=43, documents=1)
+    assert unmarked_documents(Config(data=DataConfig([whole], document_mask=True, eod=42_000))) == []
 
 
 def test_a_tokenizer_that_names_no_end_of_documents_is_refused_where_losses_depend_on_it(corpus, tmp_path):
