@@ -26,7 +26,10 @@ if [ ! -s $data/stdlib_train.idx ]; then
 fi
 
 number=1
-while ! mkdir -p runs/quickstart || ! mkdir runs/quickstart/run-$number 2>/dev/null; do number=$((number + 1)); done
+until said=$(mkdir runs/quickstart/run-$number 2>&1); do
+    [ -e runs/quickstart/run-$number ] || { echo "quickstart: $said" >&2; exit 1; } # nor could the next one be made
+    number=$((number + 1))
+done
 run=runs/quickstart/run-$number
 echo "== training on 16 processes, in $run"
 bash launch/local.sh 16 experiment=quickstart log.dir=$run "$@"

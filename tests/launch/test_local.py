@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,3 +280,15 @@ def test_as_the_first_process_of_a_container_it_passes_over_the_orphans_of_ranks
     command = [sys.executable, "-c", FIRST_PROCESS, str(tmp_path / "orphan.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_quickstart_that_can_make_no_folder_ends(tmp_path):
+    for name in ("launch", "runs", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(ROOT / "launch" / "quickstart.sh", tmp_path / "launch")
+    (tmp_path / "launch" / "setup.sh").touch()
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/bin/true")
+    (tmp_path / "runs" / "quickstart").symlink_to("/proc/self")  # where nobody can make one
+    command = ["bash", str(tmp_path / "launch" / "quickstart.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and done.stderr.startswith("quickstart: mkdir: cannot create directory")
