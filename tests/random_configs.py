@@ -196,8 +196,8 @@ def _pipeline(dice: random.Random, shape: Config) -> PipelineConfig:
     num_layers, stages = shape.model.num_layers, shape.parallel.pp * max(shape.parallel.vpp, dice.choice([1, 2]))
     chosen: dict[str, Any] = {
         "schedule": dice.choice(["1f1b", *schedule_names()]), "split": dice.choice(["even", "even", "cost"]),
-        "balance": dice.choice(["auto", "stages", "ranks"]), "head_layers": dice.choice([0.0, 0.0, 1.0]),
-        "embedding_layers": dice.choice([0.0, 0.0, 1.5]),
+        "balance": dice.choice(["auto", "stages", "ranks", "late", "ends"]),
+        "head_layers": dice.choice([0.0, 0.0, 1.0]), "embedding_layers": dice.choice([0.0, 0.0, 1.5]),
     }  # fmt: skip
     if dice.random() < 0.3 * (shape.parallel.pp > 1):
         cuts = sorted(dice.choices(range(num_layers + 1), k=stages - 1))

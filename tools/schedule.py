@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.model.layer_costs import BALANCES, LayerCosts
+from megatron5d.model.layer_costs import LayerCosts
+from megatron5d.model.split import BALANCES
 from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
@@ -134,7 +135,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     whole.add_argument(
         "--balance",
         choices=(*BALANCES, "fit"),
-        help="what is evened (default: stages; search tries both); fit: the split that makes the schedule fastest",
+        help="what is evened (default: stages; search tries all); fit: the split that makes the schedule fastest",
     )
 
 
@@ -179,7 +180,8 @@ def _fitted(options: argparse.Namespace, program: Program, deals: list[LayerCost
     placement, starts = program.placement, []
     for deal in deals:
         with suppress(ValueError):  # one way may have too few layers for these stages where another has enough
-            starts.append(deal.layout(placement))
+            layout = deal.layout(placement)
+            starts += [layout] if layout not in starts else []
     starts = starts or [deals[0].layout(placement)]  # none has: this says so
     memory = math.inf if getattr(options, "memory", None) is None else options.memory * options.pp
     return fitted(program, lambda layers: deals[0].dealt(layers, placement), starts, memory)

@@ -181,7 +181,7 @@ STAGE_LAWS = (
         ("model.num_layers", "parallel.pp", "parallel.vpp", "pipeline.layout", "pipeline.balance", "pipeline.schedule"),
         lambda c, w: (
             c.pipeline.layout is None
-            and c.pipeline.balance != "ranks"
+            and c.pipeline.balance in ("auto", "stages")
             and (c.pipeline.schedule, c.pipeline.balance) != ("auto", "auto")
             and c.model.num_layers < _stages(c)
         ),

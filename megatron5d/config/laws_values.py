@@ -47,7 +47,7 @@ WORDS: dict[str, Sequence[str]] = {
     "model.group_score": ("max", "top2_sum"),
     "moe.drop_by": ("probability", "position"),
     "pipeline.split": ("even", "cost"),
-    "pipeline.balance": ("auto", "stages", "ranks"),
+    "pipeline.balance": ("auto", "stages", "ranks", "late", "ends"),
     "parallel.cp_method": ("ring", "allgather", "ulysses", "two_level"),
     "parallel.tp_overlap": ("none", "chunked", "fused"),
     "parallel.regather": ("per_microbatch", "per_step"),

@@ -132,6 +132,8 @@ class PipelineConfig:
     layout: list[int] | None = None  # number of layers of each stage in order; None = distributed by split
     split: str = "even"  # even: the same number of layers on each stage | cost: by FLOPs, with those of the head
     balance: str = "auto"  # what is equalised: stages | ranks (all stages of a rank together; a stage may get no layer)
+    # | late: with two copies, ranks with the fewest layers in the middle | ends: late, with more
+    # layers on the first and last rank
     # | auto: stages; with schedule=auto whatever the search finds faster, also for `split`
     embedding_layers: float = 0.0  # even: the embedding on the first stage counts as so many layers
     head_layers: float = 0.0  # even: the head on the last stage counts as so many layers

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron5d.model.split import balanced, balanced_ranks
+from megatron5d.model.split import dealt
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Placement
-
-BALANCES = ("stages", "ranks")
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class LayerCosts:
         embedding: compute on the first stage beside its layers.
         head: compute on the last stage beside its layers.
         dense: layers at the bottom that have no all-to-all.
-        balance: what the split evens: `stages`, or `ranks` with all their stages.
+        balance: what the split evens, one of BALANCES.
     """
 
     costs: Costs
@@ -43,10 +41,7 @@ class LayerCosts:
             ValueError: fewer layers than ranks, or with `stages` than stages.
         """
         unit = self.num_layers / placement.num_ranks
-        each, ends = [1.0] * self.num_layers, (self.embedding * unit, self.head * unit)
-        if self.balance == "ranks":
-            return balanced_ranks(each, placement, *ends)
-        return balanced(each, placement.num_stages, *ends)
+        return dealt(self.balance, [1.0] * self.num_layers, placement, self.embedding * unit, self.head * unit)
 
     def of(self, placement: Placement) -> StageCosts:
         """Return the costs of every stage; raises as `layout`."""

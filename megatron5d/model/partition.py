@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.flops import end_flops, layer_flops
-from megatron5d.model.split import balanced, balanced_ranks
+from megatron5d.model.split import dealt
 from megatron5d.pipeline_parallel.program import Placement
 
 
@@ -52,15 +52,13 @@ def layers_per_stage(config: Config, placement: Placement) -> list[int]:
     if pipeline.split == "cost":
         costs = [layer_flops(config.model, i, config.train.seq_len) for i in range(config.model.num_layers)]
         first, last = 0.0, end_flops(config.model, config.train.seq_len)
-    return list(_dealt(tuple(costs), placement, first, last, pipeline.balance == "ranks"))
+    return list(_dealt(pipeline.balance, tuple(costs), placement, first, last))
 
 
 @lru_cache(maxsize=256)
-def _dealt(costs: tuple[float, ...], placement: Placement, first: float, last: float, by_ranks: bool) -> Sequence[int]:
+def _dealt(balance: str, costs: tuple[float, ...], placement: Placement, first: float, last: float) -> Sequence[int]:
     """The same split is asked for by every schedule that is compared, and takes tenths of a second for many stages."""
-    if by_ranks:
-        return balanced_ranks(costs, placement, first, last)
-    return balanced(costs, placement.num_stages, first, last)
+    return dealt(balance, costs, placement, first, last)
 
 
 def _as_told(config: Config, placement: Placement) -> list[int]:

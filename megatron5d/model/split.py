@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 
 from megatron5d.pipeline_parallel.program import Placement
+
+BALANCES = ("stages", "ranks", "late", "ends")
+"""What a split evens: stages; ranks with all their stages; and the latter in two ways that differ only where
+micro-batches go both ways, see `balanced_mirrored`."""
+MORE_AT_ENDS = 1 / 4
+"""Of an even share of the layers: what `ends` gives to the two end ranks beyond that."""
+
+
+def dealt(balance: str, costs: Sequence[float], placement: Placement, first: float, last: float) -> list[int]:
+    """Layers per stage so that what `balance` names is even; the rest as of `balanced`, which has any other name.
+
+    Raises:
+        ValueError: too few layers.
+    """
+    if balance not in BALANCES[1:]:
+        return balanced(costs, placement.num_stages, first, last)
+    layout = balanced_ranks(costs, placement, first, last)
+    if balance == "ranks" or placement.copies == 1 or placement.num_ranks < 4:
+        return layout
+    heavy_ends = balance == "ends" and first + last > 0
+    more = ceil(len(costs) / placement.num_ranks * MORE_AT_ENDS) if heavy_ends else 0
+    return balanced_mirrored(layout, more)
 
 
 def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
@@ -113,6 +135,30 @@ def balanced_ranks(costs: Sequence[float], placement: Placement, first: float = 
             f"anything to do; model.num_layers={placement.num_ranks}, or parallel.pp=1"
         )
     return counts.tolist()
+
+
+def balanced_mirrored(layout: Sequence[int], more: int) -> list[int]:
+    """Layers per stage where rank r holds stages r and p − 1 − r, and the middle ranks shall not be late.
+
+    A middle rank waits for its first micro-batch, and then for the first one to come back: in both it helps to have
+    fewer layers there. So the pairs of stages hold the fewer layers, the nearer they are to the middle, and what
+    differs lies in the second half, where the last stages are the larger ones. Found by experiment.
+
+    Args:
+        layout: of `balanced_ranks`.
+        more: layers that move from the middle to the first stage; end ranks wait for nobody, and a head has no
+            all-to-all, so they may have more to do than the others.
+    """
+    half = len(layout) // 2
+    pairs = sorted((layout[s] + layout[-1 - s] for s in range(1, half)), reverse=True)
+    moved = 0
+    while moved < more and pairs[0] > 1:
+        pairs[pairs.count(pairs[0]) - 1] -= 1  # the innermost of the fullest: the order stays
+        moved += 1
+    early = round(sum(pairs) / len(pairs) / 2)
+    front = [min(early, pair) for pair in pairs]
+    back = [pair - own for pair, own in zip(pairs, front)]
+    return [layout[0] + moved, *front, *reversed(back), layout[-1]]
 
 
 def _evenness(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

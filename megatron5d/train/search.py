@@ -153,6 +153,8 @@ def _splits(config: Config) -> list[Config]:
     ways = [(pipeline.split, "stages"), (pipeline.split, "ranks")]
     if pipeline.split == "even" and not pipeline.embedding_layers and not pipeline.head_layers:
         ways = [("even", "stages"), ("cost", "stages"), ("cost", "ranks")]
+    if pipeline.copies == 2:
+        ways += [(ways[-1][0], "late"), (ways[-1][0], "ends")]
     return [replace(config, pipeline=replace(pipeline, split=split, balance=balance)) for split, balance in ways]
 
 

@@ -94,8 +94,12 @@ def evolve(levels: Sequence[Sequence[Problem]], seed: int, clock: Clock, until: 
 
 
 def _take_turns(alive: list[Arm], clock: Clock, until: float) -> list[Arm]:
-    """Let every arm try a generation in turn; return those that are not dropped."""
-    turn = 0
+    """Let every arm try a generation in turn; return those that are not dropped.
+
+    An arm that cannot come below what another one has is dropped at once.
+    """
+    turn, reached = 0, min(arm.best for arm in alive)
+    alive = [arm for arm in alive if arm.best <= reached or arm.problem.bound < reached]
     while clock.share() < until:
         for arm in alive:
             if clock.share() < until:

@@ -42,7 +42,9 @@ def _all(pp, num_microbatches, costs, memory, placements) -> Iterator[tuple[floa
     wanted = sorted({int(name.partition(":")[2] or 1) for name in placements})
     for name in schedule_names():
         schedule = find_schedule(name)
-        for chunks in [chunks for chunks in wanted if chunks > 1] if schedule.any_chunks else [schedule.chunks]:
+        for chunks in [
+            chunks for chunks in wanted if (chunks > 1 if schedule.any_chunks else chunks == schedule.chunks)
+        ]:
             for makespan, program in _built(name, pp, num_microbatches, chunks, costs, memory):
                 if called(program.placement) in placements:
                     yield makespan, name, chunks

@@ -18,7 +18,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.model.flops import flops_per_token, head_flops
 from megatron5d.model.partition import StageSpec, layers_per_stage, shared_by_mirror, stage_specs
-from megatron5d.model.split import balanced, balanced_ranks
+from megatron5d.model.split import balanced, balanced_ranks, dealt
 from megatron5d.model.stage_costs import ModelCosts
 from megatron5d.pipeline_parallel.program import Placement, loop_placement, mirrored_placement, zigzag_placement
 
@@ -109,6 +109,19 @@ def test_a_rank_with_a_heavy_end_holds_no_layer_elsewhere():
     assert balanced_ranks([1.0] * 126, loop_placement(16, 2)) == balanced([1.0] * 126, 32)
     with pytest.raises(ValueError, match="leaves one of the 4 ranks of the pipeline without"):
         balanced_ranks([1.0] * 3, loop_placement(4))
+
+
+def test_with_two_copies_the_middle_gets_fewer_layers():
+    """Pairs of stages, one on each side of the middle, share a rank; all else is as ranks are balanced."""
+    mirrored, ends = mirrored_placement(16), {"first": 0.3 * 62 / 16, "last": 1.5 * 62 / 16}
+    assert dealt("late", [1.0] * 62, mirrored, **ends) == [2, *[4] * 10, 5, 5, 5, 5, 0]
+    assert dealt("ends", [1.0] * 62, mirrored, **ends) == [3, *[4] * 11, 5, 5, 5, 0]
+    assert dealt("ends", [1.0] * 128, mirrored, 2.4, 12.0) == [5, *[9] * 7, 8, 8, 8, 9, 9, 9, 9, 0]
+    assert dealt("ends", [1.0] * 3, mirrored_placement(4), 0.0, 9.0) == [1, 1, 1, 0]
+    for balance in ("late", "ends"):  # no rank gives its only layer away, and equal stages stay
+        assert dealt(balance, [1.0], mirrored_placement(4), 0.0, 9.0) == [0, 0, 1, 0]
+        assert dealt(balance, [1.0] * 64, mirrored, 0.0, 0.0) == [4] * 16
+        assert dealt(balance, [1.0] * 24, loop_placement(4, 2), 0.0, 9.0) == [4, 4, 4, 0, 4, 4, 4, 0]
 
 
 def config_of(num_layers=8, **pipeline):

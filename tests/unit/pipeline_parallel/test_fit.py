@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron5d.model.layer_costs import BALANCES, LayerCosts
+from megatron5d.model.layer_costs import LayerCosts
+from megatron5d.model.split import BALANCES
 from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import parse_costs
 from megatron5d.pipeline_parallel.search.fit import fitted
