@@ -99,6 +99,24 @@ def test_the_search_chooses_how_layers_are_dealt(tmp_path):
     assert plan_pipeline(told, 2, searched(told, [5])).layout == (3, 4)
 
 
+def test_with_two_copies_the_middle_ranks_may_get_fewer_layers(tmp_path):
+    """A head as heavy as seven of 30 layers; the log says which split was chosen, and a plan for the run has it."""
+    config = config_of(tmp_path, "by FLOPs")
+    config = replace(
+        config,
+        model=replace(config.model, num_layers=30),
+        parallel=ParallelConfig(pp=8),
+        pipeline=replace(config.pipeline, split="cost", copies=2),
+        train=replace(config.train, gbs=32),
+    )
+    found = searched(config, [32])
+    assert found.config.pipeline.balance == "late" and found.programs[32].copies == 2
+    plan = plan_pipeline(config, 8, found)
+    assert list(plan.layout) == [3, 4, 4, 4, 5, 5, 5, 0]
+    said = schedule.prediction(found.config, found.programs[32], found.results[32])
+    assert "pipeline.balance=late" in said
+
+
 def test_every_rank_runs_the_program_of_rank_0(tmp_path, monkeypatch):
     """With its split of the layers. It alone searches, and rank 0 alone has something to say about it."""
     config = config_of(tmp_path, "by FLOPs")
