@@ -73,7 +73,8 @@ def test_small_updates_are_not_lost():
         weight.main_grad.fill_(1.0)
         optimizer.step(1e-4)
     assert weight.float().mean().item() == pytest.approx(1 - 20e-4, abs=2e-4)
-    assert optimizer.slices[0].moments["exp_avg"].dtype == torch.float32
+    momentum = optimizer.slices[0].moments["exp_avg"]
+    assert momentum.dtype == torch.float32 and momentum.mean().item() == pytest.approx(1 - 0.9**20)
 
 
 def test_a_model_trains_without_masters():
