@@ -193,7 +193,8 @@ def _opened(config: Config, mesh: Mesh, reads: bool, open_files: Callable[[], Sa
 
 def _loader(config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] | None, prefetch: int) -> Loader:
     data, train = config.data, config.train
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # with its number: the thread that reads ahead has a current GPU of its own, which is the first
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return Loader(
         samples,
         gbs=train.gbs,

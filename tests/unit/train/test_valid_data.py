@@ -179,3 +179,14 @@ def test_an_order_that_would_end_before_the_run_is_told_when_it_resumes(corpus, 
         train_loader(config, mesh, consumed, steps_left=steps_left)
     with pytest.raises(ValueError, match="2[01] samples .*; 24 have been taken, and 4 steps more would take 8: resume"):
         train_loader(config, mesh, 24, steps_left=4)
+
+
+def test_plans_of_attention_lie_on_this_ranks_own_gpu(corpus, monkeypatch):
+    """The thread that reads ahead makes them, and "cuda" is the first GPU of the node to it."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(data_module, "SequenceSharding", lambda config, mesh, device: asked.append(device))
+    config = Config(model=ModelConfig(vocab_size=43), train=TrainConfig(seq_len=SEQ), data=DataConfig(valid=[corpus]))
+    valid_loader(config, build_mesh(sizes_of(config, 1)), held_out(config)[""])
+    assert [torch.device(device) for device in asked] == [torch.device("cuda", 3)]
