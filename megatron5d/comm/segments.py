@@ -104,7 +104,7 @@ def _on_gpus(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
         reasons.append(str(error))
     _refuse(axis, reasons)
     torch.cuda.synchronize(device)
-    dist.barrier(group=axis.group)
+    dist.barrier(group=axis.group, device_ids=[own])
     others = {
         rank: handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(axis.size) if rank != axis.rank
     }
