@@ -5,6 +5,8 @@ from kernels.testing.bench_pointwise import POINTWISE
 from kernels.testing.bench_products import PRODUCTS
 from kernels.testing.bench_tokens import TOKENS
 
-_FIRST = list(ATTENTION)[:2]
-BENCHMARKS = {**{name: ATTENTION[name] for name in _FIRST}, **PRODUCTS, **POINTWISE, **TOKENS, **ATTENTION}
+_USUAL = [name for name, row in ATTENTION.items() if not {"window", "document", "dv"} & set(row.sizes)]
+_ORDER = [*_USUAL[:2], *PRODUCTS, *_USUAL[2:], *POINTWISE, *TOKENS]
+_ROWS = {**PRODUCTS, **POINTWISE, **TOKENS, **ATTENTION}
+BENCHMARKS = {name: _ROWS[name] for name in dict.fromkeys((*_ORDER, *ATTENTION))}
 """Rows by name; the less usual forms of attention, whose peers take longest to compile, at the end."""

@@ -1,10 +1,13 @@
 """Timing on a GPU: the median of many runs over several inputs, with a cold cache; and the device's own limits."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 FLUSH_BYTES = 512 * 2**20  # more than any second-level cache
+CLOCK_HZ = 2e9  # of no GPU is it faster
+_LONGEST_S = 0.01
 
 
 def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float:
@@ -15,14 +18,20 @@ def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float
         repeats: how many timed calls.
 
     Returns:
-        Milliseconds on the device, launch gaps hidden behind the flush of the cache.
+        Milliseconds on the device. Before each call the device waits for as long as the host takes to launch it, lest
+        a launch that takes longer than its kernel be timed in its place.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     for call in calls:
         call()
+    torch.cuda.synchronize()
+    since = time.perf_counter()
+    calls[0]()
+    launch_s = min(time.perf_counter() - since, _LONGEST_S)
     starts, stops = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
     for i, (start, stop) in enumerate(zip(starts, stops)):
         flush.zero_()
+        torch.cuda._sleep(int(2 * launch_s * CLOCK_HZ))
         start.record()
         calls[i % len(calls)]()
         stop.record()

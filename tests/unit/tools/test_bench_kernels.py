@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from kernels.testing import measure
 from kernels.testing.apart import in_turn
 from kernels.testing.bench_row import Benchmark
 from tools import bench_kernels
@@ -116,3 +117,37 @@ def test_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench_kernels.py"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_kernels.main() == 2
+
+
+class Device:
+    """What `median_ms` asks of torch, without a GPU: notes for how many cycles it is told to wait."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 1.0
+
+    def __init__(self):
+        self.cuda, self.uint8, self.waited = self, torch.uint8, []
+
+    def empty(self, size, dtype, device):
+        return torch.empty(1)
+
+    def synchronize(self):
+        pass
+
+    def _sleep(self, cycles):
+        self.waited.append(cycles)
+
+
+def test_the_device_waits_until_a_call_is_launched(monkeypatch):
+    """Otherwise the time of a small kernel would be the host's."""
+    device = Device()
+    monkeypatch.setattr(measure, "torch", device)
+    assert measure.median_ms([lambda: time.sleep(0.002)], 3) == 1.0
+    assert len(device.waited) == 3 and min(device.waited) >= 0.002 * 1.98e9  # an H200 at its fastest
