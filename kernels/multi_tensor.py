@@ -63,14 +63,15 @@ class TensorTable:
         self._chunks: dict[int, Tensor] = {}
         addresses = [[t.data_ptr() for t in tensors] for tensors in self.columns.values()]
         self.aligned = all(address % 16 == 0 for column in addresses for address in column)
-        self.addresses = torch.tensor(addresses, dtype=torch.int64).to(self.device)
-        self.sizes = torch.tensor(self.counts, dtype=torch.int64).to(self.device)
+        self.addresses = torch.tensor(addresses, dtype=torch.int64).to(self.device, non_blocking=True)
+        self.sizes = torch.tensor(self.counts, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def chunks(self, block: int) -> Tensor:
         """`[chunks, 2]` int32: which tensor, and which block of it, each program works on."""
         if block not in self._chunks:
             pairs = [(i, c) for i, count in enumerate(self.counts) for c in range(-(-count // block))]
-            self._chunks[block] = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).to(self.device)
+            chunks = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
+            self._chunks[block] = chunks.to(self.device, non_blocking=True)
         return self._chunks[block]
 
     def dtype(self, name: str) -> torch.dtype:

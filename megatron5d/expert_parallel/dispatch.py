@@ -10,6 +10,8 @@
 Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/exchange.py), so that other work
 runs in between. Rows are always ordered by expert, then by source rank, then by token, and the sums at home run in the
 order of a token's choices: the same tokens give the same sums, in the same order, on any layout.
+Splits of an all-to-all must be on the host, which therefore waits for the device once a layer and micro-batch; with one
+rank and every choice sent it does not.
 Memory: a rank receives at most n·min(k, E/ep) rows from each of the ep·etp ranks, namely if all tokens choose its
 experts. Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
 """
@@ -72,13 +74,14 @@ class Trip(Protocol):
 class TokenDispatcher(Protocol):
     """Starts trips: `Dispatcher`, or `NodeDispatcher` in hierarchy.py."""
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, every: bool = False) -> tuple[Tensor, Tensor, Trip]:
         """Starts the tokens' way to their experts.
 
         Args:
             x: `[n, h]`.
             experts: int64 `[n, k]`; `num_experts` where the choice is not sent.
             weights: `[n, k]`, 0 where a choice is not sent.
+            every: all choices are sent.
 
         Returns:
             The ticket for `go_on`, the weights for `send_back` and `combine`, and the trip.
@@ -103,7 +106,8 @@ class DirectTrip:
         num_sent: choices that are sent; the others are dropped or padding and come last in `home`.
         there, back: the two all-to-alls over ep.
         from_etp: how many rows each etp rank receives for the experts that they share.
-        away: for every row that arrives, its place among the rows sorted by expert; and the experts' offsets.
+        away: for every row that arrives, its place among the rows sorted by expert; and the experts' offsets. None:
+            rows arrive sorted.
     """
 
     etp: Axis
@@ -112,12 +116,12 @@ class DirectTrip:
     there: Exchange
     back: Exchange
     from_etp: list[int]
-    away: Places
+    away: Places | None
 
     @property
     def offsets(self) -> Tensor:
         """As in Trip."""
-        return self.away.offsets
+        return (self.away or self.home).offsets
 
     def go_on(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
         """Nothing: the direct way has no second half."""
@@ -126,11 +130,15 @@ class DirectTrip:
     def receive(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
         """As in Trip. Comm: all_gather etp / reduce_scatter etp, all_to_all ep."""
         rows = gather_rows(self.there.finish(ticket), self.etp, self.from_etp)  # -> [r, h]  all_gather etp
+        if self.away is None:
+            return rows, self
         return _Reorder.apply(rows, self.away.token, self.away.place.flatten()), self  # [r, h] sorted by expert
 
     def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
         """As in Trip. Comm: reduce_scatter etp, all_to_all ep / all_gather etp."""
-        rows = _Reorder.apply(y, self.away.place.flatten(), self.away.token)  # [r, h] in the order of arrival
+        rows = y
+        if self.away is not None:
+            rows = _Reorder.apply(y, self.away.place.flatten(), self.away.token)  # [r, h] in the order of arrival
         own = reduce_scatter_rows(rows, self.etp, self.from_etp)  # -> [from_etp, h]  reduce_scatter etp
         return self.back.start(own)  # under way  all_to_all ep
 
@@ -161,9 +169,16 @@ class Dispatcher:
         """As in TokenDispatcher."""
         self.planned_load, self.planned_limit = load, limit
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectTrip]:
+    def send(
+        self, x: Tensor, experts: Tensor, weights: Tensor, every: bool = False
+    ) -> tuple[Tensor, Tensor, DirectTrip]:
         """As in TokenDispatcher. Comm: all_gather ep_etp of E counts; all_to_all ep of rows not for this rank."""
         home = places(experts, self.num_experts)
+        if every and self.ep_etp.size == 1:  # nothing to learn from the device, and nothing to sort anew
+            count = [experts.numel()]
+            there, back = Exchange(self.ep, count, count, self.codec), Exchange(self.ep, count, count)
+            trip = DirectTrip(self.etp, home, count[0], there, back, count, None)
+            return trip.there.start(permute(x, home)), weights, trip
         counting = start_all_gather(home.offsets.diff()[None], self.ep_etp)  # [1, E] -> [ep·etp, E]
         rows = permute(x, home)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
         trip = self._trip(home, counting.wait())

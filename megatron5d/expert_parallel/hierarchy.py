@@ -104,7 +104,7 @@ class NodeDispatcher:
         """As in TokenDispatcher, of the ranks of a node."""
         self.inner.plan_load(load, limit)
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeTrip]:
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, every: bool = False) -> tuple[Tensor, Tensor, NodeTrip]:
         """As in TokenDispatcher; what stands for the weights is the ticket of theirs.
 
         Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights and expert ids.

@@ -158,7 +158,8 @@ class MoeDispatch(nn.Module):
         taken, weights, dropped = self._within_capacity(experts, weights, tokens)
         self.balancer.observe(self.layer, logits, experts, dropped, tokens)
         weights = self.balancer.attach(weights, self.layer, logits, experts, tokens)
-        ticket, weights, trip = self.dispatcher.send(mine, taken, weights)  # [n·k, h] under way  all_to_all ep
+        every = tokens.real is None and self.moe.capacity_factor is None
+        ticket, weights, trip = self.dispatcher.send(mine, taken, weights, every)  # [n·k, h] under way  all_to_all ep
         shared = normed if self.config.shared_ffn_hidden_size else None
         return x, ticket, weights, shared, trip
 

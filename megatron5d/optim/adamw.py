@@ -116,8 +116,8 @@ class AdamW(SliceOptimizer):
             self.step_count += 1
             beta1, beta2 = self.config.betas
             settings = AdamWSettings(lr, beta1, beta2, self.config.eps, self.step_count)
-            factor = torch.full((), 1.0 if scale is None else scale, dtype=self.slices[0].master.dtype)
-            adamw_step(table, settings, factor.to(decay.device), decay)
+            factor = torch.full((), 1.0 if scale is None else scale, dtype=decay.dtype, device=decay.device)
+            adamw_step(table, settings, factor, decay)
             return
         self._take_grads(scale)
         self._attach_grads()
@@ -159,7 +159,7 @@ class AdamW(SliceOptimizer):
         beta1, beta2 = self.config.betas
         settings = AdamWSettings(lr, beta1, beta2, self.config.eps, self.step_count)
         factor = torch.ones((), device=weights.device)  # the gradients are clipped already
-        adamw_step(table, settings, factor, torch.tensor(decay, device=weights.device))
+        adamw_step(table, settings, factor, torch.tensor(decay).to(weights.device, non_blocking=True))
         for segment, span in zip(state.segments, spans):
             store_rounded(flat["master"][span], weights[span], segment, self.rounding_seed, self.step_count)
 

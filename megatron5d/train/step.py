@@ -101,7 +101,8 @@ class Trainer:
         """
         square_sum = global_square_sum(self.sync.buckets)
         router_losses = sums[:0] if self.balancer is None else self.balancer.values
-        shares = torch.cat((square_sum.view(1), router_losses, sums, sums.new_tensor([float(stop), balance])))
+        mine = sums.new_full((1,), float(stop)), sums.new_full((1,), balance)  # not a copy, which would be waited for
+        shares = torch.cat((square_sum.view(1), router_losses, sums, *mine))
         square_total, *totals, stops, balances = all_reduce(shares, self.mesh["world"]).tolist()
         self.check()
         names = () if self.balancer is None else self.balancer.names
@@ -195,7 +196,10 @@ class _SummedLoss:
 
     def start_counting(self, batches: Sequence[MicroBatch], mesh: Mesh) -> None:
         """Starts counting the targets of the global batch. Comm: all_reduce dp_cp of one number per kind of target."""
-        targets = torch.stack([batch.target_counts for batch in batches]).sum(0).to(self.sums.device)
+        targets = torch.stack([batch.target_counts for batch in batches]).sum(0)
+        if self.sums.is_cuda:
+            targets = targets.pin_memory()  # the copy is not waited for
+        targets = targets.to(self.sums.device, non_blocking=True)
         self._counting = start_all_reduce(targets, mesh["dp_cp"])
 
     def __call__(self, batch: MicroBatch, y: torch.Tensor) -> torch.Tensor | None:

@@ -56,7 +56,7 @@ def layer(rank, world, ep, etp, crowd, ep_inner=1):
     assert isinstance(dispatcher, NodeDispatcher if 1 < ep_inner < ep else Dispatcher)
     x, weights, chosen, dy = inputs(rank, crowd)
     x, weights = x.requires_grad_(), weights.requires_grad_()
-    ticket, carried, trip = dispatcher.send(x, chosen, weights)
+    ticket, carried, trip = dispatcher.send(x, chosen, weights, every=bool((chosen < E).all()))
     ticket, trip = trip.go_on(ticket)
     rows, trip = trip.receive(ticket)
     home = trip.send_back(experts(rows, trip.offsets, run_now), carried)
