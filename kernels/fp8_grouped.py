@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.fp8_matmul import swizzled
+from kernels.fp8_matmul import scaled_sum, scales_of_tile, swizzled
 from kernels.fp8_quantize import GROUP, Quantized
 from kernels.grouped_matmul import ends_of, grouped_matmul_reference, launch_rows, readable
 from kernels.language import HAS_TRITON, cdiv, jit, next_power_of_2, tl
@@ -65,17 +65,18 @@ def _groups_of_expert(expert, offsets_ptr, num_experts, GROUP: tl.constexpr, EXP
     return tl.sum(tl.where(lane < expert, groups, 0), 0), tl.sum(tl.where(lane == expert, groups, 0), 0)
 
 
-@jit(do_not_specialize=["groups"])
+@jit
 def _weight_grad_fp8_kernel(
     dy_desc,
     x_desc,
-    dy_scales_ptr,
-    x_scales_ptr,
+    dy_scales,
+    dy_strides,
+    x_scales,
+    x_strides,
     grad_ptr,
     offsets_ptr,
     n,
     k,
-    groups,
     num_experts,
     EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -93,9 +94,9 @@ def _weight_grad_fp8_kernel(
         dy = dy_desc.load([tile_n * BLOCK_N, group * GROUP])
         x = x_desc.load([tile_k * BLOCK_K, group * GROUP])
         part = tl.dot(dy, x.T, out_dtype=tl.float32)
-        part *= tl.load(dy_scales_ptr + out.to(tl.int64) * groups + group, out < n, other=0.0)[:, None]
-        part *= tl.load(x_scales_ptr + column.to(tl.int64) * groups + group, column < k, other=0.0)[None, :]
-        total += part
+        dy_scale = scales_of_tile(dy_scales, dy_strides, 0, out, n, group, 1, GROUP)
+        x_scale = scales_of_tile(x_scales, x_strides, 0, column, k, group, 1, GROUP)
+        total = scaled_sum(total, part, dy_scale, x_scale, 1, 1)
     live = (out < n)[:, None] & (column < k)[None, :]
     at = expert * n * k + out.to(tl.int64)[:, None] * k + column[None, :]
     total += tl.load(grad_ptr + at, live, other=0.0).to(tl.float32)
@@ -128,7 +129,7 @@ def grouped_weight_grad_fp8(dy: Quantized, x: Quantized, offsets: Tensor, main_g
         TensorDescriptor.from_tensor(dy.values, [block_n, GROUP]),
         TensorDescriptor.from_tensor(x.values, [block_k, GROUP]),
     )
-    pointers = (*descriptors, dy.scales, x.scales, main_grad, offsets)
-    sizes = (n, k, dy.scales.shape[1], experts)
+    scales = (dy.scales, dy.scales.stride(), x.scales, x.scales.stride())
+    inputs = (*descriptors, *scales, main_grad, offsets, n, k, experts)
     grid = (cdiv(n, block_n) * cdiv(k, block_k), experts)
-    _weight_grad_fp8_kernel[grid](*pointers, *sizes, EXPERTS=next_power_of_2(experts), GROUP=GROUP, **config)
+    _weight_grad_fp8_kernel[grid](*inputs, EXPERTS=next_power_of_2(experts), GROUP=GROUP, **config)

@@ -32,16 +32,45 @@ def swizzled(program, tiles_m, tiles_n, BAND: tl.constexpr):
 
 
 @jit
+def scales_of_tile(scales, strides, first, index, count, group, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """A group's scales: of each row of a tile, or one for all of them; 1 where the whole matrix has one."""
+    scale = 1.0
+    if ROWS == 1:
+        scale = tl.load(scales + index.to(tl.int64) * strides[0] + group * strides[1], index < count, other=0.0)
+    elif ROWS == GROUP:
+        # A tile of rows lies within one block: tiles are no taller than 128 and start at multiples of their height.
+        scale = tl.load(scales + first // GROUP * strides[0] + group * strides[1])
+    return scale
+
+
+@jit
+def scaled_sum(total, part, a, b, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr):
+    """total + part · a · b, with one multiplication and addition an element where only one side has a scale a row."""
+    if A_ROWS == 1 and B_ROWS == 1:
+        total += part * a[:, None] * b[None, :]
+    elif A_ROWS == 1:
+        total += part * (a * b)[:, None]
+    elif B_ROWS == 1:
+        total += part * (a * b)[None, :]
+    elif A_ROWS == 0 and B_ROWS == 0:
+        total += part
+    else:
+        total += part * (a * b)
+    return total
+
+
+@jit
 def _fp8_matmul_kernel(
     a_desc,
     b_desc,
-    a_scales_ptr,
-    b_scales_ptr,
+    a_scales,
+    a_strides,
+    b_scales,
+    b_strides,
     out_ptr,
     m,
     n,
     k,
-    groups,
     A_ROWS: tl.constexpr,
     B_ROWS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -54,24 +83,17 @@ def _fp8_matmul_kernel(
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in range(groups):
+    for group in range(tl.cdiv(k, GROUP)):
         a = a_desc.load([tile_m * BLOCK_M, group * GROUP])
         b = b_desc.load([tile_n * BLOCK_N, group * GROUP])
         part = tl.dot(a, b.T, out_dtype=tl.float32)
-        if A_ROWS == 1:
-            part *= tl.load(a_scales_ptr + row.to(tl.int64) * groups + group, row < m, other=0.0)[:, None]
-        elif A_ROWS == GROUP:
-            # A tile of rows lies within one block: tiles are no taller than 128 and start at multiples of their height.
-            part *= tl.load(a_scales_ptr + tile_m * BLOCK_M // GROUP * groups + group)
-        if B_ROWS == 1:
-            part *= tl.load(b_scales_ptr + column.to(tl.int64) * groups + group, column < n, other=0.0)[None, :]
-        elif B_ROWS == GROUP:
-            part *= tl.load(b_scales_ptr + tile_n * BLOCK_N // GROUP * groups + group)
-        total += part
+        a_scale = scales_of_tile(a_scales, a_strides, tile_m * BLOCK_M, row, m, group, A_ROWS, GROUP)
+        b_scale = scales_of_tile(b_scales, b_strides, tile_n * BLOCK_N, column, n, group, B_ROWS, GROUP)
+        total = scaled_sum(total, part, a_scale, b_scale, A_ROWS, B_ROWS)
     if A_ROWS == 0:
-        total *= tl.load(a_scales_ptr)
+        total *= tl.load(a_scales)
     if B_ROWS == 0:
-        total *= tl.load(b_scales_ptr)
+        total *= tl.load(b_scales)
     at = row.to(tl.int64)[:, None] * n + column[None, :]
     live = (row < m)[:, None] & (column < n)[None, :]
     if ACCUMULATE:
@@ -131,7 +153,7 @@ def fp8_matmul(
         TensorDescriptor.from_tensor(b.values, [block_n, GROUP]),
     )
     kinds = {"A_ROWS": a.rows_per_scale, "B_ROWS": b.rows_per_scale, "ACCUMULATE": accumulate_into is not None}
-    inputs = (*descriptors, a.scales, b.scales, out, m, n, k, cdiv(k, GROUP))
+    inputs = (*descriptors, a.scales, a.scales.stride(), b.scales, b.scales.stride(), out, m, n, k)
     grid = (cdiv(m, block_m) * cdiv(n, block_n),)
     _fp8_matmul_kernel[grid](*inputs, **kinds, GROUP=GROUP, **config)
     return out

@@ -90,7 +90,7 @@ def _turn_kernel(
     # expert's rows begin anywhere, would have every byte stored by itself.
     known = (column < columns)[None, :]
     tl.store(turned_ptr + column[None, :] * (groups * GROUP) + place[:, None], values, known)
-    tl.store(turned_scales_ptr + column[None, :] * groups + group, scale, known)
+    tl.store(turned_scales_ptr + group.to(tl.int64) * columns + column[None, :], scale, known)
 
 
 def turn(x: Quantized, offsets: Tensor | None = None, *, powers_of_two: bool = False, keep: bool = False) -> Quantized:
@@ -104,14 +104,15 @@ def turn(x: Quantized, offsets: Tensor | None = None, *, powers_of_two: bool = F
 
     Returns:
         values `[columns, G·128]`, scales `[columns, G]`, with G = ceil(rows/128), and E more with offsets. Groups
-        behind the last expert's hold nothing that may be read.
+        behind the last expert's hold nothing that may be read. Scales of one group are neighbours in memory: a
+        product reads those of many columns at a time.
     """
     rows, columns = x.values.shape
     if not dispatch.runs_triton(x.scales) or not x.values.numel():
         return turn_reference(x, offsets, powers_of_two=powers_of_two, keep=keep)
     groups = groups_of(rows, offsets)
     values = torch.empty(columns, groups * GROUP, dtype=x.values.dtype, device=x.values.device)
-    scales = torch.empty(columns, groups, device=x.values.device)
+    scales = torch.empty(groups, columns, device=x.values.device).t()
     experts = 0 if offsets is None else offsets.numel() - 1
     flags = {"EXPERTS": next_power_of_2(experts) if experts else 0, "POWERS_OF_TWO": powers_of_two, "KEEP": keep}
     pointers = (x.values, x.scales, values, scales, x.scales if offsets is None else offsets)

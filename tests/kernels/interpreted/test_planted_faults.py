@@ -123,6 +123,7 @@ FAULTS = {
         "start = first // BLOCK_M * BLOCK_M + BLOCK_M",
     ),
     "missing promotion": ("fp8_matmul", float8, "total += part", "total = part"),
+    "one side's scale": ("fp8_matmul", float8, "part * (a * b)[:, None]", "part * a[:, None]"),
     "neighbours' rows": ("grouped_matmul", weight_grad, TAIL, "dy = dy\n        x = x"),
 }
 
