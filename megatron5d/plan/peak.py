@@ -246,7 +246,10 @@ class _Walk:
         stash = sum(self._stashed.values())
         kept = {kind: count for kind, count in activations.items() if count > 0}
         rest = total - sum(kept.values()) - stash - self.messages - self.units
-        if rest < 0:  # the phase that runs has freed some of its activations already
-            kept[max(kept, key=kept.__getitem__)] += rest
+        if rest < 0:  # the phase that runs has freed some of its activations already, or W of what was stashed
+            if action.op == "W" or not kept:
+                stash += rest
+            else:
+                kept[max(kept, key=kept.__getitem__)] += rest
             rest = 0
         self.peak = Peak(kept, stash, self.messages, self.units, rest, action, len(self._forward))

@@ -47,6 +47,14 @@ def test_a_peak_is_made_of_what_is_there_and_of_what_runs():
     assert str(peak.action)[:2] == "0B" and peak.total == 27
 
 
+def test_what_a_weight_gradient_has_let_go_of_is_not_stashed_any_more():
+    """W lets go of 6 of 10 bytes and starts a sum of 7: 11 there, and nothing of any forward's."""
+    weights = Step("mlp", 0, -6), Step("mlp", 0, -4)
+    trace = StageTrace({"F": (Step("mlp", 2, 2),), "I": (Step("mlp", 8, 8),), "W": weights}, output_kept=True)
+    peak = find_peak(build_program("zb_h1", 1, 1), 0, {0: trace}, message_bytes=0, reduced={0: (7, 0)})
+    assert (peak.total, peak.stash, peak.units, peak.workspace, peak.activations) == (11, 4, 7, 0, {})
+
+
 def test_kinds_add_up_to_what_is_needed():
     peak = Peak({"Attention": 50, "Mlp": 70}, stash=3, messages=4, workspace=5)
     memory = RankMemory(10, 20, 60, 1, 2, peak, end_of_step=9, setup=95, library=8, outside=100)
