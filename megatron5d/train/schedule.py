@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from megatron5d.comm.p2p import Form
 from megatron5d.config.fault import Fault, closest
-from megatron5d.config.law import data_parallel
+from megatron5d.config.law import data_parallel, divisors
+from megatron5d.config.laws import broken_laws
+from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
 from megatron5d.model.partition import StageSpec, at_both_ends, layers_per_stage, shared_by_mirror, stage_specs
@@ -143,6 +145,8 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
             knobs.append("train.gbs")
             reason = f"{reason} = train.gbs / (train.mbs·dp) = {config.train.gbs} / {_sequences_at_once(config, world)}"
             fix = _nearest_batch(config, world) or fix
+        elif config.pipeline.schedule == "dualpipe" and config.parallel.pp % 2:
+            fix = _pairs_of_ranks(config, world)
         return [Fault("pipeline", tuple(knobs), reason or fix, fix)]
     return []
 
@@ -156,6 +160,18 @@ def _nearest_batch(config: Config, world: int) -> str | None:
             program_of(m)
             return f"train.gbs={m * unit}"
     return None
+
+
+def _pairs_of_ranks(config: Config, world: int) -> str:
+    """The override of the nearest even pp with which all else can stay, or of a schedule that takes an odd one."""
+    p, now = config.parallel, config.parallel.pp
+    sizes = [pp for pp in divisors(world // (p.tp * p.cp)) if pp % 2 == 0]
+    for pp in sorted(sizes, key=lambda pp: (abs(pp - now), pp)):
+        paired = replace(config, parallel=replace(p, pp=pp))
+        if not (broken_laws(paired, world, without=FILE_LAWS) or pipeline_faults(paired, world)):
+            return f"parallel.pp={pp}"
+    folded = replace(config, pipeline=replace(config.pipeline, schedule="dualpipe_v"))
+    return f"pipeline.schedule={'1f1b' if pipeline_faults(folded, world) else 'dualpipe_v'}"
 
 
 def _sequences_at_once(config: Config, world: int) -> int:

@@ -4,13 +4,25 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from runs import write_corpus
 
-from megatron5d.config.schema import CheckpointConfig, Config, InitConfig
+from megatron5d.config.laws import broken_laws
+from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.schema import (
+    CheckpointConfig,
+    Config,
+    InitConfig,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from megatron5d.data.indexed import IndexedDataset
+from megatron5d.train.schedule import pipeline_faults
 from megatron5d.train.state import checkpoint_faults
 from pretrain import main
 
@@ -147,3 +159,27 @@ def test_cfg_and_help_end_well(folder):
     helped = pretrain(folder, "--help")
     assert helped.returncode == 0 and "global batch, in sequences" in helped.stdout
     assert everything_below(folder) == ["corpus.bin", "corpus.idx"]
+
+
+@pytest.mark.parametrize(
+    ("world", "gbs", "layers", "change"),
+    [
+        (6, 12, 6, {"parallel": {"pp": 2}}),  # not 4, which does not divide 6
+        (6, 16, 6, {"parallel": {"pp": 6}}),  # under 2, dp = 3 would not divide 16
+        (3, 12, 6, {"pipeline": {"schedule": "dualpipe_v"}}),
+        (3, 12, 3, {"pipeline": {"schedule": "1f1b"}}),  # too few layers for two chunks a rank
+    ],
+)
+def test_an_odd_number_of_ranks_that_shall_be_mirrored_gets_a_fix_that_stands(world, gbs, layers, change):
+    config = Config(
+        model=ModelConfig(num_layers=layers),
+        parallel=ParallelConfig(pp=3),
+        pipeline=PipelineConfig(schedule="dualpipe"),
+        train=TrainConfig(gbs=gbs, mbs=1),
+    )
+    (fault,) = pipeline_faults(config, world)
+    ((group, field),) = change.items()
+    ((name, value),) = field.items()
+    assert "is odd" in fault.reason and fault.fix == f"{group}.{name}={value}"
+    mended = replace(config, **{group: replace(getattr(config, group), **field)})
+    assert broken_laws(mended, world, without=FILE_LAWS) == [] and pipeline_faults(mended, world) == []
