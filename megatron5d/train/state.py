@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os.path import isdir
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def run_tensors(
     return tensors
 
 
-def _twin(key: str) -> str | None:
+def twin(key: str) -> str | None:
     """The key of a weight's master copy, or of the weight of which a key is the master copy; None of all else."""
     for one, other in (("model.", "optim.master."), ("optim.master.", "model.")):
         if key.startswith(one):
@@ -121,10 +121,12 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
     ]
 
 
-def _saved_model(saved: Mapping[str, Any]) -> ModelConfig:
-    """The architecture in a saved configuration; as of `changed_keys` keys that are gone since do not count."""
+def _num_weights(saved: Mapping[str, Any]) -> int:
+    """Parameters, and biases of routers, of a saved configuration; as of `changed_keys` keys gone since do not count."""
     known = to_dict(ModelConfig())
-    return from_dict({"model": {key: value for key, value in saved.get("model", {}).items() if key in known}}).model
+    model = from_dict({"model": {key: value for key, value in saved.get("model", {}).items() if key in known}}).model
+    biased = model.router_bias or "bias" in saved.get("moe", {}).get("balance", ())
+    return parameter_count(replace(model, router_bias=biased))
 
 
 def resume(
@@ -151,15 +153,15 @@ def resume(
             f"init.from_checkpoint={folder} with another checkpoint.dir"
         )
     changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
-    architecture = [line for line in changed if line.startswith("model.")]
-    held, here = parameter_count(_saved_model(record["config"])), parameter_count(config.model)
+    architecture = [line for line in changed if line.startswith(("model.", "moe.balance "))]  # which gives biases
+    held, here = _num_weights(record["config"]), _num_weights(to_dict(config))
     if architecture and held > here:  # where some are missing or have another shape, loading names them
         raise ValueError(
-            f"{folder} holds {held:,} parameters, and this model has a place for {here:,} of them: "
+            f"{folder} holds {held:,} weights, and this model has a place for {here:,} of them: "
             f"{'; '.join(architecture)}; resume with the architecture that was saved, or take the weights that fit: "
             f"init.from_checkpoint={folder} with another checkpoint.dir"
         )
-    load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False), architecture, twin=_twin)
+    load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False), architecture, twin=twin)
     progress = Progress(**record["progress"])
     optimizer.take_unsaved_masters()
     optimizer.set_step_count(progress.step - progress.skipped)
@@ -210,6 +212,6 @@ def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]],
     found = agreed(lambda: whole_checkpoint(folder, "init.from_checkpoint"))
     assert found is not None
     changed = changed_keys(read_run(found)["config"], config, ["model"])
-    load_tensors(found, named("model", held), changed, twin=_twin)
+    load_tensors(found, named("model", held), changed, twin=twin)
     passive = tuple(f"model.{key} " for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions"))
     return [f"{line} in {found}" for line in changed if not line.startswith(passive)]

@@ -1,5 +1,6 @@
 """A mixture of experts goes on from where it stopped: bit for bit on its layout, and on any other ep, etp and tp."""
 
+import dataclasses
 import json
 import shutil
 
@@ -35,11 +36,11 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=97)
 
 
-def run(folder, corpus, world=4, *, parallel=None, stop_after=0, dtype="fp32"):
+def run(folder, corpus, world=4, *, parallel=None, stop_after=0, dtype="fp32", model=MODEL, moe=MOE):
     folder.mkdir(exist_ok=True)
     config = Config(
-        model=MODEL,
-        moe=MOE,
+        model=model,
+        moe=moe,
         parallel=ParallelConfig(**(SAVED_ON if parallel is None else parallel)),
         train=TrainConfig(steps=STEPS, gbs=8, mbs=2, seq_len=16, stop_after=stop_after),
         optim=OptimConfig(lr=1e-2, warmup_steps=2),
@@ -133,3 +134,11 @@ def test_the_log_tells_what_the_routers_did(straight):
     assert {f"moe/layer_{layer}/{name}" for name in figures for layer in (1, 2)} <= records[0].keys()
     assert not any(key.startswith("moe/layer_0/") for key in records[0])
     assert records[0]["comm_ep_bytes"] > 0
+
+
+def test_biases_that_balancing_has_moved_are_not_left_behind(tmp_path, corpus):
+    """Without them every token would choose other experts, and nothing would say so."""
+    model = dataclasses.replace(MODEL, router_bias=False, num_mtp_layers=0)
+    run(tmp_path, corpus, 1, parallel={}, stop_after=1, model=model)
+    with pytest.raises(AssertionError, match=r"place for .* moe.balance = \['aux'\], saved with \['bias', 'seq_aux'\]"):
+        run(tmp_path, corpus, 1, parallel={}, model=model, moe=MoeConfig(balance=["aux"], aux_coef=0.01))
