@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them"
     )
     write.add_argument("--out", type=Path, required=True, metavar="DIR", help="without safetensors files yet")
-    write.add_argument("--dtype", **dtype)
+    write.add_argument("--dtype", **dtype | {"help": f"{dtype['help']}; of a run in bf16, fp32 writes the masters"})
     write.add_argument("--tokenizer", type=Path, metavar="PATH", help="file or folder to put beside the weights "
                        "(default: the run's data.tokenizer)")  # fmt: skip
     write.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="10^9 bytes a file (default 5)")
@@ -87,7 +87,7 @@ from megatron5d.model.hf_config import read_hf_config, read_model_config
 from megatron5d.model.hf_export import hf_config_from_model
 from megatron5d.model.hf_names import IGNORED, hf_copies, hf_entries
 from megatron5d.model.upcycle import upcycled, upcycled_weights
-from megatron5d.train.state import Progress, run_record
+from megatron5d.train.state import Progress, run_record, twin
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -159,7 +159,7 @@ def to_hf(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None
     elif tokenizer is not None and not tokenizer.exists():
         raise ValueError(f"--tokenizer {tokenizer} does not exist")
     described = hf_config_from_model(config.model, dtype, eos_token_id=_end_of_text(config, tokenizer))
-    weights, entries = SavedWeights(folder), hf_entries(config.model, described["model_type"])
+    weights, entries = SavedWeights(folder, DTYPES[dtype], twin), hf_entries(config.model, described["model_type"])
     _check_complete(weights, entries, folder)
     entries += hf_copies(config.model)
     bar = tqdm(entries, unit="tensor", disable=not sys.stderr.isatty())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import MANIFEST, fault_of, faults_of_newer, named_steps, newest, step_folder
@@ -152,7 +153,7 @@ def load_tensors(
 
     reader = Reader(folder, alone=not dist.is_initialized())
     saved = reader.tensors()
-    sources = {key: _source(key, twin(key), tensor, saved) for key, tensor in tensors.items()}
+    sources = {key: widest_source(key, twin(key), tensor.dtype, saved) for key, tensor in tensors.items()}
     faults = [f"missing in the checkpoint: {key}" for key, source in sources.items() if source is None]
     faults += [
         f"{key}: saved {tuple(saved[source].size)}, this model has {tuple(tensors[key].shape)}"
@@ -168,9 +169,19 @@ def load_tensors(
     read(reader, [part for part in (own, twins) if part])
 
 
-def _source(key: str, twin: str | None, tensor: ShardedTensor, saved: Mapping[str, Any]) -> str | None:
-    """The key that is read, of two with the same values: the first that is as wide as is wanted, else the wider one."""
+def widest_source(key: str, twin: str | None, wanted: torch.dtype, saved: Mapping[str, Any]) -> str | None:
+    """The key that is read, of two with the same values: the first that is as wide as is wanted, else the wider one.
+
+    Args:
+        key: under which the values are wanted.
+        twin: another one under which they may be saved; None = none.
+        wanted: dtype.
+        saved: what the checkpoint says of its tensors, by key.
+
+    Returns:
+        None where neither is saved.
+    """
     found = [each for each in (key, twin) if each is not None and each in saved]
     width = {each: saved[each].properties.dtype.itemsize for each in found}
-    enough = (each for each in found if width[each] >= tensor.dtype.itemsize)
+    enough = (each for each in found if width[each] >= wanted.itemsize)
     return next(enough, max(found, key=lambda each: width[each], default=None))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_parameter
-from megatron5d.checkpoint.load import load_tensors
+from megatron5d.checkpoint.load import load_tensors, widest_source
 from megatron5d.topology.shard import spec_of
 
 if TYPE_CHECKING:
@@ -40,22 +40,30 @@ class SavedWeights:
 
     Args:
         folder: a whole checkpoint.
+        wanted: dtype in which the weights will be used; None = the one in which the model's own are saved.
+        twin: as of `load_tensors`; without it the model's own weights are read, even where wider ones are saved.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, wanted: torch.dtype | None = None, twin: Callable[[str], str | None] = lambda key: None
+    ) -> None:
         from megatron5d.checkpoint.storage import Reader, read
 
         self._reader, self._read = Reader(folder), read
-        self.tensors = {
-            key.removeprefix(PREFIX): entry for key, entry in self._reader.tensors().items() if key.startswith(PREFIX)
+        saved = self._reader.tensors()
+        self._keys = {
+            key.removeprefix(PREFIX): widest_source(key, twin(key), wanted or entry.properties.dtype, saved) or key
+            for key, entry in saved.items()
+            if key.startswith(PREFIX)
         }
+        self.tensors = {name: saved[key] for name, key in self._keys.items()}
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The rectangle of `shape` at `offset` of a global tensor, in the dtype it was saved in."""
+        """The rectangle of `shape` at `offset` of a global tensor, in the dtype of the copy that is read."""
         entry = self.tensors[name]
         values = torch.empty(tuple(shape), dtype=entry.properties.dtype)
         tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
-        self._read(self._reader, [{PREFIX + name: tensor}])
+        self._read(self._reader, [{self._keys[name]: tensor}])
         return values
 
 

@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.hf import SafetensorsFolder
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.save import Saver
+from megatron5d.checkpoint.weights import SavedWeights
 from tools import convert, generate, logits
 
 transformers = pytest.importorskip("transformers")
@@ -101,6 +104,27 @@ def test_export_in_bf16_with_its_tokenizer(imported, tmp_path):
     save_file(load_file(out / "model.safetensors") | table, out / "model.safetensors")  # as older folders have them
     assert convert.main(["from-hf", "--hf", str(out), "--out", str(tmp_path / "again")]) == 0
     assert read_run(tmp_path / "again" / "step-00000000")["config"]["precision"]["dtype"] == "bf16"
+
+
+def test_export_in_fp32_takes_the_masters(imported, tmp_path):
+    """A run in bf16 saves what it rounds its weights from; a folder in fp32 is as exact."""
+    model, _, checkpoints, _ = imported
+    folder, tensors = checkpoints / "step-00000000", {}
+    exact = SavedWeights(folder)
+    for name, entry in exact.tensors.items():
+        zero = (0,) * len(entry.size)
+        values = exact.read(name, zero, entry.size)
+        for key, copy in {"model": values.bfloat16(), "optim.master": values}.items():
+            tensors[f"{key}.{name}"] = ShardedTensor(entry.size, [(zero, copy)], copy.dtype)
+    Saver(tmp_path / "ckpt", keep=0).save(0, tensors, read_run(folder))
+    for dtype, precise in (("fp32", lambda t: t), ("bf16", torch.Tensor.bfloat16)):
+        out = tmp_path / dtype
+        words = ["to-hf", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(out), "--dtype", dtype]
+        assert convert.main(words) == 0
+        written, theirs = load_file(out / "model.safetensors"), model.state_dict()
+        assert written
+        for name, tensor in written.items():
+            assert torch.equal(tensor, precise(theirs[name])), name
 
 
 def test_no_more_than_one_tensor_is_read_at_a_time(imported, tmp_path, monkeypatch):
