@@ -122,7 +122,7 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
 
 
 def _num_weights(saved: Mapping[str, Any]) -> int:
-    """Parameters, and biases of routers, of a saved configuration; as of `changed_keys` keys gone since do not count."""
+    """Parameters and router biases of a saved configuration; as of `changed_keys`, keys gone since do not count."""
     known = to_dict(ModelConfig())
     model = from_dict({"model": {key: value for key, value in saved.get("model", {}).items() if key in known}}).model
     biased = model.router_bias or "bias" in saved.get("moe", {}).get("balance", ())
