@@ -1,4 +1,4 @@
-"""Quantisation to 8-bit floats with one scale per tensor, per 1×128 group of a row, or per 128×128 block.
+"""Quantisation to 8-bit floats with one scale per 1×128 group of a row, or per 128×128 block.
 
 value ≈ scale · q with scale = amax / largest finite q (448 for e4m3, 57344 for e5m2), so the largest value of each
 group meets the largest number (Micikevicius et al., arXiv:2209.05433, sec. 3; groups: DeepSeek-V3, arXiv:2412.19437,
@@ -68,35 +68,6 @@ def cast_scaled(x: Tensor, amax: Tensor, scales: Tensor, dtype: torch.dtype) -> 
     largest = torch.finfo(dtype).max
     q = (x * (1.0 / scales)).clamp(-largest, largest)
     return torch.where(amax < torch.inf, q, torch.nan).to(dtype)
-
-
-def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, float32 0-d; infinite where an element is not finite, 0 without elements."""
-    if not x.numel():
-        return torch.zeros((), device=x.device)
-    amax = torch.linalg.vector_norm(x, torch.inf).float()  # one pass; exact in any dtype, and NaN where an element is
-    return torch.where(amax.isnan(), torch.inf, amax)
-
-
-def quantize_tensor(
-    x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
-) -> Quantized:
-    """One scale for the whole tensor.
-
-    Args:
-        x: `[rows, columns]`, any floating dtype.
-        dtype: float8_e4m3fn or float8_e5m2.
-        powers_of_two: round the scale up to a power of two.
-        amax: float32 0-d, the largest magnitude that the scale must serve; None = that of x.
-
-    Returns:
-        values, and scales `[1, 1]`.
-    """
-    amax = amax_of(x) if amax is None else amax
-    scale, largest = scales_of(amax, dtype, powers_of_two), torch.finfo(dtype).max
-    factor = torch.where(amax < torch.inf, 1.0 / scale, torch.nan).reshape(1)  # not 0-d, which would leave 16 bits so
-    q = (x if x.element_size() == 2 else x.float()) * factor  # float32, without a copy of x in between
-    return Quantized(q.clamp_(-largest, largest).to(dtype), scale.reshape(1, 1), 0)
 
 
 def quantize_reference(

@@ -11,6 +11,7 @@ from torch import Tensor
 import kernels
 from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_quantize import quantize_blocks, quantize_reference, quantize_rows, quantize_rows_both_ways
+from kernels.fp8_tensor import amax_of, quantize_tensor, quantize_tensor_both_ways, quantize_tensor_reference
 from kernels.fp8_turn import turn, turn_reference
 from kernels.testing.bench_row import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random
 
@@ -113,6 +114,19 @@ def quantisers(device: str, rows: int, width: int) -> Calls:
     }
 
 
+def one_scale(device: str, rows: int, width: int) -> Calls:
+    """Two passes, as the scale is known only after the first."""
+    x = random(device, rows, width)
+    compiled = torch.compile(quantize_tensor_reference)
+    return {
+        "ours": lambda: quantize_tensor(x),
+        "ours, both ways": lambda: quantize_tensor_both_ways(x),
+        "ours, the maximum": lambda: amax_of(x),
+        "torch": lambda: quantize_tensor_reference(x),
+        "torch.compile": lambda: compiled(x),
+    }
+
+
 def turned(device: str, rows: int, width: int) -> Calls:
     """8-bit rows as the weight gradient reads them."""
     x = quantize_rows(random(device, rows, width))
@@ -165,6 +179,7 @@ def _rope_row(backward: bool) -> Benchmark:
 
 POINTWISE = {
     "float8 rows 16384x4096": _row(quantisers, 3, ROWS),
+    "float8, one scale, 16384x4096": _row(one_scale, 5, ROWS),
     "float8 turned 16384x4096": _row(turned, 2, ROWS),
     "SwiGLU to float8 8192x14336": _row(swiglu_to_float8, 5, FEED_FORWARD),
     "RMSNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=False), 3, ROWS),

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
-from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows, quantize_tensor
+from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows
+from kernels.fp8_tensor import quantize_tensor
 from kernels.fp8_turn import turn
 from kernels.gather_matmul import gather_matmul
 from kernels.grouped_matmul import grouped_matmul, grouped_weight_grad

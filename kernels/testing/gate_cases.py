@@ -12,6 +12,7 @@ from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_q
 from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
+from kernels.fp8_tensor import quantize_tensor, quantize_tensor_both_ways
 from kernels.fp8_turn import turn
 from kernels.gather_matmul import gather_matmul
 from kernels.grouped_matmul import grouped_input_grad, grouped_matmul
@@ -109,6 +110,13 @@ def _fp8() -> None:
 def _fp8_quantised() -> None:
     quantize_rows_both_ways(meta(4096, 7168))
     quantize_blocks(meta(4096, 7168))
+    _fp8_tensor()
+
+
+def _fp8_tensor() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        quantize_tensor_both_ways(meta(4096, 7168, dtype=dtype), powers_of_two=True)
+        quantize_tensor(meta(4096, 7168, dtype=dtype), E5M2)
 
 
 def _grouped() -> None:
@@ -197,6 +205,7 @@ CASES: dict[str, Case] = {
     **_attention_cases(ATTENTION, nightly=False),
     **_attention_cases(ATTENTION_NIGHTLY, nightly=True),
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
+    "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8),
     "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its products take the plain path there
     "grouped": Case(_grouped, {"sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}),
     "grouped-fp8": Case(_grouped_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),

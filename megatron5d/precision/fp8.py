@@ -36,14 +36,13 @@ from kernels.fp8_quantize import (
     E5M2,
     GROUP,
     Quantized,
-    amax_of,
     cast_scaled,
     magnitude_of,
     quantize_blocks,
     quantize_rows,
-    quantize_tensor,
     scales_of,
 )
+from kernels.fp8_tensor import amax_of, quantize_tensor, quantize_tensor_both_ways
 from kernels.fp8_turn import turn
 from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight
 from megatron5d.precision.gemms import ExpertGemms, Gemms, Operand, by_expert
@@ -187,8 +186,8 @@ class TensorwiseGemms(Gemms):
     def _weight(self, weight: Tensor) -> QuantizedPair:
         def make() -> QuantizedPair:
             amax = self.of_weight(amax_of(weight.detach()))
-            q = quantize_tensor(weight.detach(), powers_of_two=self.powers_of_two, amax=amax)
-            return QuantizedPair(q, Quantized(q.values.t().contiguous(), q.scales, 0))
+            both = quantize_tensor_both_ways(weight.detach(), powers_of_two=self.powers_of_two, amax=amax)
+            return QuantizedPair(*both)
 
         return quantized_weight(weight, make)
 

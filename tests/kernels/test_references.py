@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels import dispatch
-from kernels.fp8_quantize import amax_of, quantize_tensor
+from kernels.fp8_tensor import amax_of, quantize_tensor
 from kernels.grouped_matmul import readable
 from kernels.moe import top_k
 

@@ -9,6 +9,7 @@ from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_q
 from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
+from kernels.fp8_tensor import amax_of, quantize_tensor_both_ways
 from kernels.fp8_turn import turn
 from kernels.grouped_matmul import grouped_matmul, grouped_weight_grad
 from kernels.linear_cross_entropy import linear_cross_entropy
@@ -75,6 +76,9 @@ def test_eight_bits():
     x, weight, offsets = torch.zeros(0, 256), torch.randn(130, 256), torch.zeros(3, dtype=torch.int64)
     rows, (straight, turned) = quantize_rows(x), quantize_rows_both_ways(x)
     assert rows.values.shape == straight.values.shape == (0, 256) and turned.values.shape == (256, 0)
+    whole, whole_turned = quantize_tensor_both_ways(x)
+    assert whole.values.shape == (0, 256) and whole_turned.values.shape == (256, 0)
+    assert amax_of(x) == 0 and whole.scales.item() == 1
     blocks = quantize_blocks(weight)[0]
     assert fp8_matmul(rows, blocks).shape == (0, 130)
     assert turn(rows).values.shape == (256, 0)

@@ -18,8 +18,8 @@ from kernels.fp8_quantize import (
     quantize_reference,
     quantize_rows,
     quantize_rows_both_ways,
-    quantize_tensor,
 )
+from kernels.fp8_tensor import quantize_tensor
 from kernels.fp8_turn import turn, turn_reference
 
 

@@ -10,6 +10,7 @@ from triton.runtime.errors import InterpreterError
 import kernels
 from kernels.flash_attention_plain import AttentionRule
 from kernels.fp8_quantize import quantize_blocks, quantize_rows
+from kernels.fp8_tensor import quantize_tensor_reference
 
 ROOT = Path(kernels.__file__).parent
 
@@ -81,6 +82,13 @@ def float8(module):
     return module.fp8_matmul(a, b), a.dequantize() @ b.dequantize().t()
 
 
+def float8_tensor(module):
+    x = torch.randn(130, 150)
+    x[129, 149] = -50
+    want, (straight, turned) = quantize_tensor_reference(x).dequantize(), module.quantize_tensor_both_ways(x)
+    return torch.stack([straight.dequantize(), turned.dequantize().t()]), torch.stack([want, want])
+
+
 def weight_grad(module):
     dy, x, main = torch.randn(100, 32).bfloat16(), torch.randn(100, 48).bfloat16(), torch.zeros(1, 32, 48)
     module.grouped_weight_grad(dy, x, torch.tensor([0, 70]), main)
@@ -124,6 +132,14 @@ FAULTS = {
     ),
     "missing promotion": ("fp8_matmul", float8, "total += part", "total = part"),
     "one side's scale": ("fp8_matmul", float8, "part * (a * b)[:, None]", "part * a[:, None]"),
+    "signed maximum": ("fp8_tensor", float8_tensor, "size = magnitude(x.to(tl.float32))", "size = x.to(tl.float32)"),
+    "maximum of some columns": (
+        "fp8_tensor",
+        float8_tensor,
+        "tl.max(tl.max(size, 1), 0)",
+        "tl.max(tl.min(size, 1), 0)",
+    ),
+    "turned by columns": ("fp8_tensor", float8_tensor, "column[None, :] * rows +", "column[None, :] * columns +"),
     "neighbours' rows": ("grouped_matmul", weight_grad, TAIL, "dy = dy\n        x = x"),
 }
 

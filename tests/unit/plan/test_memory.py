@@ -9,6 +9,7 @@ import torch
 from parity_configs import config_of
 
 from kernels import dispatch, swiglu
+from kernels.fp8_tensor import amax_of, quantize_tensor_both_ways
 from kernels.planning import planned
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import LogConfig
@@ -137,6 +138,19 @@ def test_the_meta_device_goes_the_way_of_a_gpu_only_while_one_is_planned_for():
     with planned("sm_90"):
         assert kept_bytes() == 4 * 3 * 2, "the kernel keeps its input alone and makes its output"
     assert plain == kept_bytes() > 4 * 3 * 2 and dispatch.PLANNED.get() is None
+
+
+def test_one_scale_for_a_tensor_writes_nothing_wide_on_a_gpu():
+    def peak_bytes() -> int:
+        x = torch.empty(128, 256, dtype=torch.bfloat16, device="meta")
+        with MemoryWatch() as watch:
+            quantize_tensor_both_ways(x, amax=amax_of(x))
+        return watch.peak_bytes
+
+    elements = 128 * 256
+    assert peak_bytes() >= 5 * elements, "the plain path holds it in float32 and in 8 bits"
+    with planned("sm_90"):
+        assert peak_bytes() < 2.01 * elements, "values and their transpose, and a maximum of each tile"
 
 
 def test_the_watch_rounds_as_an_allocator_does():

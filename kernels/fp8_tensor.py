@@ -1,0 +1,177 @@
+"""Quantisation to 8-bit floats with one scale for a whole tensor, from its present maximum.
+
+Two passes over memory: the largest magnitude (`amax_of`), then scaling and the saturating cast (`quantize_tensor`).
+They are calls of their own, so that the maximum can be one over several ranks (current scaling: Micikevicius et al.,
+arXiv:2209.05433, sec. 3).
+
+Each program writes the maximum of its tile, and those maxima are reduced on the device: no atomics, no waiting for the
+host, and the same bits in any order. The arithmetic is that of fp8_quantize.py: the kernels' bits are the references'.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.dispatch import rows_of
+from kernels.fp8_quantize import E4M3, Quantized, magnitude, quantized, scales_of
+from kernels.language import cdiv, jit, tl
+
+
+def amax_reference(x: Tensor) -> Tensor:
+    """`amax_of` in plain torch."""
+    if not x.numel():
+        return torch.zeros((), device=x.device)
+    amax = torch.linalg.vector_norm(x, torch.inf).float()  # one pass; exact in any dtype, and NaN where an element is
+    return torch.where(amax.isnan(), torch.inf, amax)
+
+
+def quantize_tensor_reference(
+    x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
+) -> Quantized:
+    """`quantize_tensor` in plain torch."""
+    amax = amax_reference(x) if amax is None else amax
+    scale, largest = scales_of(amax, dtype, powers_of_two), torch.finfo(dtype).max
+    factor = torch.where(amax < torch.inf, 1.0 / scale, torch.nan).reshape(1)  # not 0-d, which would leave 16 bits so
+    q = (x if x.element_size() == 2 else x.float()) * factor  # float32, without a copy of x in between
+    return Quantized(q.clamp_(-largest, largest).to(dtype).contiguous(), scale.reshape(1, 1), 0)
+
+
+@jit
+def _tile(rows, columns, TILE: tl.constexpr):
+    """The rows and columns of this program's tile, and which of its elements exist."""
+    tile, across = tl.program_id(0).to(tl.int64), tl.cdiv(columns, TILE)
+    row = tile // across * TILE + tl.arange(0, TILE)
+    column = tile % across * TILE + tl.arange(0, TILE)
+    return row, column, (row < rows)[:, None] & (column < columns)[None, :]
+
+
+@jit(do_not_specialize=["rows"])
+def _amax_kernel(x_ptr, parts_ptr, rows, columns, x_stride, TILE: tl.constexpr):
+    """The largest magnitude of one tile."""
+    row, column, live = _tile(rows, columns, TILE)
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0)
+    size = magnitude(x.to(tl.float32))
+    tl.store(parts_ptr + tl.program_id(0), tl.max(tl.max(size, 1), 0))
+
+
+@jit
+def _cast_kernel(
+    x_ptr,
+    amax_ptr,
+    values_ptr,
+    turned_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    x_stride,
+    TURNED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile in 8 bits, and its transpose; the first program writes the scale, which each computes for itself."""
+    row, column, live = _tile(rows, columns, TILE)
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+    DTYPE: tl.constexpr = values_ptr.dtype.element_ty
+    values, scale = quantized(x, tl.load(amax_ptr), LARGEST, POWERS_OF_TWO, DTYPE)
+    tl.store(values_ptr + row[:, None] * columns + column[None, :], values, live)
+    if TURNED:
+        tl.store(turned_ptr + column[None, :] * rows + row[:, None], values, live)
+    tl.store(scale_ptr, scale, tl.program_id(0) == 0)
+
+
+def _tiles(rows: int, columns: int, tile: int) -> int:
+    return cdiv(rows, tile) * cdiv(columns, tile)
+
+
+def _cast(
+    x: Tensor, dtype: torch.dtype, powers_of_two: bool, amax: Tensor, turned: bool
+) -> tuple[Quantized, Quantized]:
+    """x `[..., columns]`, and its transpose `[columns, rows]`, which holds nothing unless it is asked for."""
+    flat = rows_of(x)
+    rows, columns = flat.shape
+    values, scale = torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(1, 1, device=x.device)
+    other = torch.empty(columns, rows, dtype=dtype, device=x.device) if turned else values
+    flags = {"TURNED": turned, "LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two}
+    config = tuning.select("fp8_tensor", x.device)
+    grid = (_tiles(rows, columns, config["TILE"]),)
+    _cast_kernel[grid](flat, amax, values, other, scale, rows, columns, flat.stride(0), **flags, **config)
+    return Quantized(values, scale, 0), Quantized(other, scale, 0)
+
+
+def _maximum(x: Tensor, amax: Tensor | None) -> Tensor:
+    """The given maximum, or that of x."""
+    if amax is None:
+        return amax_of(x)
+    if amax.numel() != 1 or amax.dtype != torch.float32 or amax.device != x.device:
+        raise ValueError(
+            f"amax {tuple(amax.shape)} {amax.dtype} on {amax.device} must be one float32 number on {x.device}"
+        )
+    return amax
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, in one pass and without waiting for the device.
+
+    Args:
+        x: any shape, floating dtype and layout; one whose last dim is not contiguous is copied first.
+
+    Returns:
+        float32 0-d; infinite where an element is not finite, 0 without elements.
+    """
+    if not dispatch.runs_triton(x):
+        return amax_reference(x)
+    flat = rows_of(x if x.ndim else x.reshape(1))
+    rows, columns = flat.shape
+    config = tuning.select("fp8_tensor", x.device)
+    parts = torch.empty(_tiles(rows, columns, config["TILE"]), device=x.device)
+    _amax_kernel[(len(parts),)](flat, parts, rows, columns, flat.stride(0), **config)
+    return parts.amax()
+
+
+def quantize_tensor(
+    x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
+) -> Quantized:
+    """One scale for the whole tensor.
+
+    Args:
+        x: `[..., columns]`, any floating dtype and layout; one whose last dim is not contiguous is copied first.
+        dtype: float8_e4m3fn or float8_e5m2.
+        powers_of_two: round the scale up to a power of two.
+        amax: one float32 number on x's device, the largest magnitude that the scale must serve, beyond which values
+            saturate; None = that of x.
+
+    Returns:
+        values as x, contiguous, and scales `[1, 1]`.
+
+    Raises:
+        ValueError: an amax of another form.
+    """
+    amax = _maximum(x, amax)
+    if dispatch.runs_triton(x):
+        return _cast(x, dtype, powers_of_two, amax, False)[0]
+    return quantize_tensor_reference(x, dtype, powers_of_two=powers_of_two, amax=amax)
+
+
+def quantize_tensor_both_ways(
+    x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
+) -> tuple[Quantized, Quantized]:
+    """`quantize_tensor` of a matrix and of its transpose, which have the same scale, from one reading of x.
+
+    Args:
+        x: `[rows, columns]`; everything else as in `quantize_tensor`.
+        dtype, powers_of_two, amax: as there.
+
+    Returns:
+        x, and xᵀ `[columns, rows]`, contiguous.
+
+    Raises:
+        ValueError: x is not a matrix, or an amax of another form.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x {tuple(x.shape)} must be a matrix to be turned")
+    amax = _maximum(x, amax)
+    if dispatch.runs_triton(x):
+        return _cast(x, dtype, powers_of_two, amax, True)
+    straight = quantize_tensor_reference(x, dtype, powers_of_two=powers_of_two, amax=amax)
+    return straight, Quantized(straight.values.t().contiguous(), straight.scales, 0)

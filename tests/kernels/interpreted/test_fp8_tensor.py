@@ -1,0 +1,98 @@
+"""One scale for a tensor: the kernels' bits are those of plain torch, whatever the tensor holds and however it lies."""
+
+import math
+
+import pytest
+import torch
+
+from kernels import dispatch
+from kernels.fp8_quantize import E4M3, E5M2
+from kernels.fp8_tensor import (
+    amax_of,
+    amax_reference,
+    quantize_tensor,
+    quantize_tensor_both_ways,
+    quantize_tensor_reference,
+)
+
+
+def same(got, want):
+    """Shape, layout, dtype and every bit."""
+    assert got.values.is_contiguous() and got.values.dtype == want.values.dtype and got.rows_per_scale == 0
+    assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(got.scales, want.scales)
+
+
+def check(x, dtype=E4M3, **how):
+    """Maximum, values, transpose, and values for a maximum of other ranks, beyond which x saturates."""
+    assert dispatch.runs_triton(x) and torch.equal(amax_of(x), amax_reference(x))
+    want = quantize_tensor_reference(x, dtype, **how)
+    same(quantize_tensor(x, dtype, **how), want)
+    straight, turned = quantize_tensor_both_ways(x, dtype, **how)
+    same(straight, want)
+    assert turned.values.is_contiguous() and torch.equal(turned.scales, want.scales)
+    assert torch.equal(turned.values.view(torch.uint8), want.values.view(torch.uint8).t())
+    for factor in (0.25, 3.0):
+        amax = amax_reference(x) * factor
+        same(quantize_tensor(x, dtype, amax=amax, **how), quantize_tensor_reference(x, dtype, amax=amax, **how))
+
+
+@pytest.mark.parametrize("eight, powers_of_two", [(E4M3, False), (E4M3, True), (E5M2, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values(eight, powers_of_two, dtype):
+    x = (torch.randn(129, 257) * torch.logspace(-4, 2, 257)).to(dtype)
+    x[0, :3] = torch.tensor([0.0, -0.0, x.max() / 448])
+    x[128, 256] = -x.abs().max() - 1  # the last element of the last tile, and negative, is the largest
+    check(x, eight, powers_of_two=powers_of_two)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (300, 5), (1, 260)])
+def test_odd_shapes(shape):
+    check(torch.randn(shape))
+
+
+SPECIAL = {
+    "zeros": (0.0, -0.0),
+    "all equal": (7.0, 7.0),
+    "subnormal": (2.0**-133, -(2.0**-130)),
+    "subnormal and not": (1.0, 2.0**-130),
+    "8-bit subnormals": (448.0, 2.5 * 2.0**-9),
+    "the largest bfloat16": (3.3895313892515355e38, 1.0),
+    "NaN": (1.0, math.nan),
+    "infinity": (0.0, math.inf),
+    "minus infinity": (1.0, -math.inf),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_numbers(name, dtype):
+    common, last = SPECIAL[name]
+    x = torch.full((130, 131), common, dtype=dtype)
+    x[129, 130] = last
+    for eight in (E4M3, E5M2):
+        check(x, eight)
+    if not math.isfinite(last):
+        q = quantize_tensor(x)
+        assert amax_of(x) == math.inf and q.values.float().isnan().all() and q.scales.item() == 1
+
+
+def test_layouts():
+    """Tokens in several dims; rows apart, turned, every other column, one row repeated; a vector and a number."""
+    x = torch.randn(6, 4, 40)
+    want = quantize_tensor_reference(x)
+    assert quantize_tensor(x).values.shape == x.shape
+    same(quantize_tensor(x), want)
+    wide = torch.randn(140, 300)
+    for part in (wide[:, 3:150], wide.t(), wide[:, ::2], wide[:1].expand(9, -1)):
+        check(part)
+    assert amax_of(wide[0]) == wide[0].abs().max() and amax_of(wide[0, 0]) == wide[0, 0].abs()
+
+
+def test_a_maximum_that_is_none_is_refused():
+    x = torch.ones(2, 3)
+    for amax in (torch.ones(2), torch.ones((), dtype=torch.float64), torch.ones((), device="meta")):
+        with pytest.raises(ValueError, match="must be one float32 number on cpu"):
+            quantize_tensor(x, amax=amax)
+    with pytest.raises(ValueError, match="must be a matrix"):
+        quantize_tensor_both_ways(torch.ones(2, 3, 4))
