@@ -69,14 +69,16 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
     chosen, seal = answer
     if isinstance(chosen, str):
         raise ValueError(chosen)
-    if rank == 0:
-        here = chosen
-    elif chosen is None:
-        here = find()
-    else:
-        here = chosen if _seal(chosen) == seal else None
-    other = None if here == chosen else f"on {socket.gethostname()} rank {rank} finds {here or 'none'}"
-    if failed := first_failure(other):
+    other = None
+    try:
+        here = chosen if rank == 0 or _seal(chosen) == seal else None
+        if rank and chosen is None:
+            here = find()
+        if here != chosen:
+            other = f"finds {here or 'none'}"
+    except (ValueError, OSError) as error:  # who raised alone would leave the others waiting
+        other = f"cannot look there: {error}"
+    if failed := first_failure(other and f"on {socket.gethostname()} rank {rank} {other}"):
         raise ValueError(
             f"rank 0 goes on from {chosen or 'no checkpoint'}, and {failed.text}{failed.more}: the folders of "
             "checkpoints must be where all nodes see the same files"

@@ -273,14 +273,15 @@ def test_all_ranks_start_where_rank_0_does_or_none_starts(tmp_path):
             return str(error)
 
     whole, empty = (str(tmp_path / "whole"), "auto"), (str(tmp_path / "empty"), "auto")
-    named = (None, str(tmp_path / "empty"))
-    cases = [(whole, whole), (empty, empty), (empty, whole), (named, whole)]
+    named, closed = (None, str(tmp_path / "empty")), ("n" * 300, "auto")  # no file system has a name so long
+    cases = [(whole, whole), (empty, empty), (empty, whole), (named, whole), (empty, closed)]
     ranks = run_ranks(lambda rank, world: [told(rank, *places) for places in cases], 2)
-    (at_0, none_0, seen_0, torn_0), (at_1, none_1, other, torn_1) = ranks
+    (at_0, none_0, seen_0, torn_0, shut_0), (at_1, none_1, other, torn_1, shut_1) = ranks
     assert at_0 == at_1 == tmp_path / "whole" / "step-00000001"
     assert none_0 is none_1 is None and seen_0 == other
     assert "rank 0 goes on from no checkpoint" in other and "rank 1 finds" in other and "step-00000001" in other
     assert torn_0 == torn_1 and "empty has no files.json" in torn_0
+    assert shut_0 == shut_1 and "rank 1 cannot look there: " in shut_1 and "File name too long" in shut_1
 
 
 def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
