@@ -299,7 +299,7 @@ class LogConfig:
     memory_snapshot_step: int = 0  # also take one after this step; 0 = never
     profile: str | None = None  # folder for the times of all phases in one step and a trace of the next; None = none
     profile_step: int = 5  # the step to profile, counted from this start of the run
-    profile_ranks: list[int] = field(default_factory=lambda: [0])  # the ranks that write a trace
+    profile_ranks: list[int] = field(default_factory=lambda: [0])  # the ranks that measure and write both
 
 
 @dataclass(frozen=True)

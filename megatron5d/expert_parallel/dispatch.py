@@ -10,8 +10,8 @@
 Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/exchange.py), so that other work
 runs in between. Rows are always ordered by expert, then by source rank, then by token, and the sums at home run in the
 order of a token's choices: the same tokens give the same sums, in the same order, on any layout.
-Splits of an all-to-all must be on the host, which therefore waits for the device once a layer and micro-batch; with one
-rank and every choice sent it does not.
+Splits of an all-to-all must be on the host, which therefore waits for the device in every `send`, once a layer and
+micro-batch, and again where a layer is recomputed; with one rank and every choice sent it does not.
 Memory: a rank receives at most n·min(k, E/ep) rows from each of the ep·etp ranks, namely if all tokens choose its
 experts. Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
 """

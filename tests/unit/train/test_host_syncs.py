@@ -1,4 +1,4 @@
-"""A step makes the host wait for the device once, to agree on its figures; under ep once more for every exchange.
+"""A step makes the host wait for the device once, to agree on its figures; under ep once more for every dispatch.
 
 Without a GPU: every call that would wait on one is noted with the function that makes it. Plain paths of `kernels/`
 are left out; a GPU takes others.
@@ -22,6 +22,7 @@ from megatron5d.config.schema import (
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
+    RecomputeConfig,
     TrainConfig,
 )
 from megatron5d.data.batch import make_micro_batch
@@ -30,7 +31,7 @@ from megatron5d.train.build import build_run
 
 ROOT = Path(__file__).parents[3]
 LAYERS, MICROBATCHES = 2, 3
-AGREE, SPLITS = ("step.py", "_agree"), ("dispatch.py", "_trip")
+AGREE, SPLITS, NODES = ("step.py", "_agree"), ("dispatch.py", "_trip"), ("hierarchy.py", "send")
 READS = {Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
          Tensor.__index__, torch.equal, torch.allclose}  # fmt: skip
 SHAPED_BY_VALUES = {Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select, torch.unique,
@@ -136,7 +137,14 @@ def test_a_step_waits_for_its_figures_alone(model, parts, splits):
     assert not found
 
 
-def test_under_ep_the_host_learns_the_splits_once_a_layer_and_micro_batch():
-    parts = {"moe": BALANCED, "parallel": ParallelConfig(ep=2)}
-    for found in run_ranks(step, 2, EXPERTS, parts):
-        assert dict(found) == {AGREE: 1, SPLITS: LAYERS * MICROBATCHES}
+@pytest.mark.parametrize(
+    ("world", "parts", "waits"),
+    [
+        (2, {"parallel": ParallelConfig(ep=2)}, {SPLITS: 1}),
+        (2, {"parallel": ParallelConfig(ep=2), "recompute": RecomputeConfig("full")}, {SPLITS: 2}),
+        (4, {"parallel": ParallelConfig(ep=4, ep_inner=2)}, {SPLITS: 1, NODES: 1}),  # to nodes, and inside them
+    ],
+)
+def test_under_ep_the_host_learns_the_splits_once_for_every_send(world, parts, waits):
+    for found in run_ranks(step, world, EXPERTS, {"moe": BALANCED, **parts}):
+        assert found == {AGREE: 1} | {place: count * LAYERS * MICROBATCHES for place, count in waits.items()}
