@@ -4,6 +4,9 @@ Two passes over memory: the largest magnitude (`amax_of`), then scaling and the 
 They are calls of their own, so that the maximum can be one over several ranks (current scaling: Micikevicius et al.,
 arXiv:2209.05433, sec. 3).
 
+Experts have a scale each, for their rows: there both passes work by row (`amax_of_rows`, `quantize_by_row`), and the
+caller makes the maxima of experts out of those of rows.
+
 Each program writes the maximum of its tile, and those maxima are reduced on the device: no atomics, no waiting for the
 host, and the same bits in any order. The arithmetic is that of fp8_quantize.py: the kernels' bits are the references'.
 """
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from kernels import dispatch, tuning
 from kernels.dispatch import rows_of
-from kernels.fp8_quantize import E4M3, Quantized, magnitude, quantized, scales_of
+from kernels.fp8_quantize import E4M3, Quantized, cast_scaled, magnitude, quantized, scales_of
 from kernels.language import cdiv, jit, tl
 
 
@@ -36,6 +39,20 @@ def quantize_tensor_reference(
     return Quantized(q.clamp_(-largest, largest).to(dtype).contiguous(), scale.reshape(1, 1), 0)
 
 
+def amax_of_rows_reference(x: Tensor) -> Tensor:
+    """`amax_of_rows` in plain torch."""
+    amax = torch.linalg.vector_norm(x, torch.inf, dim=-1).float()
+    return torch.where(amax.isnan(), torch.inf, amax)
+
+
+def quantize_by_row_reference(
+    x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`quantize_by_row` in plain torch."""
+    scales = scales_of(amax[:, None], dtype, powers_of_two)
+    return cast_scaled(x.float(), amax[:, None], scales, dtype).contiguous(), scales
+
+
 @jit
 def _tile(rows, columns, TILE: tl.constexpr):
     """The rows and columns of this program's tile, and which of its elements exist."""
@@ -46,12 +63,16 @@ def _tile(rows, columns, TILE: tl.constexpr):
 
 
 @jit(do_not_specialize=["rows"])
-def _amax_kernel(x_ptr, parts_ptr, rows, columns, x_stride, TILE: tl.constexpr):
-    """The largest magnitude of one tile."""
+def _amax_kernel(x_ptr, parts_ptr, rows, columns, x_stride, BY_ROW: tl.constexpr, TILE: tl.constexpr):
+    """The largest magnitude of one tile, or of each of its rows."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0)
     size = magnitude(x.to(tl.float32))
-    tl.store(parts_ptr + tl.program_id(0), tl.max(tl.max(size, 1), 0))
+    if BY_ROW:
+        across = tl.cdiv(columns, TILE)
+        tl.store(parts_ptr + row * across + tl.program_id(0) % across, tl.max(size, 1), row < rows)
+    else:
+        tl.store(parts_ptr + tl.program_id(0), tl.max(tl.max(size, 1), 0))
 
 
 @jit
@@ -80,8 +101,42 @@ def _cast_kernel(
     tl.store(scale_ptr, scale, tl.program_id(0) == 0)
 
 
+@jit(do_not_specialize=["rows"])
+def _cast_rows_kernel(
+    x_ptr,
+    amax_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    columns,
+    x_stride,
+    LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile in 8 bits with a scale for each row; the first tile of a row writes them. Rows change with each step."""
+    row, column, live = _tile(rows, columns, TILE)
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+    amax = tl.load(amax_ptr + row, row < rows, other=0.0)
+    values, scale = quantized(x, amax[:, None], LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row[:, None] * columns + column[None, :], values, live)
+    if tl.program_id(0) % tl.cdiv(columns, TILE) == 0:
+        tl.store(scales_ptr + row[:, None], scale, (row < rows)[:, None])
+
+
 def _tiles(rows: int, columns: int, tile: int) -> int:
     return cdiv(rows, tile) * cdiv(columns, tile)
+
+
+def _amax(x: Tensor, by_row: bool) -> Tensor:
+    """The maxima of the tiles of a matrix, `[tiles]`, or of its rows in each tile, `[rows, tiles across]`."""
+    rows, columns = x.shape
+    config = tuning.select("fp8_tensor", x.device)
+    tile, tiles = config["TILE"], _tiles(rows, columns, config["TILE"])
+    shape = (rows, cdiv(columns, tile)) if by_row else (tiles,)
+    parts = torch.empty(shape, device=x.device)
+    _amax_kernel[(tiles,)](x, parts, rows, columns, x.stride(0), BY_ROW=by_row, **config)
+    return parts
 
 
 def _cast(
@@ -121,12 +176,7 @@ def amax_of(x: Tensor) -> Tensor:
     """
     if not dispatch.runs_triton(x):
         return amax_reference(x)
-    flat = rows_of(x if x.ndim else x.reshape(1))
-    rows, columns = flat.shape
-    config = tuning.select("fp8_tensor", x.device)
-    parts = torch.empty(_tiles(rows, columns, config["TILE"]), device=x.device)
-    _amax_kernel[(len(parts),)](flat, parts, rows, columns, flat.stride(0), **config)
-    return parts.amax()
+    return _amax(rows_of(x if x.ndim else x.reshape(1)), False).amax()
 
 
 def quantize_tensor(
@@ -175,3 +225,49 @@ def quantize_tensor_both_ways(
         return _cast(x, dtype, powers_of_two, amax, True)
     straight = quantize_tensor_reference(x, dtype, powers_of_two=powers_of_two, amax=amax)
     return straight, Quantized(straight.values.t().contiguous(), straight.scales, 0)
+
+
+def amax_of_rows(x: Tensor) -> Tensor:
+    """The largest magnitude of each row of a matrix `[rows, columns]`, columns > 0.
+
+    Args:
+        x: any floating dtype and layout, as in `amax_of`.
+
+    Returns:
+        float32 `[rows]`; infinite where an element of the row is not finite.
+    """
+    if not dispatch.runs_triton(x):
+        return amax_of_rows_reference(x)
+    return _amax(rows_of(x), True).amax(1)
+
+
+def quantize_by_row(
+    x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A scale for each row, from maxima that rows may share.
+
+    Args:
+        x: `[rows, columns]`, any floating dtype and layout, as in `quantize_tensor`.
+        amax: float32 `[rows]`, what each row's scale must serve.
+        dtype: float8_e4m3fn or float8_e5m2.
+        powers_of_two: round the scales up to powers of two.
+
+    Returns:
+        values as x, contiguous, and scales `[rows, 1]`.
+
+    Raises:
+        ValueError: an amax of another form.
+    """
+    if amax.shape != x.shape[:1] or amax.dtype != torch.float32 or amax.device != x.device:
+        raise ValueError(
+            f"amax {tuple(amax.shape)} {amax.dtype} on {amax.device} must be float32 {tuple(x.shape[:1])} on {x.device}"
+        )
+    if not dispatch.runs_triton(x):
+        return quantize_by_row_reference(x, amax, dtype, powers_of_two=powers_of_two)
+    flat, (rows, columns) = rows_of(x), x.shape
+    values, scales = torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(rows, 1, device=x.device)
+    inputs = (flat, amax.contiguous(), values, scales, rows, columns, flat.stride(0))
+    config, largest = tuning.select("fp8_tensor", x.device), torch.finfo(dtype).max
+    grid = (_tiles(rows, columns, config["TILE"]),)
+    _cast_rows_kernel[grid](*inputs, LARGEST=largest, POWERS_OF_TWO=powers_of_two, **config)
+    return values, scales

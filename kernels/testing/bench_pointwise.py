@@ -11,7 +11,14 @@ from torch import Tensor
 import kernels
 from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_quantize import quantize_blocks, quantize_reference, quantize_rows, quantize_rows_both_ways
-from kernels.fp8_tensor import amax_of, quantize_tensor, quantize_tensor_both_ways, quantize_tensor_reference
+from kernels.fp8_tensor import (
+    amax_of,
+    amax_of_rows,
+    quantize_by_row,
+    quantize_tensor,
+    quantize_tensor_both_ways,
+    quantize_tensor_reference,
+)
 from kernels.fp8_turn import turn, turn_reference
 from kernels.testing.bench_row import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random
 
@@ -121,6 +128,7 @@ def one_scale(device: str, rows: int, width: int) -> Calls:
     return {
         "ours": lambda: quantize_tensor(x),
         "ours, both ways": lambda: quantize_tensor_both_ways(x),
+        "ours, by row": lambda: quantize_by_row(x, amax_of_rows(x)),
         "ours, the maximum": lambda: amax_of(x),
         "torch": lambda: quantize_tensor_reference(x),
         "torch.compile": lambda: compiled(x),

@@ -12,7 +12,7 @@ from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_q
 from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
-from kernels.fp8_tensor import quantize_tensor, quantize_tensor_both_ways
+from kernels.fp8_tensor import amax_of_rows, quantize_by_row, quantize_tensor, quantize_tensor_both_ways
 from kernels.fp8_turn import turn
 from kernels.gather_matmul import gather_matmul
 from kernels.grouped_matmul import grouped_input_grad, grouped_matmul
@@ -117,6 +117,8 @@ def _fp8_tensor() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         quantize_tensor_both_ways(meta(4096, 7168, dtype=dtype), powers_of_two=True)
         quantize_tensor(meta(4096, 7168, dtype=dtype), E5M2)
+    x = meta(4096, 7168)
+    quantize_by_row(x, amax_of_rows(x))
 
 
 def _grouped() -> None:

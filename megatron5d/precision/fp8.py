@@ -36,13 +36,10 @@ from kernels.fp8_quantize import (
     E5M2,
     GROUP,
     Quantized,
-    cast_scaled,
-    magnitude_of,
     quantize_blocks,
     quantize_rows,
-    scales_of,
 )
-from kernels.fp8_tensor import amax_of, quantize_tensor, quantize_tensor_both_ways
+from kernels.fp8_tensor import amax_of, amax_of_rows, quantize_by_row, quantize_tensor, quantize_tensor_both_ways
 from kernels.fp8_turn import turn
 from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight
 from megatron5d.precision.gemms import ExpertGemms, Gemms, Operand, by_expert
@@ -269,16 +266,14 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         return ExpertGemms.activate(self, x, kind, overwrite)
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
-        rows, experts, wide = x.shape[0], offsets.numel() - 1, x.float()
+        rows, experts = x.shape[0], offsets.numel() - 1
         expert = torch.searchsorted(offsets[1:].contiguous(), torch.arange(rows, device=x.device), right=True)
         expert = expert.clamp(max=experts - 1)  # rows past the last offset are padding
         amax = torch.zeros(experts, device=x.device)
         if rows:
-            amax = amax.scatter_reduce(0, expert, magnitude_of(wide).amax(-1), "amax")
-        amax = self.over_parts(amax)[expert][:, None]
-        dtype = E5M2 if gradient else E4M3
-        scales = scales_of(amax, dtype, self.powers_of_two)
-        return cast_scaled(wide, amax, scales, dtype), scales
+            amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")
+        amax = self.over_parts(amax)[expert]
+        return quantize_by_row(x, amax, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two)
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
         return blocks.amax((1, 2), keepdim=True)
@@ -295,10 +290,11 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
 
     def _weight(self, parameter: Tensor, experts: int) -> QuantizedPair:
         def make() -> QuantizedPair:
-            stack = by_expert(parameter.detach(), experts).float()
-            amax = self.over_parts(magnitude_of(stack).amax((1, 2)))[:, None, None]
-            scales = scales_of(amax, E4M3, self.powers_of_two)
-            values = cast_scaled(stack, amax, scales, E4M3)
+            stack = by_expert(parameter.detach(), experts)
+            rows, height = stack.flatten(0, 1), stack.shape[1]
+            amax = self.over_parts(amax_of_rows(rows).view(experts, height).amax(1)).repeat_interleave(height)
+            eight, each = quantize_by_row(rows, amax, powers_of_two=self.powers_of_two)
+            values, scales = eight.view(stack.shape), each.view(experts, height, 1)[:, :1]
             blocks = scales.expand(-1, *(-(-n // GROUP) for n in stack.shape[1:])).contiguous()
             transposed = Quantized(values.mT.contiguous(), blocks.mT.contiguous(), GROUP)
             return QuantizedPair(Quantized(values, blocks, GROUP), transposed)

@@ -99,6 +99,7 @@ def test_the_number_of_rows_of_an_expert_compiles_nothing_anew():
     compiled = """
 import torch
 from kernels.fp8_quantize import E4M3, Quantized
+from kernels.fp8_tensor import amax_of_rows, quantize_by_row
 from kernels.fp8_turn import turn
 from kernels.grouped_matmul import grouped_matmul
 from kernels.testing.capture import capture
@@ -108,12 +109,13 @@ with capture("sm_90") as (launches, _):
     for rows in (8192, 8200, 8197, 1):
         grouped_matmul(meta(rows, 2048), weight, offsets)
         turn(Quantized(meta(rows, 2048, dtype=E4M3), meta(rows, 16, dtype=torch.float32), 1), offsets)
+        quantize_by_row(meta(rows, 2048), amax_of_rows(meta(rows, 2048)))
 print(len({id(launch.compiled) for launch in launches}), len(launches))
 print("st.global.b8" in launches[1].compiled.asm["ptx"])  # of turn: values stored byte by byte
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.stdout.split() == ["2", "8", "False"], run.stdout + run.stderr
+    assert run.stdout.split() == ["4", "16", "False"], run.stdout + run.stderr
 
 
 def test_attention_of_hopper_makes_no_product_twice():

@@ -9,7 +9,11 @@ from kernels import dispatch
 from kernels.fp8_quantize import E4M3, E5M2
 from kernels.fp8_tensor import (
     amax_of,
+    amax_of_rows,
+    amax_of_rows_reference,
     amax_reference,
+    quantize_by_row,
+    quantize_by_row_reference,
     quantize_tensor,
     quantize_tensor_both_ways,
     quantize_tensor_reference,
@@ -89,10 +93,31 @@ def test_layouts():
     assert amax_of(wide[0]) == wide[0].abs().max() and amax_of(wide[0, 0]) == wide[0, 0].abs()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (70, 131), (3, 64)])
+def test_by_row(shape, dtype):
+    x = (torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]).to(dtype)
+    x[0], x[-1, -1] = 0, -x.abs().max() - 1
+    if shape[0] > 3:
+        x[1, 100], x[2, 0], x[3] = math.nan, -math.inf, 2.0**-130
+    assert torch.equal(amax_of_rows(x), amax_of_rows_reference(x))
+    for amax in (amax_of_rows(x), amax_of(x[-1]).expand(shape[0]).clone().index_fill_(0, torch.tensor(0), math.inf)):
+        for eight, how in ((E4M3, {"powers_of_two": True}), (E5M2, {})):
+            got, want = quantize_by_row(x, amax, eight, **how), quantize_by_row_reference(x, amax, eight, **how)
+            assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(got[1], want[1])
+            for i, largest in enumerate(amax):  # a row is a tensor whose maximum is given
+                row = quantize_tensor_reference(x[i : i + 1], eight, amax=largest, **how)
+                assert torch.equal(got[0][i].view(torch.uint8), row.values[0].view(torch.uint8))
+                assert got[1][i] == row.scales
+
+
 def test_a_maximum_that_is_none_is_refused():
     x = torch.ones(2, 3)
     for amax in (torch.ones(2), torch.ones((), dtype=torch.float64), torch.ones((), device="meta")):
         with pytest.raises(ValueError, match="must be one float32 number on cpu"):
             quantize_tensor(x, amax=amax)
+    for amax in (torch.ones(()), torch.ones(3), torch.ones(2).double()):
+        with pytest.raises(ValueError, match=r"must be float32 \(2,\) on cpu"):
+            quantize_by_row(x, amax)
     with pytest.raises(ValueError, match="must be a matrix"):
         quantize_tensor_both_ways(torch.ones(2, 3, 4))

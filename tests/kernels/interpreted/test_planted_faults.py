@@ -10,7 +10,7 @@ from triton.runtime.errors import InterpreterError
 import kernels
 from kernels.flash_attention_plain import AttentionRule
 from kernels.fp8_quantize import quantize_blocks, quantize_rows
-from kernels.fp8_tensor import quantize_tensor_reference
+from kernels.fp8_tensor import amax_of_rows_reference, quantize_by_row_reference, quantize_tensor_reference
 
 ROOT = Path(kernels.__file__).parent
 
@@ -89,6 +89,13 @@ def float8_tensor(module):
     return torch.stack([straight.dequantize(), turned.dequantize().t()]), torch.stack([want, want])
 
 
+def float8_rows(module):
+    x = torch.randn(70, 150) * torch.logspace(-1, 1, 70)[:, None]
+    got = module.quantize_by_row(x, module.amax_of_rows(x))
+    want = quantize_by_row_reference(x, amax_of_rows_reference(x))
+    return tuple(values.float() * scales for values, scales in (got, want))
+
+
 def weight_grad(module):
     dy, x, main = torch.randn(100, 32).bfloat16(), torch.randn(100, 48).bfloat16(), torch.zeros(1, 32, 48)
     module.grouped_weight_grad(dy, x, torch.tensor([0, 70]), main)
@@ -140,6 +147,8 @@ FAULTS = {
         "tl.max(tl.min(size, 1), 0)",
     ),
     "turned by columns": ("fp8_tensor", float8_tensor, "column[None, :] * rows +", "column[None, :] * columns +"),
+    "one row's maximum": ("fp8_tensor", float8_rows, "amax_ptr + row, row < rows", "amax_ptr + row * 0, row < rows"),
+    "last tile's maximum": ("fp8_tensor", float8_rows, "row * across + tl.program_id(0) % across", "row * across"),
     "neighbours' rows": ("grouped_matmul", weight_grad, TAIL, "dy = dy\n        x = x"),
 }
 
