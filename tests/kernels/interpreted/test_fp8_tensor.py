@@ -41,16 +41,18 @@ def check(x, dtype=E4M3, **how):
         same(quantize_tensor(x, dtype, amax=amax, **how), quantize_tensor_reference(x, dtype, amax=amax, **how))
 
 
-@pytest.mark.parametrize("eight, powers_of_two", [(E4M3, False), (E4M3, True), (E5M2, False)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_values(eight, powers_of_two, dtype):
-    x = (torch.randn(129, 257) * torch.logspace(-4, 2, 257)).to(dtype)
+@pytest.mark.parametrize(
+    "dtype, eight, powers_of_two",
+    [(torch.bfloat16, E4M3, True), (torch.bfloat16, E5M2, False), (torch.float16, E4M3, False)],
+)
+def test_values(dtype, eight, powers_of_two):
+    x = (torch.randn(65, 131) * torch.logspace(-4, 2, 131)).to(dtype)
     x[0, :3] = torch.tensor([0.0, -0.0, x.max() / 448])
-    x[128, 256] = -x.abs().max() - 1  # the last element of the last tile, and negative, is the largest
+    x[64, 130] = -x.abs().max() - 1  # the last element of the last tile, and negative, is the largest
     check(x, eight, powers_of_two=powers_of_two)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (300, 5), (1, 260)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (130, 5)])
 def test_odd_shapes(shape):
     check(torch.randn(shape))
 
@@ -68,14 +70,13 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype, eight", [(torch.bfloat16, E5M2), (torch.float32, E4M3)])
 @pytest.mark.parametrize("name", SPECIAL)
-def test_special_numbers(name, dtype):
+def test_special_numbers(name, dtype, eight):
     common, last = SPECIAL[name]
-    x = torch.full((130, 131), common, dtype=dtype)
-    x[129, 130] = last
-    for eight in (E4M3, E5M2):
-        check(x, eight)
+    x = torch.full((65, 66), common, dtype=dtype)
+    x[64, 65] = last
+    check(x, eight)
     if not math.isfinite(last):
         q = quantize_tensor(x)
         assert amax_of(x) == math.inf and q.values.float().isnan().all() and q.scales.item() == 1
@@ -87,8 +88,8 @@ def test_layouts():
     want = quantize_tensor_reference(x)
     assert quantize_tensor(x).values.shape == x.shape
     same(quantize_tensor(x), want)
-    wide = torch.randn(140, 300)
-    for part in (wide[:, 3:150], wide.t(), wide[:, ::2], wide[:1].expand(9, -1)):
+    wide = torch.randn(70, 140)
+    for part in (wide[:, 3:80], wide.t(), wide[:, ::2], wide[:1].expand(9, -1)):
         check(part)
     assert amax_of(wide[0]) == wide[0].abs().max() and amax_of(wide[0, 0]) == wide[0, 0].abs()
 
