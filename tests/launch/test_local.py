@@ -165,7 +165,11 @@ def test_ctrl_c_before_there_are_ranks_is_told_without_a_call_stack(tmp_path):
     program = tmp_path / "slow.py"
     program.write_text(f"import time\nopen({str(tmp_path / 'here')!r}, 'w').close()\ntime.sleep(600)")
     launched = subprocess.Popen(
-        [sys.executable, "launch/fork.py", "--program", str(program), "2"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "launch/fork.py", "--program", str(program), "2"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for what they start with &
     )
     while not (tmp_path / "here").exists():
         assert launched.poll() is None
