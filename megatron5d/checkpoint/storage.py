@@ -198,7 +198,10 @@ class Reader(dcp.FileSystemReader):
 
     def advice(self) -> str:
         """What to do where this checkpoint is damaged."""
-        earlier = newest_before(self._folder)
+        try:
+            earlier = newest_before(self._folder)
+        except OSError as error:
+            return f"Whether there is a whole checkpoint before it cannot be told: {error}"
         if earlier is None:
             return "There is no whole checkpoint before it"
         return (

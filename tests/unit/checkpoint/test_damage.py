@@ -156,6 +156,14 @@ def test_rank_0_reads_for_all_where_everything_lies(place):
     assert first == second and ".metadata is damaged" in first
 
 
+def test_damage_is_told_where_the_folder_cannot_be_searched_for_an_earlier_one(place, monkeypatch):
+    """As what it is, a fault of the checkpoint: rank 0 tells the other ranks no other."""
+    flip(step_folder(place, 2) / ".metadata", 40)
+    monkeypatch.setattr("megatron5d.checkpoint.storage.newest_before", lambda _: exec("raise OSError('not listed')"))
+    with pytest.raises(ValueError, match=r"\.metadata.*before it cannot be told: not listed"):
+        loaded(step_folder(place, 2))
+
+
 def test_a_checkpoint_without_checksums_of_its_files_is_read(place):
     folder = step_folder(place, 2)
     manifest = folder / "files.json"
