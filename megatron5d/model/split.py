@@ -18,12 +18,19 @@ MORE_AT_ENDS = 1 / 4
 
 
 def dealt(balance: str, costs: Sequence[float], placement: Placement, first: float, last: float) -> list[int]:
-    """Layers per stage so that what `balance` names is even; the rest as of `balanced`, which has any other name.
+    """Layers per stage so that what `balance` names is even.
+
+    Args:
+        balance: one of BALANCES; a run without a search has `auto`, which is `stages`.
+        costs: as in `balanced`.
+        placement: which rank holds which stage.
+        first: as in `balanced`.
+        last: as in `balanced`.
 
     Raises:
         ValueError: too few layers.
     """
-    if balance not in BALANCES[1:]:
+    if balance in ("auto", "stages"):
         return balanced(costs, placement.num_stages, first, last)
     layout = balanced_ranks(costs, placement, first, last)
     if balance == "ranks" or placement.copies == 1 or placement.num_ranks < 4:

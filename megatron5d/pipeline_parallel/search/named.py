@@ -42,9 +42,8 @@ def _all(pp, num_microbatches, costs, memory, placements) -> Iterator[tuple[floa
     wanted = sorted({int(name.partition(":")[2] or 1) for name in placements})
     for name in schedule_names():
         schedule = find_schedule(name)
-        for chunks in [
-            chunks for chunks in wanted if (chunks > 1 if schedule.any_chunks else chunks == schedule.chunks)
-        ]:
+        fitting = [n for n in wanted if n > 1] if schedule.any_chunks else {schedule.chunks}.intersection(wanted)
+        for chunks in fitting:
             for makespan, program in _built(name, pp, num_microbatches, chunks, costs, memory):
                 if called(program.placement) in placements:
                     yield makespan, name, chunks
