@@ -1,5 +1,5 @@
-"""What an action costs: less than under torch's runtime, on the same stages, machine and processes, also less than
-in the loop that torch has written out for GPipe, and at most a quarter more than in the one for 1F1B.
+"""What an action costs: less than under torch's runtime, on the same stages, machine and processes, and less than in
+the loops that torch has written out for GPipe and 1F1B.
 
 `pytest -s` prints the table. Compute is next to nothing here, so a step's time is the runtime's own: looking actions
 up, posting receives, sending, and autograd's bookkeeping.
@@ -17,7 +17,6 @@ from megatron5d.pipeline_parallel.catalogue import build_program
 pytestmark = pytest.mark.alone
 
 PP, M, ROUNDS = 2, 16, 12
-BOUNDS = {"Schedule1F1B": 1.25}  # a loop of its own that joins each send with a receive; measured 1.0 to 1.1
 ATTEMPTS = 8  # the best of all counts: a busy machine can only add time, and seldom to one runtime every time
 
 
@@ -37,11 +36,10 @@ def measure(rank, world, name):
 
 
 def best_of_attempts(name):
-    """What `measure` finds on every rank, measured again while ours is not within its bound everywhere."""
-    bound = BOUNDS.get(name, 1.0)
+    """What `measure` finds on every rank, measured again while ours is not below torch's everywhere."""
     found = run_ranks(measure, PP, name)
     for _ in range(ATTEMPTS - 1):
-        if all(best["ours"] < bound * best["torch"] for best, _ in found):
+        if all(best["ours"] < best["torch"] for best, _ in found):
             break
         for (best, _), (again, _) in zip(found, run_ranks(measure, PP, name), strict=True):
             best.update({key: min(best[key], again[key]) for key in best})
@@ -56,5 +54,5 @@ def test_an_action_costs_less_than_under_torch(name):
             f"{SCHEDULES[name][0]:15} rank {rank}: ours {per_action['ours']:5.0f} µs an action, torch "
             f"{per_action['torch']:5.0f} µs ({best['ours'] / best['torch']:.2f})"
         )
-        # measured 0.6 to 0.9 of the hand-written GPipe, 0.55 to 0.95 of the runtime
-        assert best["ours"] < BOUNDS.get(name, 1.0) * best["torch"]
+        # measured 0.66 to 0.73 of the loop for GPipe, 0.81 to 0.96 of the one for 1F1B, 0.4 to 0.76 of the runtime
+        assert best["ours"] < best["torch"]
