@@ -67,14 +67,16 @@ class TorchStage(nn.Module):
 
 
 class Phase(nn.Module):
-    """The same layer with its weight gradient apart."""
+    """The same layer; its weight gradient apart where the schedule has W, otherwise in plain torch as well."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, split: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight_of(layer))
+        self.weight, self._split = nn.Parameter(weight_of(layer)), split
 
     def forward(self, x, batch, defer):
         x = batch[0] if x is None else x
+        if not self._split:
+            return x + torch.tanh(nn.functional.linear(x, self.weight))
         return x + torch.tanh(column_linear(x, self.weight, single("tp"), False, defer))
 
 
@@ -115,8 +117,10 @@ class OurPipeline:
 
     def __init__(self, program: Program, axis: Axis, num_layers: int = 1) -> None:
         held = program.placement.stages_of(axis.rank)
+        split = any(action.op == "W" for slot in program.ranks[axis.rank] for action in slot)
         self._phases = {
-            stage: [Phase(stage * num_layers + i) for i in range(num_layers)] for stage in {stage for _, stage in held}
+            stage: [Phase(stage * num_layers + i, split) for i in range(num_layers)]
+            for stage in {stage for _, stage in held}
         }
         stages = {(direction, stage): Stage(self._phases[stage]) for direction, stage in held}
         lines = flows(program)
