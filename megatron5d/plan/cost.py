@@ -28,6 +28,7 @@ from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Program
 from megatron5d.pipeline_parallel.simulate import Simulation, simulate, waiting_shares
 from megatron5d.plan.cluster import Cluster
+from megatron5d.plan.gathers import mean_gathered
 from megatron5d.plan.sharding import Sharding
 from megatron5d.plan.traffic import message_bytes, pass_counts, sent_bytes
 from megatron5d.plan.update import carried_bytes, passed_bytes, rounds
@@ -95,8 +96,10 @@ class Prices:
         attention = work.core_flops / (cluster.flops * share.attention)
         return products, attention, 2 * work.made_bytes / memory + work.made * share.kernel_s
 
-    def stage(self, units: Sequence[Unit], op: str) -> tuple[dict[str, float], float]:
-        """Seconds of a pass of a stage by kind, and of its all-to-alls."""
+    def stage(
+        self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None
+    ) -> tuple[dict[str, float], float]:
+        """Seconds of a pass of a stage by kind, and of its all-to-alls; `gathered` as in Sharding.beside."""
         work = together(unit.passes[op] for unit in units)
         products, attention, memory = self.compute(work)
         taken = defaultdict[str, float](float)
@@ -112,7 +115,8 @@ class Prices:
         }  # fmt: skip
         copied = work.host_bytes / (self.cluster.host_rate * self.cluster.efficiency.links)
         spent["host"] = max(0.0, copied - sum(spent.values()))
-        spent["dp"] = max(0.0, self._sharded(units, op) - sum(spent.values()))
+        beside = self.sharding.beside(units, op, gathered)  # what ZeRO-2 and 3 send
+        spent["dp"] = max(0.0, self.transfers(beside, len(units)) - sum(spent.values()))
         return spent, taken["ep"]
 
     def _exposed_tp(self, op: str, seconds: float, products: float) -> float:
@@ -121,10 +125,6 @@ class Prices:
         if parallel.tp_overlap != "none" and op != "W":
             share = 1 - 1 / parallel.tp
         return seconds - min(share * seconds, products)
-
-    def _sharded(self, units: Sequence[Unit], op: str) -> float:
-        """Seconds of what ZeRO-2 and 3 send beside a pass of a stage."""
-        return self.transfers(self.sharding.beside(units, op), len(units))
 
     def transfers(self, sent: Mapping[tuple[str, str], float], calls: int) -> float:
         """Seconds of collectives of data parallelism, one after the other."""
@@ -155,9 +155,10 @@ def step_cost(
     used = [op for op in OPS if (program.table.op == OPS.index(op)).any()]
     spent = np.zeros((len(KINDS), len(OPS), program.num_stages))
     a2a = np.zeros((len(OPS), program.num_stages))
+    gathered = mean_gathered(program, stages, prices.sharding) if prices.sharding.gathers_each else {}
     for stage, units in enumerate(stages):
         for op in used:
-            kinds, a2a[OPS.index(op), stage] = prices.stage(units, op)
+            kinds, a2a[OPS.index(op), stage] = prices.stage(units, op, gathered.get((op, stage)))
             spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
     share = np.ones(program.num_stages)
     found = simulate(program, StageCosts(spent.sum(0), a2a, prices.message(), share, share))

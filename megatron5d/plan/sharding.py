@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron5d.config.schema import Config
-from megatron5d.pipeline_parallel.program import Program
 from megatron5d.plan.work import Unit
 
 Transfers = Mapping[tuple[str, str], float]
@@ -43,16 +42,34 @@ class Sharding:
         self.optimizer, self.moment = (0, 0) if config.optim.offload else (masters + 2 * wide, wide)
         self.reduces_each = self.zero >= 2 and parallel.reduce == "per_microbatch"
         self.gathers_each = self.zero == 3 and parallel.regather == "per_microbatch"
+        self._gathers_eight_bits = self.zero == 3 and config.precision.fp8_gather
 
-    def beside(self, units: Iterable[Unit], op: str) -> Transfers:
-        """What is sent beside each pass of a stage."""
-        units, sent = list(units), _Sums(float)
+    def beside(self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None) -> Transfers:
+        """What is sent beside each pass of a stage.
+
+        Args:
+            units: of the stage.
+            op: the pass.
+            gathered: bytes of dense parameters, and of experts', that it gathers; None = of all that the units read.
+        """
+        sent, borrowed = _Sums(float), sum(unit.borrowed_elements for unit in units)
         if self.gathers_each and op != "W":
-            borrowed = sum(unit.borrowed_after(before) for unit, before in zip(units, [None, *units]))
-            self._gather(units, borrowed, sent)
+            if gathered is None:
+                dense, expert = self.whole_bytes(units)
+                gathered = dense + borrowed * self.weight, expert
+            self._add(sent, "all_gather", self._by_kind(gathered))
         if self.reduces_each and op in "BW":
-            self._scatter(units, sum(unit.borrowed_after(None) for unit in units), sent)
+            self._scatter(units, borrowed, sent)
         return sent
+
+    def whole_bytes(self, units: Iterable[Unit]) -> tuple[float, float]:
+        """Bytes of what the units' own dense parameters, and their experts', are gathered as."""
+        units, saved = list(units), self.weight - 1 if self._gathers_eight_bits else 0
+        dense, expert = (sum(unit.eight_bits[kind] for unit in units) * saved for kind in (False, True))
+        return (
+            sum(unit.dense + unit.tied for unit in units) * self.weight - dense,
+            sum(unit.expert for unit in units) * self.weight - expert,
+        )
 
     def reduced(self, units: Iterable[Unit], *, last: bool = False) -> Transfers:
         """At the end of a step: what is not reduced beside the passes, and sums over replicas and over copies.
@@ -77,20 +94,10 @@ class Sharding:
         """What gathering weights sends once a step, if they stay whole or are gathered once."""
         sent = _Sums(float)
         if not self.gathers_each:
-            self._gather(list(units), 0, sent)
+            units = list(units)
+            lines = [(shard, elements * self.weight) for shard, _, elements in self._lines(units)]
+            self._add(sent, "all_gather", self._by_kind(self.whole_bytes(units)) if self.zero == 3 else lines)
         return sent
-
-    def turned(self, units: Sequence[Unit], program: Program) -> Transfers:
-        """What a rank without a pipeline saves, because the unit between forward and backward stays whole: below 0."""
-        if not self.gathers_each or program.num_ranks > 1:
-            return {}
-        m, saved = program.num_microbatches, _Sums(float)
-        for unit, times in ((units[-1], m), (units[0], m - 1)):
-            of_one = _Sums(float)
-            self._gather([unit], unit.borrowed_after(None), of_one)
-            for key, num_bytes in of_one.items():
-                saved[key] -= times * num_bytes
-        return saved
 
     def owned(self, units: Iterable[Unit]) -> float:
         """Elements that this rank's optimiser updates."""
@@ -122,15 +129,20 @@ class Sharding:
         ]
         return [(*axes, count) for axes, count in elements if count]
 
-    def _gather(self, units: Sequence[Unit], borrowed: int, sent: _Sums) -> None:
-        """Adds what gathering some units' parameters sends, and dense ones that they read of another unit."""
-        for shard, _, elements in (*self._lines(units), (*self._dense, borrowed)):
-            sent[shard, "all_gather"] += (1 - 1 / self.sizes[shard]) * elements * self.weight
+    def _by_kind(self, both: tuple[float, float]) -> list[tuple[str, float]]:
+        """(ranks that own a slice each, bytes) of dense and of experts' parameters."""
+        return list(zip(self.shards.values(), both))
 
     def _scatter(self, units: Sequence[Unit], borrowed: int, sent: _Sums) -> None:
-        """Adds what reducing their gradients sends."""
-        for shard, _, elements in (*self._lines(units), (*self._dense, borrowed)):
-            sent[shard, "reduce_scatter"] += (1 - 1 / self.sizes[shard]) * elements * self.grad
+        """Adds what reducing the units' gradients sends, and those of dense elements that they borrow."""
+        lines = [(shard, elements) for shard, _, elements in self._lines(units)]
+        parts = [(shard, elements * self.grad) for shard, elements in (*lines, (self._dense[0], borrowed))]
+        self._add(sent, "reduce_scatter", parts)
+
+    def _add(self, sent: _Sums, operation: str, parts: Iterable[tuple[str, float]]) -> None:
+        """Adds what a collective sends of so many bytes, over the ranks that own a slice each."""
+        for shard, num_bytes in parts:
+            sent[shard, operation] += (1 - 1 / self.sizes[shard]) * num_bytes
 
 
 def _data_axes(whole: str, shard: str, replicate: str, zero: int, pair: str) -> tuple[str, str]:

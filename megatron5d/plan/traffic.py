@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.program import OPS, Program
+from megatron5d.plan.gathers import gathered_bytes
 from megatron5d.plan.sharding import Sharding
 from megatron5d.plan.update import assembled
 from megatron5d.plan.work import Unit, together
@@ -35,8 +36,6 @@ def sent_bytes(
 ) -> tuple[Mapping[str, int], ...]:
     """For each pipeline rank: axis -> bytes that it sends in a step.
 
-    What ZeRO-3 in a pipeline saves where one action begins with the weights that the last one ended with is left out.
-
     Args:
         config: of the run.
         sharding: of its weights and gradients.
@@ -51,7 +50,6 @@ def sent_bytes(
         ends = (
             sharding.reduced(units),
             sharding.gathered(units),
-            sharding.turned(units, program),
             assembled(units, sharding),
         )
         for sent in ends:
@@ -71,11 +69,12 @@ def _of_passes(
 ) -> Counter[str]:
     """Axis -> bytes that a rank's passes send, whose `[len(OPS), num_stages]` counts are given."""
     sums, message, last = Counter[str](), message_bytes(config), program.num_stages - 1
+    gathered = gathered_bytes(program, rank, stages, sharding) if sharding.gathers_each else {}
     for index, stage in np.argwhere(counts).tolist():
         op, times, units = OPS[index], int(counts[index, stage]), stages[stage]
         for (axis, _), each in together(unit.passes[op] for unit in units).sent.items():
             sums[axis] += times * each.num_bytes
-        for (axis, _), num_bytes in sharding.beside(units, op).items():
+        for (axis, _), num_bytes in sharding.beside(units, op, gathered.get((op, stage))).items():
             sums[axis] += round(times * num_bytes)
         neighbour = stage + 1 if op == "F" else stage - 1
         if op != "W" and 0 <= neighbour <= last:

@@ -105,6 +105,7 @@ class Unit:
         borrowed: names among them that an earlier unit counts.
         copied: axis -> those of which its ranks hold copies whose gradients are added up (norms under sp).
         matrices: among them those that Muon updates.
+        eight_bits: elements of dense and experts' matrices that are multiplied in 8 bits.
     """
 
     passes: Mapping[str, Work]
@@ -115,11 +116,17 @@ class Unit:
     borrowed: frozenset[str] = frozenset()
     copied: Mapping[str, int] = field(default_factory=dict)
     matrices: tuple[Matrix, ...] = ()
+    eight_bits: tuple[int, int] = (0, 0)
 
-    def borrowed_after(self, before: Unit | None) -> int:
-        """Elements of what it borrows, but for those that the unit before reads as well."""
-        known = before.read if before is not None else {}
-        return sum(self.read[name] for name in self.borrowed if name not in known)
+    @property
+    def borrowed_elements(self) -> int:
+        """Elements of what it reads and an earlier unit counts."""
+        return sum(self.read[name] for name in self.borrowed)
+
+    @property
+    def lent_elements(self) -> int:
+        """Elements of what it counts and other units read."""
+        return sum(self.read.values()) - self.borrowed_elements
 
     def times(self, sequences: int) -> Unit:
         return replace(self, passes={op: work.times(sequences) for op, work in self.passes.items()})

@@ -226,15 +226,22 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
         borrowed = frozenset(spec_of(p).name for p in read & counted)
         own = read - counted
         counted |= own
-        dense, expert = (sum(p.numel() for p in own if spec_of(p).expert is kept) for kept in (False, True))
         works = {op: together(each[phase] for phase in unit if phase in each) for op, each in passes.items()}
         for op in "BI":  # what went there comes back, begun in the backward of another unit (precision/host.py)
             works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
-        matrices = tuple(_matrices(own, config.optim))
         found[kind] = Unit(
-            works, dense, expert, read=several, borrowed=borrowed, copied=_copied(own), matrices=matrices
-        )
+            works, *_elements(own), read=several, borrowed=borrowed, copied=_copied(own),
+            matrices=tuple(_matrices(own, config.optim)), eight_bits=_elements(filter(is_quantized, own)),
+        )  # fmt: skip
     return found
+
+
+def _elements(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """(dense, experts') elements."""
+    sums = [0, 0]
+    for parameter in parameters:
+        sums[spec_of(parameter).expert] += parameter.numel()
+    return sums[0], sums[1]
 
 
 def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterator[Matrix]:

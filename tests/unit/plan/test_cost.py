@@ -31,7 +31,7 @@ MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidd
 H100 = cluster_called("h100")
 
 
-def layout(*, schedule=None, fields=None, **options):
+def layout(*, schedule=None, fields=None, fp8="none", **options):
     """Tensors that dwarf the scalars beside them, and parameters that dwarf what fills their buckets up."""
     config = config_of(**{"gbs": 4, **options})
     size = {"vocab_size": 512, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "head_dim": 16}
@@ -39,7 +39,7 @@ def layout(*, schedule=None, fields=None, **options):
         config,
         model=dataclasses.replace(config.model, **{**size, **(fields or {})}),
         train=dataclasses.replace(config.train, seq_len=64),
-        precision=PrecisionConfig(dtype="bf16"),
+        precision=PrecisionConfig(dtype="bf16", fp8=fp8),
         pipeline=PipelineConfig(schedule) if schedule else PipelineConfig(),
     )
 
@@ -79,6 +79,11 @@ LAYOUTS = {
     "mla": (4, {"model": "mla", "tp": 2, "sp": True, "cp": 2}),
     "tied-ends-apart": (4, {"pp": 2, "zero": 1, "fields": {"tie_embeddings": True}}),
     "mtp-ends-apart": (4, {"pp": 2, "zero": 2, "fields": {"num_mtp_layers": 1}}),
+    "zero3-one-layer": (8, {"pp": 4, "zero": 3, "gbs": 16, "recompute": FULL}),
+    "zero3-fp8": (4, {"pp": 2, "zero": 3, "gbs": 8, "fields": MOE, "fp8": "tensorwise"}),
+    "zero3-step": (2, {"zero": 3, "regather": "per_step", "reduce": "per_step", "gbs": 8, "fp8": "tensorwise"}),
+    "zero3-tied-zb": (4, {"pp": 2, "zero": 3, "schedule": "zb_v", "fields": {"tie_embeddings": True}, "gbs": 8}),
+    "zero3-dualpipe": (4, {"pp": 2, "zero": 3, "schedule": "dualpipe_v", "fields": MOE, "recompute": FULL, "gbs": 8}),
     "tied-zero3": (2, {"zero": 3, "fields": {"tie_embeddings": True, "num_mtp_layers": 2}}),
     "muon-tp-zero1": (8, {"tp": 2, "sp": True, "cp": 2, "zero": 1, "optim": MUON}),
     "muon-moe": (4, {"ep": 2, "zero": 1, "fields": MOE, "optim": MUON}),
