@@ -233,7 +233,7 @@ def _remove(folder: Path) -> None:
 
 
 def read_run(folder: Path) -> dict:
-    """The content of run.json in a whole checkpoint.
+    """The content of run.json in a whole checkpoint: `format`, `version`, `progress` and `config` (train/state.py).
 
     Raises:
         ValueError: the file is damaged.
@@ -241,4 +241,7 @@ def read_run(folder: Path) -> dict:
     fault = changed(folder, RUN)
     if fault:
         raise ValueError(fault)
-    return json.loads((folder / RUN).read_text())
+    try:
+        return json.loads((folder / RUN).read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder / RUN} is damaged: {error}") from error

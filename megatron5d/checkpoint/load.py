@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import MANIFEST, fault_of, faults_of_newer, named_steps, newest, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.meeting import first_failure
+from megatron5d.topology.agreement import first_failure
 
 LISTED = 12  # tensors that do not fit and are named: the keys of the model that differ say more
 

@@ -10,11 +10,9 @@ under NCCL. Here a rank sends its note once, and asks one question now and then.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from megatron5d.topology.store import listed, met_at, wait_until
@@ -130,50 +128,3 @@ def _losing_rank_0() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise OSError(f"rank 0, where all ranks met, does not answer: {error}") from error
-
-
-class Failure(NamedTuple):
-    """What went wrong on one rank, and on how many others something did."""
-
-    rank: int
-    text: str
-    others: int
-
-    @property
-    def more(self) -> str:
-        """The others, to be put behind a message."""
-        return f" (and {self.others} more ranks)" if self.others else ""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.text}{self.more}"
-
-
-def first_failure(fault: str | None, *, alone: bool = False) -> Failure | None:
-    """That of the first rank on which something went wrong, on every rank; None where all went well.
-
-    Args:
-        fault: of this rank, in words; None = none.
-        alone: this process asks for itself.
-
-    Comm: unless alone an all_reduce of one number over the world; where something went wrong one more, and a broadcast
-        of the words. (Of an all-gather of objects each rank reads every other's answer back from its GPU by itself,
-        which takes seconds for thousands of them.)
-    """
-    if alone or not dist.is_initialized():
-        return None if fault is None else Failure(0, fault, 0)
-    rank, device = dist.get_rank(), "cuda" if dist.get_backend() == "nccl" else "cpu"
-    count = torch.tensor(int(fault is not None), device=device)
-    dist.all_reduce(count)
-    if not count:
-        return None
-    first = torch.tensor(dist.get_world_size() if fault is None else rank, device=device)
-    dist.all_reduce(first, dist.ReduceOp.MIN)
-    text = [fault]
-    dist.broadcast_object_list(text, src=int(first))
-    return Failure(int(first), text[0] or "", int(count) - 1)
-
-
-def failure_among(faults: Sequence[str | None]) -> Failure | None:
-    """The same of what rank 0 knows of every rank, in their order."""
-    failed = [rank for rank, fault in enumerate(faults) if fault]
-    return Failure(failed[0], faults[failed[0]] or "", len(failed) - 1) if failed else None

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.meeting import Meeting, failure_among, first_failure
+from megatron5d.checkpoint.meeting import Meeting
+from megatron5d.topology.agreement import failure_among, first_failure, on_rank_0
 from megatron5d.topology.lock_file import LockFile
 
 # For a network file system to show a new file on other nodes: the laws have asked for the folder before it was made,
@@ -35,10 +37,10 @@ class Saver:
         lock: of the directory, on rank 0; None where nobody else can be writing there.
 
     Raises:
-        OSError: the directory cannot be made, or a rank sees another one under its name; at the start of a run, not at
-            its first save hours later.
+        OSError: on every rank, if the directory cannot be written, or a rank sees another one under its name. So this
+            is known when the run starts, not at its first save hours later.
 
-    Comm: a broadcast, and `first_failure`'s, of whether all see what rank 0 has put there.
+    Comm: a broadcast of a name over the world, and `first_failure`'s.
     """
 
     def __init__(
@@ -50,13 +52,7 @@ class Saver:
         lock: LockFile | None = None,
     ) -> None:
         self.directory, self.keep, self.background, self._lock = Path(directory), keep, background, lock
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise OSError(f"no checkpoint can be saved in {directory}: {error}") from error
-        if dist.is_initialized():
-            _check_shared(self.directory)
+        _check_shared(self.directory)
         from megatron5d.checkpoint.storage import Index, write  # at the start of a run that saves, not hours later
 
         self._write_tensors, self._index = write, Index()
@@ -151,33 +147,50 @@ class Saver:
 
 
 def _check_shared(directory: Path) -> None:
-    """Makes sure that every rank sees the files that rank 0 writes.
+    """Makes the directory, and makes sure that every rank sees the files that rank 0 writes there.
 
     Otherwise each node would write to a folder of its own, and the one with the manifest, which lists the files beside
     it, would pass for a whole checkpoint.
 
     Raises:
-        OSError: some ranks do not see a file of rank 0.
+        OSError: on every rank, if rank 0 cannot write there, or some ranks do not see what it has written.
 
-    Comm: a broadcast and an all-gather of small objects over the world.
+    Comm: a broadcast of a name over the world, and `first_failure`'s.
     """
-    first = dist.get_rank() == 0
-    name = [f".seen-by-all-{uuid.uuid4().hex}"]
-    if first:
-        (directory / name[0]).touch()
-    dist.broadcast_object_list(name, src=0)
-    deadline = time.monotonic() + VISIBLE_S
-    while not (directory / name[0]).exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    blind = None if (directory / name[0]).exists() else f"rank {dist.get_rank()} on {socket.gethostname()}"
-    failed = first_failure(blind)
-    if first:
-        (directory / name[0]).unlink()
+    probe = on_rank_0(lambda: _make_probe(directory))
+    failed = first_failure(_unseen(probe))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with suppress(OSError):
+            probe.unlink()
     if failed:
         raise OSError(
-            f"{failed.text} does not find in {directory} what rank 0 writes there{failed.more}: checkpoint.dir must be "
-            "on a file system that all nodes share, for all ranks write a checkpoint"
+            f"rank {failed.rank} {failed.text}{failed.more}: checkpoint.dir must be on a file system that all nodes "
+            "share, for all ranks write a checkpoint"
         )
+
+
+def _make_probe(directory: Path) -> Path:
+    """Makes the directory and an empty file in it."""
+    probe = directory / f".seen-by-all-{uuid.uuid4().hex}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    except OSError as error:
+        raise OSError(f"no checkpoint can be saved in {directory}: {error}") from error
+    return probe
+
+
+def _unseen(probe: Path) -> str | None:
+    """Why this rank does not see a file of rank 0, in words; None where it does, after `VISIBLE_S` at most."""
+    deadline = time.monotonic() + VISIBLE_S
+    try:
+        while not probe.exists():
+            if time.monotonic() > deadline:
+                return f"on {socket.gethostname()} does not find in {probe.parent} what rank 0 writes there"
+            time.sleep(0.1)
+    except OSError as error:
+        return f"on {socket.gethostname()} cannot look for what rank 0 writes in {probe.parent}: {error}"
+    return None
 
 
 def _begin(temporary: Path, run: dict[str, Any]) -> None:

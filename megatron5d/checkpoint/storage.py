@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -29,7 +28,7 @@ from torch.futures import Future
 
 from megatron5d.checkpoint.folder import METADATA, changed, newest_before
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.meeting import first_failure
+from megatron5d.topology.agreement import first_failure, on_rank_0
 
 
 def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int) -> bytes:
@@ -163,7 +162,7 @@ class Reader(dcp.FileSystemReader):
         Comm: unless alone a broadcast of the file over the world.
         """
         if self._metadata is None:
-            content = self._content() if self.alone else self._content_from_rank_0()
+            content = self._content() if self.alone else on_rank_0(self._content)
             with _nothing_collected():
                 self._metadata = pickle.loads(content)
         return self._metadata
@@ -177,19 +176,6 @@ class Reader(dcp.FileSystemReader):
         except OSError as error:
             fault = f"{self._folder / METADATA} cannot be read: {error}"
         raise ValueError(f"{fault}. {self.advice()}")
-
-    def _content_from_rank_0(self) -> bytes:
-        said: list[Any] = [b"", None]
-        if dist.get_rank() == 0:
-            try:
-                said[0] = self._content()
-            except ValueError as error:
-                said[1] = str(error)
-        dist.broadcast_object_list(said, src=0)
-        content, fault = said
-        if fault:
-            raise ValueError(fault)
-        return content
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Shape, dtype and places of every tensor, by key."""

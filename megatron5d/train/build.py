@@ -18,6 +18,7 @@ from megatron5d.optim.muon import takes_muon
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.pipeline import Pipeline
 from megatron5d.pipeline_parallel.stage import Relay, Stage
+from megatron5d.topology.agreement import on_every_rank, on_rank_0
 from megatron5d.topology.grid import Sizes, resolve
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
@@ -84,8 +85,7 @@ def build_run(config: Config, process: Process) -> Run:
     else:
         progress, changed = resume(checkpoint, sync, optimizer, model.weights(), config)
         notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
-    if process.rank == 0:  # which shows the notes
-        notes += [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)]
+    notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
     return Run(
         config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, [note for note in notes if note]
     )
@@ -131,7 +131,8 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
     if init.from_checkpoint is not None:
         notes = load_other_run(init.from_checkpoint, held, config)
     elif init.from_hf is not None:
-        notes = load_hf_shards(held, config.model, init.from_hf)
+        folder = init.from_hf
+        notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder))
     else:
         for spec, tensor in held:
             for offset, view in tensor.parts.items():

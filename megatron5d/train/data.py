@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron5d.config.schema import Config
 from megatron5d.data.loader import Loader
@@ -17,6 +16,7 @@ from megatron5d.data.samples import Samples, open_samples
 from megatron5d.data.sources import named_entries, parse_sources, split_shares
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.model.context import SequenceSharding
+from megatron5d.topology.agreement import on_every_rank, on_rank_0
 from megatron5d.topology.mesh import Mesh
 
 
@@ -98,16 +98,26 @@ def train_loader(
         steps_left: steps that the run will still make.
 
     Raises:
-        ValueError: of an order that has an end, so many steps do not remain.
+        ValueError, OSError: on every rank, if one cannot read its files, or so many steps do not remain of an order
+            that has an end.
+
+    Comm: as of `_opened`.
     """
-    train, samples = config.train, _opened(config, mesh, reads, lambda: _train_samples(config))
+    train = config.train
     end = samples_of_steps(steps_left, train.gbs, train.gbs_ramp, consumed_samples)
-    if steps_left > 0 and samples.num_samples is not None and end > samples.num_samples:
-        raise ValueError(
-            f"data.order = megatron has {samples.num_samples} samples for train.steps = {train.steps} and train.gbs = "
-            f"{train.gbs}; {consumed_samples} have been taken, and {steps_left} steps more would take "
-            f"{end - consumed_samples}: resume with train.gbs and train.gbs_ramp as before, or with more train.steps"
-        )
+
+    def open_files() -> Samples:
+        samples = _train_samples(config)
+        if steps_left > 0 and samples.num_samples is not None and end > samples.num_samples:
+            raise ValueError(
+                f"data.order = megatron has {samples.num_samples} samples for train.steps = {train.steps} and "
+                f"train.gbs = {train.gbs}; {consumed_samples} have been taken, and {steps_left} steps more would take "
+                f"{end - consumed_samples}: resume with train.gbs and train.gbs_ramp as before, or with more "
+                "train.steps"
+            )
+        return samples
+
+    samples = _opened(config, mesh, reads, open_files)
     prefetch = config.data.prefetch if reads else 0
     return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, prefetch)
 
@@ -172,23 +182,20 @@ def _opened(config: Config, mesh: Mesh, reads: bool, open_files: Callable[[], Sa
     else looks: a lock for thousands of ranks is slow, and file systems without locks would have each build its own.
 
     Raises:
-        ValueError: the files cannot be read so; where rank 0 is first, on every rank.
+        ValueError, OSError: on every rank, if one cannot read its files.
 
-    Comm: with data.order=megatron a broadcast over the world.
+    Comm: `first_failure`'s; with data.order=megatron also a broadcast over the world.
     """
-    world, samples, fault = mesh["world"], None, list[str | None]([None])
-    if config.data.order == "megatron" and world.group is not None:
-        if world.rank == 0:
-            try:
-                samples = open_files()
-            except (ValueError, OSError) as error:
-                fault = [str(error)]
-        dist.broadcast_object_list(fault, src=0)
-        if fault[0] is not None:
-            raise ValueError(fault[0])
-    if not reads:
-        return BlankSamples(config.train.seq_len)
-    return samples or open_files()
+    opened = list[Samples]()
+    if config.data.order == "megatron":
+        on_rank_0(lambda: opened.append(open_files()))
+
+    def open_here() -> Samples:
+        if not reads:
+            return BlankSamples(config.train.seq_len)
+        return opened[0] if opened else open_files()
+
+    return on_every_rank(open_here)
 
 
 def _loader(config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] | None, prefetch: int) -> Loader:

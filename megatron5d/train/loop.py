@@ -8,6 +8,7 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.topology.agreement import on_every_rank, on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader
@@ -41,8 +42,7 @@ def train(config: Config, process: Process) -> int:
 def _train(config: Config, process: Process, outputs: Outputs, taken: Snapshots) -> int:
     run = build_run(config, process)
     run.notes += outputs.notes
-    if process.rank == 0:  # which shows the notes
-        run.notes += unmarked_documents(config)
+    run.notes += on_rank_0(lambda: unmarked_documents(config))
     if taken.note:
         run.notes.append(taken.note)
     saver = None
@@ -50,9 +50,9 @@ def _train(config: Config, process: Process, outputs: Outputs, taken: Snapshots)
         c = config.checkpoint
         saver = outputs.saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s, outputs.lock)  # type: ignore[arg-type]
     with StopFlag() as stop:
-        reporter = Reporter(run)
-        _introduce(run, reporter)
+        reporter = on_every_rank(lambda: Reporter(run))
         try:
+            on_every_rank(lambda: _introduce(run, reporter))
             stopped = _steps(run, reporter, saver, stop, taken)
             if saver is not None:
                 saver.wait()

@@ -7,12 +7,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron5d.checkpoint.folder import recover
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
+from megatron5d.topology.agreement import on_rank_0
 from megatron5d.topology.lock_file import LockFile
 
 
@@ -40,17 +39,9 @@ def locked_outputs(config: Config) -> Iterator[Outputs]:
 
     Comm: a broadcast over the world; rank 0 may come to it as late as `lock_file.STALE_S`.
     """
-    outputs, fault = Outputs(), list[str | None]([None])
+    outputs = Outputs()
     with ExitStack() as on_exit:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            try:
-                _lock(config, outputs, on_exit)
-            except OSError as error:
-                fault = [str(error)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(fault, src=0)
-        if fault[0] is not None:
-            raise OSError(fault[0])
+        on_rank_0(lambda: _lock(config, outputs, on_exit))
         yield outputs
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron5d.comm.p2p import Form
 from megatron5d.config.fault import Fault, closest
 from megatron5d.config.law import data_parallel, divisors
@@ -22,6 +20,7 @@ from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule,
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.text import read_program
 from megatron5d.pipeline_parallel.verify import verify
+from megatron5d.topology.agreement import on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.search import Found, known_programs, prediction, run_costs, searched
 
@@ -107,15 +106,11 @@ def agreed_plan(config: Config, process: Process) -> PipelinePlan:
     if config.parallel.pp == 1:
         return plan_pipeline(config, process.world)
     counts = micro_batch_counts(config, process.world)
-    found: list[Found | None] = [None]
-    if config.pipeline.schedule == "auto":
-        if process.rank == 0:
-            found = [searched(config, counts)]
-        dist.broadcast_object_list(found, src=0)
-    plan = plan_pipeline(config, process.world, found[0])
+    found = on_rank_0(lambda: searched(config, counts)) if config.pipeline.schedule == "auto" else None
+    plan = plan_pipeline(config, process.world, found)
     if process.rank != 0:
         return plan
-    split, results = (found[0].config, found[0].results) if found[0] else (config, {})
+    split, results = (found.config, found.results) if found else (config, {})
     return replace(plan, note=prediction(split, plan.program_of(counts[-1]), results.get(counts[-1])))
 
 

@@ -21,6 +21,7 @@ from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.optimizer import Optimizer
+from megatron5d.topology.agreement import on_rank_0
 from megatron5d.topology.shard import ShardSpec, spec_of
 
 FORMAT = 1  # of run.json; raised when an older reader would misread it
@@ -138,9 +139,11 @@ def resume(
         How far the run is; and the keys that decide on numbers and have changed since, for the log.
 
     Raises:
-        ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it.
+        ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it; on every rank.
+
+    Comm: a broadcast of run.json; as of `load_tensors`; below ZeRO-3 an all_gather of the weights.
     """
-    record = read_run(folder)
+    record = on_rank_0(lambda: read_run(folder))
     if record["format"] > FORMAT:
         raise ValueError(
             f"{folder} has format {record['format']}, this version reads up to {FORMAT}; upgrade megatron5d"
@@ -211,7 +214,7 @@ def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]],
     """
     found = agreed(lambda: whole_checkpoint(folder, "init.from_checkpoint"))
     assert found is not None
-    changed = changed_keys(read_run(found)["config"], config, ["model"])
+    changed = changed_keys(on_rank_0(lambda: read_run(found))["config"], config, ["model"])
     load_tensors(found, named("model", held), changed, twin=twin)
     passive = tuple(f"model.{key} " for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions"))
     return [f"{line} in {found}" for line in changed if not line.startswith(passive)]

@@ -153,7 +153,7 @@ def test_rank_0_reads_for_all_where_everything_lies(place):
     assert first is True and times > 0 and other == (True, 0)
     flip(folder / ".metadata", 3)
     (first, _), (second, _) = run_ranks(read_by, 2)
-    assert first == second and ".metadata is damaged" in first
+    assert second == f"rank 0: {first}" and ".metadata is damaged" in first
 
 
 def test_damage_is_told_where_the_folder_cannot_be_searched_for_an_earlier_one(place, monkeypatch):

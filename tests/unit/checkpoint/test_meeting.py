@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron5d.checkpoint import meeting
-from megatron5d.checkpoint.meeting import Failure, Meeting, failure_among, first_failure
+from megatron5d.checkpoint.meeting import Meeting
 from megatron5d.checkpoint.save import Saver
 from megatron5d.topology import store as store_of
 
@@ -43,14 +43,6 @@ def test_who_leaves_no_note_is_named_on_every_rank():
         return True
 
     assert run_ranks(fn, 3) == [True, None, True]
-
-
-def test_the_first_failure_is_told_on_all_with_the_number_of_others():
-    faults = [None, "no room", "a longer text of another rank"]
-    told = run_ranks(lambda rank, world: (first_failure(None), first_failure(faults[rank])), 3)
-    assert told == [(None, Failure(1, "no room", 1))] * 3
-    assert str(told[0][1]) == str(failure_among(faults)) == "rank 1: no room (and 1 more ranks)"
-    assert failure_among([None]) is None
 
 
 class Counted:

@@ -32,4 +32,4 @@ def test_rank_0_opens_the_files_first_and_its_fault_is_everybodys():
     (first, told), *others = run_ranks(fn, 3)
     assert len(first) == 2 and told == "a file is short"
     for opened, told in others:
-        assert len(opened) == 1 and opened[0] >= first[0] and told == "a file is short"
+        assert len(opened) == 1 and opened[0] >= first[0] and told == "rank 0: a file is short"
