@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import RUN, commit, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.meeting import Meeting
+from megatron5d.checkpoint.store_group import StoreGroup
 from megatron5d.topology.agreement import failure_among, first_failure, on_rank_0
 from megatron5d.topology.lock_file import LockFile
 
@@ -56,7 +56,7 @@ class Saver:
         from megatron5d.checkpoint.storage import Index, write  # at the start of a run that saves, not hours later
 
         self._write_tensors, self._index = write, Index()
-        self._meeting = Meeting(timeout_s)
+        self._group = StoreGroup(timeout_s)
         self._written = b""  # what this rank has told of its files
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -73,7 +73,7 @@ class Saver:
             OSError: a rank could not write its files, or the directory has become another run's; here, or for a save in
                 the background at the next one.
 
-        Comm: the store, see checkpoint/meeting.py: a note of each rank, and rank 0's word that all may begin and
+        Comm: the store, see checkpoint/store_group.py: a message of each rank, and rank 0's word that all may begin and
             that all is done.
         """
         self.wait()
@@ -106,20 +106,20 @@ class Saver:
 
     def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
-        meeting = self._meeting
-        meeting.first(self._check_lock)
+        group = self._group
+        group.on_rank_0(self._check_lock)
         known, self._written = self._written, b""
         try:
-            meeting.first(lambda: _begin(temporary, run))
+            group.on_rank_0(lambda: _begin(temporary, run))
             try:
-                written = self._write_tensors(temporary, tensors, meeting.rank)
+                written = self._write_tensors(temporary, tensors, group.rank)
                 note = _DONE + (b"" if written == known else written)
             except Exception as error:  # noqa: BLE001 - rank 0 tells it to all
                 note = f"{type(error).__name__}: {error}".encode()
-            meeting.leave(note)
-            meeting.first(lambda: self._finish(temporary))
+            group.send(note)
+            group.on_rank_0(lambda: self._finish(temporary))
         except OSError as error:
-            if meeting.rank == 0:
+            if group.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
             raise OSError(f"the checkpoint of step {step} could not be written: {error}. {self._room()}") from error
         self._written = written
@@ -130,7 +130,7 @@ class Saver:
 
     def _finish(self, temporary: Path) -> None:
         """On rank 0, once all have written: names what is where, and makes it a checkpoint."""
-        notes = self._meeting.notes()
+        notes = self._group.receive_all()
         failed = failure_among([None if note.startswith(_DONE) else note.decode() for note in notes])
         if failed:
             raise OSError(str(failed))

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.store import absent, listed, met_at, wait_until
+from megatron5d.topology.store import default_store, missing_ranks, ranks_text, wait_until
 
 _KEY = "megatron5d/lost"  # in the store
 _ANSWERS = f"{_KEY}/answers"
@@ -28,7 +28,7 @@ class LineLost(ConnectionError):
     def __init__(self, op: str, axis: Axis, error: BaseException) -> None:
         who = _told(silent_ranks(axis.ranks))
         super().__init__(
-            f"{op} over {axis.name} (ranks {listed(axis.ranks)}) failed: {who}. The backend says: {_said(error)}"
+            f"{op} over {axis.name} (ranks {ranks_text(axis.ranks)}) failed: {who}. The backend says: {_said(error)}"
         )
 
 
@@ -60,14 +60,14 @@ def _told(silent: list[int] | None) -> str:
         return "and rank 0, where all ranks met, does not answer"
     if not silent:
         return "yet all of them answer, and nobody has missed another rank"
-    ranks = f"ranks {listed(silent)} do" if len(silent) > 1 else f"rank {silent[0]} does"
+    ranks = f"ranks {ranks_text(silent)} do" if len(silent) > 1 else f"rank {silent[0]} does"
     return f"{ranks} not answer within {PATIENCE_S:g} s: dead, or hanging"
 
 
 def _first_gone(rank: int) -> int:
     """The rank that anybody was first to miss, as far as the store that all ranks met at can still tell."""
     try:
-        store = met_at()
+        store = default_store()
         store.set_timeout(timedelta(seconds=5))
         return int(store.compare_set(f"{_KEY}/first_gone", "", str(rank)))
     except (RuntimeError, ValueError, AttributeError):  # the store died with its rank
@@ -95,14 +95,14 @@ def silent_ranks(line: tuple[int, ...]) -> list[int] | None:
     Comm: the store; the first rank of the line that comes looks for all of it, the others wait for what it finds.
     """
     try:
-        store, rank = met_at(), dist.get_rank()
+        store, rank = default_store(), dist.get_rank()
         store.set_timeout(timedelta(seconds=PATIENCE_S))
         store.set(f"{_ANSWERS}/{rank}", "")
         found = f"{_KEY}/line/{zlib.crc32(repr(line).encode())}"
         seeker = int(store.compare_set(f"{found}/seeker", "", str(rank)))
         if seeker == rank:
-            wait_until(lambda: not absent(store, _ANSWERS, line), PATIENCE_S)
-            missing = absent(store, _ANSWERS, line)
+            wait_until(lambda: not missing_ranks(store, _ANSWERS, line), PATIENCE_S)
+            missing = missing_ranks(store, _ANSWERS, line)
             if missing:
                 store.set(f"{_KEY}/silent", _written(missing))
             store.set(found, _written(missing))

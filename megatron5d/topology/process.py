@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from megatron5d.topology.launcher import MET, Environment, read_environment
 from megatron5d.topology.rendezvous import meet
-from megatron5d.topology.store import met_at, num_signed, sign, wait_until
+from megatron5d.topology.store import default_store, num_registered, register, wait_until
 
 LEAVING_S = 60.0  # rank 0 waits at most so long for the others to leave first
-_LEFT = "left"  # the roll of the ranks that are about to leave
+_LEFT = "left"  # the register of the ranks that are about to leave
 _OTHER_FILES = 256  # that rank 0 has open besides its connections to the others
 
 
@@ -122,10 +122,10 @@ def _allow_connections(environment: Environment) -> None:
 def _leave_in_order(rank: int, world: int) -> None:
     """Lets rank 0 leave last: its process may host the store, in which others still read how the last save ended."""
     with suppress(RuntimeError):  # rank 0 has gone: this rank is late and needs nothing more from the store
-        store = met_at()
-        sign(store, _LEFT, rank)
+        store = default_store()
+        register(store, _LEFT, rank)
         if rank == 0:
-            wait_until(lambda: num_signed(store, _LEFT) >= world, LEAVING_S)
+            wait_until(lambda: num_registered(store, _LEFT) >= world, LEAVING_S)
 
 
 def _choose_device(local_rank: int) -> torch.device:

@@ -11,12 +11,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron5d.topology.launcher import Environment
-from megatron5d.topology.store import absent, listed, num_signed, sign, wait_until
+from megatron5d.topology.store import missing_ranks, num_registered, ranks_text, register, wait_until
 
 RENDEZVOUS_TIMEOUT_S = 300.0  # for the last rank to appear; nodes of one job boot minutes apart, not half hours
 SAY_WAITING_S = 20.0  # rank 0 names the ranks it waits for, at this interval
 _STARTS = "starts"  # in the store: how often the ranks were started
-_HERE = "here"  # the roll of the ranks that have come, one for each start
+_MISSING = "missing"  # of each start: the ranks that did not come in time; set by rank 0 once it has looked
+_HERE = "here"  # the register of the ranks that have come, one for each start
 
 
 def meet(environment: Environment) -> dist.Store:
@@ -44,7 +45,7 @@ def meet(environment: Environment) -> dist.Store:
             f"rank {environment.rank} could not reach rank 0 at {where} "
             f"within {RENDEZVOUS_TIMEOUT_S:g} s (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
-    return _roll_call(store, environment.rank, environment.world, RENDEZVOUS_TIMEOUT_S)
+    return _wait_for_all(store, environment.rank, environment.world, RENDEZVOUS_TIMEOUT_S)
 
 
 def _connect(environment: Environment, where: str) -> dist.Store:
@@ -73,24 +74,24 @@ def _check_resolves(host: str) -> None:
         ) from error
 
 
-def _roll_call(store: dist.Store, rank: int, world: int, timeout_s: float) -> dist.Store:
-    """Waits until all ranks have signed the roll in the store; rank 0 tells the others the result.
+def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float) -> dist.Store:
+    """Waits until all ranks have registered in the store; rank 0 tells the others the result.
 
     Returns:
         The part of the store that belongs to this start of the ranks. torchrun keeps one store when it starts them
-        again, and without a part of its own a new start would count the signatures of dead processes.
+        again, and without a part of its own a new start would count ranks of dead processes.
 
     Raises:
-        TimeoutError: some ranks did not sign in time; names them.
+        TimeoutError: some ranks did not register in time; names them.
     """
     if rank:
         started = _join_newest_start(store, rank, timeout_s + 10)  # rank 0 gives up first, and says who is missing
-        missing = started.get("roll_call").decode()
+        missing = started.get(_MISSING).decode()
     else:
         started = _store_of_start(store, store.add(_STARTS, 1))
-        sign(started, _HERE, rank)
-        missing = _wait_for_signatures(started, world, timeout_s)
-        started.set("roll_call", missing)
+        register(started, _HERE, rank)
+        missing = _wait_for_registrations(started, world, timeout_s)
+        started.set(_MISSING, missing)
         if missing:
             time.sleep(1.5)  # the others, who ask once a second, read the list before the store ends with this process
     if missing:
@@ -104,43 +105,44 @@ def _store_of_start(store: dist.Store, number: int) -> dist.Store:
 
 
 def _join_newest_start(store: dist.Store, rank: int, timeout_s: float) -> dist.Store:
-    """Signs the roll of the newest start and waits until rank 0 has read it.
+    """Registers in the newest start and waits until rank 0 has said who is missing there.
 
-    A start is over if an earlier process of this rank has joined it, or if its roll was read already. The start that
-    this rank joins may be an old one as well; rank 0 then opens a newer one, which this rank joins instead.
+    A start is over if an earlier process of this rank has joined it, or if rank 0 has already said who is missing. The
+    start that this rank joins may be an old one as well; rank 0 then opens a newer one, which this rank joins instead.
 
     Returns:
         The part of the store that belongs to the start.
 
     Raises:
-        TimeoutError: rank 0 has opened no start, or has not read its roll in time.
+        TimeoutError: rank 0 has opened no start, or has not answered in time.
     """
     known = f"joined/{rank}"
     joined = store.add(known, 0)
     started: dist.Store | None = None
 
-    def roll_was_read() -> bool:
+    def rank_0_has_answered() -> bool:
         nonlocal joined, started
         newest = store.add(_STARTS, 0)
-        if newest > joined and not _store_of_start(store, newest).check(["roll_call"]):
+        if newest > joined and not _store_of_start(store, newest).check([_MISSING]):
             store.add(known, newest - joined)
             joined, started = newest, _store_of_start(store, newest)
-            sign(started, _HERE, rank)
-        return started is not None and started.check(["roll_call"])
+            register(started, _HERE, rank)
+        return started is not None and started.check([_MISSING])
 
-    if not wait_until(roll_was_read, timeout_s) or started is None:
+    if not wait_until(rank_0_has_answered, timeout_s) or started is None:
         raise TimeoutError(f"rank {rank} met the store within {timeout_s:g} s, but not rank 0")
     return started
 
 
-def _wait_for_signatures(store: dist.Store, world: int, timeout_s: float) -> str:
-    """The ranks that have not signed in time, as text; "" where all have.
+def _wait_for_registrations(store: dist.Store, world: int, timeout_s: float) -> str:
+    """The ranks that have not registered in time, as text; "" where all have.
 
-    One request counts the signatures; only after `SAY_WAITING_S` is each rank looked up.
+    One request counts the ranks; only after `SAY_WAITING_S` is each rank looked up.
     """
     deadline = time.monotonic() + timeout_s
-    while not wait_until(lambda: num_signed(store, _HERE) >= world, min(SAY_WAITING_S, deadline - time.monotonic())):
-        missing = listed(absent(store, _HERE, range(world)))
+    all_here = lambda: num_registered(store, _HERE) >= world  # noqa: E731
+    while not wait_until(all_here, min(SAY_WAITING_S, deadline - time.monotonic())):
+        missing = ranks_text(missing_ranks(store, _HERE, range(world)))
         if time.monotonic() >= deadline:
             return missing
         print(f"rank 0 of {world} waits for ranks {missing}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The key-value store through which the ranks found each other, and lists of ranks in it ("rolls").
+"""The key-value store through which the ranks found each other, and registers in it: named sets of ranks.
 
 One process serves it, rank 0 or the launcher. So that its load does not grow with the square of the world, every rank
 may send a constant number of requests, and only one rank may send a request for each other rank.
@@ -18,8 +18,8 @@ _KEYS_PER_REQUEST = 256
 _AFTER_MAIN_S = 10.0  # a thread waits at most so long once the main thread of its process has ended
 
 
-def met_at() -> dist.Store:
-    """torch's default store, which all ranks met at when they made the world's process group."""
+def default_store() -> dist.Store:
+    """torch's default store: the one through which all ranks made the world's process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -48,30 +48,30 @@ def wait_until(there: Callable[[], bool], patience_s: float) -> bool:
     return True
 
 
-def sign(store: dist.Store, roll: str, rank: int) -> None:
-    """Puts a rank on a roll; each rank signs at most once. Comm: two requests."""
-    store.set(f"{roll}/{rank}", "")
-    store.add(f"{roll}/count", 1)
+def register(store: dist.Store, name: str, rank: int) -> None:
+    """Adds a rank to a register; each rank is added at most once. Comm: two requests."""
+    store.set(f"{name}/{rank}", "")
+    store.add(f"{name}/count", 1)
 
 
-def num_signed(store: dist.Store, roll: str) -> int:
-    """How many ranks have signed a roll. Comm: one request."""
-    return store.add(f"{roll}/count", 0)
+def num_registered(store: dist.Store, name: str) -> int:
+    """The number of ranks in a register. Comm: one request."""
+    return store.add(f"{name}/count", 0)
 
 
-def absent(store: dist.Store, roll: str, ranks: Sequence[int]) -> list[int]:
-    """Those of some ranks that have not signed a roll.
+def missing_ranks(store: dist.Store, name: str, ranks: Sequence[int]) -> list[int]:
+    """Those of some ranks that are not in a register.
 
-    Comm: one request for every 256 ranks; where one of these is absent, one for each of the 256.
+    Comm: one request for every 256 ranks; where one of these is missing, one for each of the 256.
     """
     missing, left = [], iter(ranks)
     while several := list(islice(left, _KEYS_PER_REQUEST)):
-        if not store.check([f"{roll}/{rank}" for rank in several]):
-            missing += [rank for rank in several if not store.check([f"{roll}/{rank}"])]
+        if not store.check([f"{name}/{rank}" for rank in several]):
+            missing += [rank for rank in several if not store.check([f"{name}/{rank}"])]
     return missing
 
 
-def listed(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks as text for a message: at most the first 16, and how many more there are."""
     shown = ", ".join(map(str, ranks[:16]))
     return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown

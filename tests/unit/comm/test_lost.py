@@ -110,7 +110,7 @@ def test_one_rank_looks_for_all_of_a_long_line(monkeypatch):
             asked[name] += 1
             return getattr(kept, name)
 
-    monkeypatch.setattr(lost, "met_at", Store)
+    monkeypatch.setattr(lost, "default_store", Store)
     for rank in range(world):
         if rank not in (5, 9000):
             kept.set(f"megatron5d/lost/answers/{rank}", "")

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from megatron5d.topology import process, rendezvous
 from megatron5d.topology.launcher import Environment
 from megatron5d.topology.process import start_process, stop_process, use_batch_scheduling
-from megatron5d.topology.store import num_signed, sign, wait_until
+from megatron5d.topology.store import num_registered, register, wait_until
 
 
 def test_one_process_initialises_nothing():
@@ -186,15 +186,15 @@ def test_ranks_that_are_started_again_do_not_take_the_dead_for_present():
     """torchrun's agent keeps its store when it starts the ranks again."""
 
     def start(rank, num_joined):
-        roll_call = rendezvous._roll_call(store, rank, 3, 20.0)
-        sign(roll_call, "roll", rank)
-        wait_until(lambda: num_signed(roll_call, "roll") >= num_joined, 10.0)
-        return num_signed(roll_call, "roll")
+        started = rendezvous._wait_for_all(store, rank, 3, 20.0)
+        register(started, "in the same start", rank)
+        wait_until(lambda: num_registered(started, "in the same start") >= num_joined, 10.0)
+        return num_registered(started, "in the same start")
 
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as at_once:
         assert list(at_once.map(start, range(3), [3] * 3)) == [3, 3, 3]
-        half = [at_once.submit(rendezvous._roll_call, store, rank, 3, 0.5) for rank in (0, 1)]
+        half = [at_once.submit(rendezvous._wait_for_all, store, rank, 3, 0.5) for rank in (0, 1)]
         for each in half:  # the third has died before it came
             with pytest.raises(TimeoutError, match="did not appear within 0.5 s: 2$"):
                 each.result()

@@ -1,4 +1,4 @@
-"""How ranks agree on a save: notes of any length, faults told to all, and few questions to the store."""
+"""How ranks agree on a save: messages of any length, failures known on all ranks, few requests."""
 
 import time
 from collections import Counter
@@ -7,23 +7,23 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron5d.checkpoint import meeting
-from megatron5d.checkpoint.meeting import Meeting
+from megatron5d.checkpoint import store_group
 from megatron5d.checkpoint.save import Saver
-from megatron5d.topology import store as store_of
+from megatron5d.checkpoint.store_group import StoreGroup
+from megatron5d.topology.store import default_store
 
 
-def test_notes_reach_rank_0_and_its_answers_all(monkeypatch):
-    monkeypatch.setattr(meeting, "_PART_BYTES", 3)
+def test_messages_reach_rank_0_and_its_answers_all(monkeypatch):
+    monkeypatch.setattr(store_group, "_PART_BYTES", 3)
 
     def fn(rank, world):
-        met, heard, keys = Meeting(20.0), [], []
+        group, heard, keys = StoreGroup(20.0), [], []
         for length in (0, 2, 3, 10, 10, 10):
-            met.first(lambda: None)
-            met.leave(bytes([rank]) * length)
-            met.first(lambda: (heard.append(met.notes()), keys.append(store_of.met_at().num_keys())))
+            group.on_rank_0(lambda: None)
+            group.send(bytes([rank]) * length)
+            group.on_rank_0(lambda: (heard.append(group.receive_all()), keys.append(default_store().num_keys())))
         with pytest.raises(OSError, match="no room"):
-            met.first(lambda: exec("raise OSError('no room')"))
+            group.on_rank_0(lambda: exec("raise OSError('no room')"))
         return heard, keys
 
     (heard, keys), nothing = run_ranks(fn, 2)
@@ -31,15 +31,15 @@ def test_notes_reach_rank_0_and_its_answers_all(monkeypatch):
     assert keys[-1] == keys[-2] == keys[-3], "what all have read is forgotten"
 
 
-def test_who_leaves_no_note_is_named_on_every_rank():
+def test_who_sends_no_message_is_named_on_every_rank():
     def fn(rank, world):
-        met = Meeting(1.0)
+        group = StoreGroup(1.0)
         if rank == 1:
             time.sleep(4)
             return None
-        met.leave(b"")
+        group.send(b"")
         with pytest.raises(OSError, match="^ranks 1 of 3 were not ready within 1 s$"):
-            met.first(met.notes)
+            group.on_rank_0(group.receive_all)
         return True
 
     assert run_ranks(fn, 3) == [True, None, True]
@@ -64,27 +64,27 @@ def as_one_of(monkeypatch, rank, world):
     store = Counted(dist.HashStore())
     for name, value in (("is_initialized", True), ("get_rank", rank), ("get_world_size", world)):
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    monkeypatch.setattr(meeting, "met_at", lambda: store)
+    monkeypatch.setattr(store_group, "default_store", lambda: store)
     return store
 
 
 def test_a_save_of_16384_ranks_asks_the_store_little(monkeypatch):
     world = 16384
     store = as_one_of(monkeypatch, 0, world)
-    met = Meeting(1.0)
+    group = StoreGroup(1.0)
     for rank in range(1, world):
-        store._store.set(met._note(rank), f"1 1 rank {rank}")
-    store._store.add(f"{met._name}/count", world - 1)
-    met.leave(b"rank 0")
+        store._store.set(group._message_key(rank), f"1 1 rank {rank}")
+    store._store.add(f"{group._name}/count", world - 1)
+    group.send(b"rank 0")
     heard = []
-    met.first(lambda: heard.extend(met.notes()))
+    group.on_rank_0(lambda: heard.extend(group.receive_all()))
     assert heard == [f"rank {rank}".encode() for rank in range(world)]
     assert sum(store.asked.values()) < 30, store.asked  # rank 0, for all
     store = as_one_of(monkeypatch, 77, world)
-    met = Meeting(1.0)
-    store._store.set(met._answer(1), "")
-    met.leave(b"rank 77")
-    met.first(lambda: None)
+    group = StoreGroup(1.0)
+    store._store.set(group._answer_key(1), "")
+    group.send(b"rank 77")
+    group.on_rank_0(lambda: None)
     assert sum(store.asked.values()) <= 4, store.asked  # any other
 
 
@@ -92,11 +92,11 @@ def test_rank_0_raises_what_went_wrong_once_all_have_read_it():
     """Where it keeps the store, the others would otherwise tell of a store that is gone."""
 
     def fn(rank, world):
-        met = Meeting(20.0)
+        group = StoreGroup(20.0)
         time.sleep(0.5 * rank)
         asks_at = time.monotonic()
         with pytest.raises(OSError, match="no room"):
-            met.first(lambda: exec("raise OSError('no room')"))
+            group.on_rank_0(lambda: exec("raise OSError('no room')"))
         return asks_at, time.monotonic()
 
     times = run_ranks(fn, 3)
@@ -110,7 +110,7 @@ def test_a_store_that_is_gone_is_told_as_rank_0(tmp_path, monkeypatch):
         raise dist.DistNetworkError("Broken pipe")
 
     def write(*_):
-        monkeypatch.setattr(saver._meeting, "_put", ends)
+        monkeypatch.setattr(saver._group, "_set", ends)
         return b"written"
 
     saver = Saver(tmp_path, keep=1)
