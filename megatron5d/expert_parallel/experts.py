@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from kernels.dispatch import first_order
 from megatron5d.config.schema import ModelConfig
+from megatron5d.precision.activations import KEEP_ALL, RecomputedParts, recomputable
 from megatron5d.precision.gemms import expert_gemms_of
 from megatron5d.precision.gradient import Defer
-from megatron5d.precision.kept import KEEP_ALL, Parts, derive
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
 
@@ -24,7 +24,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, parameter, offsets, experts: int, defer: Defer):
         gemms = expert_gemms_of(parameter)
-        operand = derive(x, lambda x: gemms.operand(x, offsets))
+        operand = recomputable(x, lambda x: gemms.operand(x, offsets))
         ctx.save_for_backward(offsets, *operand)
         ctx.parameter, ctx.experts, ctx.defer = parameter, experts, defer
         return gemms.forward(operand, parameter, experts, offsets)
@@ -49,12 +49,12 @@ class Experts(nn.Module):
         name: global name, `layers.{i}.experts`.
         ep: axis over which the experts are distributed.
         etp: axis that cuts the inner dim of each.
-        parts: `experts` and `activation` may be computed again.
+        parts: `experts` and `activation` may be recomputed.
         factory: dtype and device of the parameters.
     """
 
     def __init__(
-        self, config: ModelConfig, name: str, ep: Axis, etp: Axis, *, parts: Parts = KEEP_ALL, **factory
+        self, config: ModelConfig, name: str, ep: Axis, etp: Axis, *, parts: RecomputedParts = KEEP_ALL, **factory
     ) -> None:
         super().__init__()
         h, f = config.hidden_size, config.expert_hidden_size
@@ -90,7 +90,7 @@ class Experts(nn.Module):
         Returns:
             `[r, h]`, partial over etp.
         """
-        inner = self.parts("experts", partial(self._inner, offsets=offsets, defer=defer), x)  # [r, f/etp]
+        inner = self.parts.run("experts", partial(self._inner, offsets=offsets, defer=defer), x)  # [r, f/etp]
         return _GroupedLinear.apply(inner, self.down, offsets, self.num_local, defer)  # partial [r, h]
 
     def _inner(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
@@ -98,7 +98,7 @@ class Experts(nn.Module):
         # The activation's backward may write over the output of `up`, which nobody else keeps.
         gemms, overwrite = expert_gemms_of(self.down), self.parts.keeps("activation")
         activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)
-        return self.parts("activation", activate, inner)  # [r, f/etp]
+        return self.parts.run("activation", activate, inner)  # [r, f/etp]
 
     def extra_repr(self) -> str:
         shape = self.up.spec.shape  # type: ignore[attr-defined]

@@ -14,9 +14,9 @@ from megatron5d.model.attention_core import AttentionCore
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.activations import KEEP_ALL, RecomputedParts
 from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer
-from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.mesh import Mesh
 
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         sp: activations between tp regions are cut along the sequence.
         rope: tables of cos and sin, None without rotary positions.
         context: attention over cp, None where sequences are whole.
-        parts: `norm`, `qkv` and `attention` may be computed again.
+        parts: `norm`, `qkv` and `attention` may be recomputed.
         factory: dtype and device of the parameters.
     """
 
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         sp: bool,
         rope: RotaryTables | None,
         context: ContextAttention | None = None,
-        parts: Parts = KEEP_ALL,
+        parts: RecomputedParts = KEEP_ALL,
         **factory,
     ) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
         normed, x = self.norm.branch(x, gemms_of(self.qkv.weight))  # [s/cp/tp, b, h]
-        # each of the parts is computed again in the backward if recompute.parts names it
-        q, k, v = self.parts("qkv", partial(self._heads, batch=batch, defer=defer), normed)
-        core = self.parts("attention", partial(self.core, batch=batch), q, k, v)  # [s/cp, b, a·d/tp]
+        # a part that recompute.parts names is recomputed in the backward
+        q, k, v = self.parts.run("qkv", partial(self._heads, batch=batch, defer=defer), normed)
+        core = self.parts.run("attention", partial(self.core, batch=batch), q, k, v)  # [s/cp, b, a·d/tp]
         return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,10 +27,10 @@ from megatron5d.model.ends import TIED, Embedding, Head
 from megatron5d.model.mla import Mla
 from megatron5d.model.mlp import Mlp
 from megatron5d.model.moe import MoeCombine, MoeDispatch, MoeExperts, TokenShare
-from megatron5d.model.mtp import Beside, MtpHead, MtpInput
+from megatron5d.model.mtp import MtpHead, MtpInput, WithLossSums
 from megatron5d.model.partition import StageSpec
 from megatron5d.model.rope import RotaryTables, rotary_dim
-from megatron5d.precision.kept import KEEP_ALL, Parts, keeping
+from megatron5d.precision.activations import KEEP_ALL, ActivationPolicy, RecomputedParts
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -40,22 +40,22 @@ from megatron5d.topology.shard import spec_of
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-BlockMaker = Callable[[int, Parts], list[nn.Module]]
-"""Global index of a block, what is computed again within it -> its phases."""
+BlockMaker = Callable[[int, RecomputedParts], list[nn.Module]]
+"""(global index of a block, parts of it that are recomputed) -> its phases."""
 
 
-def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: dict[str, Any]) -> BlockMaker:
+def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, common: dict[str, Any]) -> BlockMaker:
     """Makes what all blocks of this rank share, and returns a function that builds one block.
 
     Args:
         config, mesh: as of Gpt.
         balancer: of all MoE blocks of this rank; None = there are none.
-        build: sp, and dtype and device of the parameters.
+        common: arguments of every phase: sp, and dtype and device of the parameters.
     """
     model = config.model
     rope = None
     if model.position == "rope":
-        rope = RotaryTables(rotary_dim(model), model.rope_theta, model.rope_scaling, build["dtype"], build["device"])
+        rope = RotaryTables(rotary_dim(model), model.rope_theta, model.rope_scaling, common["dtype"], common["device"])
     context = context_attention(config, mesh)
     attention: Callable[..., nn.Module] = (
         partial(Mla, compress=config.parallel.cp_compress_kv) if model.attention == "mla" else Attention
@@ -64,8 +64,8 @@ def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, build: di
     jitter = Jitter(config.moe.jitter, config.train.seed, config.train.seq_len) if config.moe.jitter else None
     routing: dict[str, Any] = {"share": share, "balancer": balancer, "jitter": jitter}
 
-    def block(i: int, recomputed: Parts) -> list[nn.Module]:
-        factory = {"parts": recomputed, **build}
+    def block(i: int, recomputed: RecomputedParts) -> list[nn.Module]:
+        factory = {"parts": recomputed, **common}
         phases: list[nn.Module] = [attention(model, i, mesh, rope=rope, context=context, **factory)]
         if balancer is None or i not in balancer.layers:
             return [*phases, Mlp(model, i, mesh, **factory)]
@@ -81,23 +81,22 @@ def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
     return recompute.mode != "none" and (count is None or place < count)
 
 
-def _recomputed_parts(recompute: RecomputeConfig, stage: int, place: int) -> tuple[Parts, bool]:
-    """The parts of a block that are recomputed (selective), and whether all of it is (full)."""
-    again = is_recomputed(recompute, stage, place)
-    parts = Parts(recompute.parts) if again and recompute.mode == "selective" else KEEP_ALL
-    return parts, again and recompute.mode == "full"
+def _recomputed_parts(recompute: RecomputeConfig, stage: int, place: int) -> RecomputedParts:
+    """The parts that are recomputed of the block at a place of a stage (recompute.mode=selective)."""
+    selective = recompute.mode == "selective" and is_recomputed(recompute, stage, place)
+    return RecomputedParts(recompute.parts) if selective else KEEP_ALL
 
 
-def _with_keeping(phases: list[nn.Module], recompute: RecomputeConfig, parts: Parts, again: bool) -> nn.ModuleList:
-    """Tells the phases of a block what to keep for their backward, and where; `again`: it is fully recomputed."""
+def _set_policies(
+    phases: list[nn.Module], recompute: RecomputeConfig, stage: int, place: int, parts: RecomputedParts
+) -> None:
+    """Tells the phases of the block at a place of a stage which activations they keep, and where."""
+    full, least = recompute.mode == "full" and is_recomputed(recompute, stage, place), recompute.offload_min_bytes
+    group = place // recompute.group_layers if full else None
+    input_host_bytes = least if full and "inputs" in recompute.offload else None
     for phase in phases:
-        on_host = not again and getattr(phase, "kind", None) in recompute.offload
-        phase.keeping = partial(  # type: ignore[assignment]
-            keeping, parts=parts, host_bytes=recompute.offload_min_bytes if on_host else None
-        )
-    if again and "inputs" in recompute.offload:
-        phases[0].input_host_bytes = recompute.offload_min_bytes  # type: ignore[assignment]
-    return nn.ModuleList(phases)
+        host_bytes = least if not full and getattr(phase, "kind", None) in recompute.offload else None
+        phase.activation_policy = ActivationPolicy(parts, group, host_bytes, input_host_bytes)  # type: ignore[assignment]
 
 
 class Gpt(nn.Module):
@@ -123,28 +122,29 @@ class Gpt(nn.Module):
         model = config.model
         self.stages = dict(sorted((stages or {0: StageSpec(range(model.num_layers), True, True)}).items()))
         dtype = DTYPES[config.precision.dtype]
-        build: dict[str, Any] = {"sp": config.parallel.sp, "dtype": dtype, "device": device}
+        common: dict[str, Any] = {"sp": config.parallel.sp, "dtype": dtype, "device": device}
         has_embedding = any(spec.embedding for spec in self.stages.values())
-        self.embedding = Embedding(model, mesh, **build) if has_embedding else None
+        self.embedding = Embedding(model, mesh, **common) if has_embedding else None
         self.balancer = self._balancer(config, mesh, device, shared)
-        block = block_maker(config, mesh, self.balancer, build)
+        block = block_maker(config, mesh, self.balancer, common)
         self.layers = nn.ModuleDict()
         for stage, spec in self.stages.items():
             for place, i in enumerate(spec.layers):
-                parts, again = _recomputed_parts(config.recompute, stage, place)
-                self.layers[str(i)] = _with_keeping(block(i, parts), config.recompute, parts, again)
-        self.head, self.ahead = None, nn.ModuleList()
+                parts = _recomputed_parts(config.recompute, stage, place)
+                phases = block(i, parts)
+                _set_policies(phases, config.recompute, stage, place, parts)
+                self.layers[str(i)] = nn.ModuleList(phases)
+        self.head, self.mtp_blocks = None, nn.ModuleList()
         if any(spec.head for spec in self.stages.values()):
             tied = self.embedding.tokens.weight if self.embedding is not None and model.tie_embeddings else None
             slice_tokens = config.recompute.logit_tokens
-            self.head = Head(model, mesh, z_loss=config.train.z_loss, tied=tied, slice_tokens=slice_tokens, **build)
-            self._add_prediction(config, mesh["tp"], block, build)
-        self._mark_recompute(config)
+            self.head = Head(model, mesh, z_loss=config.train.z_loss, tied=tied, slice_tokens=slice_tokens, **common)
+            self._add_mtp_blocks(config, mesh["tp"], block, common)
         self._mark_shared(shared)
         choose_gemms(self.parameters(), config, mesh)
         self.overlap = choose_overlap(self.parameters(), config, mesh)
 
-    def _add_prediction(self, config: Config, tp: Axis, block: BlockMaker, build: dict[str, Any]) -> None:
+    def _add_mtp_blocks(self, config: Config, tp: Axis, block: BlockMaker, common: dict[str, Any]) -> None:
         """Adds the blocks of multi-token prediction, which use the model's own embedding and head."""
         assert self.head is not None
         output, model = self.head.output, config.model
@@ -155,15 +155,17 @@ class Gpt(nn.Module):
         elif model.tie_embeddings:
             table = output.weight
         else:
-            factory = {name: build[name] for name in ("dtype", "device")}
+            factory = {name: common[name] for name in ("dtype", "device")}
             table = vocab_weight(model.vocab_size, model.hidden_size, TIED, tp, model.init_std, **factory)
+        last, spec = next(item for item in self.stages.items() if item[1].head)
         for depth in range(model.num_mtp_layers):
-            last, spec = next(item for item in self.stages.items() if item[1].head)
-            parts, again = _recomputed_parts(config.recompute, last, len(spec.layers) + depth)
-            phases: list[nn.Module] = [MtpInput(model, depth, tp, table=table, **build)]
-            phases += [Beside(phase) for phase in block(model.num_layers + depth, parts)]
-            phases.append(MtpHead(model, depth, tp, output=output, **build))
-            self.ahead.append(_with_keeping(phases, config.recompute, parts, again))
+            place = len(spec.layers) + depth
+            parts = _recomputed_parts(config.recompute, last, place)
+            phases: list[nn.Module] = [MtpInput(model, depth, tp, table=table, **common)]
+            phases += [WithLossSums(phase) for phase in block(model.num_layers + depth, parts)]
+            _set_policies(phases, config.recompute, last, place, parts)  # its head is not recomputed
+            phases.append(MtpHead(model, depth, tp, output=output, **common))
+            self.mtp_blocks.append(nn.ModuleList(phases))
 
     def _balancer(self, config: Config, mesh: Mesh, device: torch.device | str, shared: str) -> Balancer | None:
         """The balancer of this rank's MoE layers; a rank without any still takes part in its collectives."""
@@ -176,16 +178,6 @@ class Gpt(nn.Module):
         stage = mesh["stage_pair" if shared == "all" else "stage"]
         return Balancer(config.model, config.moe, here, mesh["cp_tp"], stage, device)
 
-    def _mark_recompute(self, config: Config) -> None:
-        """Full recomputation: each group of `group_layers` neighbouring blocks keeps only what enters the first."""
-        recompute = config.recompute
-        if recompute.mode != "full":
-            return
-        for stage in self.stages:
-            for place, phases in enumerate(self._blocks_of(stage)):
-                for phase in phases if is_recomputed(recompute, stage, place) else []:
-                    phase.recompute = place // recompute.group_layers  # type: ignore[assignment]
-
     def _mark_shared(self, shared: str) -> None:
         """Notes in the specs which parameters the mirrored pipeline rank holds too."""
         for parameter in self.parameters():
@@ -196,12 +188,8 @@ class Gpt(nn.Module):
     def _layer(self, i: int) -> list[nn.Module]:
         return list(self.layers[str(i)].children())
 
-    def _ahead_of(self, stage: int) -> list[list[nn.Module]]:
-        return [list(phases.children()) for phases in self.ahead] if self.stages[stage].head else []
-
-    def _blocks_of(self, stage: int) -> list[list[nn.Module]]:
-        """What can be recomputed: the layers, and the blocks of multi-token prediction without their heads."""
-        return [self._layer(i) for i in self.stages[stage].layers] + [phases[:-1] for phases in self._ahead_of(stage)]
+    def _mtp_blocks_of(self, stage: int) -> list[list[nn.Module]]:
+        return [list(phases.children()) for phases in self.mtp_blocks] if self.stages[stage].head else []
 
     def units_of(self, stage: int) -> list[list[nn.Module]]:
         """The phases of a local stage in units of data parallelism, which are gathered and reduced as one."""
@@ -210,7 +198,7 @@ class Gpt(nn.Module):
         if spec.embedding and self.embedding is not None:
             units.insert(0, [self.embedding])
         if spec.head and self.head is not None:
-            units += [[self.head], *self._ahead_of(stage)]
+            units += [[self.head], *self._mtp_blocks_of(stage)]
         return units
 
     def phases_of(self, stage: int) -> list[nn.Module]:

@@ -28,9 +28,9 @@ from megatron5d.model.attention_core import AttentionCore
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables, softmax_temperature
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.activations import KEEP_ALL, RecomputedParts
 from megatron5d.precision.gemms import PLAIN, Gemms, gemms_of
 from megatron5d.precision.gradient import Defer, grad_buffer
-from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -51,7 +51,7 @@ class Mla(nn.Module):
         rope: tables of cos and sin for dr features.
         context: attention over cp, None where sequences are whole.
         compress: c_kv and k_pe travel over cp instead of keys and values.
-        parts: `norm`, `qkv` (the up-projections) and `attention` may be computed again.
+        parts: `norm`, `qkv` (the up-projections) and `attention` may be recomputed.
         factory: dtype and device of the parameters.
     """
 
@@ -59,7 +59,7 @@ class Mla(nn.Module):
 
     def __init__(
         self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, rope: RotaryTables,
-        context: ContextAttention | None = None, compress: bool = False, parts: Parts = KEEP_ALL, **factory,
+        context: ContextAttention | None = None, compress: bool = False, parts: RecomputedParts = KEEP_ALL, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
         self.tp, h, name = mesh["tp"], config.hidden_size, f"layers.{layer}.attention"
@@ -96,9 +96,9 @@ class Mla(nn.Module):
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
         normed, x = self.norm.branch(x, self._first_gemms())  # [s/cp/tp, b, h]
         latents = self._down(normed, defer)  # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp
-        # each of the parts is computed again in the backward if recompute.parts names it
-        heads = self.parts("qkv", partial(self._up, batch=batch, defer=defer), *latents)  # q, k, v of a/tp heads
-        core = self.parts("attention", partial(self._core, batch=batch), *heads)  # [s/cp, b, a·dv/tp]
+        # a part that recompute.parts names is recomputed in the backward
+        heads = self.parts.run("qkv", partial(self._up, batch=batch, defer=defer), *latents)  # q, k, v of a/tp heads
+        core = self.parts.run("attention", partial(self._core, batch=batch), *heads)  # [s/cp, b, a·dv/tp]
         return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.activations import KEEP_ALL, RecomputedParts
 from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer
-from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -27,13 +27,13 @@ class FeedForward(nn.Module):
         tp: axis that cuts the inner dim.
         sp: x arrives, and y leaves, cut along the sequence.
         bias: add one to both products.
-        parts: `mlp` and `activation` may be computed again.
+        parts: `mlp` and `activation` may be recomputed.
         factory: dtype and device of the parameters.
     """
 
     def __init__(
         self, config: ModelConfig, inner_size: int, name: str, tp: Axis, *, sp: bool, bias: bool = False,
-        parts: Parts = KEEP_ALL, **factory,
+        parts: RecomputedParts = KEEP_ALL, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
         h, f, self.activation, self.parts = config.hidden_size, inner_size, config.activation, parts
@@ -44,7 +44,7 @@ class FeedForward(nn.Module):
 
     def project_up(self, x: Tensor, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> what `project_down` takes, `[s/cp, b, f/tp]`."""
-        return self.parts("mlp", partial(self._up_and_activation, defer=defer), x)
+        return self.parts.run("mlp", partial(self._up_and_activation, defer=defer), x)
 
     def project_down(self, inner: Tensor, defer: Defer) -> Tensor:
         """-> `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`)."""
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
         # The activation's backward may write over the output of `up`, which nobody else keeps.
         gemms, overwrite = gemms_of(self.down.weight), self.parts.keeps("activation")
         activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)
-        return self.parts("activation", activate, inner)  # [s/cp, b, f/tp]
+        return self.parts.run("activation", activate, inner)  # [s/cp, b, f/tp]
 
 
 class Mlp(nn.Module):
@@ -66,14 +66,14 @@ class Mlp(nn.Module):
         layer: global index of the block.
         mesh: `tp` cuts the inner dim.
         sp: activations between tp regions are cut along the sequence.
-        parts: `norm`, `mlp` and `activation` may be computed again.
+        parts: `norm`, `mlp` and `activation` may be recomputed.
         factory: dtype and device of the parameters.
     """
 
     kind = "mlp"
 
     def __init__(
-        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, parts: Parts = KEEP_ALL, **factory
+        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, parts: RecomputedParts = KEEP_ALL, **factory
     ) -> None:
         super().__init__()
         tp, name = mesh["tp"], f"layers.{layer}.mlp"

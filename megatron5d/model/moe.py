@@ -30,8 +30,8 @@ from megatron5d.expert_parallel.router import Jitter, Router
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.precision.activations import KEEP_ALL, RecomputedParts
 from megatron5d.precision.gradient import Defer
-from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.precision.wire import EightBitRows
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -117,7 +117,7 @@ class MoeDispatch(nn.Module):
         share: which tokens this rank routes.
         balancer: of all MoE layers here.
         jitter: of what routers read in training; None = none.
-        parts: `norm` may be computed again.
+        parts: `norm` may be recomputed.
         factory: dtype and device of the parameters.
     """
 
@@ -125,7 +125,7 @@ class MoeDispatch(nn.Module):
 
     def __init__(
         self, config: ModelConfig, moe: MoeConfig, layer: int, mesh: Mesh, *, sp: bool, share: TokenShare,
-        balancer: Balancer, jitter: Jitter | None = None, parts: Parts = KEEP_ALL, **factory,
+        balancer: Balancer, jitter: Jitter | None = None, parts: RecomputedParts = KEEP_ALL, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.moe, self.layer, self.share, self.balancer = config, moe, layer, share, balancer
@@ -191,14 +191,14 @@ class MoeExperts(nn.Module):
         layer: global index of the block.
         mesh: `ep`, `etp`, `tp`.
         sp: tokens are cut along the sequence.
-        parts: `experts`, `mlp` (the shared expert) and `activation` may be computed again.
+        parts: `experts`, `mlp` (the shared expert) and `activation` may be recomputed.
         factory: dtype and device of the parameters.
     """
 
     kind = "experts"
 
     def __init__(
-        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, parts: Parts = KEEP_ALL, **factory
+        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, parts: RecomputedParts = KEEP_ALL, **factory
     ) -> None:
         super().__init__()
         factory = {"parts": parts, **factory}

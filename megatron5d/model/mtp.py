@@ -60,7 +60,7 @@ def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
     return replace(batch, **{f"ahead_{name}": torch.stack(rows) for name, rows in stacked.items()})
 
 
-class Beside(nn.Module):
+class WithLossSums(nn.Module):
     """A phase of a block that also carries the sums of losses along: `(sums, x)` -> `(sums, phase(x))`."""
 
     def __init__(self, phase: nn.Module) -> None:

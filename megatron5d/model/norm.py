@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megatron5d.precision.activations import KEEP_ALL, RecomputedParts
 from megatron5d.precision.gemms import PLAIN, Gemms
-from megatron5d.precision.kept import KEEP_ALL, Parts
 from megatron5d.tensor_parallel.linear import replicated_parameter
 from megatron5d.topology.axis import Axis
 
@@ -20,13 +20,13 @@ class Norm(nn.Module):
         tp: ranks that hold copies of the weight.
         partial: this rank's norm sees a share of the sequence or of the heads, so its gradient is summed over tp.
         eps: added to the variance.
-        parts: `norm` may be computed again.
+        parts: `norm` may be recomputed.
         factory: dtype and device.
     """
 
     def __init__(
-        self, kind: str, size: int, name: str, tp: Axis, *, partial: bool, eps: float, parts: Parts = KEEP_ALL,
-        **factory,
+        self, kind: str, size: int, name: str, tp: Axis, *, partial: bool, eps: float,
+        parts: RecomputedParts = KEEP_ALL, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
         self.eps, self.parts = eps, parts
@@ -45,7 +45,7 @@ class Norm(nn.Module):
             gemms: how the products are made that read the result (8-bit ones quantise it at once); the default if
                 anything else reads it too.
         """
-        return self.parts("norm", lambda x: self._beside(x, gemms)[0], x)
+        return self.parts.run("norm", lambda x: self._beside(x, gemms)[0], x)
 
     def branch(self, x: Tensor, gemms: Gemms = PLAIN) -> tuple[Tensor, Tensor]:
         """Begins a residual branch: the normalised x, and x itself for the sum at the branch's end.

@@ -1,4 +1,4 @@
-"""One micro-batch on its way through one phase (`Passage`), or through neighbouring ones (`Segment`).
+"""One micro-batch on its way through one phase (`Passage`), or through a group of neighbours (`GroupPassage`).
 
 What goes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other values.
 """
@@ -6,7 +6,6 @@ What goes from phase to phase is called a state: a tensor, or a tuple of tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,15 +14,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kernels.dispatch import first_order
 from megatron5d.pipeline_parallel.hooks import PhaseHooks
+from megatron5d.precision.activations import policy_of
 from megatron5d.precision.gradient import Closure, hand_over_grads
-from megatron5d.precision.host import HostCopy
+from megatron5d.precision.offload import HostCopy
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record a phase's input; gets no gradient itself
 
 
-class Segment:
-    """One micro-batch on its way through neighbouring phases; recomputed ones keep only what enters the first.
+class GroupPassage:
+    """One micro-batch on its way through a group of phases; recomputed ones keep only what enters the first.
 
     Args:
         phases: in order.
@@ -36,7 +36,7 @@ class Segment:
         self.phases, self.batch, self.recompute, self.hooks = phases, batch, recompute, hooks
         self.passages: list[Passage] = []
         self.x: Any = None  # recompute: the input, until the backward begins
-        self._host_bytes = getattr(phases[0], "input_host_bytes", None)
+        self._host_bytes = policy_of(phases[0]).input_host_bytes
 
     def forward_steps(self, x: Any) -> Iterator[Any]:
         """Yields after each phase with its output."""
@@ -110,8 +110,7 @@ class Passage:
     """One micro-batch on its way through one phase, with the graph between forward and backward.
 
     Args:
-        phase: called as `phase(x, batch, defer)`. If it has a `keeping`, that context is open during its forward and
-            yields the copies that wait on the host.
+        phase: called as `phase(x, batch, defer)`; its ActivationPolicy says what the graph keeps.
         batch: what phases read beside their input.
     """
 
@@ -119,18 +118,15 @@ class Passage:
 
     def __init__(self, phase: nn.Module, batch: Any) -> None:
         self.phase, self.batch = phase, batch
-        self.input_grads: Any = (
-            None  # the input's state, with an _InputGrad in place of each tensor that gets a gradient
-        )
-        self.output_edges: Any = None  # the output's state, with its place in the graph instead of each such tensor
-        self.copies: list[HostCopy] = []
+        self.input_grads: Any = None  # state of the input, with an _InputGrad in place of each tensor with a gradient
+        self.output_edges: Any = None  # state of the output, with its place in the graph instead of each such tensor
+        self.copies: list[HostCopy] = []  # saved tensors that wait on the host
         self.weight_grads = WeightGrads()
 
     def forward(self, x: Any) -> Any:
         """The phase's output, detached from its graph; `x` is the detached output of the phase before."""
         self.input_grads = _map_tensors(_InputGrad, x)
-        keeping = getattr(self.phase, "keeping", None)
-        with torch.enable_grad(), nullcontext([]) if keeping is None else keeping(self.phase) as self.copies:
+        with torch.enable_grad(), policy_of(self.phase).saving(self.phase) as self.copies:
             y = self.phase(_attach(x, self.input_grads), self.batch, self.weight_grads)
         self.output_edges = _map_tensors(_edge, y)
         return _map_tensors(Tensor.detach, y)

@@ -12,8 +12,8 @@ A forward and a backward advance phase by phase (`forward_steps` and `backward_s
 micro-batches can be interleaved, the communication of one under the compute of the other.
 Between the phases of a stage goes a tensor or a tuple; its floating-point tensors have gradients, everything else
 (indices, plans, None) is passed on as it is. Between stages goes one tensor.
-Neighbouring phases with the same `recompute` (not None) keep only the input of the first of them, and run once more, in
-B or I, communication included.
+Neighbouring phases of one recompute group (ActivationPolicy.group) keep only the input of the first of them, and run
+once more, in B or I, communication included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron5d.pipeline_parallel.hooks import NoHooks, PhaseHooks
-from megatron5d.pipeline_parallel.passage import Segment
+from megatron5d.pipeline_parallel.passage import GroupPassage
+from megatron5d.precision.activations import policy_of
 
 
 class Stage:
@@ -42,8 +43,8 @@ class Stage:
         self.phases = list(phases)
         self.hooks: PhaseHooks = hooks or NoHooks()
         self.hooks.follow(self.phases)
-        self._segments = segments_of(self.phases)
-        self._in_flight: dict[int, list[Segment]] = {}
+        self._groups = phase_groups(self.phases)
+        self._in_flight: dict[int, list[GroupPassage]] = {}
 
     def expect(self, op: str) -> None:
         """Tells the hooks with which phase the next action begins, so that its weights are gathered; W needs none."""
@@ -52,11 +53,11 @@ class Stage:
 
     def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Any]:
         """F: yields after each phase with its output; the last one yielded is the stage's output, a tensor."""
-        segments = self._in_flight[microbatch] = []
-        for phases, recompute in self._segments:
-            segment = Segment(phases, batch, recompute, self.hooks)
-            segments.append(segment)
-            for y in segment.forward_steps(x):
+        passages = self._in_flight[microbatch] = []
+        for phases, recompute in self._groups:
+            passage = GroupPassage(phases, batch, recompute, self.hooks)
+            passages.append(passage)
+            for y in passage.forward_steps(x):
                 x = y
                 yield y
 
@@ -70,12 +71,12 @@ class Stage:
             grad: gradient of the stage's output.
             split: keep the weight gradients for `weight_steps`.
         """
-        segments = self._in_flight[microbatch]
-        segments[-1].fetch()
-        for earlier, segment in reversed(list(zip([None, *segments], segments))):
+        passages = self._in_flight[microbatch]
+        passages[-1].fetch()
+        for earlier, passage in reversed(list(zip([None, *passages], passages))):
             if earlier is not None:
                 earlier.fetch()
-            for upstream in segment.backward_steps(grad, split):
+            for upstream in passage.backward_steps(grad, split):
                 if upstream is not None:
                     grad = upstream
                 yield upstream
@@ -84,8 +85,8 @@ class Stage:
 
     def weight_steps(self, microbatch: int) -> Iterator[None]:
         """W: yields after each phase, last to first, whose kept weight gradients have been computed."""
-        for segment in reversed(self._in_flight.pop(microbatch)):
-            yield from segment.weight_steps()
+        for passage in reversed(self._in_flight.pop(microbatch)):
+            yield from passage.weight_steps()
 
     def forward(self, microbatch: int, x: Tensor | None, batch: Any) -> Tensor:
         """F: `[s/cp/tp, b, h]` -> the stage's output."""
@@ -119,7 +120,7 @@ class Stage:
 
     def host_bytes(self, microbatch: int) -> int:
         """Bytes that a micro-batch, whose forward has begun, keeps in the host's memory."""
-        return sum(segment.host_bytes for segment in self._in_flight.get(microbatch, ()))
+        return sum(passage.host_bytes for passage in self._in_flight.get(microbatch, ()))
 
     @property
     def num_in_flight(self) -> int:
@@ -155,7 +156,7 @@ class Relay:
         return x
 
 
-def segments_of(phases: Sequence[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
-    """Groups neighbours with the same `recompute`, and says of each group whether it is recomputed."""
-    groups = groupby(phases, key=lambda phase: getattr(phase, "recompute", None))
+def phase_groups(phases: Sequence[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
+    """Neighbours of one recompute group, or of none, and whether they are recomputed."""
+    groups = groupby(phases, key=lambda phase: policy_of(phase).group)
     return [(list(group), key is not None) for key, group in groups]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron5d.pipeline_parallel.hooks import PhaseHooks
-from megatron5d.pipeline_parallel.stage import Stage, segments_of
+from megatron5d.pipeline_parallel.stage import Stage, phase_groups
 from megatron5d.plan.watch import MemoryWatch
+from megatron5d.precision.activations import policy_of
 
 BOUNDARY = "input"  # kind of the input and output of a stage
 
@@ -144,9 +145,7 @@ class Tracer:
         if self.hooks is not None:
             ends = {"F": (units[0], units[-1]), "B": (units[-1], units[0]), "I": (units[-1], units[0])}
             ahead = {op: self.hooks.fetched_bytes(begin[0]) for op, (begin, _) in ends.items()}
-            again = {
-                op: 1 + (op != "F" and getattr(end[0], "recompute", None) is not None) for op, (_, end) in ends.items()
-            }
+            again = {op: 1 + (op != "F" and policy_of(end[0]).group is not None) for op, (_, end) in ends.items()}
             last_unit = {op: again[op] * len(end) for op, (_, end) in ends.items()}
         return StageTrace(passes, passes["F"][-1].delta == 0, standing, first_ones, ahead, last_unit)
 
@@ -194,7 +193,7 @@ class Tracer:
         work = stage.backward_steps(0, grad, split)
         del grad
         order: list[tuple[nn.Module, bool]] = []
-        for phases, recompute in reversed(segments_of(stage.phases)):
+        for phases, recompute in reversed(phase_groups(stage.phases)):
             order += [(phase, False) for phase in phases if recompute] + [(phase, True) for phase in phases[::-1]]
         return (arrival, *self._record(watch, work, order, times))
 

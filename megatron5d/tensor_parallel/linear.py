@@ -28,9 +28,9 @@ from megatron5d.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from megatron5d.precision.activations import recomputable
 from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer, run_now
-from megatron5d.precision.kept import derive
 from megatron5d.tensor_parallel.overlap import WHOLE, Product, overlap_of
 from megatron5d.topology.axis import Axis, single
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, whole
@@ -41,7 +41,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(ctx, x, weight, tp: Axis, sp: bool, defer: Defer):
         ctx.tp, ctx.sp, ctx.defer, ctx.weight = tp, sp, defer, weight
         gemms = gemms_of(weight)
-        operand = derive(x, gemms.operand)
+        operand = recomputable(x, gemms.operand)
         ctx.save_for_backward(*operand)
         if not sp:
             return gemms.forward(operand, weight)  # [s/cp, b, in] -> [s/cp, b, out/tp]
@@ -102,7 +102,7 @@ class _RowLinear(torch.autograd.Function):
     def forward(ctx, x, weight, layer: RowParallelLinear, defer: Defer):
         ctx.layer, ctx.defer, ctx.weight = layer, defer, weight
         gemms = gemms_of(weight)
-        operand = derive(x, gemms.operand)
+        operand = recomputable(x, gemms.operand)
         ctx.save_for_backward(*operand)
         if layer.sp:  # [s/cp, b, in/tp] -> [s/cp/tp, b, out]  reduce_scatter tp
             return overlap_of(weight).product_scatter(operand, Product(weight), layer.tp)

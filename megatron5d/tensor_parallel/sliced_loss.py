@@ -21,9 +21,9 @@ from torch import Tensor
 from kernels import vocab_cross_entropy_backward, vocab_statistics
 from kernels.dispatch import first_order
 from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron5d.precision.activations import recomputable
 from megatron5d.precision.gemms import Operand, gemms_of
 from megatron5d.precision.gradient import Defer, run_now
-from megatron5d.precision.kept import derive
 from megatron5d.tensor_parallel.cross_entropy import merge_statistics
 from megatron5d.tensor_parallel.embedding import VocabRange
 from megatron5d.topology.axis import Axis
@@ -95,7 +95,7 @@ class _SlicedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, labels, head: SlicedLoss, defer: Defer):
         ctx.head, ctx.weight, ctx.defer = head, weight, defer
-        operand = derive(x, gemms_of(weight).operand)
+        operand = recomputable(x, gemms_of(weight).operand)
         parts = tuple(part.wait() for part in head.gather(operand))
         found = []
         for here in head.slices(*labels.shape):

@@ -33,6 +33,7 @@ from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, 
 from megatron5d.plan.peak import find_peak
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer, relay_trace
 from megatron5d.plan.watch import MemoryWatch
+from megatron5d.precision.activations import policy_of
 from megatron5d.precision.fp8 import quantized_copies_bytes
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
@@ -189,8 +190,8 @@ def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
     """Layers that are recomputed together become one."""
     joined: list[list[nn.Module]] = []
     for unit in units:
-        group = getattr(unit[0], "recompute", None)
-        if joined and group is not None and group == getattr(joined[-1][-1], "recompute", None):
+        group = policy_of(unit[0]).group
+        if joined and group is not None and group == policy_of(joined[-1][-1]).group:
             joined[-1] = joined[-1] + unit
         else:
             joined.append(unit)
@@ -199,7 +200,7 @@ def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
 
 def _signature(unit: list[nn.Module]) -> tuple:
     """Equal for units whose phases do the same on tensors of the same sizes."""
-    groups = [getattr(phase, "recompute", None) for phase in unit]
+    groups = [policy_of(phase).group for phase in unit]
     return tuple(
         (
             tuple(type(module) for module in phase.modules()),
@@ -213,9 +214,8 @@ def _signature(unit: list[nn.Module]) -> tuple:
 
 def _keeping(phase: nn.Module) -> tuple:
     """What of a phase is kept, and where."""
-    said = getattr(getattr(phase, "keeping", None), "keywords", {})
-    names = said["parts"].names if "parts" in said else frozenset()
-    return names, said.get("host_bytes"), getattr(phase, "input_host_bytes", None)
+    policy = policy_of(phase)
+    return policy.parts.names, policy.host_bytes, policy.input_host_bytes
 
 
 def planned_batch(config: Config, mesh: Mesh, model: Gpt, num_microbatches: int) -> MicroBatch:

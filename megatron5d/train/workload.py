@@ -27,12 +27,12 @@ from megatron5d.model.gpt import Gpt, is_recomputed
 from megatron5d.model.partition import StageSpec
 from megatron5d.optim.assembly import whole_shape
 from megatron5d.optim.muon import replace_by_update, takes_muon
-from megatron5d.pipeline_parallel.stage import Stage, segments_of
+from megatron5d.pipeline_parallel.stage import Stage, phase_groups
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.plan.work import Matrix, Product, Unit, Work, together
 from megatron5d.precision.fp8 import is_quantized
 from megatron5d.precision.gemms import ExpertGemms, Gemms, expert_gemms_of, gemms_of
-from megatron5d.precision.host import WATCH
+from megatron5d.precision.offload import WATCH
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard import spec_of, without_memory
 from megatron5d.train.build import sizes_of
@@ -227,7 +227,7 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
         own = read - counted
         counted |= own
         works = {op: together(each[phase] for phase in unit if phase in each) for op, each in passes.items()}
-        for op in "BI":  # what went there comes back, begun in the backward of another unit (precision/host.py)
+        for op in "BI":  # what went there comes back, begun in the backward of another unit (precision/offload.py)
             works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
         found[kind] = Unit(
             works, *_elements(own), read=several, borrowed=borrowed, copied=_copied(own),
@@ -275,7 +275,7 @@ def _passes(config: Config, model: Gpt, batch, counter: _Counter) -> dict[str, d
         counter.take(0.0)
         found["F"] = _run(stage.forward_steps(0, None, batch), [(p, "F") for p in phases], counter, core)
         order: list[tuple[nn.Module, str]] = []
-        for group, recompute in reversed(segments_of(phases)):
+        for group, recompute in reversed(phase_groups(phases)):
             order += [(phase, "F") for phase in group if recompute] + [(phase, "I") for phase in group[::-1]]
         grad = torch.empty(len(loss_terms(config)), dtype=wide, device="meta")
         found[back] = _run(stage.backward_steps(0, grad, back == "I"), order, counter, core)

@@ -9,6 +9,7 @@ from megatron5d.comm.exchange import Exchange
 from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.uneven import gather_rows, reduce_scatter_rows
 from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.precision.activations import ActivationPolicy
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -48,7 +49,7 @@ def test_two_phases(recompute):
         ledger = Ledger()
         ep = build_mesh(resolve(world, ep=world), rank, recorder=ledger)["ep"]
         use = Use()
-        use.recompute = 0 if recompute else None
+        use.activation_policy = ActivationPolicy(group=0 if recompute else None)
         stage = Stage([Send(rank, ep), use])
         y = stage.forward(0, rows_of(rank), None)
         return y, stage.backward(0, torch.ones_like(y)), ledger.totals["ep", "all_to_all"].elements

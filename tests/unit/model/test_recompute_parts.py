@@ -15,8 +15,8 @@ from megatron5d.expert_parallel import experts
 from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.host import HostCopy
-from megatron5d.precision.kept import Parts
+from megatron5d.precision.activations import RecomputedParts
+from megatron5d.precision.offload import HostCopy
 from megatron5d.tensor_parallel import linear
 from megatron5d.topology.axis import single
 from megatron5d.topology.mesh import build_mesh
@@ -51,7 +51,7 @@ def stage_of(config):
 @pytest.mark.parametrize("parts", [(), *((part,) for part in PARTS), PARTS])
 def test_once_more_and_never_in_w(parts, moe, monkeypatch):
     counts: Counter[str] = Counter()
-    call = Parts.__call__
+    call = RecomputedParts.run
 
     def counted(self, name, fn, *inputs):
         def run(*tensors):
@@ -60,7 +60,7 @@ def test_once_more_and_never_in_w(parts, moe, monkeypatch):
 
         return call(self, name, run, *inputs)
 
-    monkeypatch.setattr(Parts, "__call__", counted)
+    monkeypatch.setattr(RecomputedParts, "run", counted)
     stage, batch = stage_of(configured(moe, parts))
     stage.forward(0, None, batch)
     once = Counter(counts)
@@ -137,7 +137,7 @@ def test_operands_in_8_bits_go_with_the_part_they_were_made_of(moe, recipe, monk
         held, grads = held_on(config, [])
         with monkeypatch.context() as patch:
             for room in (linear, experts):
-                patch.setattr(room, "derive", lambda x, fn: fn(x))
+                patch.setattr(room, "recomputable", lambda x, fn: fn(x))
             more, theirs = held_on(config, [])
         assert more - held == LAYERS * num_bytes, parts
         assert all(map(torch.equal, grads, theirs)), parts
@@ -196,7 +196,7 @@ def test_offloaded_inputs_of_recomputed_layers():
     stage, batch = stage_of(away)
     with MemoryWatch() as watch:
         stage.forward(0, None, batch)
-        copies = [segment.x for segment in stage._in_flight[0] if segment.recompute]
+        copies = [passage.x for passage in stage._in_flight[0] if passage.recompute]
         left = watch.live_bytes - sum(copy.num_bytes for copy in copies)
     assert kept - left == len(copies) * S * B * 32 * 8 and len(copies) == 2
     stage.backward(0, GRAD)

@@ -6,6 +6,7 @@ from torch import nn
 
 from megatron5d.pipeline_parallel.hooks import NoHooks
 from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.precision.activations import ActivationPolicy
 from megatron5d.precision.gradient import add_weight_grad
 
 
@@ -53,7 +54,7 @@ def make(recompute=0):
     log = []
     layers = [Layer(log, seed) for seed in range(3)]
     for layer in layers[:recompute]:
-        layer.recompute = 0
+        layer.activation_policy = ActivationPolicy(group=0)
     return layers, log
 
 

@@ -18,7 +18,7 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.memory import RankMemory
 from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.host import HostCopy
+from megatron5d.precision.offload import HostCopy
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.forecast import Forecaster, Target

@@ -1,4 +1,4 @@
-"""Selective recomputation and offloading: what a phase keeps between its forward and its backward.
+"""Selective recomputation and offloading: which activations a phase keeps between its forward and its backward.
 
 A part is a section of a phase, such as its norm. A recomputed part saves its inputs, but neither its outputs nor what
 it computes in between. Its outputs are marked: an operation that needs one in its own backward (a GEMM needs its input
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -32,12 +33,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from kernels.dispatch import first_order
-from megatron5d.precision.host import HostCopy
+from megatron5d.precision.offload import HostCopy
 from megatron5d.precision.stand_in import carried_by, stand_in
 
 
-class Parts:
-    """Which parts of a layer are recomputed. Layers call it to run each part.
+class RecomputedParts:
+    """Which parts of a layer are recomputed. Layers run each of their parts through it.
 
     Args:
         names: as in `recompute.parts`; empty = nothing is recomputed.
@@ -45,10 +46,10 @@ class Parts:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names = frozenset(names)
-        self._again = False  # inside a part that runs again, no part is recomputed a third time
+        self._rerunning = False  # inside a part that runs again, no part is recomputed a third time
 
-    def __call__(self, name: str, fn: Callable[..., Any], *inputs: Tensor) -> Any:
-        """Runs a part, to be recomputed if `name` is among the names and there will be a backward.
+    def run(self, name: str, fn: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Runs a part, which will be recomputed if `name` is among the names and there will be a backward.
 
         Args:
             name: of the part.
@@ -58,7 +59,7 @@ class Parts:
         Returns:
             `fn(*inputs)`.
         """
-        if name not in self.names or self._again or not torch.is_grad_enabled():
+        if name not in self.names or self._rerunning or not torch.is_grad_enabled():
             return fn(*inputs)
         return _Part.apply(self, fn, *inputs)
 
@@ -66,22 +67,22 @@ class Parts:
         """Whether a part is not recomputed, so that its inputs may be overwritten in its backward."""
         return name not in self.names
 
-    def again(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
+    def rerun(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
         """`fn(*inputs)` with a graph, in which no part is recomputed."""
-        self._again = True
+        self._rerunning = True
         try:
             with torch.enable_grad():
                 return fn(*inputs)
         finally:
-            self._again = False
+            self._rerunning = False
 
 
-KEEP_ALL = Parts()
+KEEP_ALL = RecomputedParts()
 
 
 class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, parts: Parts, fn, *inputs):
+    def forward(ctx, parts: RecomputedParts, fn, *inputs):
         ctx.parts, ctx.fn, ctx.leaves, ctx.outputs = parts, fn, None, None
         ctx.asks = [x.requires_grad for x in inputs]
         ctx.save_for_backward(*inputs)
@@ -104,7 +105,7 @@ def _outputs_again(ctx) -> tuple[Tensor, ...]:
     """The outputs of a part, computed again at the first call."""
     if ctx.outputs is None:
         ctx.leaves = [x.detach().requires_grad_(asks) for x, asks in zip(ctx.saved_tensors, ctx.asks)]
-        y = ctx.parts.again(ctx.fn, ctx.leaves)
+        y = ctx.parts.rerun(ctx.fn, ctx.leaves)
         ctx.outputs = y if isinstance(y, tuple) else (y,)
     return ctx.outputs
 
@@ -137,7 +138,7 @@ class _Derived:
         return self.outputs
 
 
-def derive(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """`fn(x)`; if x is an output of a recomputed part, the results are not saved either but computed again with x.
 
     Args:
@@ -173,43 +174,67 @@ def _unpack(kept: Kept) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.value()
 
 
-@contextmanager
-def keeping(phase: nn.Module, parts: Parts = KEEP_ALL, host_bytes: int | None = None) -> Iterator[list[HostCopy]]:
-    """The context of a phase's forward: outputs of recomputed parts are not saved, and large tensors go to the host.
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """Which activations a phase keeps between its forward and its backward, and where (`phase.activation_policy`).
 
     Args:
-        phase: its weights are not offloaded.
-        parts: of its layer.
-        host_bytes: floating-point tensors of so many bytes and more are offloaded to the host; None = none.
-
-    Yields:
-        The copies on the host; the list is complete when the context ends.
+        parts: of its layer, those that are recomputed (recompute.mode=selective).
+        group: neighbouring phases of one group keep only the input of the first, and are recomputed as a whole
+            (recompute.mode=full); None = this phase is not.
+        host_bytes: saved floating-point tensors of so many bytes and more are offloaded to the host; None = none.
+        input_host_bytes: the same for the input of a group.
     """
-    copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # holds the tensors, so that no id of a storage is used again
-    found: list[HostCopy] = []
-    # by id, because on the meta device all storages have the same address
-    weights = {id(weight.untyped_storage()) for weight in phase.parameters()} if host_bytes is not None else set()
 
-    def place(tensor: Tensor) -> Tensor | HostCopy:
-        storage = tensor.untyped_storage()
-        size = tensor.numel() * tensor.element_size()
-        if host_bytes is None or size < host_bytes or not tensor.is_floating_point() or id(storage) in weights:
-            return tensor
-        key = id(storage), tensor.shape, tensor.stride(), tensor.storage_offset()
-        if key not in copies:
-            copies[key] = HostCopy(tensor), tensor
-            found.append(copies[key][0])
-        return copies[key][0]
+    parts: RecomputedParts = KEEP_ALL
+    group: int | None = None
+    host_bytes: int | None = None
+    input_host_bytes: int | None = None
 
-    def pack(tensor: Tensor) -> Kept:
-        mark, operand = getattr(tensor.untyped_storage(), "made_by", None), carried_by(tensor)
-        if mark is not None:
-            return _Mark(mark, tensor)
-        return place(tensor) if operand is None else _Carrier(tensor, tuple(map(place, operand)))
+    @contextmanager
+    def saving(self, phase: nn.Module) -> Iterator[list[HostCopy]]:
+        """The context of the phase's forward: outputs of recomputed parts are not saved, and large tensors offloaded.
 
-    if not parts.names and host_bytes is None:
-        yield found
-        return
-    with saved_tensors_hooks(pack, _unpack):
-        yield found
-    copies.clear()
+        Args:
+            phase: its weights are not offloaded.
+
+        Yields:
+            The copies on the host; the list is complete when the context ends.
+        """
+        found: list[HostCopy] = []
+        if not self.parts.names and self.host_bytes is None:
+            yield found
+            return
+        copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # holds the tensors, so that no id of a storage is used again
+        weights: set[int] = set()  # ids of storages: on the meta device all of them have the same address
+        if self.host_bytes is not None:
+            weights = {id(weight.untyped_storage()) for weight in phase.parameters()}
+
+        def place(tensor: Tensor) -> Tensor | HostCopy:
+            storage, least = tensor.untyped_storage(), self.host_bytes
+            size = tensor.numel() * tensor.element_size()
+            if least is None or size < least or not tensor.is_floating_point() or id(storage) in weights:
+                return tensor
+            key = id(storage), tensor.shape, tensor.stride(), tensor.storage_offset()
+            if key not in copies:
+                copies[key] = HostCopy(tensor), tensor
+                found.append(copies[key][0])
+            return copies[key][0]
+
+        def pack(tensor: Tensor) -> Kept:
+            mark, operand = getattr(tensor.untyped_storage(), "made_by", None), carried_by(tensor)
+            if mark is not None:
+                return _Mark(mark, tensor)
+            return place(tensor) if operand is None else _Carrier(tensor, tuple(map(place, operand)))
+
+        with saved_tensors_hooks(pack, _unpack):
+            yield found
+        copies.clear()
+
+
+_PLAIN = ActivationPolicy()
+
+
+def policy_of(phase: nn.Module) -> ActivationPolicy:
+    """The policy of a phase; model/gpt.py sets it. A phase without one keeps everything on its device."""
+    return getattr(phase, "activation_policy", _PLAIN)
