@@ -34,7 +34,7 @@ def _gathered(own: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yields (KV heads, blocks by rank), group after group; one group is gathered while the last is attended to."""
 
     def start(heads: slice) -> Pending:
-        return start_all_gather(own[:, :, heads], axis)  # [s/cp, b, g', d+dv] -> [s, b, g', d+dv]  all_gather cp
+        return start_all_gather(own[:, :, heads], axis)  # [s/cp, b, g', d+dv] -> [s, b, g', d+dv]  all_gather cp_outer
 
     groups = _groups(own.shape[2])
     pending = start(groups[0])
@@ -48,7 +48,7 @@ def _gathered(own: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]:
 class AllGatherAttention(torch.autograd.Function):
     """`apply(q, block, sinks, kv_format, plan, axis, score)`.
 
-    q `[s/cp, b, a/tp, d]`, block `[s/cp, b, g/tp, d+dv]` -> `[s/cp, b, a/tp, dv]`.
+    q `[s/cp, b, a/tp, d]`, block `[s/cp, b, g/tp, d+dv]` -> `[s/cp, b, a/tp, dv]`. `axis` is cp_outer, here all of cp.
     """
 
     @staticmethod
@@ -86,7 +86,7 @@ class AllGatherAttention(torch.autograd.Function):
                 dk, dv = block_gradients(plan, other, saved, dout_own, k, v, dq_own, **score)
                 parts.append(kv_format.unpack_backward(each, dk, dv))
                 del dk, dv  # else they would live until the next block's are there
-            # partial [s, b, g', d+dv] -> [s/cp, b, g', d+dv]  reduce_scatter cp
+            # partial [s, b, g', d+dv] -> [s/cp, b, g', d+dv]  reduce_scatter cp_outer
             dblock.append(reduce_scatter(torch.cat(parts), axis))
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
         return dq.to(q.dtype), torch.cat(dblock, 2).to(block.dtype), dsinks, None, None, None, None

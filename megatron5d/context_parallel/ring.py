@@ -29,8 +29,8 @@ class RingAttention(torch.autograd.Function):
     """`apply(q, block, sinks, kv_format, plan, axis, score)`.
 
     q `[s/cp, b, a/tp, d]`, this rank's block `[s/cp, b, ...]` of keys and values -> `[s/cp, b, a/tp, dv]`.
-    `axis` is cp. Where inner ranks have exchanged heads for sequence, it is cp_outer, s/cp means s/outer, and a/tp
-    means a/tp/inner.
+    `axis` is cp_outer, which is all of cp unless inner ranks have exchanged heads for sequence: then s/cp means
+    s/outer, a/tp means a/tp/inner and g/tp the KV heads of one inner rank.
     """
 
     @staticmethod

@@ -20,9 +20,10 @@ def heads_for_sequence(x: Tensor, axis: Axis) -> Tensor:
     n = axis.size
     if n == 1:
         return x
-    s, b, a, d = x.shape
-    by_rank = x.view(s, b, n, a // n, d).permute(2, 0, 1, 3, 4)  # [n (heads), s/n, b, a/n, d]
-    return all_to_all(by_rank, axis).reshape(n * s, b, a // n, d)  # [n (sequence), ...] -> [s, b, a/n, d]  all_to_all
+    rows, b, heads, d = x.shape  # s/n, b, a, d
+    by_rank = x.view(rows, b, n, heads // n, d).permute(2, 0, 1, 3, 4)  # [n (heads), s/n, b, a/n, d]
+    collected = all_to_all(by_rank, axis)  # -> [n (sequence), s/n, b, a/n, d]  all_to_all
+    return collected.reshape(n * rows, b, heads // n, d)
 
 
 def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
@@ -30,9 +31,10 @@ def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
     n = axis.size
     if n == 1:
         return x
-    s, b, a, d = x.shape
-    collected = all_to_all(x.view(n, s // n, b, a, d), axis)  # -> [n (heads), s/n, b, a/n, d]  all_to_all
-    return collected.permute(1, 2, 0, 3, 4).reshape(s // n, b, n * a, d)
+    s, b, heads, d = x.shape  # s, b, a/n, d
+    by_rank = x.view(n, s // n, b, heads, d)  # [n (sequence), s/n, b, a/n, d]
+    collected = all_to_all(by_rank, axis)  # -> [n (heads), s/n, b, a/n, d]  all_to_all
+    return collected.permute(1, 2, 0, 3, 4).reshape(s // n, b, n * heads, d)
 
 
 def shared_heads(x: Tensor, axis: Axis) -> Tensor:

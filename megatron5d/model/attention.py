@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.num_heads = tp.divide(config.num_heads, "model.num_heads")  # a/tp
         self.num_kv_heads = max(1, config.num_kv_heads // tp.size)  # g/tp, at least one
         norm = {"tp": tp, "eps": config.norm_eps, "parts": parts, **factory}
-        self.norm = Norm(config.norm, h, f"{name}.norm", partial=sp, **norm)
+        self.norm = Norm(config.norm, h, f"{name}.norm", partial_grad=sp, **norm)
         heads = [(config.num_heads, d), (config.num_kv_heads, d), (config.num_kv_heads, d)]
         self.qkv = ColumnParallelLinear(
             h, heads, f"{name}.qkv", tp, sp=sp, bias=config.qkv_bias, init=config.init_std, copies=mesh["tp_kv"],
@@ -64,8 +64,8 @@ class Attention(nn.Module):
         )  # fmt: skip
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = Norm("rmsnorm", d, f"{name}.q_norm", partial=True, **norm)
-            self.k_norm = Norm("rmsnorm", d, f"{name}.k_norm", partial=True, **norm)
+            self.q_norm = Norm("rmsnorm", d, f"{name}.q_norm", partial_grad=True, **norm)
+            self.k_norm = Norm("rmsnorm", d, f"{name}.k_norm", partial_grad=True, **norm)
         # Not with q and k norms, whose outputs are new tensors anyway. Not over cp, where keys and values are copied to
         # be sent: q, as a view, would keep the whole projection in memory.
         self.rotates_in_place = not config.qk_norm and context is None

@@ -33,8 +33,8 @@ class Embedding(nn.Module):
         self.positions = None
         if config.position == "learned":
             self.positions = replicated_parameter(
-                (config.max_positions, h), "position_embedding.weight", self.tp, partial=self.sp, init=std, decay=True,
-                **factory,
+                (config.max_positions, h), "position_embedding.weight", self.tp, partial_grad=self.sp, init=std,
+                decay=True, **factory,
             )  # fmt: skip
 
     def forward(self, x: Tensor | None, batch: MicroBatch, defer: Defer) -> Tensor:
@@ -94,7 +94,7 @@ class OutputMatrix(nn.Module):
             `[2]`: Σ loss·mask, and Σ lse²·mask, the z-loss before its coefficient. The second is only for the log: the
             gradient of the first already contains that of z_loss times the second.
 
-        Comm: all_gather tp with sp, 2× all_reduce tp / all_gather, reduce_scatter.
+        Comm: with sp all_gather tp, then 2× all_reduce tp / with sp all_gather and reduce_scatter tp, else all_reduce.
         """
         if self.slice_tokens is None:
             logits = self.local_logits(normed, defer)  # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
@@ -127,7 +127,7 @@ class Head(nn.Module):
         super().__init__()
         self.tp, self.z_loss, self.is_last = mesh["tp"], z_loss, config.num_mtp_layers == 0
         self.norm = Norm(
-            config.norm, config.hidden_size, "final_norm", self.tp, partial=sp, eps=config.norm_eps, **factory
+            config.norm, config.hidden_size, "final_norm", self.tp, partial_grad=sp, eps=config.norm_eps, **factory
         )
         self.output = OutputMatrix(config, self.tp, sp=sp, tied=tied, slice_tokens=slice_tokens, **factory)
 

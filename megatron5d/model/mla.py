@@ -6,8 +6,8 @@
 
 The down-projections are small, and every tp rank holds them whole. The heads of all tp ranks use their outputs, so
 exactly one collective has to sum gradients over tp (under sp it also gathers the sequence). It stands where fewer
-elements pass: behind the down-projections (`late`), or before them if queries come straight from x or the latents are
-not smaller than x.
+elements pass: behind the down-projections (`enters_late`), or before them if queries come straight from x or the
+latents are not smaller than x.
 Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
 """
 
@@ -68,20 +68,21 @@ class Mla(nn.Module):
         self.num_heads = self.tp.divide(config.num_heads, "model.num_heads")  # a/tp
         self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim  # dn, dr, dv
         dn, dr, dv = self.dims
-        self.latents = config.q_lora_rank or 0, config.kv_lora_rank, dr
-        q_rank, kv_rank, _ = self.latents
-        self.late = q_rank > 0 and sum(self.latents) < h
+        self.latent_dims = config.q_lora_rank or 0, config.kv_lora_rank, dr
+        q_rank, kv_rank, _ = self.latent_dims
+        self.enters_late = q_rank > 0 and sum(self.latent_dims) < h
         norm = {"tp": self.tp, "eps": config.norm_eps, "parts": parts, **factory}
         linear = {"init": config.init_std, **factory}
-        partial = self.sp or not self.late  # a share of the sequence, or the gradient of this rank's heads alone
-        self.norm = Norm(config.norm, h, f"{name}.norm", partial=sp, **norm)
-        down = {"tp": self.tp, "partial": partial, "decay": True, **linear}
+        # a rank sees a share of the sequence, or the gradient of its own heads alone
+        partial_grad = self.sp or not self.enters_late
+        self.norm = Norm(config.norm, h, f"{name}.norm", partial_grad=sp, **norm)
+        down = {"tp": self.tp, "partial_grad": partial_grad, "decay": True, **linear}
         self.q_down = self.q_norm = None
         if q_rank:
             self.q_down = replicated_parameter((q_rank, h), f"{name}.q_down.weight", **down)
-            self.q_norm = Norm("rmsnorm", q_rank, f"{name}.q_norm", partial=partial, **norm)
+            self.q_norm = Norm("rmsnorm", q_rank, f"{name}.q_norm", partial_grad=partial_grad, **norm)
         self.kv_down = replicated_parameter((kv_rank + dr, h), f"{name}.kv_down.weight", **down)
-        self.kv_norm = Norm("rmsnorm", kv_rank, f"{name}.kv_norm", partial=partial, **norm)
+        self.kv_norm = Norm("rmsnorm", kv_rank, f"{name}.kv_norm", partial_grad=partial_grad, **norm)
         q_name = f"{name}.q_up" if q_rank else f"{name}.q"
         self.q = ColumnParallelLinear(q_rank or h, [(config.num_heads, dn + dr)], q_name, self.tp, **linear)
         self.kv_up = ColumnParallelLinear(kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear)
@@ -103,17 +104,17 @@ class Mla(nn.Module):
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
         """The latent of the queries `[s/cp, b, rq]` (or x itself, h), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""
-        if not self.late:
+        if not self.enters_late:
             x = self._enter(x)  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         q = x
         if self.q_down is not None and self.q_norm is not None:
-            q = self.q_norm(local_linear(x, self.q_down, defer))  # [s/cp/tp, b, rq], and s/cp where not late
-        _, kv_rank, dr = self.latents
+            q = self.q_norm(local_linear(x, self.q_down, defer))  # [s/cp/tp, b, rq] if enters_late, else [s/cp, b, rq]
+        _, kv_rank, dr = self.latent_dims
         c_kv, k_pe = local_linear(x, self.kv_down, defer).split([kv_rank, dr], -1)  # cut along s as q is
         c_kv = self.kv_norm(c_kv)
-        if self.late:
+        if self.enters_late:
             joined = self._enter(torch.cat((q, c_kv, k_pe), -1))  # [s/cp/tp, b, rq+r+dr] -> [s/cp, ...]  all_gather tp
-            q, c_kv, k_pe = joined.split(list(self.latents), -1)
+            q, c_kv, k_pe = joined.split(list(self.latent_dims), -1)
         return q, c_kv, k_pe
 
     def _up(self, q: Tensor, c_kv: Tensor, k_pe: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
@@ -137,7 +138,7 @@ class Mla(nn.Module):
 
     def _first_gemms(self) -> Gemms:
         """How the products that read the norm are made; as they are, where `_enter` reads it too."""
-        if not self.late or self.q_down is None:
+        if not self.enters_late or self.q_down is None:
             return PLAIN
         return gemms_of(self.kv_down, self.q_down)
 

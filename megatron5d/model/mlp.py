@@ -79,7 +79,7 @@ class Mlp(nn.Module):
         tp, name = mesh["tp"], f"layers.{layer}.mlp"
         factory = {"parts": parts, **factory}
         self.norm = Norm(
-            config.norm, config.hidden_size, f"{name}.norm", tp, partial=sp, eps=config.norm_eps, **factory
+            config.norm, config.hidden_size, f"{name}.norm", tp, partial_grad=sp, eps=config.norm_eps, **factory
         )
         self.feed_forward = FeedForward(
             config, config.ffn_hidden_size, name, tp, sp=sp, bias=config.mlp_bias, **factory

@@ -132,7 +132,7 @@ class MoeDispatch(nn.Module):
         self.jitter = jitter
         tp, name = mesh["tp"], f"layers.{layer}"
         self.cp_tp = mesh["cp_tp"]
-        norm = {"partial": sp, "eps": config.norm_eps, "parts": parts, **factory}
+        norm = {"partial_grad": sp, "eps": config.norm_eps, "parts": parts, **factory}
         self.norm = Norm(config.norm, config.hidden_size, f"{name}.mlp.norm", tp, **norm)
         biased = config.router_bias or "bias" in moe.balance
         owner = balancer.stage.rank == 0

@@ -90,11 +90,11 @@ class MtpInput(nn.Module):
         self.tokens = VocabParallelEmbedding(
             config.vocab_size, h, tp, sp=sp, init=config.init_std, weight=table, **factory
         )
-        norm = {"tp": tp, "partial": sp, "eps": config.norm_eps, **factory}
+        norm = {"tp": tp, "partial_grad": sp, "eps": config.norm_eps, **factory}
         self.embedding_norm = Norm(config.norm, h, f"{name}.embedding_norm", **norm)
         self.hidden_norm = Norm(config.norm, h, f"{name}.hidden_norm", **norm)
         self.join = replicated_parameter(
-            (h, 2 * h), f"{name}.join.weight", tp, partial=sp, init=config.init_std, decay=True, **factory
+            (h, 2 * h), f"{name}.join.weight", tp, partial_grad=sp, init=config.init_std, decay=True, **factory
         )
 
     def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ class MtpHead(nn.Module):
         super().__init__()
         self.depth, self.last = depth, depth == config.num_mtp_layers - 1
         name = f"layers.{config.num_layers + depth}.mtp.final_norm"
-        self.norm = Norm(config.norm, config.hidden_size, name, tp, partial=sp, eps=config.norm_eps, **factory)
+        self.norm = Norm(config.norm, config.hidden_size, name, tp, partial_grad=sp, eps=config.norm_eps, **factory)
         self.output = output
 
     def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Any:

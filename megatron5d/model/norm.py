@@ -18,24 +18,26 @@ class Norm(nn.Module):
         size: n.
         name: global name.
         tp: ranks that hold copies of the weight.
-        partial: this rank's norm sees a share of the sequence or of the heads, so its gradient is summed over tp.
+        partial_grad: this rank's norm sees a share of the sequence or of the heads, so its gradient is summed over tp.
         eps: added to the variance.
         parts: `norm` may be recomputed.
         factory: dtype and device.
     """
 
     def __init__(
-        self, kind: str, size: int, name: str, tp: Axis, *, partial: bool, eps: float,
+        self, kind: str, size: int, name: str, tp: Axis, *, partial_grad: bool, eps: float,
         parts: RecomputedParts = KEEP_ALL, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
         self.eps, self.parts = eps, parts
-        partial = partial and tp.size > 1
-        self.weight = replicated_parameter((size,), f"{name}.weight", tp, partial=partial, init="ones", **factory)
+        partial_grad = partial_grad and tp.size > 1
+        self.weight = replicated_parameter(
+            (size,), f"{name}.weight", tp, partial_grad=partial_grad, init="ones", **factory
+        )
         self.bias = None
         self.kind = kind
         if kind == "layernorm":
-            self.bias = replicated_parameter((size,), f"{name}.bias", tp, partial=partial, **factory)
+            self.bias = replicated_parameter((size,), f"{name}.bias", tp, partial_grad=partial_grad, **factory)
 
     def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
         """`[..., n]` -> the same.
@@ -45,7 +47,7 @@ class Norm(nn.Module):
             gemms: how the products are made that read the result (8-bit ones quantise it at once); the default if
                 anything else reads it too.
         """
-        return self.parts.run("norm", lambda x: self._beside(x, gemms)[0], x)
+        return self.parts.run("norm", lambda x: self._norm_and_input(x, gemms)[0], x)
 
     def branch(self, x: Tensor, gemms: Gemms = PLAIN) -> tuple[Tensor, Tensor]:
         """Begins a residual branch: the normalised x, and x itself for the sum at the branch's end.
@@ -56,9 +58,9 @@ class Norm(nn.Module):
         Args:
             x, gemms: as of `forward`.
         """
-        return self._beside(x, gemms) if self.parts.keeps("norm") else (self(x, gemms), x)
+        return self._norm_and_input(x, gemms) if self.parts.keeps("norm") else (self(x, gemms), x)
 
-    def _beside(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
+    def _norm_and_input(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
         if self.bias is not None:
             return gemms.layer_norm(x, self.weight, self.bias, self.eps)
         return gemms.rms_norm(x, self.weight, self.eps)

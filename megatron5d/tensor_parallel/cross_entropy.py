@@ -31,9 +31,9 @@ def merge_statistics(local_max: Tensor, local_sum: Tensor, target: Tensor, tp: A
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, vocab: VocabRange, tp: Axis, z_coef: float):
-        flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)  # [n, v/tp], [n]; n = s/cp·b
         statistics = vocab_statistics(flat, labels, vocab.start, vocab.valid)
-        row_max, row_sum, target = merge_statistics(*statistics, tp)
+        row_max, row_sum, target = merge_statistics(*statistics, tp)  # [n] each  2× all_reduce tp
         ctx.save_for_backward(flat, labels, row_max, row_sum)
         ctx.vocab, ctx.z_coef, ctx.shape = vocab, z_coef, logits.shape
         lse = row_max + torch.log(row_sum)
@@ -51,7 +51,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         dlogits = vocab_cross_entropy_backward(
             flat, labels, row_max, row_sum, dloss, vocab.start, vocab.valid, z_coef=ctx.z_coef
         )
-        return dlogits.view(ctx.shape), None, None, None, None
+        return dlogits.view(ctx.shape), None, None, None, None  # [s/cp, b, v/tp]
 
 
 def vocab_parallel_cross_entropy(

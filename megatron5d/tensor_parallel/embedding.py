@@ -45,12 +45,12 @@ def vocab_weight(vocab_size: int, hidden_size: int, name: str, tp: Axis, init: f
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, ids, start, defer: Defer):
-        local = ids - start
+        local = ids - start  # [s/cp, b]: rows of this rank; those outside of it are other ranks'
         outside = (local < 0) | (local >= weight.shape[0])
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside)
         ctx.weight, ctx.defer = weight, defer
-        return weight[local].masked_fill(outside.unsqueeze(-1), 0)
+        return weight[local].masked_fill(outside.unsqueeze(-1), 0)  # partial [s/cp, b, h]
 
     @staticmethod
     @first_order
@@ -61,7 +61,7 @@ class _Lookup(torch.autograd.Function):
         def weight_grad() -> None:
             grad = grad_buffer(weight)
             rows = dy.masked_fill(outside.unsqueeze(-1), 0).reshape(-1, dy.shape[-1])
-            grad.index_add_(0, local.reshape(-1), rows.to(grad.dtype))
+            grad.index_add_(0, local.reshape(-1), rows.to(grad.dtype))  # dW [v/tp, h]
 
         ctx.defer(weight_grad)
         return None, None, None, None

@@ -99,14 +99,14 @@ def local_linear(x: Tensor, weight: Tensor, defer: Defer = run_now) -> Tensor:
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, layer: RowParallelLinear, defer: Defer):
-        ctx.layer, ctx.defer, ctx.weight = layer, defer, weight
+    def forward(ctx, x, weight, tp: Axis, sp: bool, defer: Defer):
+        ctx.tp, ctx.sp, ctx.defer, ctx.weight = tp, sp, defer, weight
         gemms = gemms_of(weight)
         operand = recomputable(x, gemms.operand)
         ctx.save_for_backward(*operand)
-        if layer.sp:  # [s/cp, b, in/tp] -> [s/cp/tp, b, out]  reduce_scatter tp
-            return overlap_of(weight).product_scatter(operand, Product(weight), layer.tp)
-        return all_reduce(gemms.forward(operand, weight), layer.tp)  # [s/cp, b, in/tp] -> [s/cp, b, out]  all_reduce tp
+        if sp:  # [s/cp, b, in/tp] -> [s/cp/tp, b, out]  reduce_scatter tp
+            return overlap_of(weight).product_scatter(operand, Product(weight), tp)
+        return all_reduce(gemms.forward(operand, weight), tp)  # [s/cp, b, in/tp] -> [s/cp, b, out]  all_reduce tp
 
     @staticmethod
     @first_order
@@ -114,13 +114,13 @@ class _RowLinear(torch.autograd.Function):
         weight, x = ctx.weight, ctx.saved_tensors
         gemms = gemms_of(weight)
         dy = gemms.operand(dy, gradient=True)
-        if ctx.layer.sp:  # [s/cp/tp, b, out] -> [s/cp, b, in/tp]  all_gather tp
+        if ctx.sp:  # [s/cp/tp, b, out] -> [s/cp, b, in/tp]  all_gather tp
             product = Product(weight, backward=True)
-            dx, dy = overlap_of(weight).gather_product(dy, product, ctx.layer.tp, keep=True)
+            dx, dy = overlap_of(weight).gather_product(dy, product, ctx.tp, keep=True)
         else:
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out] -> [s/cp, b, in/tp]
         ctx.defer(lambda: gemms.weight_grad(weight, dy, x))  # dW [out, in/tp]
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 def column_pieces(
@@ -227,7 +227,7 @@ class RowParallelLinear(nn.Module):
         self.weight = new_parameter((out_features, n), spec, **factory)
         self.bias = None
         if bias:
-            self.bias = replicated_parameter((out_features,), f"{name}.bias", tp, partial=self.sp, **factory)
+            self.bias = replicated_parameter((out_features,), f"{name}.bias", tp, partial_grad=self.sp, **factory)
 
     def forward(self, x: Tensor, defer: Defer = run_now) -> Tensor:
         """
@@ -240,7 +240,7 @@ class RowParallelLinear(nn.Module):
 
         Comm: reduce_scatter tp of s/cp·b·out elements with sp, else all_reduce / all_gather with sp, else none.
         """
-        y = _RowLinear.apply(x, self.weight, self, defer)
+        y = _RowLinear.apply(x, self.weight, self.tp, self.sp, defer)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -248,8 +248,8 @@ class RowParallelLinear(nn.Module):
 
 
 def replicated_parameter(
-    shape: tuple[int, ...], name: str, tp: Axis, *, partial: bool, init: float | str = "zeros", decay: bool = False,
-    **factory,
+    shape: tuple[int, ...], name: str, tp: Axis, *, partial_grad: bool, init: float | str = "zeros",
+    decay: bool = False, **factory,
 ) -> nn.Parameter:  # fmt: skip
     """A parameter of which every tp rank holds a whole copy (norms, output biases, position tables).
 
@@ -257,10 +257,10 @@ def replicated_parameter(
         shape: of the parameter.
         name: global name.
         tp: the axis of copies.
-        partial: each rank sees only part of its gradient (of a share of the sequence), to be summed over tp.
+        partial_grad: each rank sees only part of its gradient (of a share of the sequence), to be summed over tp.
         init, decay: as in ShardSpec.
         factory: dtype and device.
     """
     axes = (tp.name,) if tp.size > 1 else ()
-    pieces = whole(shape, copies=axes, summed=axes if partial else (), owner=tp.rank == 0)
+    pieces = whole(shape, copies=axes, summed=axes if partial_grad else (), owner=tp.rank == 0)
     return new_parameter(shape, ShardSpec(name, shape, pieces, init=init, decay=decay), **factory)

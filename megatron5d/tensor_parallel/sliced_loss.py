@@ -96,14 +96,14 @@ class _SlicedLoss(torch.autograd.Function):
     def forward(ctx, x, weight, labels, head: SlicedLoss, defer: Defer):
         ctx.head, ctx.weight, ctx.defer = head, weight, defer
         operand = recomputable(x, gemms_of(weight).operand)
-        parts = tuple(part.wait() for part in head.gather(operand))
+        parts = tuple(part.wait() for part in head.gather(operand))  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
         found = []
         for here in head.slices(*labels.shape):
-            logits = head.logits(tuple(part[here] for part in parts), weight)
+            logits = head.logits(tuple(part[here] for part in parts), weight)  # [n, v/tp] of a slice of n tokens
             found.append(vocab_statistics(logits, labels[here].reshape(-1), head.vocab.start, head.vocab.valid))
             del logits
-        local_max, local_sum, target = map(torch.cat, zip(*found))
-        row_max, row_sum, target = merge_statistics(local_max, local_sum, target, head.tp)
+        local_max, local_sum, target = map(torch.cat, zip(*found))  # [s/cp·b] each
+        row_max, row_sum, target = merge_statistics(local_max, local_sum, target, head.tp)  # 2× all_reduce tp
         ctx.save_for_backward(labels, row_max, row_sum, *operand)
         lse = (row_max + torch.log(row_sum)).view(labels.shape)
         loss = torch.where(labels < 0, 0, lse - target.view(labels.shape))
@@ -117,14 +117,14 @@ class _SlicedLoss(torch.autograd.Function):
         labels, row_max, row_sum, *operand = ctx.saved_tensors
         gemms, tp = gemms_of(weight), head.tp
         by_token = labels, row_max.view_as(labels), row_sum.view_as(labels), dloss
-        parts = tuple(part.wait() for part in head.gather(tuple(operand)))
+        parts = tuple(part.wait() for part in head.gather(tuple(operand)))  # -> [s/cp, b, h]  all_gather tp
         dx = torch.empty(*labels.shape, weight.shape[1], dtype=weight.dtype, device=labels.device)
         for here in head.slices(*labels.shape):
             x = tuple(part[here] for part in parts)
             dz = head.logit_grads(head.logits(x, weight), *(each[here].reshape(-1) for each in by_token))
             dy = gemms.operand(dz.unflatten(0, (-1, labels.shape[1])), gradient=True)
-            dx[here] = gemms.input_grad(dy, weight)  # partial
+            dx[here] = gemms.input_grad(dy, weight)  # partial [positions, b, h]
             ctx.defer(partial(gemms.weight_grad, weight, dy, x))
-        # [s/cp, b, h] -> [s/cp/tp, b, h]  reduce_scatter tp
+        # partial [s/cp, b, h] -> [s/cp/tp, b, h]  reduce_scatter tp; without sp [s/cp, b, h]  all_reduce tp
         reducing = start_reduce_scatter(dx, tp) if head.sp else start_all_reduce(dx, tp)
         return reducing.wait(), None, None, None, None

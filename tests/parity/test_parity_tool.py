@@ -33,8 +33,8 @@ def found(capsys, world, *overrides):
 def test_a_norm_whose_gradient_is_not_summed_over_tp(monkeypatch, capsys):
     original = norm.replicated_parameter
 
-    def forgetful(shape, name, tp, *, partial, **factory):
-        return original(shape, name, tp, partial=partial and name != "layers.1.mlp.norm.weight", **factory)
+    def forgetful(shape, name, tp, *, partial_grad, **factory):
+        return original(shape, name, tp, partial_grad=partial_grad and name != "layers.1.mlp.norm.weight", **factory)
 
     monkeypatch.setattr(norm, "replicated_parameter", forgetful)
     gradients, equal, record = found(capsys, 4, "parallel.tp=2", "parallel.sp=true")
