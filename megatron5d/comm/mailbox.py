@@ -67,7 +67,7 @@ class Mailbox:
         """Bytes of this rank's segment: flags and boxes."""
         return self._flag_bytes + 2 * self.axis.size * self.box_bytes
 
-    def exchange(self, layout: Layout) -> Exchange:
+    def exchange(self, layout: Layout) -> BoxExchange:
         """The next exchange, of boxes with one tensor per entry of the layout.
 
         Comm: none, but for a larger box than ever before: then `open_segments`.
@@ -80,7 +80,7 @@ class Mailbox:
         if wanted > self.box_bytes:
             self._open(wanted)
         self.epoch += 1
-        return Exchange(self, layout)
+        return BoxExchange(self, layout)
 
     def flags(self, holder: int, slot: int) -> Tensor:
         """`[size]` int32 in a rank's memory: the last exchange for which each rank has filled its box there."""
@@ -105,7 +105,7 @@ class Mailbox:
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
 
-class Exchange:
+class BoxExchange:
     """One use of a mailbox: fill a box at every rank, and read those here whose flag has come before the next use."""
 
     def __init__(self, mailbox: Mailbox, layout: Layout) -> None:

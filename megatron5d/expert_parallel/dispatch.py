@@ -2,7 +2,7 @@
 
                forward                                            collectives forward / backward
     send       [n, h] -> [n·k, h] sorted by expert -> under way   all_gather ep_etp of counts, all_to_all ep / –
-    go_on      nothing here; in hierarchy.py the second half of the way
+    enter_node nothing here; in hierarchy.py the second half of the way
     receive    rows for this rank's experts -> [r, h] by expert   all_gather etp / reduce_scatter etp, all_to_all ep
     send_back  [r, h], partial over etp -> under way              reduce_scatter etp, all_to_all ep / all_gather etp
     combine    [n·k, h] -> weighted sum [n, h]                    – / all_to_all ep
@@ -41,7 +41,7 @@ class Trip(Protocol):
     def offsets(self) -> Tensor:
         """int64 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts begin and end."""
 
-    def go_on(self, ticket: Tensor) -> tuple[Tensor, Trip]:
+    def enter_node(self, ticket: Tensor) -> tuple[Tensor, Trip]:
         """Starts the second half of the way to the experts, where it has two; the ticket and the trip go on."""
 
     def receive(self, ticket: Tensor) -> tuple[Tensor, Trip]:
@@ -74,17 +74,17 @@ class Trip(Protocol):
 class TokenDispatcher(Protocol):
     """Starts trips: `Dispatcher`, or `NodeDispatcher` in hierarchy.py."""
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor, every: bool = False) -> tuple[Tensor, Tensor, Trip]:
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False) -> tuple[Tensor, Tensor, Trip]:
         """Starts the tokens' way to their experts.
 
         Args:
             x: `[n, h]`.
             experts: int64 `[n, k]`; `num_experts` where the choice is not sent.
             weights: `[n, k]`, 0 where a choice is not sent.
-            every: all choices are sent.
+            all_sent: every choice is sent.
 
         Returns:
-            The ticket for `go_on`, the weights for `send_back` and `combine`, and the trip.
+            The ticket for `enter_node`, the weights for `send_back` and `combine`, and the trip.
         """
 
     def plan_load(self, load: float, limit: float) -> None:
@@ -102,49 +102,51 @@ class DirectTrip:
 
     Args:
         etp: axis of the ranks that share experts.
-        home: for every choice of this rank's tokens, its row among the choices sorted by expert.
-        num_sent: choices that are sent; the others are dropped or padding and come last in `home`.
-        there, back: the two all-to-alls over ep.
+        sent_places: for every choice of this rank's tokens, its row among the choices sorted by expert.
+        num_sent: choices that are sent; the others are dropped or padding and come last in `sent_places`.
+        dispatching, combining: the all-to-alls over ep, to the experts and back.
         from_etp: how many rows each etp rank receives for the experts that they share.
-        away: for every row that arrives, its place among the rows sorted by expert; and the experts' offsets. None:
-            rows arrive sorted.
+        received_places: for every row that arrives, its place among the rows sorted by expert; and the experts'
+            offsets. None: rows arrive sorted.
     """
 
     etp: Axis
-    home: Places
+    sent_places: Places
     num_sent: int
-    there: Exchange
-    back: Exchange
+    dispatching: Exchange
+    combining: Exchange
     from_etp: list[int]
-    away: Places | None
+    received_places: Places | None
 
     @property
     def offsets(self) -> Tensor:
         """As in Trip."""
-        return (self.away or self.home).offsets
+        return (self.received_places or self.sent_places).offsets
 
-    def go_on(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
+    def enter_node(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
         """Nothing: the direct way has no second half."""
         return ticket, self
 
     def receive(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
         """As in Trip. Comm: all_gather etp / reduce_scatter etp, all_to_all ep."""
-        rows = gather_rows(self.there.finish(ticket), self.etp, self.from_etp)  # -> [r, h]  all_gather etp
-        if self.away is None:
+        rows = gather_rows(self.dispatching.finish(ticket), self.etp, self.from_etp)  # -> [r, h]  all_gather etp
+        if self.received_places is None:
             return rows, self
-        return _Reorder.apply(rows, self.away.token, self.away.place.flatten()), self  # [r, h] sorted by expert
+        arrival, sorted_place = self.received_places.token, self.received_places.place.flatten()
+        return _Reorder.apply(rows, arrival, sorted_place), self  # [r, h] sorted by expert
 
     def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
         """As in Trip. Comm: reduce_scatter etp, all_to_all ep / all_gather etp."""
         rows = y
-        if self.away is not None:
-            rows = _Reorder.apply(y, self.away.place.flatten(), self.away.token)  # [r, h] in the order of arrival
+        if self.received_places is not None:
+            arrival, sorted_place = self.received_places.token, self.received_places.place.flatten()
+            rows = _Reorder.apply(y, sorted_place, arrival)  # [r, h] in the order of arrival
         own = reduce_scatter_rows(rows, self.etp, self.from_etp)  # -> [from_etp, h]  reduce_scatter etp
-        return self.back.start(own)  # under way  all_to_all ep
+        return self.combining.start(own)  # under way  all_to_all ep
 
     def combine(self, ticket: Tensor, weights: Tensor) -> Tensor:
         """As in Trip. Comm: none / all_to_all ep."""
-        return weighted_sum(self.back.finish(ticket), weights, self.home)
+        return weighted_sum(self.combining.finish(ticket), weights, self.sent_places)
 
 
 class Dispatcher:
@@ -170,32 +172,33 @@ class Dispatcher:
         self.planned_load, self.planned_limit = load, limit
 
     def send(
-        self, x: Tensor, experts: Tensor, weights: Tensor, every: bool = False
+        self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
     ) -> tuple[Tensor, Tensor, DirectTrip]:
         """As in TokenDispatcher. Comm: all_gather ep_etp of E counts; all_to_all ep of rows not for this rank."""
-        home = places(experts, self.num_experts)
-        if every and self.ep_etp.size == 1:  # nothing to learn from the device, and nothing to sort anew
+        sent_places = places(experts, self.num_experts)
+        if all_sent and self.ep_etp.size == 1:  # nothing to learn from the device, and nothing to sort anew
             count = [experts.numel()]
-            there, back = Exchange(self.ep, count, count, self.codec), Exchange(self.ep, count, count)
-            trip = DirectTrip(self.etp, home, count[0], there, back, count, None)
-            return trip.there.start(permute(x, home)), weights, trip
-        counting = start_all_gather(home.offsets.diff()[None], self.ep_etp)  # [1, E] -> [ep·etp, E]
-        rows = permute(x, home)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
-        trip = self._trip(home, counting.wait())
-        return trip.there.start(rows[: trip.num_sent]), weights, trip  # [n·k, h] under way  all_to_all ep
+            dispatching, combining = Exchange(self.ep, count, count, self.codec), Exchange(self.ep, count, count)
+            trip = DirectTrip(self.etp, sent_places, count[0], dispatching, combining, count, None)
+            return dispatching.start(permute(x, sent_places)), weights, trip
+        # [1, E] -> [ep·etp, E]  all_gather ep_etp
+        counting = start_all_gather(sent_places.offsets.diff()[None], self.ep_etp)
+        rows = permute(x, sent_places)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
+        trip = self._trip(sent_places, counting.wait())
+        return trip.dispatching.start(rows[: trip.num_sent]), weights, trip  # [n·k, h] under way  all_to_all ep
 
-    def _trip(self, home: Places, counts: Tensor) -> DirectTrip:
+    def _trip(self, sent_places: Places, counts: Tensor) -> DirectTrip:
         """Computes all splits from all ranks' counts.
 
         Args:
-            home: of this rank's choices.
+            sent_places: of this rank's choices.
             counts: int64 `[ep·etp, E]`.
         """
         ep, etp, local = self.ep, self.etp, self.num_local
         by_rank = counts.view(ep.size, etp.size, ep.size, local)  # source ep, source etp, target ep, its expert
         here = by_rank[:, :, ep.rank]  # [ep, etp, E/ep] rows for this rank's experts
         if counts.is_meta:
-            table = self._planned_counts(home.token.numel())
+            table = self._planned_counts(sent_places.token.numel())
         else:
             table = by_rank.cpu()  # the layer's only host synchronisation: an all-to-all needs its splits on the host
         send = table[ep.rank, etp.rank].sum(-1).tolist()
@@ -206,7 +209,7 @@ class Dispatcher:
         arrived = torch.repeat_interleave(expert, lengths, output_size=sum(from_etp))
         return DirectTrip(
             etp,
-            home,
+            sent_places,
             sum(send),
             Exchange(ep, send, receive, self.codec),
             Exchange(ep, receive, send),
@@ -232,10 +235,10 @@ class Dispatcher:
         return split.expand(ep.size, etp.size, ep.size, local)
 
 
-def weighted_sum(rows: Tensor, weights: Tensor, home: Places) -> Tensor:
+def weighted_sum(rows: Tensor, weights: Tensor, sent_places: Places) -> Tensor:
     """`[n, h]` from the rows that came back; those that were never sent count as zeros."""
-    missing = home.token.numel() - rows.shape[0]
-    return unpermute(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weights, home)
+    missing = sent_places.token.numel() - rows.shape[0]
+    return unpermute(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weights, sent_places)
 
 
 class _Reorder(torch.autograd.Function):

@@ -4,7 +4,7 @@ Expert ranks lie on nodes of ep_inner: ep = ep_outer × ep_inner. Rank i of a no
 
     there   for each token a row per node it needs, with its weights and its experts there        all_to_all ep_outer
             then inside the node as if that were the whole world (dispatch.py)                     ep_inner, etp
-            (`go_on` starts this half, so that other work can run during each half of the way)
+            (`enter_node` starts this half, so that other work can run during each half of the way)
     back    weighted and summed inside the node, one row for each that came                        all_to_all ep_outer
 
 If token t needs m_t nodes, a rank sends Σ m_t·h elements to other nodes for dispatch, receives as many for combine, and
@@ -33,53 +33,54 @@ class NodeTrip:
     """Where the rows of one micro-batch go, as Trip.
 
     Args:
-        home: the row of each token for each node; choices that need no row of their own come last.
+        sent_places: the row of each token for each node; choices that need no row of their own come last.
         sent: bool `[n, k]`, the choices that have a row of their own: the first for each node.
-        there, back: of hidden states over ep_outer.
-        weights: of the weights, there.
+        dispatching, combining: of hidden states over ep_outer, to the nodes and back.
+        weights: of the router's weights over ep_outer, to the nodes.
         experts: int64 `[rows, k]`, under way: each row's experts among those of its node.
-        inside: sends rows on inside the node.
-        inner: the trip inside the node, once rows have arrived.
+        node_dispatcher: sends rows on inside the node.
+        node_trip: the trip inside the node, once rows have arrived.
     """
 
-    home: Places
+    sent_places: Places
     sent: Tensor
-    there: Exchange
-    back: Exchange
+    dispatching: Exchange
+    combining: Exchange
     weights: Exchange
     experts: Pending
-    inside: Dispatcher
-    inner: DirectTrip | None = None
+    node_dispatcher: Dispatcher
+    node_trip: DirectTrip | None = None
 
     @property
     def offsets(self) -> Tensor:
         """As in Trip."""
-        assert self.inner is not None
-        return self.inner.offsets
+        assert self.node_trip is not None
+        return self.node_trip.offsets
 
-    def go_on(self, ticket: Tensor) -> tuple[Tensor, NodeTrip]:
+    def enter_node(self, ticket: Tensor) -> tuple[Tensor, NodeTrip]:
         """Waits for the rows of this node and starts their way inside it. Comm: that of the inner send."""
-        rows, experts = self.there.finish(ticket), self.experts.wait()
-        inside, _, inner = self.inside.send(rows, experts, rows[:, :0])
-        return inside, replace(self, inner=inner)
+        rows, experts = self.dispatching.finish(ticket), self.experts.wait()  # [m, h], [m, k]: rows for this node
+        ticket, _, node_trip = self.node_dispatcher.send(rows, experts, rows[:, :0])  # under way  all_to_all ep_inner
+        return ticket, replace(self, node_trip=node_trip)
 
     def receive(self, ticket: Tensor) -> tuple[Tensor, NodeTrip]:
-        """As in Trip, after `go_on`. Comm: that of the inner receive."""
-        assert self.inner is not None
-        rows, inner = self.inner.receive(ticket)
-        return rows, replace(self, inner=inner)
+        """As in Trip, after `enter_node`. Comm: that of the inner receive."""
+        assert self.node_trip is not None
+        rows, node_trip = self.node_trip.receive(ticket)  # [r, h]
+        return rows, replace(self, node_trip=node_trip)
 
     def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
         """As in Trip: weighted and added up inside the node, then one row for each that came."""
-        assert self.inner is not None
-        paid = self.weights.finish(weights)
-        inside = self.inner.send_back(y, paid)
-        return self.back.start(self.inner.combine(inside, paid))
+        assert self.node_trip is not None
+        row_weights = self.weights.finish(weights)  # [m, k]
+        ticket = self.node_trip.send_back(y, row_weights)  # [r, h] under way  all_to_all ep_inner
+        rows = self.node_trip.combine(ticket, row_weights)  # [m, h]: one for each row that came to this node
+        return self.combining.start(rows)  # under way  all_to_all ep_outer
 
     def combine(self, ticket: Tensor, weights: Tensor) -> Tensor:
         """As in Trip; the rows are weighted already."""
-        rows = self.back.finish(ticket)
-        return weighted_sum(rows, self.sent.to(rows.dtype), self.home)
+        rows = self.combining.finish(ticket)
+        return weighted_sum(rows, self.sent.to(rows.dtype), self.sent_places)
 
 
 class NodeDispatcher:
@@ -98,13 +99,15 @@ class NodeDispatcher:
     ) -> None:  # fmt: skip
         self.num_experts, self.ep_outer, self.codec = num_experts, ep_outer, codec
         self.per_node = ep_outer.divide(num_experts, "model.num_experts")
-        self.inner = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp, codec)
+        self.node_dispatcher = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp, codec)
 
     def plan_load(self, load: float, limit: float) -> None:
         """As in TokenDispatcher, of the ranks of a node."""
-        self.inner.plan_load(load, limit)
+        self.node_dispatcher.plan_load(load, limit)
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor, every: bool = False) -> tuple[Tensor, Tensor, NodeTrip]:
+    def send(
+        self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
+    ) -> tuple[Tensor, Tensor, NodeTrip]:
         """As in TokenDispatcher; what stands for the weights is the ticket of theirs.
 
         Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights and expert ids.
@@ -112,30 +115,31 @@ class NodeDispatcher:
         nodes, k = self.ep_outer.size, experts.shape[1]
         node = experts // self.per_node  # [n, k]; `nodes` where there is no choice
         earlier = torch.ones(k, k, dtype=torch.bool, device=x.device).tril(-1)
-        repeated = ((node[:, :, None] == node[:, None, :]) & earlier).any(-1)
-        once = node.masked_fill(repeated, nodes)
-        home = places(once, nodes)
-        lengths = home.offsets.diff()
-        counting = start_all_gather(lengths[None], self.ep_outer)  # [1, nodes] -> [nodes, nodes]
-        rows = permute(x, home)
+        repeated = ((node[:, :, None] == node[:, None, :]) & earlier).any(-1)  # an earlier choice is on the same node
+        once = node.masked_fill(repeated, nodes)  # [n, k]; each node of a token once, `nodes` for the rest
+        sent_places = places(once, nodes)
+        lengths = sent_places.offsets.diff()
+        counting = start_all_gather(lengths[None], self.ep_outer)  # [1, nodes] -> [nodes, nodes]  all_gather ep_outer
+        rows = permute(x, sent_places)  # [n, h] -> [n·k, h] sorted by node, while the counts travel
         table = self._planned_counts(*experts.shape) if lengths.is_meta else counting.wait().cpu()
         send, receive = table[self.ep_outer.rank].tolist(), table[:, self.ep_outer.rank].tolist()
-        count = sum(send)
-        target = torch.repeat_interleave(torch.arange(nodes, device=x.device), lengths, output_size=count)
-        wanted = experts[home.token[:count]]  # [rows, k]
-        here = wanted // self.per_node == target[:, None]
+        count = sum(send)  # rows that are sent; the others have no node of their own and come last
+        target = torch.repeat_interleave(torch.arange(nodes, device=x.device), lengths, output_size=count)  # [rows]
+        wanted = experts[sent_places.token[:count]]  # [rows, k]: all choices of the row's token
+        here = wanted // self.per_node == target[:, None]  # [rows, k]: those on the node that the row goes to
         local = torch.where(here, wanted - target[:, None] * self.per_node, self.per_node)
         trip = NodeTrip(
-            home,
+            sent_places,
             once < nodes,
             Exchange(self.ep_outer, send, receive, self.codec),
             Exchange(self.ep_outer, receive, send),
             Exchange(self.ep_outer, send, receive),
-            start_all_to_all(local, self.ep_outer, send, receive),
-            self.inner,
+            start_all_to_all(local, self.ep_outer, send, receive),  # [rows, k]  all_to_all ep_outer
+            self.node_dispatcher,
         )
-        paid = permute(weights, home)[:count] * here.to(weights.dtype)
-        return trip.there.start(rows[:count]), trip.weights.start(paid), trip
+        row_weights = permute(weights, sent_places)[:count] * here.to(weights.dtype)  # [rows, k]
+        # [rows, h] and [rows, k] under way  2× all_to_all ep_outer
+        return trip.dispatching.start(rows[:count]), trip.weights.start(row_weights), trip
 
     def _planned_counts(self, num_tokens: int, k: int) -> Tensor:
         """int64 `[nodes, nodes]` of tokens that have no values (meta): each needs as many nodes as it can.
@@ -143,5 +147,5 @@ class NodeDispatcher:
         A row then has k choices of which those of other nodes are not sent on.
         """
         nodes = self.ep_outer.size
-        self.inner.planned_sent = 1 / min(k, nodes)
+        self.node_dispatcher.planned_sent = 1 / min(k, nodes)
         return torch.full((nodes, nodes), num_tokens * min(k, nodes) // nodes)

@@ -144,8 +144,8 @@ class MoeDispatch(nn.Module):
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> State:
         """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> State; n = s/cp/tp·b tokens are routed here either way.
 
-        Comm: none / without sp all_gather tp of n·h elements; for balancing all_reduce cp_tp of E counts a sequence;
-        the dispatcher's `send`.
+        Comm: none / without sp all_gather tp of n·h elements; with a capacity all_gather cp_tp of 2k+1 numbers a token;
+        for balancing all_reduce cp_tp of E counts a sequence; the dispatcher's `send`.
         """
         normed, x = self.norm.branch(x)  # [s/cp/tp, b, h]
         mine = self.share.take(normed)  # [n, h]
@@ -155,11 +155,12 @@ class MoeDispatch(nn.Module):
         if tokens.real is not None:
             experts = experts.masked_fill(~tokens.real[:, None], self.config.num_experts)
             weights = tokens.masked(weights)
-        taken, weights, dropped = self._within_capacity(experts, weights, tokens)
+        taken, weights, dropped = self._within_capacity(experts, weights, tokens)  # all_gather cp_tp, if limited
         self.balancer.observe(self.layer, logits, experts, dropped, tokens)
         weights = self.balancer.attach(weights, self.layer, logits, experts, tokens)
-        every = tokens.real is None and self.moe.capacity_factor is None
-        ticket, weights, trip = self.dispatcher.send(mine, taken, weights, every)  # [n·k, h] under way  all_to_all ep
+        all_sent = tokens.real is None and self.moe.capacity_factor is None
+        # [n, h] -> [n·k, h] under way  all_to_all ep
+        ticket, weights, trip = self.dispatcher.send(mine, taken, weights, all_sent)
         shared = normed if self.config.shared_ffn_hidden_size else None
         return x, ticket, weights, shared, trip
 
@@ -214,7 +215,7 @@ class MoeExperts(nn.Module):
         shared = None
         if self.shared is not None and normed is not None:
             shared = self.shared.project_up(normed, defer)  # while the tokens travel
-        ticket, trip = trip.go_on(ticket)
+        ticket, trip = trip.enter_node(ticket)
         if self.shared is not None and shared is not None:
             shared = self.shared.project_down(shared, defer)  # while they travel inside the node
         rows, trip = trip.receive(ticket)  # [r, h]

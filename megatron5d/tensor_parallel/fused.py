@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.gather_matmul import gather_matmul
 from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
-from megatron5d.comm.mailbox import Exchange, Mailbox
+from megatron5d.comm.mailbox import BoxExchange, Mailbox
 from megatron5d.precision.gemms import Operand
 from megatron5d.tensor_parallel.overlap import Product
 from megatron5d.topology.axis import Axis
@@ -69,7 +69,7 @@ class Fused:
         exchange = scatter(operand, product, tp, rows)
         return sum_arrived(exchange.inbox(0), exchange.arrivals)
 
-    def _scatter_tiles(self, operand: Operand, product: Product, tp: Axis, rows: int) -> Exchange:
+    def _scatter_tiles(self, operand: Operand, product: Product, tp: Axis, rows: int) -> BoxExchange:
         x = operand[0].unflatten(0, (tp.size, rows)).flatten(1, 2)  # [tp, s/tp·b, features]
         width = product.weight.shape[1 if product.backward else 0]
         shape = torch.Size((rows, operand[0].shape[1], width))
@@ -81,7 +81,7 @@ class Fused:
         matmul_scatter(x, product.weight.detach(), out, exchange.epoch, tp.rank, turned=product.backward)
         return exchange
 
-    def _scatter_chunks(self, operand: Operand, product: Product, tp: Axis, rows: int) -> Exchange:
+    def _scatter_chunks(self, operand: Operand, product: Product, tp: Axis, rows: int) -> BoxExchange:
         def term(step: int) -> tuple[int, Tensor]:
             owner = (tp.rank + 1 + step) % tp.size
             return owner, product(tuple(part.narrow(0, owner * rows, rows) for part in operand))

@@ -12,7 +12,7 @@ from ranks import RankFailure, run_ranks
 
 from kernels.signals import Patience
 from megatron5d.comm import mailbox, segments
-from megatron5d.comm.mailbox import Exchange, Mailbox
+from megatron5d.comm.mailbox import BoxExchange, Mailbox
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -61,15 +61,15 @@ def waits_for_any_exchange(arrivals, source, true=mailbox.wait_flag):
     true(dataclasses.replace(arrivals, epoch=1), source)
 
 
-def has_one_set_of_boxes(self, box, layout, true=Exchange.__init__):
+def has_one_set_of_boxes(self, box, layout, true=BoxExchange.__init__):
     true(self, box, layout)
     self._slot, self.arrivals = 0, dataclasses.replace(self.arrivals, flags=box.flags(box.axis.rank, 0))
 
 
 FAULTS = {
-    "told before sent": (Exchange, "_send", told_before_sent),
+    "told before sent": (BoxExchange, "_send", told_before_sent),
     "a flag of an earlier exchange counts": (mailbox, "wait_flag", waits_for_any_exchange),
-    "one set of boxes": (Exchange, "__init__", has_one_set_of_boxes),
+    "one set of boxes": (BoxExchange, "__init__", has_one_set_of_boxes),
 }
 
 

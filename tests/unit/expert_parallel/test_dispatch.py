@@ -56,11 +56,11 @@ def layer(rank, world, ep, etp, crowd, ep_inner=1):
     assert isinstance(dispatcher, NodeDispatcher if 1 < ep_inner < ep else Dispatcher)
     x, weights, chosen, dy = inputs(rank, crowd)
     x, weights = x.requires_grad_(), weights.requires_grad_()
-    ticket, carried, trip = dispatcher.send(x, chosen, weights, every=bool((chosen < E).all()))
-    ticket, trip = trip.go_on(ticket)
+    ticket, carried, trip = dispatcher.send(x, chosen, weights, all_sent=bool((chosen < E).all()))
+    ticket, trip = trip.enter_node(ticket)
     rows, trip = trip.receive(ticket)
-    home = trip.send_back(experts(rows, trip.offsets, run_now), carried)
-    y = trip.combine(home, carried)
+    ticket = trip.send_back(experts(rows, trip.offsets, run_now), carried)
+    y = trip.combine(ticket, carried)
     y.backward(dy)
     empty = [torch.zeros_like(p) for p in experts.parameters()]
     grads = [(p.spec, g if p.grad is None else p.grad) for p, g in zip(experts.parameters(), empty)]
