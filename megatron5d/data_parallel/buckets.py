@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +56,6 @@ class Segment:
     local_shape: tuple[int, ...]
     local: tuple[int, int]
     owned: tuple[int, int]
-
-    def counted(self) -> list[tuple[int, int]]:
-        """Flat ranges of the owned slice that this rank counts in norms: the pieces of which it has the first copy."""
-        return [span for piece, span in self.pieces() if piece.owner]
 
     def pieces(self) -> list[tuple[Piece, tuple[int, int]]]:
         """The pieces that overlap the segment, each with its flat range in the owned slice."""
@@ -183,6 +180,12 @@ class Bucket:
             shares.append(list(zip(cuts, cuts[1:])))
         return shares
 
+    @cached_property
+    def counted_spans(self) -> list[tuple[int, int]]:
+        """Flat ranges of the owned slice that this rank counts in norms: the pieces of which it has the first copy."""
+        return [span for segment in self.segments() for piece, span in segment.pieces() if piece.owner]
+
+    @cached_property
     def partial_grads(self) -> list[tuple[str, Tensor]]:
         """(axis, view of `grad_slice`) of gradients still to be summed over an axis of copies (norms under sp)."""
         return [

@@ -102,21 +102,21 @@ class GradSync:
         self._used_by: dict[int, list[nn.Module]] = {}  # bucket index -> phases whose weight gradients go into it
         self._uses: dict[nn.Module, list[int]] = {}  # phase -> buckets it reads and writes
         self._ends: dict[nn.Module, set[int]] = {}  # phase -> buckets whose gradient of a micro-batch it completes
-        home: dict[nn.Parameter, int] = {}
+        bucket_of: dict[nn.Parameter, int] = {}
         for unit in units:
-            own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in home}
+            own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in bucket_of}
             kinds = {
                 parameter: (*_kind(parameter, gather_eight_bits and zero == 3), separate(spec_of(parameter)))
                 for parameter in own
             }
             for kind in sorted(set(kinds.values())):
                 parameters = [parameter for parameter in own if kinds[parameter] == kind]
-                home |= dict.fromkeys(parameters, len(self.buckets))
+                bucket_of |= dict.fromkeys(parameters, len(self.buckets))
                 axes = data_axes(mesh, zero, *kind[:2])
                 self.buckets.append(Bucket(parameters, *axes, grad_dtype, zero, eight_bits=kind[2]))
             earlier: set[int] = set()
             for phase in unit:
-                self._uses[phase] = sorted({home[parameter] for parameter in phase.parameters()})
+                self._uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
                 self._ends[phase] = set(self._uses[phase]) - earlier  # the first phase in a unit is last in a backward
                 earlier |= self._ends[phase]
                 for index in self._uses[phase]:
@@ -276,7 +276,7 @@ class GradSync:
         """
         found: dict[str, list[Tensor]] = {}
         for bucket in self.buckets:
-            for name, view in bucket.partial_grads():
+            for name, view in bucket.partial_grads:
                 found.setdefault(name, []).append(view)
         for name, views in found.items():
             if self._mesh[name].size > 1:

@@ -27,10 +27,9 @@ def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
         if bucket.replicate.rank != 0:
             continue
         grads = bucket.grad_slice
-        spans = [span for segment in bucket.segments() for span in segment.counted()]
-        if spans:
+        if bucket.counted_spans:
             wide = torch.promote_types(grads.dtype, torch.float32)  # in bf16 each norm would be rounded to 8 bits
-            norms = torch._foreach_norm([grads[start:stop] for start, stop in spans], dtype=wide)
+            norms = torch._foreach_norm([grads[start:stop] for start, stop in bucket.counted_spans], dtype=wide)
             total += torch.stack(norms).double().square().sum()
     return total
 
