@@ -11,14 +11,14 @@ from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
 
 if __name__ == "__main__":
-    faulthandler.enable()  # who dies of a signal says where: of a bus error, say, in a data file that has shrunk
+    faulthandler.enable()  # a rank killed by a signal prints where it was, such as a bus error in a truncated data file
     answer_help(sys.argv[1:])  # before the seconds that the imports below take
 
 from megatron5d.model.hf import model_config_from_hf
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.topology.launcher import read_environment
 from megatron5d.topology.process import start_process, stop_process
-from megatron5d.train.crash import told
+from megatron5d.train.crash import crash_message
 from megatron5d.train.data_faults import data_faults
 from megatron5d.train.device import device_faults
 from megatron5d.train.loop import train
@@ -34,10 +34,10 @@ def main(argv: Sequence[str]) -> int:
         argv: Hydra overrides.
 
     Returns:
-        Exit code: 0 finished, 2 refused, as nothing has been started; 75 stopped on a signal with a checkpoint saved.
+        Exit code: 0 finished; 2 refused before anything was started; 75 stopped on a signal with a checkpoint saved.
 
     Raises:
-        SystemExit: refused (2), or broken by something that its message tells (1).
+        SystemExit: the configuration is refused (2), or the run fails for a reason that its message names (1).
     """
     try:
         environment = read_environment()
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _run(config)
     except (OSError, ValueError, ArithmeticError, PipelineError) as error:
-        message = None if config.log.traceback else told(error, environment.rank, environment.world)
+        message = None if config.log.traceback else crash_message(error, environment.rank, environment.world)
         if message is None:
             raise
         raise SystemExit(message) from error
@@ -75,6 +75,6 @@ def _run(config: Config) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # before the first step, or the second one
+    except KeyboardInterrupt:  # before the training loop, or a second Ctrl-C within it
         print("ended by SIGINT; what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
-        sys.exit(130)  # what a shell says of SIGINT
+        sys.exit(130)  # 128 + SIGINT, as in a shell

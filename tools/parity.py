@@ -78,7 +78,7 @@ from megatron5d.train.certificate import FORMAT, code_here, configuration_hash, 
 from megatron5d.train.data import end_of_document, first_rows
 from megatron5d.train.differences import Difference, axes_of, differences
 from megatron5d.train.parity import ROWS_SEED, RankRecord, alone, make_rows, short_run
-from megatron5d.train.parity_report import plain, told, worst_of
+from megatron5d.train.parity_report import plain, report_text, worst_of
 from megatron5d.train.planned import planned_config
 from megatron5d.train.rounding import in_16_bits, rounding_differences, smooth
 from megatron5d.train.shrink import differing, exact, faults_of, shrink
@@ -153,7 +153,7 @@ def _compare(options: argparse.Namespace) -> int:
         record["without"] = check.bisect() if options.bisect else {each.change: None for each in check.ablations()}
     if options.certificate:
         options.certificate.write_text(json.dumps(record | {"code": code_here()}, indent=2) + "\n")
-    print(json.dumps(record, indent=2) if options.json else told(record))
+    print(json.dumps(record, indent=2) if options.json else report_text(record))
     return 0 if record["verdict"] == "equal" else 1
 
 

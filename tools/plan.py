@@ -99,7 +99,7 @@ from megatron5d.plan.report import layout_record, layouts_table, step_record, st
 from megatron5d.train.build import sizes_of
 from megatron5d.train.device import eight_bit_faults
 from megatron5d.train.estimate import Estimator
-from megatron5d.train.fitting import nearest_fit, told
+from megatron5d.train.fitting import nearest_fit, override_text
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.layouts import LIMIT, LayoutSearch
 from megatron5d.train.memory import shortage
@@ -180,7 +180,7 @@ def _search(options: argparse.Namespace) -> int:
         planned_config(options.overrides, options.world)  # says what is wrong
     with tqdm(desc="times and memory", total=LIMIT, unit="", leave=False, disable=None) as bar:
         found = search.best(candidates, have, options.count, bar.update)
-    layouts = [(each, told(search.overrides(each))) for each in found]
+    layouts = [(each, override_text(search.overrides(each))) for each in found]
     if options.json:
         records = [layout_record(each, line) for each, line in layouts]
         print(json.dumps({"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2))
@@ -226,7 +226,7 @@ def _memory(options: argparse.Namespace) -> int:
         print(
             "No recompute, sharding or tensor parallelism makes it fit: try a larger parallel.pp or cp, or more ranks."
             if found is None
-            else f"It would fit with {told(found[0])}: {gigabytes(found[1])}."
+            else f"It would fit with {override_text(found[0])}: {gigabytes(found[1])}."
         )
     return 1 if lack else 0
 

@@ -29,7 +29,7 @@ from megatron5d.topology.axis import Axis
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-TEXT_BYTES = 128  # of a text that one rank tells the others
+TEXT_BYTES = 128  # of a text that one rank sends the others
 
 Op = Callable[[Tensor, Axis], Tensor]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -140,24 +140,24 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 
 def gather_objects(mine: Any, axis: Axis) -> list[Any]:
-    """What each rank of the axis says, in their order, for set-up; on an axis without a group all say the same.
+    """An object of each rank of the axis, in their order, for set-up; without a group all are taken to give `mine`.
 
     Comm: all_gather_object, outside the ledger.
     """
     if axis.group is None:
         return [mine] * axis.size
-    said: list[Any] = [None] * axis.size
-    dist.all_gather_object(said, mine, group=axis.group)
-    return said
+    gathered: list[Any] = [None] * axis.size
+    dist.all_gather_object(gathered, mine, group=axis.group)
+    return gathered
 
 
-def said_by(source: int, text: str, axis: Axis, device: torch.device) -> str:
-    """What one rank of the axis says, on all of them; its first `TEXT_BYTES` bytes. For messages.
+def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> str:
+    """A text of one rank of the axis, cut to `TEXT_BYTES` bytes, on all of them; for messages.
 
     Args:
         source: its position.
         text: of this rank; only that of the source counts.
-        axis: whose ranks hear it.
+        axis: whose ranks receive it.
         device: on which collectives run.
 
     Comm: all_reduce of `TEXT_BYTES` elements.

@@ -9,7 +9,7 @@ from math import gcd
 from megatron5d.config.convert import value_of
 from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config, RecomputeConfig
-from megatron5d.train.fitting import Change, changed, told
+from megatron5d.train.fitting import Change, changed, override_text
 from megatron5d.train.shrink import faults_of
 
 _NO_SP: Change = {"parallel.sp": False, "parallel.tp_overlap": "none"}
@@ -68,7 +68,7 @@ def ablations(config: Config, world: int) -> Iterator[Ablation]:
         if first in change and not (first == "parallel.etp" and config.parallel.etp is None):
             size = value_of(config, first) if first in AXES else 1
             yield from _lawful(
-                told({first: off[first]}), _folded(changed(config, change), world // size), world // size
+                override_text({first: off[first]}), _folded(changed(config, change), world // size), world // size
             )
 
 

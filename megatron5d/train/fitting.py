@@ -94,7 +94,7 @@ def _need(config: Config, world: int, target: Target) -> int | None:
     return max(memory.needed for memory in ranks.values())
 
 
-def told(change: Change) -> str:
-    """As it stands on a command line."""
+def override_text(change: Change) -> str:
+    """A change as overrides on a command line."""
     said = {key: "null" if value is None else str(value).lower() for key, value in change.items()}
     return " ".join(f"{key}={value}" for key, value in said.items())

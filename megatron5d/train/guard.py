@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron5d.comm.collectives import all_reduce, said_by
+from megatron5d.comm.collectives import all_reduce, broadcast_text
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.topology.grid import place_of
@@ -69,15 +69,15 @@ class Guard:
         firsts = all_reduce(-torch.where(bad > 0, world.rank, world.size).double(), world, "max")
         in_loss, in_grads = (round(-first) for first in firsts.tolist())
         num_loss, num_grads = (round(number) for number in all_reduce(bad, world).tolist())
-        told = []
+        faults = []
         if num_loss:
             of = f"{num_loss} of {world.size} ranks"
-            told.append(f"the loss of {of} is not finite, first of {place_of(sizes, in_loss)}")
+            faults.append(f"the loss of {of} is not finite, first of {place_of(sizes, in_loss)}")
         if num_grads:
-            name = said_by(in_grads, names[0] if names else "", world, share.device)
+            name = broadcast_text(in_grads, names[0] if names else "", world, share.device)
             held = f"{num_grads} rank{'' if num_grads == 1 else 's'}"
-            told.append(f"gradients on {held} are not finite, first on {place_of(sizes, in_grads)} that of {name}")
-        return "; ".join(told) or "every gradient is finite, and their squares overflow"
+            faults.append(f"gradients on {held} are not finite, first on {place_of(sizes, in_grads)} that of {name}")
+        return "; ".join(faults) or "every gradient is finite, and their squares overflow"
 
     def _nonfinite_parameters(self) -> list[str]:
         return [

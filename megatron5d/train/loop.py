@@ -12,7 +12,7 @@ from megatron5d.topology.agreement import on_every_rank, on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader
-from megatron5d.train.memory import Snapshots, snapshots
+from megatron5d.train.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.notes import unmarked_documents
 from megatron5d.train.outputs import Outputs, locked_outputs
 from megatron5d.train.profiler import Profiler
@@ -35,16 +35,16 @@ def train(config: Config, process: Process) -> int:
         InterruptedError: stopped on a signal without a place for a checkpoint.
         OSError: another run writes to the same places.
     """
-    with locked_outputs(config) as outputs, snapshots(config, process) as taken:
-        return _train(config, process, outputs, taken)
+    with locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
+        return _train(config, process, outputs, snapshots)
 
 
-def _train(config: Config, process: Process, outputs: Outputs, taken: Snapshots) -> int:
+def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots) -> int:
     run = build_run(config, process)
     run.notes += outputs.notes
     run.notes += on_rank_0(lambda: unmarked_documents(config))
-    if taken.note:
-        run.notes.append(taken.note)
+    if snapshots.note:
+        run.notes.append(snapshots.note)
     saver = None
     if config.checkpoint.dir:
         c = config.checkpoint
@@ -52,8 +52,8 @@ def _train(config: Config, process: Process, outputs: Outputs, taken: Snapshots)
     with StopFlag() as stop:
         reporter = on_every_rank(lambda: Reporter(run))
         try:
-            on_every_rank(lambda: _introduce(run, reporter))
-            stopped = _steps(run, reporter, saver, stop, taken)
+            on_every_rank(lambda: _announce(run, reporter))
+            stopped = _steps(run, reporter, saver, stop, snapshots)
             if saver is not None:
                 saver.wait()
         finally:
@@ -67,7 +67,7 @@ def _train(config: Config, process: Process, outputs: Outputs, taken: Snapshots)
     return REQUEUE
 
 
-def _introduce(run: Run, reporter: Reporter) -> None:
+def _announce(run: Run, reporter: Reporter) -> None:
     s, progress = run.mesh.sizes, run.progress
     reporter.say(
         f"{run.config.model.name}: {parameter_count(run.config.model):,} parameters on {s.world} rank"
@@ -87,7 +87,7 @@ def _introduce(run: Run, reporter: Reporter) -> None:
         reporter.say(memory)
 
 
-def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, taken: Snapshots) -> bool:
+def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, snapshots: MemorySnapshots) -> bool:
     """Runs the remaining steps; True where a signal ended them early."""
     config, progress, train_config = run.config, run.progress, run.config.train
     last = train_config.stop_after or train_config.steps
@@ -110,7 +110,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, ta
             progress.consumed_samples = loader.consumed_samples
             progress.tokens += result.num_targets
             stopped = result.stop
-            taken.after_step(progress.step)
+            snapshots.after_step(progress.step)
             at_end = progress.step == last
             if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
                 _evaluate(run, reporter, "valid_loss")
@@ -140,8 +140,8 @@ def _evaluate(run: Run, reporter: Reporter, name: str) -> bool:
     for which, loss in losses.items():
         reporter.add(name + which, loss)
     if losses:
-        told = ", ".join(f"{which.lstrip('/')} {loss:.4f}".strip() for which, loss in losses.items())
-        reporter.say(f"step {run.progress.step}: validation loss {told}")
+        text = ", ".join(f"{which.lstrip('/')} {loss:.4f}".strip() for which, loss in losses.items())
+        reporter.say(f"step {run.progress.step}: validation loss {text}")
     return bool(losses)
 
 

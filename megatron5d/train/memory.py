@@ -17,7 +17,7 @@ from megatron5d.plan.memory import RankMemory, gigabytes, table
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
 from megatron5d.train.device import device_faults
-from megatron5d.train.fitting import changed, steps, told
+from megatron5d.train.fitting import changed, override_text, steps
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.schedule import PipelinePlan
 
@@ -75,7 +75,7 @@ def _ways_out(config: Config, world: int) -> str:
     p = config.parallel
     divides = world > p.tp * p.pp * p.dp_replicate or config.model.num_experts > 0  # ZeRO, over dp_shard·cp or edp
     ways = [
-        told(step)
+        override_text(step)
         for step in steps(config)
         if (divides or "parallel.zero" not in step) and not broken_laws(changed(config, step), world, without=FILE_LAWS)
     ]
@@ -136,17 +136,17 @@ class MemoryReport:
 
 
 @contextmanager
-def snapshots(config: Config, process: Process) -> Iterator[Snapshots]:
+def memory_snapshots(config: Config, process: Process) -> Iterator[MemorySnapshots]:
     """Within, allocations are remembered and, should memory run out, written to `log.memory_snapshot`."""
-    taken = Snapshots(config, process)
+    snapshots = MemorySnapshots(config, process)
     try:
-        yield taken
+        yield snapshots
     except torch.cuda.OutOfMemoryError:
-        taken.dump("oom")
+        snapshots.dump("oom")
         raise
 
 
-class Snapshots:
+class MemorySnapshots:
     """Memory snapshots of this rank's GPU, for https://pytorch.org/memory_viz.
 
     Args:

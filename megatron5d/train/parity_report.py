@@ -24,8 +24,8 @@ def worst_of(found: list[Difference]) -> dict[str, dict[str, Any]]:
     return {quantity: plain(each) for quantity, each in worst.items()}
 
 
-def told(record: dict[str, Any]) -> str:
-    """The record for people."""
+def report_text(record: dict[str, Any]) -> str:
+    """A record of the parity check as text."""
     changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in record["changed"].items())
     lines = [f"changed for this check: {changes or 'nothing'}", ""]
     if record["verdict"] == "failed":

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron5d.comm.collectives import all_reduce, said_by
+from megatron5d.comm.collectives import all_reduce, broadcast_text
 from megatron5d.config.schema import Config
 from megatron5d.topology.grid import DENSE_LINES, EXPERT_LINES, Sizes, dense_grid, expert_grid, place_of
 from megatron5d.train.build import Run
@@ -113,7 +113,7 @@ class SlowRanks:
         device = self._run.process.device
         here = f"{socket.gethostname()} ({device})"
         each = [
-            f"{place_of(self._run.mesh.sizes, rank)} on {said_by(rank, here, self._world, device)} works "
+            f"{place_of(self._run.mesh.sizes, rank)} on {broadcast_text(rank, here, self._world, device)} works "
             f"{ratios[rank]:.2f} times as long as its peers"
             for rank in ranks[:_NAMED]
         ]

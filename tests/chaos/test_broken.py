@@ -11,7 +11,7 @@ from runs import write_corpus
 
 from megatron5d.checkpoint.folder import saved_steps, step_folder
 from megatron5d.topology.lock_file import LockFile
-from megatron5d.train.crash import told
+from megatron5d.train.crash import crash_message
 from pretrain import main
 
 EXPERIMENT = [
@@ -110,7 +110,7 @@ def test_what_is_our_mistake_keeps_its_calls():
         try:
             call()
         except Exception as error:  # noqa: BLE001
-            return told(error, 0, 1)
+            return crash_message(error, 0, 1)
 
     assert raised(lambda: int("x")) is None
     assert raised(lambda: {}["x"]) is None

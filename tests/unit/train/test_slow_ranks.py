@@ -78,7 +78,7 @@ def test_the_slow_rank_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, 
 @pytest.fixture
 def judged(monkeypatch):
     """Of two pipeline stages of four ranks: what is told when their work takes the given seconds."""
-    monkeypatch.setattr(slow_ranks, "said_by", lambda source, *_: f"host{source}")
+    monkeypatch.setattr(slow_ranks, "broadcast_text", lambda source, *_: f"host{source}")
     mesh = Mesh(resolve(8, pp=2), {"world": Axis("world", tuple(range(8)))})
     process = Process(0, 8, 0, torch.device("cpu"))
     judge = SlowRanks(SimpleNamespace(config=Config(log=LogConfig(slow_rank=1.2)), process=process, mesh=mesh))
