@@ -207,20 +207,22 @@ class Balancer:
         gradient = torch.zeros_like(logits)
         if self.kinds:
             counts = None if counting is None else counting.wait().to(logits.dtype)
-            pulls = [self._pull(kind, row, counts, num_tokens, tokens) for kind in self.kinds]  # [b, E] or [1, E]
+            # [b, E] or [1, E] each
+            prob_gradients = [self._prob_gradient(kind, row, counts, num_tokens, tokens) for kind in self.kinds]
             probs = normalised(logits, self.model.router_score)
             sums = tokens.per_sequence(probs)  # [b, E]
-            for i, pull in enumerate(pulls):
-                self.values[i] += (pull * sums).sum()
-            pull = sum(pulls[1:], pulls[0]).expand(tokens.num_sequences, -1)[tokens.sequence] * self.moe.aux_coef
-            gradient += through(probs, logits, pull, self.model.router_score)
+            for i, each in enumerate(prob_gradients):
+                self.values[i] += (each * sums).sum()
+            total = sum(prob_gradients[1:], prob_gradients[0]).expand(tokens.num_sequences, -1)  # [b, E]
+            by_token = total[tokens.sequence] * self.moe.aux_coef  # [n, E]
+            gradient += normalised_backward(probs, logits, by_token, self.model.router_score)
         if self.moe.z_coef:
             lse = torch.logsumexp(logits, -1, keepdim=True)
             self.values[-1] += tokens.masked(lse.square()).sum() / num_tokens
             gradient += 2 * self.moe.z_coef / num_tokens * lse * torch.exp(logits - lse)
         return tokens.masked(gradient)
 
-    def _pull(self, kind: str, row: int, counts: Tensor | None, num_tokens: Tensor, tokens: Tokens) -> Tensor:
+    def _prob_gradient(self, kind: str, row: int, counts: Tensor | None, num_tokens: Tensor, tokens: Tokens) -> Tensor:
         """d(loss of one kind)/d(p_te) of a sequence's tokens, before the coefficient."""
         model, b, share = self.model, tokens.num_sequences, 1.0
         if kind == "global_aux":
@@ -283,7 +285,7 @@ def normalised(logits: Tensor, score: str) -> Tensor:
     return scores if score == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
-def through(probs: Tensor, logits: Tensor, grad: Tensor, score: str) -> Tensor:
+def normalised_backward(probs: Tensor, logits: Tensor, grad: Tensor, score: str) -> Tensor:
     """Gradient of the logits from that of `probs = normalised(logits, score)`."""
     centred = grad - (grad * probs).sum(-1, keepdim=True)
     if score == "softmax":
@@ -296,11 +298,11 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights, logits, balancer, row, tokens, pending):
         ctx.save_for_backward(logits)
-        ctx.balancer, ctx.where, ctx.tokens, ctx.pending = balancer, row, tokens, pending
+        ctx.balancer, ctx.row, ctx.tokens, ctx.pending = balancer, row, tokens, pending
         return weights.view_as(weights)
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
         (logits,) = ctx.saved_tensors
-        return grad, ctx.balancer.logit_gradient(ctx.where, logits, ctx.tokens, ctx.pending), None, None, None, None
+        return grad, ctx.balancer.logit_gradient(ctx.row, logits, ctx.tokens, ctx.pending), None, None, None, None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron5d.model.split import dealt
+from megatron5d.model.split import split_layers
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Placement
 
@@ -41,7 +41,7 @@ class LayerCosts:
             ValueError: fewer layers than ranks, or with `stages` than stages.
         """
         unit = self.num_layers / placement.num_ranks
-        return dealt(self.balance, [1.0] * self.num_layers, placement, self.embedding * unit, self.head * unit)
+        return split_layers(self.balance, [1.0] * self.num_layers, placement, self.embedding * unit, self.head * unit)
 
     def of(self, placement: Placement) -> StageCosts:
         """Return the costs of every stage; raises as `layout`."""

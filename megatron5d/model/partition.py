@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.flops import end_flops, layer_flops
-from megatron5d.model.split import dealt
+from megatron5d.model.split import split_layers
 from megatron5d.pipeline_parallel.program import Placement
 
 
@@ -47,21 +47,23 @@ def layers_per_stage(config: Config, placement: Placement) -> list[int]:
             f"recompute.stage_layers=[{legal}]"
         )
     if pipeline.layout is not None:
-        return _as_told(config, placement)
+        return _explicit_layout(config, placement)
     costs, first, last = [1.0] * config.model.num_layers, pipeline.embedding_layers, pipeline.head_layers
     if pipeline.split == "cost":
         costs = [layer_flops(config.model, i, config.train.seq_len) for i in range(config.model.num_layers)]
         first, last = 0.0, end_flops(config.model, config.train.seq_len)
-    return list(_dealt(pipeline.balance, tuple(costs), placement, first, last))
+    return list(_cached_split(pipeline.balance, tuple(costs), placement, first, last))
 
 
 @lru_cache(maxsize=256)
-def _dealt(balance: str, costs: tuple[float, ...], placement: Placement, first: float, last: float) -> Sequence[int]:
+def _cached_split(
+    balance: str, costs: tuple[float, ...], placement: Placement, first: float, last: float
+) -> Sequence[int]:
     """The same split is asked for by every schedule that is compared, and takes tenths of a second for many stages."""
-    return dealt(balance, costs, placement, first, last)
+    return split_layers(balance, costs, placement, first, last)
 
 
-def _as_told(config: Config, placement: Placement) -> list[int]:
+def _explicit_layout(config: Config, placement: Placement) -> list[int]:
     """`pipeline.layout`, which may leave a stage without a layer but no rank without anything."""
     pipeline, num_layers, num_stages = config.pipeline, config.model.num_layers, placement.num_stages
     layout, even = list(pipeline.layout or ()), "null (as even as possible)"
@@ -87,7 +89,7 @@ def _as_told(config: Config, placement: Placement) -> list[int]:
     return layout
 
 
-def at_both_ends(model: ModelConfig) -> str | None:
+def two_embeddings_knob(model: ModelConfig) -> str | None:
     """The knob, if any, that puts the embedding on the last stage too."""
     if model.num_mtp_layers:
         return "model.num_mtp_layers"

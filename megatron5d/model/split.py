@@ -12,36 +12,36 @@ from megatron5d.pipeline_parallel.program import Placement
 
 BALANCES = ("stages", "ranks", "late", "ends")
 """What a split evens: stages; ranks with all their stages; and the latter in two ways that differ only where
-micro-batches go both ways, see `balanced_mirrored`."""
+micro-batches go both ways, see `fewer_in_the_middle`."""
 MORE_AT_ENDS = 1 / 4
 """Of an even share of the layers: what `ends` gives to the two end ranks beyond that."""
 
 
-def dealt(balance: str, costs: Sequence[float], placement: Placement, first: float, last: float) -> list[int]:
+def split_layers(balance: str, costs: Sequence[float], placement: Placement, first: float, last: float) -> list[int]:
     """Layers per stage so that what `balance` names is even.
 
     Args:
         balance: one of BALANCES; a run without a search has `auto`, which is `stages`.
-        costs: as in `balanced`.
+        costs: as in `even_stages`.
         placement: which rank holds which stage.
-        first: as in `balanced`.
-        last: as in `balanced`.
+        first: as in `even_stages`.
+        last: as in `even_stages`.
 
     Raises:
         ValueError: too few layers.
     """
     if balance in ("auto", "stages"):
-        return balanced(costs, placement.num_stages, first, last)
-    layout = balanced_ranks(costs, placement, first, last)
+        return even_stages(costs, placement.num_stages, first, last)
+    layout = even_ranks(costs, placement, first, last)
     if balance == "ranks" or placement.copies == 1 or placement.num_ranks < 4:
         return layout
     heavy_ends = balance == "ends" and first + last > 0
     more = ceil(len(costs) / placement.num_ranks * MORE_AT_ENDS) if heavy_ends else 0
-    return balanced_mirrored(layout, more)
+    return fewer_in_the_middle(layout, more)
 
 
-def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """Layers per stage so that the dearest stage is as cheap as can be, and of such splits the most even one.
+def even_stages(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """Layers per stage so that the most expensive stage costs as little as possible; of such splits the most even one.
 
     Args:
         costs: of every layer, in any unit.
@@ -59,8 +59,8 @@ def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: 
         own = first * (stage == 0) + last * (stage == num_stages - 1)
         return np.where((end > begin) | ((end == begin) & (own > 0)), total - total[:, None] + own, inf)
 
-    dearest, _ = _cheapest_split(len(costs), num_stages, load, np.maximum)
-    if dearest == inf:
+    highest, _ = _cheapest_split(len(costs), num_stages, load, np.maximum)
+    if highest == inf:
         raise ValueError(
             f"model.num_layers = {len(costs)} is fewer than the {num_stages} stages of the pipeline (parallel.pp "
             f"times the chunks that pipeline.schedule or parallel.vpp asks for); "
@@ -68,7 +68,7 @@ def balanced(costs: Sequence[float], num_stages: int, first: float = 0.0, last: 
         )
 
     def evenness(before: np.ndarray, own: np.ndarray) -> np.ndarray:
-        return before + np.where(own <= dearest * (1 + 1e-9), own * own, inf)
+        return before + np.where(own <= highest * (1 + 1e-9), own * own, inf)
 
     return _cheapest_split(len(costs), num_stages, load, evenness)[1]
 
@@ -98,7 +98,7 @@ def _cheapest_split(
     return float(cost[-1]), layout[::-1]
 
 
-def balanced_ranks(costs: Sequence[float], placement: Placement, first: float = 0.0, last: float = 0.0) -> list[int]:
+def even_ranks(costs: Sequence[float], placement: Placement, first: float = 0.0, last: float = 0.0) -> list[int]:
     """Layers per stage so that the busiest rank, with all its stages, has as little to do as can be.
 
     Of such splits one with even ranks, and of these one with even stages. Each layer in turn goes to the rank with the
@@ -144,15 +144,15 @@ def balanced_ranks(costs: Sequence[float], placement: Placement, first: float = 
     return counts.tolist()
 
 
-def balanced_mirrored(layout: Sequence[int], more: int) -> list[int]:
-    """Layers per stage where rank r holds stages r and p − 1 − r, and the middle ranks shall not be late.
+def fewer_in_the_middle(layout: Sequence[int], more: int) -> list[int]:
+    """Layers per stage where rank r holds stages r and p − 1 − r, so that the middle ranks are not late.
 
     A middle rank waits for its first micro-batch, and then for the first one to come back: in both it helps to have
     fewer layers there. So the pairs of stages hold the fewer layers, the nearer they are to the middle, and what
     differs lies in the second half, where the last stages are the larger ones. Found by experiment.
 
     Args:
-        layout: of `balanced_ranks`.
+        layout: of `even_ranks`.
         more: layers that move from the middle to the first stage; end ranks wait for nobody, and a head has no
             all-to-all, so they may have more to do than the others.
     """

@@ -15,7 +15,13 @@ from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
-from megatron5d.model.partition import StageSpec, at_both_ends, layers_per_stage, shared_by_mirror, stage_specs
+from megatron5d.model.partition import (
+    StageSpec,
+    layers_per_stage,
+    shared_by_mirror,
+    stage_specs,
+    two_embeddings_knob,
+)
 from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.text import read_program
@@ -87,7 +93,8 @@ def plan_pipeline(config: Config, world: int, found: Found | None = None) -> Pip
             f"micro-batches that train.gbs_ramp = {config.train.gbs_ramp} passes through; set train.gbs_ramp=null"
         )
     layout = layers_per_stage(config, placement)
-    return PipelinePlan(program_of, placement, tuple(layout), shared_by_mirror(placement, at_both_ends(config.model)))
+    shared = shared_by_mirror(placement, two_embeddings_knob(config.model))
+    return PipelinePlan(program_of, placement, tuple(layout), shared)
 
 
 def planned_pipeline(config: Config, world: int) -> PipelinePlan:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron5d.config.schema import Config
-from megatron5d.model.partition import at_both_ends, layers_per_stage, shared_by_mirror
+from megatron5d.model.partition import layers_per_stage, shared_by_mirror, two_embeddings_knob
 from megatron5d.model.stage_costs import ModelCosts
 from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
@@ -181,7 +181,7 @@ def _why_not(config: Config, placement: Placement) -> str | None:
     """Why the model cannot be laid out so; None where it can."""
     try:
         layers_per_stage(config, placement)
-        shared_by_mirror(placement, at_both_ends(config.model))
+        shared_by_mirror(placement, two_embeddings_knob(config.model))
     except ValueError as error:
         return str(error)
     return None

@@ -6,7 +6,7 @@ from ranks import run_ranks
 
 from megatron5d.comm.collectives import Pending
 from megatron5d.config.schema import ModelConfig, MoeConfig
-from megatron5d.expert_parallel.balance import Balancer, Tokens, counts_of, normalised, through
+from megatron5d.expert_parallel.balance import Balancer, Tokens, counts_of, normalised, normalised_backward
 from megatron5d.topology.axis import single
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -189,7 +189,7 @@ def test_gradient_through_normalised_scores(score):
     z, grad = logits().requires_grad_(), logits(1)
     p = normalised(z, score)
     (wanted,) = torch.autograd.grad(p, z, grad)
-    torch.testing.assert_close(through(p.detach(), z.detach(), grad, score), wanted)
+    torch.testing.assert_close(normalised_backward(p.detach(), z.detach(), grad, score), wanted)
 
 
 def test_counts_leave_padding_out():

@@ -18,7 +18,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.model.flops import flops_per_token, head_flops
 from megatron5d.model.partition import StageSpec, layers_per_stage, shared_by_mirror, stage_specs
-from megatron5d.model.split import balanced, balanced_ranks, dealt
+from megatron5d.model.split import even_ranks, even_stages, split_layers
 from megatron5d.model.stage_costs import ModelCosts
 from megatron5d.pipeline_parallel.program import Placement, loop_placement, mirrored_placement, zigzag_placement
 
@@ -49,17 +49,17 @@ def test_balanced_is_the_best_of_all_splits(costs, num_stages, first, last):
     options = [loads(*option) for option in every_layout(len(costs), num_stages, first, last)]
     if not options:
         with pytest.raises(ValueError, match="fewer than"):
-            balanced(costs, num_stages, first, last)
+            even_stages(costs, num_stages, first, last)
         return
     own = [first * (s == 0) + last * (s == num_stages - 1) for s in range(num_stages)]
-    mine = loads(balanced(costs, num_stages, first, last), own)
+    mine = loads(even_stages(costs, num_stages, first, last), own)
     assert max(mine) == min(map(max, options))
     assert sum(x * x for x in mine) == min(sum(x * x for x in found) for found in options if max(found) == max(mine))
 
 
 def test_left_over_layers_go_to_the_first_stages():
-    assert balanced([1.0] * 126, 16) == [8] * 14 + [7, 7]
-    assert balanced([1.0] * 5, 4) == [2, 1, 1, 1]
+    assert even_stages([1.0] * 126, 16) == [8] * 14 + [7, 7]
+    assert even_stages([1.0] * 5, 4) == [2, 1, 1, 1]
 
 
 PLACEMENTS = [
@@ -86,7 +86,7 @@ def rank_loads(layout, costs, placement, first, last):
 def test_ranks_are_balanced_with_all_their_stages(placement, costs, alike, first, last):
     """The best of all splits where layers cost the same; else within half of the dearest layer of it."""
     costs = [1.0] * len(costs) if alike else costs
-    layout = balanced_ranks(costs, placement, first, last)
+    layout = even_ranks(costs, placement, first, last)
     assert sum(layout) == len(costs) and min(layout) >= 0
     num_stages = placement.num_stages
     cuts = combinations(range(len(costs) + num_stages - 1), num_stages - 1)
@@ -103,25 +103,25 @@ def test_ranks_are_balanced_with_all_their_stages(placement, costs, alike, first
 
 def test_a_rank_with_a_heavy_end_holds_no_layer_elsewhere():
     """Rank 3 has the head; where all is even, ranks are as even as stages."""
-    assert balanced_ranks([1.0] * 24, loop_placement(4, 2), last=9.0) == [4, 4, 4, 0, 4, 4, 4, 0]
-    assert balanced_ranks([1.0] * 19, zigzag_placement(4), first=1.0, last=4.0) == [1, 3, 3, 3, 3, 3, 3, 0]
-    assert balanced_ranks([1.0] * 12, mirrored_placement(4), last=6.0) == [3, 5, 4, 0]
-    assert balanced_ranks([1.0] * 126, loop_placement(16, 2)) == balanced([1.0] * 126, 32)
+    assert even_ranks([1.0] * 24, loop_placement(4, 2), last=9.0) == [4, 4, 4, 0, 4, 4, 4, 0]
+    assert even_ranks([1.0] * 19, zigzag_placement(4), first=1.0, last=4.0) == [1, 3, 3, 3, 3, 3, 3, 0]
+    assert even_ranks([1.0] * 12, mirrored_placement(4), last=6.0) == [3, 5, 4, 0]
+    assert even_ranks([1.0] * 126, loop_placement(16, 2)) == even_stages([1.0] * 126, 32)
     with pytest.raises(ValueError, match="leaves one of the 4 ranks of the pipeline without"):
-        balanced_ranks([1.0] * 3, loop_placement(4))
+        even_ranks([1.0] * 3, loop_placement(4))
 
 
 def test_with_two_copies_the_middle_gets_fewer_layers():
     """Pairs of stages, one on each side of the middle, share a rank; all else is as ranks are balanced."""
     mirrored, ends = mirrored_placement(16), {"first": 0.3 * 62 / 16, "last": 1.5 * 62 / 16}
-    assert dealt("late", [1.0] * 62, mirrored, **ends) == [2, *[4] * 10, 5, 5, 5, 5, 0]
-    assert dealt("ends", [1.0] * 62, mirrored, **ends) == [3, *[4] * 11, 5, 5, 5, 0]
-    assert dealt("ends", [1.0] * 128, mirrored, 2.4, 12.0) == [5, *[9] * 7, 8, 8, 8, 9, 9, 9, 9, 0]
-    assert dealt("ends", [1.0] * 3, mirrored_placement(4), 0.0, 9.0) == [1, 1, 1, 0]
+    assert split_layers("late", [1.0] * 62, mirrored, **ends) == [2, *[4] * 10, 5, 5, 5, 5, 0]
+    assert split_layers("ends", [1.0] * 62, mirrored, **ends) == [3, *[4] * 11, 5, 5, 5, 0]
+    assert split_layers("ends", [1.0] * 128, mirrored, 2.4, 12.0) == [5, *[9] * 7, 8, 8, 8, 9, 9, 9, 9, 0]
+    assert split_layers("ends", [1.0] * 3, mirrored_placement(4), 0.0, 9.0) == [1, 1, 1, 0]
     for balance in ("late", "ends"):  # no rank gives its only layer away, and equal stages stay
-        assert dealt(balance, [1.0], mirrored_placement(4), 0.0, 9.0) == [0, 0, 1, 0]
-        assert dealt(balance, [1.0] * 64, mirrored, 0.0, 0.0) == [4] * 16
-        assert dealt(balance, [1.0] * 24, loop_placement(4, 2), 0.0, 9.0) == [4, 4, 4, 0, 4, 4, 4, 0]
+        assert split_layers(balance, [1.0], mirrored_placement(4), 0.0, 9.0) == [0, 0, 1, 0]
+        assert split_layers(balance, [1.0] * 64, mirrored, 0.0, 0.0) == [4] * 16
+        assert split_layers(balance, [1.0] * 24, loop_placement(4, 2), 0.0, 9.0) == [4, 4, 4, 0, 4, 4, 4, 0]
 
 
 def config_of(num_layers=8, **pipeline):
