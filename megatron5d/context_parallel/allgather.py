@@ -58,9 +58,9 @@ class AllGatherAttention(torch.autograd.Function):
         for heads, blocks in _gathered(block, axis):
             own = slice(heads.start * share, heads.stop * share)
             merge = Merge(q[:, :, own], kv_format.value_dim, None if sinks is None else sinks[own])
-            for other, each in enumerate(blocks):
+            for source, each in enumerate(blocks):
                 k, v = kv_format.unpack(each)
-                attend_block(merge, plan, other, q[:, :, own], k, v, **score)
+                attend_block(merge, plan, source, q[:, :, own], k, v, **score)
             outs.append(merge.out.to(q.dtype))
             lses.append(merge.lse)
         out, lse = torch.cat(outs, 2), torch.cat(lses, 1)
@@ -81,9 +81,9 @@ class AllGatherAttention(torch.autograd.Function):
             saved = q[:, :, own], out[:, :, own], lse[:, own]
             dq_own, dout_own = dq[:, :, own], dout[:, :, own].contiguous()
             parts = []
-            for other, each in enumerate(blocks):
+            for source, each in enumerate(blocks):
                 k, v = kv_format.unpack(each)
-                dk, dv = block_gradients(plan, other, saved, dout_own, k, v, dq_own, **score)
+                dk, dv = block_gradients(plan, source, saved, dout_own, k, v, dq_own, **score)
                 parts.append(kv_format.unpack_backward(each, dk, dv))
                 del dk, dv  # else they would live until the next block's are there
             # partial [s, b, g', d+dv] -> [s/cp, b, g', d+dv]  reduce_scatter cp_outer

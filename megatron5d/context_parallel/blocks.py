@@ -45,17 +45,17 @@ class Merge:
         self.lse[..., span] = new
 
 
-def attend_block(merge: Merge, plan: ContextPlan, block: int, q: Tensor, k: Tensor, v: Tensor, **score: Any) -> None:
-    """Merges in the attention of local q to the k and v of outer rank `block`; `score` is scale and softcap."""
-    for call in plan.calls[block]:
+def attend_block(merge: Merge, plan: ContextPlan, source: int, q: Tensor, k: Tensor, v: Tensor, **score: Any) -> None:
+    """Merges in the attention of local q to the k and v of outer rank `source`; `score` is scale and softcap."""
+    for call in plan.calls[source]:
         queries, keys = slice(*call.queries), slice(*call.keys)
-        out, lse = attention(q[queries], k[keys], v[keys], **score, **plan.options(call, block))
+        out, lse = attention(q[queries], k[keys], v[keys], **score, **plan.options(call, source))
         merge.add(call.queries, out, lse)
 
 
 def block_gradients(
     plan: ContextPlan,
-    block: int,
+    source: int,
     saved: tuple[Tensor, ...],
     dout: Tensor,
     k: Tensor,
@@ -67,7 +67,7 @@ def block_gradients(
 
     Args:
         plan: the micro-batch's.
-        block: outer rank of the keys.
+        source: outer rank of the keys.
         saved: q `[s, b, a, d]`, and the merged out and lse.
         dout: `[s, b, a, dv]`, gradient of the merged out.
         k, v: of the block.
@@ -76,11 +76,11 @@ def block_gradients(
     """
     q, out, lse = saved
     dk, dv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
-    for call in plan.calls[block]:
+    for call in plan.calls[source]:
         queries, keys = slice(*call.queries), slice(*call.keys)
         dq_part, dk_part, dv_part = attention_backward(
             dout[queries], q[queries], k[keys], v[keys], out[queries], lse[..., queries].contiguous(),
-            **score, **plan.options(call, block),
+            **score, **plan.options(call, source),
         )  # fmt: skip
         dq[queries] += dq_part
         dk[keys] += dk_part

@@ -26,33 +26,33 @@ class ContextPlan:
 
     Args:
         layout: which rows of this micro-batch's sequences each rank holds.
-        rank: outer rank of the queries.
+        outer_rank: of the queries.
         calls: of the attention kernel, for each outer rank's keys.
         hops: how many hops around the outer ranks keys must make; the same on all ranks.
-        pairs: for each outer rank, how many query-key pairs no mask hides.
-        rows: int64 `[s/outer]` per outer rank: the global rows it holds.
-        own: int64 `[s/cp]`: the global rows of this rank.
+        visible_pairs: for each outer rank, how many query-key pairs no mask hides.
+        outer_rows: int64 `[s/outer]` per outer rank: the global rows it holds.
+        own_rows: int64 `[s/cp]`: the global rows of this rank.
         documents: int64 `[b, s]` of whole rows, or None.
         causal, window: as in the model.
     """
 
     layout: SequenceLayout
-    rank: int
+    outer_rank: int
     calls: list[list[Call]]
     hops: int
-    pairs: list[int]
-    rows: list[Tensor]
-    own: Tensor
+    visible_pairs: list[int]
+    outer_rows: list[Tensor]
+    own_rows: Tensor
     documents: Tensor | None
     causal: bool
     window: int | None
 
-    def options(self, call: Call, block: int) -> dict[str, Any]:
-        """The mask arguments of one call of the attention kernel."""
+    def options(self, call: Call, source: int) -> dict[str, Any]:
+        """The mask arguments of one call of the attention kernel, to keys of outer rank `source`."""
         if not call.masked:
             return {"causal": call.causal}
-        q_rows = self.rows[self.rank][slice(*call.queries)]
-        k_rows = self.rows[block][slice(*call.keys)]
+        q_rows = self.outer_rows[self.outer_rank][slice(*call.queries)]
+        k_rows = self.outer_rows[source][slice(*call.keys)]
         options: dict[str, Any] = {"causal": call.causal, "window": self.window}
         if self.window is not None:
             options |= {"q_positions": q_rows, "k_positions": k_rows, "causal": self.causal}
@@ -112,5 +112,5 @@ def balance(plans: Iterable[ContextPlan]) -> float:
     rank's query-key pairs, divided by the sum of the mean.
     """
     plans = list(plans)
-    busiest = sum(max(plan.pairs) for plan in plans)
-    return busiest / sum(sum(plan.pairs) / len(plan.pairs) for plan in plans)
+    busiest = sum(max(plan.visible_pairs) for plan in plans)
+    return busiest / sum(sum(plan.visible_pairs) / len(plan.visible_pairs) for plan in plans)

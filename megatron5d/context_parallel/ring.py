@@ -57,9 +57,9 @@ class RingAttention(torch.autograd.Function):
         dout = dout.contiguous()
 
         def gradient(block: Tensor, step: int) -> Tensor:
-            other = (axis.rank - step) % axis.size
+            source = (axis.rank - step) % axis.size
             k, v = kv_format.unpack(block)  # [s/cp, b, g/tp, d], [s/cp, b, g/tp, dv] of the rank `step` behind
-            dk, dv = block_gradients(plan, other, (q, out, lse), dout, k, v, dq, **score)
+            dk, dv = block_gradients(plan, source, (q, out, lse), dout, k, v, dq, **score)
             return kv_format.unpack_backward(block, dk, dv)  # [s/cp, b, ...] fp32
 
         hops = plan.hops

@@ -82,7 +82,7 @@ class TokenShare:
         if batch.context is None:
             tokens = self._whole(shape[0], shape[1], batch.tokens.device)
         else:
-            tokens = self._places_of(shape[0], shape[1], batch.tokens.device, batch.context.own)
+            tokens = self._places_of(shape[0], shape[1], batch.tokens.device, batch.context.own_rows)
         tokens = replace(tokens, samples=batch.samples)
         if batch.padding is None:
             return tokens

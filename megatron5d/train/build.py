@@ -1,4 +1,4 @@
-"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline, weights. Here one sees what holds what."""
+"""Puts a run together: mesh, model, data parallelism, optimiser, pipeline, weights. Shows what holds what."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
     held = plan.placement.stages_of(mesh["pp"].rank)
     phases = {stage: model.phases_of(stage) for _, stage in held}
-    stages = {(way, stage): Stage(phases[stage], sync) if phases[stage] else Relay() for way, stage in held}
+    stages = {(direction, stage): Stage(phases[stage], sync) if phases[stage] else Relay() for direction, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
     pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
     terms = loss_terms(config)
     check = model.overlap.check
-    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check=check)
+    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check_overlap=check)
     return sync, optimizer, trainer
 
 

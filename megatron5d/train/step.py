@@ -48,15 +48,16 @@ class Trainer:
         terms: what the last stage's sums are for.
         config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.
-        check: raises if another rank has not sent what this step's numbers were computed from (tp_overlap=fused).
+        check_overlap: raises if another rank has not sent what this step was computed from (tp_overlap=fused).
     """
 
     def __init__(
         self, pipeline: Pipeline, sync: GradSync, optimizer: Optimizer, mesh: Mesh, terms: Sequence[Term],
-        config: OptimConfig, balancer: Balancer | None = None, *, check: Callable[[], None],
+        config: OptimConfig, balancer: Balancer | None = None, *, check_overlap: Callable[[], None],
     ) -> None:  # fmt: skip
         self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
-        self.terms, self.clip, self.balancer, self.check = tuple(terms), config.clip, balancer, check
+        self.terms, self.clip, self.balancer = tuple(terms), config.clip, balancer
+        self.check_overlap = check_overlap
         self.guard = Guard(config, mesh, sync.buckets)
 
     def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False) -> StepResult:
@@ -104,7 +105,7 @@ class Trainer:
         mine = sums.new_full((1,), float(stop)), sums.new_full((1,), balance)  # not a copy, which would be waited for
         shares = torch.cat((square_sum.view(1), router_losses, sums, *mine))
         square_total, *totals, stops, balances = all_reduce(shares, self.mesh["world"]).tolist()
-        self.check()
+        self.check_overlap()
         names = () if self.balancer is None else self.balancer.names
         router_totals, totals = totals[: len(names)], totals[len(names) :]
         num_targets = round(totals[len(self.terms)])

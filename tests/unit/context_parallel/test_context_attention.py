@@ -63,7 +63,7 @@ def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sink
     inner_axis = axis("cp_inner", tuple(range(outer_rank * layout.inner, (outer_rank + 1) * layout.inner)))
     masks = {name: value for name, value in mask.items() if name != "documents"}
     plan = Planner(layout, rank, **masks)(mask.get("documents"))
-    rows = plan.own
+    rows = plan.own_rows
     q, k, v, dout, sinks = inputs(num_kv_heads)
     leaves = [t[rows].clone().requires_grad_() for t in (q, k, v)] + [sinks.requires_grad_()]
     attend = ContextAttention(method, outer, inner_axis)
@@ -152,7 +152,7 @@ def ring_events(rank, size, mask):
         layout = sequence_layout("ring", size, S)
         axis = Axis("cp_outer", tuple(range(size)), rank, torch.distributed.group.WORLD)
         plan = Planner(layout, rank, window=mask.get("window"))(mask.get("documents"))
-        q, k, v, _, _ = (t[plan.own] if t.shape[0] == S else t for t in inputs(2))
+        q, k, v, _, _ = (t[plan.own_rows] if t.shape[0] == S else t for t in inputs(2))
         ContextAttention("ring", axis, Axis("cp_inner"))(q, k, v, plan, scale=0.3)
     return events
 

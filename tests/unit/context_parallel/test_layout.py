@@ -133,19 +133,19 @@ def test_a_plan_of_128k_rows_costs_milliseconds():
     plan = planner(documents)
     assert time.process_time() - start < 0.1
     in_document = (documents[0] == documents[0].unique()[:, None]).sum(1)
-    assert sum(plan.pairs) == (in_document * (in_document + 1) // 2).sum()
+    assert sum(plan.visible_pairs) == (in_document * (in_document + 1) // 2).sum()
     zigzag = unmasked_pairs(SequenceLayout(s, 16), Mask(documents=documents.numpy()))
-    assert max(plan.pairs) < 0.8 * max(zigzag), "documents make zigzag uneven"
+    assert max(plan.visible_pairs) < 0.8 * max(zigzag), "documents make zigzag uneven"
 
 
 def test_balance_is_the_waiting_time():
     """Two micro-batches of two ranks: 3 + 6 pairs of the busiest where 2 + 5 would do."""
     plan = Planner(SequenceLayout(8, 2), 0)(None)
     assert balance([plan]) == 1
-    plans = [replace(plan, pairs=[3, 1]), replace(plan, pairs=[4, 6])]
+    plans = [replace(plan, visible_pairs=[3, 1]), replace(plan, visible_pairs=[4, 6])]
     assert balance(plans) == (3 + 6) / (2 + 5)
     packed = Planner(SequenceLayout(8, 2), 0)(torch.tensor([[0, 0, 1, 2, 3, 4, 4, 4]]))
-    assert sorted(packed.pairs) == [3 + 2, 5 + 2]  # chunks of 1 + 2, 1 + 1, 1 + 1 and 2 + 3 pairs
+    assert sorted(packed.visible_pairs) == [3 + 2, 5 + 2]  # chunks of 1 + 2, 1 + 1, 1 + 1 and 2 + 3 pairs
     assert balance([packed]) == 7 / 6
 
 
