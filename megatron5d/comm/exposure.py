@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Exposure:
-    """Adds up how long it takes what it is given. On a GPU the stream's time is measured, by events, not the host's.
+    """Adds up how long its calls take: on a GPU the time of the stream, by events, elsewhere that of the host.
 
     Args:
-        device: on which it happens.
+        device: where the calls do their work.
     """
 
     def __init__(self, device: torch.device | str) -> None:

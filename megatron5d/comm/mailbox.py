@@ -1,12 +1,12 @@
-"""Boxes in each other's memory: a rank writes to another, and a flag tells that it is there.
+"""Boxes in each other's memory: a rank writes into another's, and a flag says that the content has arrived.
 
 An exchange is one use: every rank fills a box at every rank and reads the boxes that were filled for it.
     sender r, to p      write p's box r; p: arrived[r] = epoch
     receiver p          wait until arrived[r] >= epoch; read box r
 Epochs count the exchanges from 1, and flags are never reset: one that is left from an earlier exchange does not count.
 
-There are two sets of boxes, for odd and for even exchanges, and with them nobody has to tell that a box has been read:
-r writes for exchange e + 2 when it has had everyone's boxes of e + 1, and p sent that one after it had read those of e.
+There are two sets of boxes, for odd and for even exchanges, so that no rank has to report that it has read a box: r
+writes for exchange e + 2 when it has received the boxes of e + 1, which p sent after it had read those of e.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _store(target: Path, arrays: Arrays, inputs: str) -> None:
             with (temporary / f"{name}.npy").open("wb") as file:
                 np.save(file, array)
                 file.flush()
-                os.fsync(file.fileno())  # or the name could outlive a loss of power, and what is inside not
+                os.fsync(file.fileno())  # a loss of power could otherwise keep the name and lose the content
         (temporary / "inputs.json").write_text(inputs)
         os.rename(temporary, target)
     except OSError:

@@ -154,7 +154,7 @@ class Loader:
         stream, _ = self.samples.locate(numbers[row])
         token = int(rows[row, column])
         if token < 0:
-            way_out = f"ids begin at 0, and {IGNORED} is padding: the file is damaged, or no file of token ids"
+            way_out = f"ids begin at 0, and {IGNORED} is padding: the file is damaged, or does not hold token ids"
         else:
             way_out = f"tokenise with the model's tokenizer or set model.vocab_size to at least {int(rows.max()) + 1}"
         raise ValueError(

@@ -4,7 +4,7 @@ The sequences of a dataset (Megatron calls them documents) are repeated for as m
 shuffled. A sample begins every seq_len tokens of that stream, and the samples are shuffled again. No Python loop runs
 over tokens, documents or samples: an index over 10⁹ tokens takes about a second.
 
-Source: NVIDIA Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp (core 0.16), read and described.
+Source: NVIDIA Megatron-LM, megatron/core/datasets/gpt_dataset.py and helpers.cpp (core 0.16).
 """
 
 from __future__ import annotations

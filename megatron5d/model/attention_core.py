@@ -16,7 +16,7 @@ from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
 
 
 class AttentionCore(nn.Module):
-    """softmax(mask(scale·q·kᵀ))·v; with attention sinks, a learned logit per head joins every softmax, without a value.
+    """softmax(mask(scale·q·kᵀ))·v; with attention sinks every softmax also has a learned logit per head, of value 0.
 
     Args:
         config: the architecture: masks, softcap, sinks.

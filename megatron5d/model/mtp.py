@@ -9,7 +9,7 @@ With h⁰ the normed output of the last layer, for depth k = 1 ... D:
 The objective gets train.mtp_loss times the average over the depths of their mean losses. On the last stage the blocks'
 phases follow the head; beside the hidden states they carry the sums of losses so far. If the embedding is on another
 stage, the last one holds a copy of it, as of a tied one.
-The order of the halves, and that h⁰ is normed, are as the released weights need it. Source: DeepSeek-V3
+The order of the halves and the norm of h⁰ are those of the released weights. Source: DeepSeek-V3
 (arXiv:2412.19437), section 2.2; Megatron-Core's multi_token_prediction.py.
 """
 

@@ -31,9 +31,9 @@ def grad_buffer(parameter: Tensor) -> Tensor:
     """The tensor in which a parameter's gradient is accumulated; allocated and set to zero if it is not there."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
-        hold = getattr(parameter, "allocate_main_grad", None)
-        if hold is not None:
-            hold()
+        allocate = getattr(parameter, "allocate_main_grad", None)
+        if allocate is not None:
+            allocate()
         return main_grad
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)

@@ -45,7 +45,7 @@ def vocab_weight(vocab_size: int, hidden_size: int, name: str, tp: Axis, init: f
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, ids, start, defer: Defer):
-        local = ids - start  # [s/cp, b]: rows of this rank; those outside of it are other ranks'
+        local = ids - start  # [s/cp, b] rows of this rank's share; tokens outside of it belong to other ranks
         outside = (local < 0) | (local >= weight.shape[0])
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside)

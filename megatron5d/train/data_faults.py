@@ -14,13 +14,13 @@ from megatron5d.train.data import end_of_document, read_sources
 def data_faults(config: Config, world: int) -> list[Fault]:
     """What is wrong with files that are there: broken, of another kind, or too short for a single sample.
 
-    Sizes are read and nothing else, so that it takes no time; what else can be wrong inside is named while training.
+    Only sizes are read, which takes no time; other faults inside of the files are reported while training.
     """
     found = []
     try:
         sources = read_sources(config)
     except ValueError:
-        sources = []  # an illegal weight or split, of which a law has told
+        sources = []  # an illegal weight or split, which a law reports
     for knob, part, prefix, split in sources:
         if all(isfile(prefix + ending) for ending in (".bin", ".idx")):
             found += _source_faults(config, knob, prefix, split, part)
@@ -38,14 +38,14 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
         fix = f"{example} of whole files, as tools/preprocess.py writes them"
         return [Fault("data-broken", (knob,), f"{knob}: {error}", fix, True)]
     if dataset.num_tokens == 0:
-        return []  # of which a law has told
+        return []  # which a law reports
     megatron = config.data.order == "megatron"
     try:
         begin, end = split_range(split, part, dataset.num_sequences if megatron else dataset.num_documents)
     except ValueError as error:
         return [Fault("data-split-part", (knob, "data.split"), f"{prefix}: {error}", "data.split=null", True)]
     if megatron:
-        return []  # whose samples begin again within themselves
+        return []  # its epochs are joined, so that few tokens are enough for any sample
     tokens, seq_len = dataset.document_start(end) - dataset.document_start(begin), config.train.seq_len
     if tokens > seq_len:
         return []
@@ -57,7 +57,7 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
 
 
 def _tokenizer_faults(config: Config) -> list[Fault]:
-    """What keeps a tokenizer's file from telling which token ends a document, where that is asked."""
+    """Why a tokenizer's file does not say which token ends a document, where a setting needs it."""
     try:
         eod = end_of_document(config)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""All that a run is at one moment, and how it goes to disk and comes back."""
+"""The state of a run at one moment, how it is saved and how it is loaded."""
 
 from __future__ import annotations
 
@@ -174,21 +174,21 @@ def resume(
 
 
 def checkpoint_faults(config: Config, world: int) -> list[Fault]:
-    """Folders that shall hold a checkpoint, are there, and certainly hold none."""
+    """Folders that are named as checkpoints and exist, but certainly hold none."""
     resume = config.checkpoint.resume
     named = [("checkpoint.resume", resume, "auto, or none")] if resume not in ("auto", "none") else []
     if config.init.from_checkpoint is not None and not _may_resume(config):
         named.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
     found = []
     for knob, folder, otherwise in named:
-        if isdir(folder) and (fault := certainly_none(folder, knob)):  # of a folder that is not there a law has told
+        if isdir(folder) and (fault := certainly_none(folder, knob)):  # a law reports a folder that does not exist
             fix = f"{knob}=DIR, a checkpoint that was saved to its end or a folder of them, or {otherwise}"
             found.append(Fault("no-checkpoint", (knob,), fault, fix, True))
     return found
 
 
 def _may_resume(config: Config) -> bool:
-    """A run that goes on takes its weights from its own checkpoint, whatever `init` says."""
+    """Whether the run may continue from a checkpoint of its own; then `init` is not read."""
     folder, resume = config.checkpoint.dir, config.checkpoint.resume
     if resume == "auto":
         return folder is not None and isdir(folder) and certainly_none(folder, "checkpoint.dir") is None

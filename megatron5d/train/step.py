@@ -102,7 +102,8 @@ class Trainer:
         """
         square_sum = global_square_sum(self.sync.buckets)
         router_losses = sums[:0] if self.balancer is None else self.balancer.values
-        mine = sums.new_full((1,), float(stop)), sums.new_full((1,), balance)  # not a copy, which would be waited for
+        # not copied from the host, which would wait for the device
+        mine = sums.new_full((1,), float(stop)), sums.new_full((1,), balance)
         shares = torch.cat((square_sum.view(1), router_losses, sums, *mine))
         square_total, *totals, stops, balances = all_reduce(shares, self.mesh["world"]).tolist()
         self.check_overlap()
@@ -158,7 +159,7 @@ class Trainer:
         """Forward alone; returns what `accumulate` returns."""
         device = self.sync.buckets[0].weights.device
         loss = _SummedLoss(self.terms, device)
-        batches = [replace(batch, samples=None) for batch in batches]  # without numbers of samples nothing is random
+        batches = [replace(batch, samples=None) for batch in batches]  # without sample numbers nothing is random
         self.pipeline.evaluate([batch.to(device) for batch in batches], loss)
         return self._counted_once(loss.sums)
 
@@ -171,7 +172,7 @@ class Trainer:
         return found
 
     def _counted_once(self, sums: torch.Tensor) -> torch.Tensor:
-        """All tp ranks have computed the same loss: the first one alone reports it."""
+        """The sums on the first tp rank, zeros on the others: all tp ranks have computed the same loss."""
         return sums * (self.mesh["tp"].rank == 0)
 
 
