@@ -104,9 +104,7 @@ class Router(nn.Module):
         self.config = config
         shape = (config.num_experts, config.hidden_size)
         axes = (tp.name,) if tp.size > 1 else ()
-        spec = ShardSpec(
-            f"{name}.weight", shape, whole(shape, copies=axes, summed=axes, owner=tp.rank == 0), init=config.init_std
-        )
+        spec = ShardSpec(f"{name}.weight", shape, whole(shape, summed=axes, owner=tp.rank == 0), init=config.init_std)
         self.weight = new_parameter(shape, spec, dtype, device)
         bias = None
         if biased:

@@ -149,8 +149,7 @@ def column_pieces(
         pieces.append(
             Piece(
                 (start + first * rows, *zeros), (local * rows, *inner), row,
-                copies=(copies.name,) if shared else (), summed=(copies.name,) if shared else (),
-                owner=not shared or copies.rank == 0,
+                summed=(copies.name,) if shared else (), owner=not shared or copies.rank == 0,
             )
         )  # fmt: skip
         start += count * rows
@@ -261,6 +260,6 @@ def replicated_parameter(
         init, decay: as in ShardSpec.
         factory: dtype and device.
     """
-    axes = (tp.name,) if tp.size > 1 else ()
-    pieces = whole(shape, copies=axes, summed=axes if partial_grad else (), owner=tp.rank == 0)
+    summed = (tp.name,) if partial_grad and tp.size > 1 else ()
+    pieces = whole(shape, summed=summed, owner=tp.rank == 0)
     return new_parameter(shape, ShardSpec(name, shape, pieces, init=init, decay=decay), **factory)

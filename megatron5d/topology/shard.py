@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -30,15 +30,15 @@ class Piece:
         offset: first index in each dim of the global tensor.
         shape: extent in each dim; all of a local row's elements belong to the rectangle.
         row: first local row (dim 0) of the rectangle.
-        copies: axes whose other ranks hold the same rectangle (data parallelism aside).
-        summed: the subset of `copies` over which gradients are partial and must be added up.
-        owner: this rank is the first of the copies; only it counts the piece in norms and writes it to disk.
+        summed: axes (data parallelism aside) whose ranks hold the same rectangle and each a part of its gradient, to be
+            added up.
+        owner: this rank is the first of those that hold the rectangle; only it counts the piece in norms and writes it
+            to disk.
     """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     row: int = 0
-    copies: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     owner: bool = True
 
@@ -76,14 +76,14 @@ class ShardSpec:
     pieces: tuple[Piece, ...]
     expert: bool = False
     init: float | str = "zeros"
-    decay: bool = field(default=True)
+    decay: bool = True
     shared: str = ""
     stack: tuple[int, ...] = ()
 
 
-def whole(shape: tuple[int, ...], copies: tuple[str, ...] = (), summed: tuple[str, ...] = (), owner: bool = True):
+def whole(shape: tuple[int, ...], summed: tuple[str, ...] = (), owner: bool = True) -> tuple[Piece]:
     """The only piece of a tensor that this rank holds entirely; the arguments are those of `Piece`."""
-    return (Piece((0,) * len(shape), shape, 0, copies, summed, owner),)
+    return (Piece((0,) * len(shape), shape, 0, summed, owner),)
 
 
 _WITHOUT_MEMORY = ContextVar("parameters without memory", default=False)
@@ -109,9 +109,8 @@ def has_memory(parameter: torch.Tensor) -> bool:
 
 def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device) -> torch.nn.Parameter:
     """A local parameter that carries its spec as `.spec`. Its pieces are not initialised; its padding is zero."""
-    if (
-        _WITHOUT_MEMORY.get()
-    ):  # one expanded element; torch does not let a parameter change from the meta device to another
+    if _WITHOUT_MEMORY.get():
+        # one expanded element; torch does not let a parameter change from the meta device to another
         values = torch.zeros((), dtype=dtype, device=device).expand(local_shape)
     else:
         padded = sum(piece.numel for piece in spec.pieces) < prod(local_shape)
