@@ -14,7 +14,6 @@ figure, and rows that the time does not suffice for are named.
 import argparse
 import functools
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +40,7 @@ if __name__ == "__main__":
 import torch
 import torch._functorch.config
 
-from kernels.testing.apart import device_is_lost, in_turn
+from kernels.testing.apart import device_is_lost, in_turn, write_whole
 from kernels.testing.bench_row import Benchmark
 from kernels.testing.benchmarks import BENCHMARKS
 from kernels.testing.measure import copy_gb_s, gemm_tflop_s, median_ms, peak_bytes
@@ -121,9 +120,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench_kernels measures on a GPU, and torch sees none here; --list prints the rows", file=sys.stderr)
         return 2
-    report(in_turn(
-        functools.partial(work, args.sets, args.repeats), wanted, SILENCE_S, time.monotonic() + 60 * args.minutes
-    ), args.json)  # fmt: skip
+    worker = functools.partial(work, args.sets, args.repeats)
+    try:
+        report(in_turn(worker, wanted, SILENCE_S, time.monotonic() + 60 * args.minutes), args.json)
+    except KeyboardInterrupt:
+        print("interrupted: what is above is what was measured", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -141,23 +143,24 @@ def report(told: Iterator[tuple], file: Path | None) -> None:
         if name:
             print(table(name, found["rows"][name], found.get("limits", {})), flush=True)
 
-    for name, *rest in told:
-        if name is None:
-            new = "limits" not in found
-            found = {**rest[0], **found}
-            limits = found["limits"]
-            if new:
-                print(f"{found['device']}, torch {found['torch']}: copy {limits['GB/s']:.0f} GB/s, "
-                      f"bfloat16 GEMM {limits['TFLOP/s']:.0f} TFLOP/s", flush=True)  # fmt: skip
-        else:
-            if name != printed:
-                show(printed)
-                printed = name
-            provider, row = rest if len(rest) == 2 else ("the rest", {"unavailable": rest[0]})
-            found["rows"].setdefault(name, {})[provider] = row
-        if file:  # at once: a machine that is taken away has left what it found
-            file.write_text(json.dumps(found, indent=1))
-    show(printed)
+    try:
+        for name, *rest in told:
+            if name is None:
+                new = "limits" not in found
+                found = {**rest[0], **found}
+                limits = found["limits"]
+                if new:
+                    print(f"{found['device']}, torch {found['torch']}: copy {limits['GB/s']:.0f} GB/s, "
+                          f"bfloat16 GEMM {limits['TFLOP/s']:.0f} TFLOP/s", flush=True)  # fmt: skip
+            else:
+                if name != printed:
+                    show(printed)
+                    printed = name
+                provider, row = rest if len(rest) == 2 else ("the rest", {"unavailable": rest[0]})
+                found["rows"].setdefault(name, {})[provider] = row
+            write_whole(file, found)  # at once: a machine that is taken away has left what it found
+    finally:
+        show(printed)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,23 @@
 A model has as many of its layers as the device is predicted to hold, the same for both sides. They train on the same
 random tokens in bfloat16 with fp32 master weights, fp32 moments and gradients clipped to norm 1. Figures are of the
 median step after the warm-up; MFU counts the FLOPs of megatron5d/model/flops.py for both.
+A side that fails says why and ends nothing, nor does one that crashes or hangs. The file is written after every step:
+where the time is up, or somebody interrupts, it holds the figures of the steps so far.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
-import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -47,6 +50,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any override, for ours")
     parser.add_argument("--only", choices=["ours", "peer"], help="measure one side")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--minutes", type=float, default=8.0, help="when to stop, whatever is left")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="to train on")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_intermixed_args()
@@ -60,6 +64,7 @@ if __name__ == "__main__":
 
 import torch
 
+from kernels.testing.apart import device_is_lost, in_turn, write_whole
 from megatron5d.config.fault import ConfigError, refuse
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.load import load_config
@@ -75,12 +80,15 @@ from megatron5d.train.metrics import memory_gb, peak_tflops
 
 LEARNING_RATE = 1e-4
 ROOM = 0.9  # of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its weights
+WARM_UP = 3  # steps
+SILENCE_S = 300.0  # of one side: its weights and compilation, or one step
 
 
 @dataclass(frozen=True)
 class Figures:
     """The figures of one provider on one model."""
 
+    steps: int  # timed so far
     step_s: float
     tokens_per_s: float
     mfu: float | None  # of the device's data-sheet peak; None where it is not known
@@ -156,58 +164,123 @@ def theirs(config: Config, device: torch.device) -> Callable[[torch.Tensor], flo
 PROVIDERS = {"ours": ours, "transformers + compile": theirs}
 
 
-def measure(step: Callable[[torch.Tensor], float], config: Config, device: torch.device, steps: int) -> Figures:
-    """Times steps after as many of warm-up as compilation and tuning need. Returning a loss waits for the device."""
+def measure(
+    step: Callable[[torch.Tensor], float], config: Config, device: torch.device, steps: int
+) -> Iterator[Figures]:
+    """The figures after each timed step; as many before them as compilation and tuning need are not timed.
+
+    Returning a loss waits for the device.
+    """
     rows, times, losses = tokens(config), [], []
-    for i in range(steps + 3):
+    count, peak = config.train.mbs * config.train.seq_len, peak_tflops(config.log, device)
+    flops = flops_per_token(config.model, config.train.seq_len)
+    for i in range(steps + WARM_UP):
         begin = time.perf_counter()
         losses.append(step(next(rows)))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if i >= 3:
+        if i >= WARM_UP:
             times.append(time.perf_counter() - begin)
-    count = config.train.mbs * config.train.seq_len
-    rate, peak = count / median(times), peak_tflops(config.log, device)
-    flops = flops_per_token(config.model, config.train.seq_len)
-    mfu = None if peak is None else rate * flops / (peak * 1e12)
-    return Figures(median(times), rate, mfu, memory_gb(device), losses[0], losses[-1])
+            rate = count / median(times)
+            mfu = None if peak is None else rate * flops / (peak * 1e12)
+            yield Figures(len(times), median(times), rate, mfu, memory_gb(device), losses[0], losses[-1])
 
 
-def compare(config: Config, device: torch.device, steps: int, wanted: list[str]) -> dict[str, Figures | str]:
-    """Figures of each provider, or why it has none."""
-    results: dict[str, Figures | str] = {}
-    for name in wanted:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
-            results[name] = measure(PROVIDERS[name](config, device), config, device, steps)
-        except Exception as error:  # a side that is missing, too large or broken ends nothing
-            if not isinstance(error, (ImportError, torch.OutOfMemoryError)):
-                traceback.print_exc()
-            said = str(error).strip().partition("\n")[0]
-            results[name] = f"{type(error).__name__}: {said[:100]}"
-        torch.compiler.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return results
+def side(name: str, config: Config, device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
+    """What `measure` finds out about a provider, or the reason why it goes no further.
+
+    Raises:
+        Exception: the provider has broken the device, which a new process finds sound.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        for figures in measure(PROVIDERS[name](config, device), config, device, steps):
+            yield asdict(figures)
+    except Exception as error:  # a side that is missing, too large or broken ends nothing
+        if not isinstance(error, (ImportError, torch.OutOfMemoryError)):
+            traceback.print_exc()
+        yield {"ended": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:100]}"}
+        if device.type == "cuda" and device_is_lost():
+            raise
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def table(name: str, config: Config, results: dict[str, Figures | str]) -> str:
+def work(
+    configs: dict[str, Config], kind: str, steps: int, pieces: Sequence[str], tell: Callable[[tuple], None]
+) -> None:
+    """Measure pieces, `<case>: <provider>`, telling of each step at once: the worker of `in_turn`."""
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    what = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
+    tell((None, {"device": what, "torch": torch.__version__}))
+
+    @functools.cache
+    def fitting(case: str) -> Config:
+        have = device_bytes(configs[case])
+        return configs[case] if have is None else fitted(configs[case], have, target_here(configs[case]))
+
+    for piece in pieces:
+        case, _, provider = piece.partition(": ")
+        config = fitting(case)
+        model, train = config.model, config.train
+        sizes = {"model": model.name, "layers": model.num_layers, "parameters": parameter_count(model),
+                 "mbs": train.mbs, "seq_len": train.seq_len}  # fmt: skip
+        for figures in side(provider, config, device, steps):
+            tell((piece, sizes, figures))
+        tell((piece,))
+
+
+def report(told: Iterator[tuple], found: dict[str, Any], file: Path | None) -> None:
+    """Print cases as they end, and write all that is known to the file with each step.
+
+    Args:
+        told: `(None, what the device is)`, `(piece, sizes, figures)`, and `(piece, why it ended early)`.
+        found: to which `rows` are added: case -> its sizes, and the figures of each provider.
+        file: of what is found, or None.
+    """
+    rows, printed = found.setdefault("rows", {}), ""
+    try:
+        for piece, *rest in told:
+            if piece is None:
+                if "device" not in found:
+                    print(f"{rest[0]['device']}, torch {rest[0]['torch']}", flush=True)
+                found.update(rest[0])
+            else:
+                case, _, provider = piece.partition(": ")
+                if printed not in ("", case):
+                    print(table(printed, rows[printed]), flush=True)
+                printed = case
+                sizes, news = rest if len(rest) == 2 else ({}, {"ended": rest[0]})
+                row = rows.setdefault(case, {})
+                row.update(sizes)
+                row.setdefault(provider, {}).update(news)
+            write_whole(file, found)
+    finally:
+        if printed:
+            print(table(printed, rows[printed]), flush=True)
+
+
+def table(name: str, row: dict[str, Any]) -> str:
     """One model as lines of text."""
-    count = parameter_count(config.model)
-    lines = [f"{name}: {config.model.name}, {config.model.num_layers} layers, {count:,} parameters, "
-             f"{config.train.mbs} x {config.train.seq_len} tokens a step"]  # fmt: skip
-    mine = results.get("ours")
-    for provider, row in results.items():
-        if isinstance(row, str):
-            lines.append(f"  {provider:24} {row}")
+    lines = [name]
+    if "model" in row:
+        lines = [f"{name}: {row['model']}, {row['layers']} layers, {row['parameters']:,} parameters, "
+                 f"{row['mbs']} x {row['seq_len']} tokens a step"]  # fmt: skip
+    mine = row.get("ours", {}).get("tokens_per_s")
+    for provider in (name for name in PROVIDERS if name in row):
+        its = row[provider]
+        if "steps" not in its:
+            lines.append(f"  {provider:24} {its['ended']}")
             continue
-        mfu = "    -" if row.mfu is None else f"{row.mfu:5.1%}"
-        ratio = f"ours is {mine.tokens_per_s / row.tokens_per_s:.2f} x" if isinstance(mine, Figures) else ""
+        mfu = "    -" if its["mfu"] is None else f"{its['mfu']:5.1%}"
+        ratio = f"ours is {mine / its['tokens_per_s']:.2f} x" if mine and provider != "ours" else ""
+        ended = f"after {its['steps']} steps: {its['ended']}" if "ended" in its else ""
         lines.append(
-            f"  {provider:24} {row.tokens_per_s:10,.0f} tokens/s  MFU {mfu}  {row.memory_gb:6.1f} GB  "
-            f"loss {row.first_loss:.3f} -> {row.last_loss:.3f}  {ratio if provider != 'ours' else ''}".rstrip()
+            f"  {provider:24} {its['tokens_per_s']:10,.0f} tokens/s  MFU {mfu}  {its['memory_gb']:6.1f} GB  "
+            f"loss {its['first_loss']:.3f} -> {its['last_loss']:.3f}  {ratio}  {ended}".rstrip()
         )
     return "\n".join(lines)
 
@@ -217,7 +290,6 @@ def main() -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("bench_train measures on a GPU, and torch sees none here; --device cpu tries it out", file=sys.stderr)
         return 2
-    device = torch.device("cuda", torch.cuda.current_device()) if arguments.device == "cuda" else torch.device("cpu")
     cases = {name: CASES[name] for name in arguments.cases or CASES}
     if arguments.model:
         cases = {arguments.model: [f"model={arguments.model}", f"train.seq_len={arguments.seq_len}",
@@ -227,19 +299,14 @@ def main() -> int:
         configs = {name: configured([*overrides, *arguments.set]) for name, overrides in cases.items()}
     except ConfigError as error:
         refuse(error.faults)
-    what = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    print(f"{what}, torch {torch.__version__}", flush=True)
-    rows: dict[str, dict[str, object]] = {}
-    for name, config in configs.items():
-        if (have := device_bytes(config)) is not None:
-            config = fitted(config, have, target_here(config))
-        results = compare(config, device, arguments.steps, wanted)
-        print(table(name, config, results), flush=True)
-        figures = {key: row if isinstance(row, str) else asdict(row) for key, row in results.items()}
-        rows[name] = {"layers": config.model.num_layers, **figures}
-        if arguments.json:  # after every model: a run that is stopped has left what it found
-            found = {"device": what, "torch": torch.__version__, "overrides": arguments.set, "rows": rows}
-            arguments.json.write_text(json.dumps(found, indent=1))
+    pieces = [f"{case}: {provider}" for case in configs for provider in wanted]
+    worker = functools.partial(work, configs, arguments.device, arguments.steps)
+    told = in_turn(worker, pieces, SILENCE_S, time.monotonic() + 60 * arguments.minutes)
+    try:
+        report(told, {"overrides": arguments.set}, arguments.json)
+    except KeyboardInterrupt:
+        print("interrupted: what is above is what was measured", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -1,10 +1,13 @@
 """Work on a GPU in a process of its own: what crashes there, hangs, or breaks its device ends one piece and no more."""
 
+import json
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from pathlib import Path
 
 import torch
 
@@ -21,7 +24,16 @@ def device_is_lost() -> bool:
     return False
 
 
+def write_whole(file: Path | None, found: object) -> None:
+    """Write JSON in the place of what the file holds, at once: an interrupt leaves the old figures or the new."""
+    if file is not None:
+        part = file.with_name(file.name + ".part")
+        part.write_text(json.dumps(found, indent=1))
+        part.replace(file)
+
+
 def _run(worker: Worker, names: Sequence[str], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes: the parent ends this one
     worker(names, connection.send)
 
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import time
 
 import pytest
@@ -109,6 +110,33 @@ def test_the_file_holds_every_figure_before_the_next_one_is_asked_for(tmp_path):
             assert json.loads(file.read_text())["rows"][name][provider] == {"unavailable": "x"}
 
     bench_kernels.report(told(), file)
+
+
+def test_an_interrupt_leaves_what_was_measured(monkeypatch, tmp_path, capsys):
+    def interrupted(*_):
+        yield None, LIMITS
+        yield "a", "ours", {"ms": 1.0, "rate": 500.0, "unit": "GB/s", "peak_bytes": 0}
+        raise KeyboardInterrupt
+
+    file = tmp_path / "figures.json"
+    monkeypatch.setattr(bench_kernels, "in_turn", interrupted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("sys.argv", ["bench_kernels.py", "--json", str(file)])
+    assert bench_kernels.main() == 130
+    assert json.loads(file.read_text())["rows"]["a"]["ours"]["rate"] == 500.0
+    assert "50.0% of limit" in capsys.readouterr().out
+
+
+def notes_an_interrupt(names, tell):
+    os.kill(os.getpid(), signal.SIGINT)
+    tell((names[0], "alive"))
+    tell((names[0],))
+
+
+def test_a_worker_leaves_an_interrupt_to_its_parent():
+    """Ctrl-C reaches both; a worker that died of it first would be replaced by another one."""
+    told = in_turn(notes_an_interrupt, ["a"], 10.0, time.monotonic() + 10, multiprocessing.get_context("fork"))
+    assert list(told) == [("a", "alive")]
 
 
 def test_the_command_line(monkeypatch, capsys):

@@ -1,12 +1,23 @@
 """tools/bench_train.py on a CPU: both sides train the same tokens, and the figures belong together."""
 
+import functools
 import json
 import math
+import multiprocessing
+import time
 
 import pytest
 import torch
 
+from kernels.testing.apart import in_turn
 from tools import bench_train
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """Sides are measured in a process that knows what a test has replaced."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(bench_train, "in_turn", functools.partial(in_turn, context=context))
 
 
 def test_ours_is_measured(monkeypatch, tmp_path, capsys):
@@ -15,7 +26,7 @@ def test_ours_is_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["bench_train.py", *command.split(), "--set", "log.peak_tflops=0.001"])
     assert bench_train.main() == 0
     row = json.loads(out.read_text())["rows"]["tiny"]["ours"]
-    assert row["tokens_per_s"] * row["step_s"] == pytest.approx(64)
+    assert row["tokens_per_s"] * row["step_s"] == pytest.approx(64) and row["steps"] == 2
     config = bench_train.configured(["model=tiny"])
     flops = bench_train.flops_per_token(config.model, 32)
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / 1e9)
@@ -47,7 +58,7 @@ def test_a_model_has_as_many_layers_as_the_device_holds():
     assert bench_train.fitted(config, 0, target).model.num_layers == 1
 
 
-def test_a_side_that_breaks_leaves_the_other_s_figures(monkeypatch, tmp_path, capsys):
+def test_a_side_that_breaks_leaves_the_other_s_figures(monkeypatch, tmp_path, capfd):
     def broken(config, device):
         raise RuntimeError("no kernel\nfor this device")
 
@@ -57,8 +68,39 @@ def test_a_side_that_breaks_leaves_the_other_s_figures(monkeypatch, tmp_path, ca
     monkeypatch.setattr("sys.argv", ["bench_train.py", *command.split()])
     assert bench_train.main() == 0
     row = json.loads(out.read_text())["rows"]["tiny"]
-    assert row["transformers + compile"] == "RuntimeError: no kernel" and row["ours"]["tokens_per_s"] > 0
-    assert "for this device" in capsys.readouterr().err
+    assert row["transformers + compile"] == {"ended": "RuntimeError: no kernel"} and row["ours"]["tokens_per_s"] > 0
+    assert "for this device" in capfd.readouterr().err
+
+
+def test_what_the_time_does_not_suffice_for_is_named_and_the_steps_so_far_count(monkeypatch, tmp_path, capsys):
+    def slows_down(config, device):
+        losses = iter((4.0, 3.0, 2.0, 1.0))  # three of warm-up, a timed one, and another that takes for ever
+        return lambda rows: next(losses, None) or time.sleep(60)
+
+    out = tmp_path / "figures.json"
+    monkeypatch.setitem(bench_train.PROVIDERS, "ours", slows_down)
+    command = f"--model tiny --device cpu --seq-len 32 --minutes 0.05 --json {out}"
+    monkeypatch.setattr("sys.argv", ["bench_train.py", *command.split()])
+    assert bench_train.main() == 0
+    row = json.loads(out.read_text())["rows"]["tiny"]
+    assert (row["ours"]["steps"], row["ours"]["first_loss"], row["ours"]["last_loss"]) == (1, 4.0, 1.0)
+    assert row["ours"]["ended"] == "the time is up"
+    assert row["transformers + compile"] == {"ended": "not reached: the time is up"}
+    assert "after 1 steps: the time is up" in capsys.readouterr().out
+
+
+def test_an_interrupt_leaves_what_was_measured(monkeypatch, tmp_path, capsys):
+    def interrupted(*_):
+        yield None, {"device": "a GPU", "torch": "2"}
+        yield "tiny: ours", {"layers": 2}, {"ended": "ImportError: x"}
+        raise KeyboardInterrupt
+
+    out = tmp_path / "figures.json"
+    monkeypatch.setattr(bench_train, "in_turn", interrupted)
+    monkeypatch.setattr("sys.argv", ["bench_train.py", "--model", "tiny", "--device", "cpu", "--json", str(out)])
+    assert bench_train.main() == 130
+    assert json.loads(out.read_text())["rows"] == {"tiny": {"layers": 2, "ours": {"ended": "ImportError: x"}}}
+    assert "ImportError: x" in capsys.readouterr().out
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
