@@ -200,7 +200,7 @@ def _launch_backward(
     num_rows, width = x.shape
     tile = _tile("norm_backward", x)
     waves = tile.pop("PROGRAMS_PER_PROCESSOR")
-    programs = min(cdiv(num_rows, tile.get("ROWS", 1)), waves * dispatch.num_processors(x.device))
+    programs = min(cdiv(num_rows, tile["ROWS"]), waves * dispatch.num_processors(x.device))
     dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     shares = torch.zeros if "CHUNK" in tile else torch.empty  # wide rows' are added to from the first row on
     dweight = shares(programs, width, dtype=torch.float32, device=x.device)

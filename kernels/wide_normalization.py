@@ -3,7 +3,8 @@
 Passes over the memory of the device: forward, x is read and y is written (with a residual, it is read and the sum is
 written too); backward, x and dy are read and dx is written. That holds as long as the rows that are being worked on
 stay in the second-level cache, through which they pass once more between the walks; the backward also reads and writes
-its float32 share of dw there, once a row. So the forward may go at the speed of a copy, and the backward will not.
+its float32 share of dw there. It takes two rows at a time where the cache holds the rows of all programs: each share
+and the weight then pass half as often. So the forward may go at the speed of a copy, and the backward will not.
 `normalization.py` has the formulas, and decides by the tables which rows are wide.
 """
 
@@ -96,39 +97,44 @@ def wide_backward_kernel(
     CENTRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_DTOTAL: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Each program walks many rows, and keeps its share of dw and db in memory."""
+    """Each program walks many rows, some at a time, and keeps its share of dw and db in memory."""
     mine = tl.program_id(0).to(tl.int64) * width
-    for tile in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        row = tl.cast(tile, tl.int64)
-        scale = tl.load(scale_ptr + row)
-        mean = tl.load(mean_ptr + row) if CENTRED else 0.0
-        g_normal = tl.zeros((CHUNK,), tl.float32)
-        g_total = tl.zeros((CHUNK,), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        row = (tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+        row_is_live = row < num_rows
+        scale = tl.load(scale_ptr + row, row_is_live, other=0.0)
+        mean = tl.load(mean_ptr + row, row_is_live, other=0.0) if CENTRED else 0.0
+        g_normal = tl.zeros((ROWS, CHUNK), tl.float32)
+        g_total = tl.zeros((ROWS, CHUNK), tl.float32)
         for start in range(0, width, CHUNK):
             column = start + tl.arange(0, CHUNK)
-            live = column < width
-            x = tl.load(x_ptr + row * x_stride + column, live, other=0.0).to(tl.float32)
-            g = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
-            g *= tl.load(weight_ptr + column, live, other=0.0).to(tl.float32)
+            column_is_live = column < width
+            live = row_is_live & column_is_live[None, :]
+            x = tl.load(x_ptr + row * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+            g = tl.load(dy_ptr + row * dy_stride + column[None, :], live, other=0.0).to(tl.float32)
+            g *= tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
             g_normal += g * ((x - mean) * scale)
             g_total += g
-        mean_g_normal = tl.sum(g_normal, 0) / width
-        mean_g = tl.sum(g_total, 0) / width if CENTRED else 0.0
+        mean_g_normal = tl.sum(g_normal, 1)[:, None] / width
+        mean_g = tl.sum(g_total, 1)[:, None] / width if CENTRED else 0.0
         for start in range(0, width, CHUNK):
             column = start + tl.arange(0, CHUNK)
-            live = column < width
-            x = tl.load(x_ptr + row * x_stride + column, live, other=0.0).to(tl.float32)
-            dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + column, live, other=0.0).to(tl.float32)
+            column_is_live = column < width
+            live = row_is_live & column_is_live[None, :]
+            x = tl.load(x_ptr + row * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + row * dy_stride + column[None, :], live, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
             normal = (x - mean) * scale
             dx = (dy * weight - normal * mean_g_normal - mean_g) * scale
             if HAS_DTOTAL:
-                dx += tl.load(dtotal_ptr + row * dtotal_stride + column, live, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), live)
-            dweight = tl.load(dweight_ptr + mine + column, live, other=0.0)
-            tl.store(dweight_ptr + mine + column, dweight + dy * normal, live)
+                arrived = tl.load(dtotal_ptr + row * dtotal_stride + column[None, :], live, other=0.0)
+                dx += arrived.to(tl.float32)
+            tl.store(dx_ptr + row * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), live)
+            dweight = tl.load(dweight_ptr + mine + column, column_is_live, other=0.0)
+            tl.store(dweight_ptr + mine + column, dweight + tl.sum(dy * normal, 0), column_is_live)
             if HAS_BIAS:
-                dbias = tl.load(dbias_ptr + mine + column, live, other=0.0)
-                tl.store(dbias_ptr + mine + column, dbias + dy, live)
+                dbias = tl.load(dbias_ptr + mine + column, column_is_live, other=0.0)
+                tl.store(dbias_ptr + mine + column, dbias + tl.sum(dy, 0), column_is_live)
