@@ -5,7 +5,8 @@ tokens, while forward and input gradient have kept them as `[tokens, features]` 
 (DeepSeek-V3, arXiv:2412.19437, sec. 3.5.2). Between scales that are powers of two this loses nothing but what falls
 below the smallest number of the new group.
 
-Where all tokens of an expert share one scale (tensorwise), the transpose keeps values and scale as they are.
+Where all tokens of an expert share one scale (tensorwise), the transpose keeps values and scale as they are. Where they
+all do, or the scales are of whole blocks, only values move (`transposed`).
 
 Tokens sorted by expert are turned expert by expert: each begins a new group, and the rest of its last group is zeros.
 Group t holds the tokens that tile t of 128 would hold in `grouped_matmul`, so where an expert's groups begin follows
@@ -91,6 +92,38 @@ def _turn_kernel(
     known = (column < columns)[None, :]
     tl.store(turned_ptr + column[None, :] * (groups * GROUP) + place[:, None], values, known)
     tl.store(turned_scales_ptr + group.to(tl.int64) * columns + column[None, :], scale, known)
+
+
+@jit
+def _transpose_kernel(x_ptr, out_ptr, rows, columns, TILE: tl.constexpr):
+    """One tile of one matrix of bytes."""
+    across = tl.cdiv(columns, TILE)
+    matrix = tl.program_id(1).to(tl.int64) * rows * columns
+    row = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    x = tl.load(x_ptr + matrix + row[:, None] * columns + column[None, :], live, other=0)
+    tl.store(out_ptr + matrix + column[None, :] * rows + row[:, None], x, live)
+
+
+def transposed(values: Tensor) -> Tensor:
+    """Matrices in 8 bits, transposed.
+
+    Args:
+        values: `[rows, columns]`, or a stack `[E, rows, columns]`.
+
+    Returns:
+        `[columns, rows]` or `[E, columns, rows]`, contiguous, the same dtype.
+    """
+    if not dispatch.runs_triton(values):
+        return values.mT.contiguous()
+    *matrices, rows, columns = values.shape
+    out = torch.empty(*matrices, columns, rows, dtype=values.dtype, device=values.device)
+    config = tuning.select("fp8_turn", values.device)
+    grid = (cdiv(rows, GROUP) * cdiv(columns, GROUP), matrices[0] if matrices else 1)
+    sides = (values.contiguous().view(torch.uint8), out.view(torch.uint8))
+    _transpose_kernel[grid](*sides, rows, columns, TILE=GROUP, **config)
+    return out
 
 
 def turn(x: Quantized, offsets: Tensor | None = None, *, powers_of_two: bool = False, keep: bool = False) -> Quantized:

@@ -19,7 +19,7 @@ from kernels.fp8_tensor import (
     quantize_tensor_both_ways,
     quantize_tensor_reference,
 )
-from kernels.fp8_turn import turn, turn_reference
+from kernels.fp8_turn import transposed, turn, turn_reference
 from kernels.testing.bench_row import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random
 
 EPS = 1e-5
@@ -140,6 +140,7 @@ def turned(device: str, rows: int, width: int) -> Calls:
     x = quantize_rows(random(device, rows, width))
     return {
         "ours": lambda: turn(x, powers_of_two=True),
+        "ours, values only": lambda: transposed(x.values),
         "torch": lambda: turn_reference(x, powers_of_two=True),
         "torch, values only": lambda: x.values.t().contiguous(),
     }

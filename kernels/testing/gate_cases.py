@@ -13,7 +13,7 @@ from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
 from kernels.fp8_tensor import amax_of_rows, quantize_by_row, quantize_tensor, quantize_tensor_both_ways
-from kernels.fp8_turn import turn
+from kernels.fp8_turn import transposed, turn
 from kernels.gather_matmul import gather_matmul
 from kernels.grouped_matmul import grouped_input_grad, grouped_matmul
 from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
@@ -102,6 +102,7 @@ def _fp8() -> None:
     fp8_matmul(rows, blocks)
     quantize_rows(x, powers_of_two=True)
     fp8_matmul(turned, turn(rows), accumulate_into=meta(7168, 7168, dtype=torch.float32))
+    transposed(rows.values)
     whole = Quantized(rows.values, meta(1, 1, dtype=torch.float32), 0)
     fp8_matmul(whole, whole)
     fp8_matmul(Quantized(meta(4096, 7168, dtype=E5M2), whole.scales, 0), whole)  # a gradient

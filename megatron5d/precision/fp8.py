@@ -40,7 +40,7 @@ from kernels.fp8_quantize import (
     quantize_rows,
 )
 from kernels.fp8_tensor import amax_of, amax_of_rows, quantize_by_row, quantize_tensor, quantize_tensor_both_ways
-from kernels.fp8_turn import turn
+from kernels.fp8_turn import transposed, turn
 from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight
 from megatron5d.precision.gemms import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.precision.gradient import grad_buffer
@@ -161,7 +161,7 @@ class TensorwiseGemms(Gemms):
         return self._product(dy, self._weight(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        a, b = (Quantized(values.t().contiguous(), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
+        a, b = (Quantized(transposed(values), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
             eight, each = quantize_by_row(rows, amax, powers_of_two=self.powers_of_two)
             values, scales = eight.view(stack.shape), each.view(experts, height, 1)[:, :1]
             blocks = scales.expand(-1, *(-(-n // GROUP) for n in stack.shape[1:])).contiguous()
-            transposed = Quantized(values.mT.contiguous(), blocks.mT.contiguous(), GROUP)
-            return QuantizedPair(Quantized(values, blocks, GROUP), transposed)
+            other = Quantized(transposed(values), blocks.mT.contiguous(), GROUP)
+            return QuantizedPair(Quantized(values, blocks, GROUP), other)
 
         return quantized_weight(parameter, make)

@@ -18,6 +18,7 @@ from kernels.fp8_tensor import (
     quantize_tensor_both_ways,
     quantize_tensor_reference,
 )
+from kernels.fp8_turn import transposed
 
 
 def same(got, want):
@@ -122,3 +123,13 @@ def test_a_maximum_that_is_none_is_refused():
             quantize_by_row(x, amax)
     with pytest.raises(ValueError, match="must be a matrix"):
         quantize_tensor_both_ways(torch.ones(2, 3, 4))
+
+
+@pytest.mark.parametrize("shape", [(130, 257), (1, 5), (3, 129, 64)])
+def test_bytes_are_transposed(shape):
+    values = torch.randint(256, shape, dtype=torch.uint8).view(E4M3)  # every byte, NaN too
+    got = transposed(values)
+    assert dispatch.runs_triton(values) and got.is_contiguous() and got.dtype == E4M3
+    assert torch.equal(got.view(torch.uint8), values.view(torch.uint8).mT)
+    part = values[..., 1:]  # a view
+    assert torch.equal(transposed(part).view(torch.uint8), part.view(torch.uint8).mT)
