@@ -6,6 +6,7 @@ Writing appends to `*.partial` files and renames them at the end, so a file name
 
 from __future__ import annotations
 
+import mmap
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -41,15 +42,20 @@ class IndexedDataset:
         self.dtype = self.index.dtype
         if not self.bin_path.is_file():
             raise ValueError(f"{self.bin_path}: no such file, though {self.idx_path} is there")
-        size, expected = self.bin_path.stat().st_size, self.index.bin_bytes
+        self._check_size(self.bin_path.stat().st_size)
+        self._ids, self._map = np.empty(0, self.dtype), None  # an empty file cannot be mapped
+        if self.index.bin_bytes:
+            with self.bin_path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._ids = np.frombuffer(self._map, self.dtype)
+
+    def _check_size(self, size: int) -> None:
+        expected = self.index.bin_bytes
         if size != expected:
             what = "truncated?" if size < expected else "not the .bin of this .idx?"
             raise file_error(
                 self.bin_path, min(size, expected), f"the file has {size} bytes, its .idx says {expected}: {what}"
             )
-        # an empty file cannot be mapped
-        mapped = np.memmap(self.bin_path, dtype=self.dtype, mode="r") if size else np.empty(0, self.dtype)
-        self._ids = mapped.view(np.ndarray)
 
     @property
     def num_tokens(self) -> int:
@@ -107,10 +113,15 @@ class IndexedDataset:
 
         Raises:
             IndexError: the stretch leaves the file.
+            ValueError: the file has become shorter since it was opened.
         """
         if start < 0 or count < 0 or start + count > self.num_tokens:
             raise IndexError(f"{self.prefix}: tokens {start} to {start + count} of {self.num_tokens}")
-        return self._ids[start : start + count]
+        ids = self._ids[start : start + count]
+        # of a file that has shrunk the last page reads as zeros to its end; pages behind it end the process (SIGBUS)
+        if count and ids[-1] == 0 and self._map is not None:
+            self._check_size(self._map.size())
+        return ids
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Where documents begin inside a stretch of the concatenated documents.

@@ -1,5 +1,6 @@
 """Token files: the exact bytes, the round trip, and one clear refusal per kind of damage."""
 
+import os
 import struct
 import subprocess
 import sys
@@ -116,6 +117,14 @@ def test_damage_is_refused_by_file_and_byte(tmp_path, kind):
     idx, bin_, message = DAMAGE[kind]
     with pytest.raises(ValueError, match=message):
         IndexedDataset(write_raw(tmp_path, idx, bin_))
+
+
+def test_a_file_that_shrinks_under_way_is_not_read_as_zeros(tmp_path):
+    data = IndexedDataset(write(tmp_path / "x", [[1, 0], [3, 4]]))
+    assert data.tokens(0, 2).tolist() == [1, 0]  # a zero that was written
+    os.truncate(tmp_path / "x.bin", 4)
+    with pytest.raises(ValueError, match=r"x\.bin: byte 4: the file has 4 bytes, its \.idx says 8: truncated"):
+        data.tokens(1, 3)
 
 
 def test_every_truncation_is_refused(tmp_path):
