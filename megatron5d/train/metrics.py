@@ -41,19 +41,35 @@ class JsonLines:
     """One JSON object a step. Records of steps that a resumed run will do again are taken out first.
 
     Args:
-        path: of the file.
+        path: of the file; one that is there already is renamed where the run is new.
         done: steps already done; later records are dropped, and so is what is no record: a line cut off by a kill, or
             the zeros that a loss of power leaves.
     """
 
     def __init__(self, path: str | Path, done: int) -> None:
-        path = Path(path)
+        self._path = path = Path(path)
+        if not done and path.exists() and path.stat().st_size:
+            self._set_aside(path)
+        kept = [line for line in self._lines(path) if self._step_of(line) <= done]
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in self._lines(path) if self._step_of(line) <= done] if done else []
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept))
         os.replace(temporary, path)
-        self._file: TextIO = path.open("a", buffering=1)
+        self._file = self._open()
+
+    @staticmethod
+    def _set_aside(path: Path) -> None:
+        """The log of another run, or of this one before it began anew, gets a name that nothing has."""
+        aside, number = path.with_name(f"{path.name}.left"), 1
+        while aside.exists():
+            number += 1
+            aside = path.with_name(f"{path.name}.left{number}")
+        path.rename(aside)
+        print(f"a new run begins {path}; what was there is {aside}", file=sys.stderr, flush=True)
+
+    def _open(self) -> TextIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return self._path.open("a+", buffering=1)
 
     @staticmethod
     def _lines(path: Path) -> list[str]:
@@ -69,8 +85,20 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         """One line; JSON has no NaN and no infinity, which become null."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            self._restore()
         told = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self._file.write(json.dumps(told, allow_nan=False) + "\n")
+
+    def _restore(self) -> None:
+        """Writes the file again, which is still open here though it was removed; one in its place is continued."""
+        replaced = self._path.exists()
+        print(f"{self._path} was {'replaced' if replaced else 'removed'} under way", file=sys.stderr, flush=True)
+        removed, self._file = self._file, self._open()
+        with removed:
+            removed.seek(0)
+            if not replaced:
+                self._file.write(removed.read())
 
     def close(self) -> None:
         self._file.close()

@@ -1,6 +1,8 @@
 """Records on disk and in Weights & Biases, read back from their files."""
 
 import json
+import os
+import shutil
 import struct
 import time
 
@@ -29,6 +31,30 @@ def test_a_resumed_run_takes_back_the_steps_it_will_do_again(tmp_path):
     second.write({"step": 4, "life": 2})
     second.close()
     assert [(r["step"], r["life"]) for r in lines(path)] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+
+
+def test_a_new_run_keeps_the_log_that_it_finds(tmp_path):
+    path = tmp_path / "log.jsonl"
+    for life in range(3):
+        log = JsonLines(path, done=0)
+        log.write({"step": 1, "life": life})
+        log.close()
+    kept = [tmp_path / name for name in ("log.jsonl.left", "log.jsonl.left2", "log.jsonl")]
+    assert [record["life"] for each in kept for record in lines(each)] == [0, 1, 2]
+
+
+def test_a_log_that_is_removed_under_way_is_written_again(tmp_path, capsys):
+    path = tmp_path / "run" / "log.jsonl"
+    log = JsonLines(path, done=0)
+    log.write({"step": 1})
+    shutil.rmtree(path.parent)
+    log.write({"step": 2})
+    assert [record["step"] for record in lines(path)] == [1, 2]
+    os.replace(shutil.copy(path, tmp_path / "edited"), path)  # as editors save
+    log.write({"step": 3})
+    log.close()
+    assert [record["step"] for record in lines(path)] == [1, 2, 3]
+    assert capsys.readouterr().err == f"{path} was removed under way\n{path} was replaced under way\n"
 
 
 def test_what_a_loss_of_power_leaves_is_no_record(tmp_path):
