@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from megatron5d.config.fault import REFUSED, ConfigError, refuse
 from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
+from megatron5d.train.signals import end_on_signals, ending_on_signals
 
 if __name__ == "__main__":
+    end_on_signals()
     faulthandler.enable()  # a rank killed by a signal prints where it was, such as a bus error in a truncated data file
     answer_help(sys.argv[1:])  # before the seconds that the imports below take
 
@@ -27,6 +29,7 @@ from megatron5d.train.schedule import pipeline_faults, schedule_faults
 from megatron5d.train.state import checkpoint_faults
 
 
+@ending_on_signals()
 def main(argv: Sequence[str]) -> int:
     """Runs one rank of a job.
 
@@ -34,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         argv: Hydra overrides.
 
     Returns:
-        Exit code: 0 finished; 2 refused before anything was started; 75 stopped on a signal with a checkpoint saved.
+        Exit code: 0 finished; 2 refused before anything was started; 75 stopped on a signal with all steps saved.
 
     Raises:
         SystemExit: the configuration is refused (2), or the run fails for a reason that its message names (1).

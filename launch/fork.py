@@ -204,7 +204,7 @@ class Supervisor:
         return code if code > 0 else 128 - code
 
     def told(self, rank: int, code: int) -> str:
-        """Why it has ended. A signal before the first step, and a second SIGINT at any time, end a rank at once."""
+        """Why it has ended. SIGINT ends a rank at once before the loop looks at signals, and when it comes twice."""
         if len(self.signals) >= 3 or -code in self.signals or code - 128 in self.signals:
             return f"ended by {signal.Signals(self.signals[-1]).name}; what was done since the last checkpoint is lost"
         cause = f"killed by {signal.Signals(-code).name}{SENDERS.get(-code, '')}" if code < 0 else f"exit code {code}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron5d.checkpoint.save import Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
@@ -20,6 +22,8 @@ from megatron5d.train.report import Reporter
 from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.state import run_record, run_tensors
 
+OTHERS_SIGNAL = "a signal of another rank"
+
 
 def train(config: Config, process: Process) -> int:
     """Trains from where the run stands to its last step.
@@ -29,17 +33,17 @@ def train(config: Config, process: Process) -> int:
         process: this rank.
 
     Returns:
-        Exit code: 0 finished, 75 stopped on a signal with a checkpoint saved.
+        Exit code: 0 finished, 75 stopped on a signal with all steps saved.
 
     Raises:
         InterruptedError: stopped on a signal without a place for a checkpoint.
         OSError: another run writes to the same places.
     """
-    with locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
-        return _train(config, process, outputs, snapshots)
+    with StopFlag() as stop, locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
+        return _train(config, process, outputs, snapshots, stop)
 
 
-def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots) -> int:
+def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     run = build_run(config, process)
     run.notes += outputs.notes
     run.notes += on_rank_0(lambda: unmarked_documents(config))
@@ -49,15 +53,14 @@ def _train(config: Config, process: Process, outputs: Outputs, snapshots: Memory
     if config.checkpoint.dir:
         c = config.checkpoint
         saver = outputs.saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s, outputs.lock)  # type: ignore[arg-type]
-    with StopFlag() as stop:
-        reporter = on_every_rank(lambda: Reporter(run))
-        try:
-            on_every_rank(lambda: _announce(run, reporter))
-            stopped = _steps(run, reporter, saver, stop, snapshots)
-            if saver is not None:
-                saver.wait()
-        finally:
-            reporter.close()
+    reporter = on_every_rank(lambda: Reporter(run))
+    try:
+        on_every_rank(lambda: _announce(run, reporter))
+        stopped = _stopped_early(run, reporter, stop) or _steps(run, reporter, saver, stop, snapshots)
+        if saver is not None:
+            saver.wait()
+    finally:
+        reporter.close()
     if not stopped:
         return 0
     if saver is None:
@@ -85,6 +88,18 @@ def _announce(run: Run, reporter: Reporter) -> None:
         reporter.say(expected)
     if reporter.active and (memory := reporter.memory.predicted()) is not None:
         reporter.say(memory)
+
+
+def _stopped_early(run: Run, reporter: Reporter, stop: StopFlag) -> bool:
+    """True where a signal came to some rank before the first step: there is nothing new to save.
+
+    Comm: all_reduce over the world of one number.
+    """
+    told = torch.full((1,), float(bool(stop)), device=run.process.device)
+    if not all_reduce(told, run.mesh["world"]).item():
+        return False
+    reporter.say(f"stopped on {stop.received or OTHERS_SIGNAL} before the first step: nothing new to save")
+    return True
 
 
 def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, snapshots: MemorySnapshots) -> bool:
@@ -123,7 +138,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
         loader.close()
     if stopped:
         where = f"; checkpoint at step {saved_at}" if saver else ""
-        reporter.say(f"stopped on {stop.received or 'a signal of another rank'}{where}")
+        reporter.say(f"stopped on {stop.received or OTHERS_SIGNAL}{where}")
     return stopped and progress.step < train_config.steps
 
 

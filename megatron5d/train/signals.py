@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FrameType
 
+from megatron5d.topology.launcher import read_environment
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-REQUEUE = 75  # exit code: stopped on a signal with a checkpoint saved (EX_TEMPFAIL)
+REQUEUE = 75  # exit code: stopped on a signal with all steps saved (EX_TEMPFAIL)
+
+
+def end_on_signals() -> dict[int, object]:
+    """Before the loop there is nothing to save: SIGTERM and SIGUSR1 end the process at once, to be requeued.
+
+    Returns:
+        signal -> what was to happen before.
+    """
+    return {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """`end_on_signals` inside this context."""
+    before = end_on_signals()
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(handlers: Mapping[int, object]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    with suppress(ValueError):
+        if read_environment().rank == 0:
+            os.write(2, f"ended by {signal.Signals(number).name}: no step was under way\n".encode())
+    sys.exit(REQUEUE)
 
 
 class StopFlag:
@@ -22,8 +59,7 @@ class StopFlag:
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        _restore(self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:

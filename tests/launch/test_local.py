@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import pretrain
+
 ROOT = Path(__file__).resolve().parents[2]
 TOY = """
 import os, signal, sys, time
@@ -195,7 +197,7 @@ def test_ctrl_c_before_there_are_ranks_is_told_without_a_call_stack(tmp_path):
     ],
 )
 def test_ranks_that_obeyed_a_signal_have_not_failed(tmp_path, capsys, code, received, said):
-    """Before the first step a signal ends a rank at once."""
+    """Such as SIGINT before the loop looks at signals."""
     supervisor = runpy.run_path(str(ROOT / "launch" / "fork.py"))["Supervisor"]({}, tmp_path)
     supervisor.signals = received
     supervisor.note(1, code)
@@ -209,6 +211,23 @@ def test_a_run_that_dies_of_a_signal_says_where():
     asked = "import faulthandler, runpy, sys; sys.argv = ['pretrain.py', '--help']\ntry: runpy.run_path('pretrain.py', "
     asked += "run_name='__main__')\nexcept SystemExit: sys.exit(faulthandler.is_enabled())"
     assert subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True).returncode == 1
+
+
+def test_a_signal_among_the_imports_asks_for_another_start():
+    asked = "import os, runpy, signal, sys\nclass Struck:\n  def find_spec(self, name, *_):\n    if name == 'torch': "
+    asked += "os.kill(os.getpid(), signal.SIGUSR1)\nsys.meta_path.insert(0, Struck())\nsys.argv = ['pretrain.py']\n"
+    asked += "runpy.run_path('pretrain.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (75, "ended by SIGUSR1: no step was under way\n")
+
+
+def test_a_signal_before_the_ranks_have_met_asks_for_another_start(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(pretrain, "load_config", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as left:
+        pretrain.main([])
+    assert left.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_ranks_die_with_a_killed_launcher(tmp_path):

@@ -24,6 +24,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.topology.process import Process
+from megatron5d.train import loop
 from megatron5d.train.build import build_run
 from megatron5d.train.loop import train
 from megatron5d.train.notes import broken_checkpoints
@@ -198,6 +199,20 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, corpus, monk
     monkeypatch.setattr(Trainer, "step", struck)
     assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [REQUEUE, REQUEUE]
     assert newest(tmp_path / "checkpoints") == last(tmp_path, 3)
+
+
+def test_a_signal_before_the_first_step_stops_all_ranks_as_well(tmp_path, corpus, monkeypatch):
+    """Weights are made or loaded meanwhile, for minutes where they are large: a job told to stop is to be requeued."""
+
+    def struck(config, process):
+        if process.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return build_run(config, process)
+
+    monkeypatch.setattr(loop, "build_run", struck)
+    assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [REQUEUE, REQUEUE]
+    assert newest(tmp_path / "checkpoints") is None
+    assert not (tmp_path / "log.jsonl").read_text()
 
 
 def test_a_finished_run_says_that_nothing_is_left(tmp_path, corpus, capsys):
