@@ -135,7 +135,7 @@ def load_tensors(
     tensors: dict[str, ShardedTensor],
     differing: Sequence[str] = (),
     twin: Callable[[str], str | None] = lambda key: None,
-) -> None:
+) -> dict[str, tuple[str, torch.dtype]]:
     """Fills the parts of `tensors` from a checkpoint.
 
     Args:
@@ -144,6 +144,9 @@ def load_tensors(
         differing: keys of the model that differ from the saved ones, as text; said where tensors do not fit.
         twin: another key under which the same values may be saved, in another dtype. It is read where the key itself
             is not saved, or in a narrower dtype than is wanted and than the twin's.
+
+    Returns:
+        By key of `tensors`: the key that was read, and the dtype in which it is saved.
 
     Raises:
         ValueError: keys or global shapes disagree, on every rank; lists the first of the first rank where they do, and
@@ -169,6 +172,7 @@ def load_tensors(
     own = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
     twins = {source: tensors[key] for key, source in sources.items() if source is not None and source != key}
     read(reader, [part for part in (own, twins) if part])
+    return {key: (source, saved[source].properties.dtype) for key, source in sources.items() if source is not None}
 
 
 def widest_source(key: str, twin: str | None, wanted: torch.dtype, saved: Mapping[str, Any]) -> str | None:

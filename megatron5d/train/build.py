@@ -129,15 +129,15 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
     """
     init, held, notes = config.init, weight_shards(sync, model.weights(), writing=False), list[str]()
     if init.from_checkpoint is not None:
-        notes = load_other_run(init.from_checkpoint, held, config)
-    elif init.from_hf is not None:
-        folder = init.from_hf
-        notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder))
+        notes = load_other_run(init.from_checkpoint, held, optimizer, config)
     else:
-        for spec, tensor in held:
-            for offset, view in tensor.parts.items():
-                initialize_rectangle(view, offset, spec, config.train.seed)
-    optimizer.weights_to_masters()
+        if (folder := init.from_hf) is not None:
+            notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder))
+        else:
+            for spec, tensor in held:
+                for offset, view in tensor.parts.items():
+                    initialize_rectangle(view, offset, spec, config.train.seed)
+        optimizer.weights_to_masters()
     sync.start_gather()
     sync.finish_gather()
     return notes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os.path import isdir
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import megatron5d
@@ -126,7 +127,7 @@ def _num_weights(saved: Mapping[str, Any]) -> int:
     """Parameters and router biases of a saved configuration; as of `changed_keys`, keys gone since do not count."""
     known = to_dict(ModelConfig())
     model = from_dict({"model": {key: value for key, value in saved.get("model", {}).items() if key in known}}).model
-    biased = model.router_bias or "bias" in saved.get("moe", {}).get("balance", ())
+    biased = model.router_bias or _balances_by_bias(saved)
     return parameter_count(replace(model, router_bias=biased))
 
 
@@ -195,26 +196,58 @@ def _may_resume(config: Config) -> bool:
     return resume != "none"
 
 
-def load_other_run(folder: str, held: Iterable[tuple[ShardSpec, ShardedTensor]], config: Config) -> list[str]:
-    """Fills weights from a checkpoint of another run, whose optimiser, step and data order stay behind.
+def load_other_run(
+    folder: str, held: Sequence[tuple[ShardSpec, ShardedTensor]], optimizer: Optimizer, config: Config
+) -> list[str]:
+    """Fills weights and masters from a checkpoint of another run, without its moments, step and data order.
+
+    Masters are read where it has any. Biases of routers that only this run's balancing uses become zero.
 
     Args:
         folder: one checkpoint, or a directory of them, whose newest whole one is meant.
         held: what this rank owns of the model (`weight_shards`).
+        optimizer: whose masters are filled.
         config: of this run.
 
     Returns:
-        Fields in which this model computes another function than the one that was saved: intended when a context is
-        stretched, a mistake otherwise.
+        For the log: in which form the weights were saved, and fields in which this model computes another function
+        than the one that was saved. That is intended when a context is stretched, and a mistake otherwise.
 
     Raises:
-        ValueError: no whole checkpoint there, or one that does not fit the model.
+        ValueError: no whole checkpoint there, or one that does not fit the model; on every rank.
 
-    Comm: as of `agreed` and `load_tensors`.
+    Comm: as of `agreed` and `load_tensors`; a broadcast of run.json.
     """
     found = agreed(lambda: whole_checkpoint(folder, "init.from_checkpoint"))
     assert found is not None
-    changed = changed_keys(on_rank_0(lambda: read_run(found))["config"], config, ["model"])
-    load_tensors(found, named("model", held), changed, twin=twin)
+    saved = on_rank_0(lambda: read_run(found))["config"]
+    changed = changed_keys(saved, config, ["model"])
+    if _balances_by_bias(saved) != _balances_by_bias(to_dict(config)):
+        changed += [line for line in changed_keys(saved, config, ["moe"]) if line.startswith("moe.balance ")]
+    if not (saved["model"].get("router_bias") or _balances_by_bias(saved) or config.model.router_bias):
+        new = [tensor for spec, tensor in held if spec.name.endswith(".router.bias")]
+        held = [(spec, tensor) for spec, tensor in held if not spec.name.endswith(".router.bias")]
+        for view in (view for tensor in new for view in tensor.parts.values()):
+            view.zero_()
+    masters = _optimizer(optimizer, writing=False).get("master", [])
+    read = load_tensors(found, named("model", held) | named("optim.master", masters), changed, twin=twin)
+    optimizer.take_unsaved_masters()
     passive = tuple(f"model.{key} " for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions"))
-    return [f"{line} in {found}" for line in changed if not line.startswith(passive)]
+    notes = [f"{line} in {found}" for line in changed if not line.startswith(passive)]
+    return [f"begins with the weights of {found}: {_forms(read)}", *notes]
+
+
+def _balances_by_bias(config: Mapping[str, Any]) -> bool:
+    """Whether balancing moves biases of the routers; of a configuration as run.json has it."""
+    return "bias" in config.get("moe", {}).get("balance", ())
+
+
+def _forms(read: Mapping[str, tuple[str, torch.dtype]]) -> str:
+    """In which form weights were saved, from what `load_tensors` returns: masters, or weights without any."""
+    exact = {key: source for key, source in read.items() if key.startswith("optim.master.")} or read
+    kinds = {(source.startswith("optim.master."), dtype) for source, dtype in exact.values()}
+    told = [
+        f"{'masters' if master else 'weights'} in {str(dtype).removeprefix('torch.')}"
+        for master, dtype in sorted(kinds, key=lambda kind: (not kind[0], str(kind[1])))
+    ]
+    return f"its {' and '.join(told)}"
