@@ -143,6 +143,8 @@ def test_a_law_is_not_asked_about_a_value_that_is_illegal_by_itself():
         ({"pipeline.layout": [2, 1, 2], "parallel.pp": 3, "model.num_layers": 7}, 12, "pipeline.layout=[3,2,2]"),
         ({"parallel.pp": 2, "parallel.vpp": 4, "model.num_layers": 5}, 8, "parallel.vpp=2"),
         ({"parallel.pp": 4, "model.num_layers": 3}, 4, "parallel.pp=2 parallel.vpp=1"),
+        ({"parallel.pp": 6, "parallel.tp": 2, "parallel.cp": 2, "model.num_layers": 5}, 24,
+         "parallel.pp=3 parallel.vpp=1"),
     ],
 )  # fmt: skip
 def test_fix_is_the_nearest_legal_value(values, world, fix):

@@ -15,11 +15,11 @@ from megatron5d.config.load import load_config
 from megatron5d.config.schema import LogConfig
 from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs
-from megatron5d.pipeline_parallel.program import Action
+from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
 from megatron5d.pipeline_parallel.simulate import peak_memory
 from megatron5d.plan.memory import RankMemory, table
 from megatron5d.plan.peak import Peak, find_peak
-from megatron5d.plan.trace import StageTrace, Step
+from megatron5d.plan.trace import BOUNDARY, StageTrace, Step, relay_trace
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.topology.process import Process
 from megatron5d.train.forecast import Forecaster, Target
@@ -54,6 +54,39 @@ def test_what_a_weight_gradient_has_let_go_of_is_not_stashed_any_more():
     trace = StageTrace({"F": (Step("mlp", 2, 2),), "I": (Step("mlp", 8, 8),), "W": weights}, output_kept=True)
     peak = find_peak(build_program("zb_h1", 1, 1), 0, {0: trace}, message_bytes=0, reduced={0: (7, 0)})
     assert (peak.total, peak.stash, peak.units, peak.workspace, peak.activations) == (11, 4, 7, 0, {})
+
+
+def alone(*lines: str):
+    """A Program of one rank that holds all stages; its actions as text, in order."""
+    slots = [(Action(text[1], int(text[0]), int(text[2])),) for text in " ".join(lines).split()]
+    stages, microbatches = (1 + max(slot[0][place] for slot in slots) for place in (1, 2))
+    return make_program("alone", loop_placement(1, stages), [0] * microbatches, [slots])
+
+
+def test_what_two_stages_of_a_rank_share_is_there_until_both_have_let_go_of_it():
+    """The output of stage 0 is the input of stage 1, and both save it: I of stage 1 does not free it, as B does not."""
+    forward = Step(BOUNDARY, 4, 4), Step("mlp", 6, 6), Step(BOUNDARY, 0, 0)
+    backward = Step(BOUNDARY, 4, 4), Step("mlp", 50, -10, True), Step(BOUNDARY, 0, -4)
+    inner = StageTrace({"F": forward, "B": backward, "I": backward, "W": ()}, output_kept=True)
+    outer = Step(BOUNDARY, 0, 0), Step("mlp", 6, 6), Step(BOUNDARY, 0, 0)
+    begin = Step(BOUNDARY, 4, 4), Step("mlp", 50, -6, True), Step(BOUNDARY, 0, -4)
+    traces = {0: StageTrace({"F": outer, "B": begin, "I": begin, "W": ()}, output_kept=True), 1: inner}
+    whole = "0F0 1F0 1B0 0B0", "0F1 1F1 0F2 1F2 1B1 1B2 0B1 0B2"
+    split = [re.sub(r"(\d)B(\d)", r"\1I\2 \1W\2", line) for line in whole]
+    peaks = [find_peak(alone(*lines), 0, traces, message_bytes=4).total for lines in (whole, split)]
+    assert peaks == [2 * (6 + 6) + 4 + 50] * 2  # of two micro-batches what both stages keep, and 1B1's own
+
+
+def test_relays_do_not_keep_weights_from_being_gathered_ahead():
+    passes = {op: (Step("mlp", 10, 0, op == "B"), Step(BOUNDARY, 0, 0)) for op in "FB"}
+    ahead = dict.fromkeys("FB", 7)
+    stage = StageTrace(passes, True, ahead=ahead, last_unit={"F": 1, "B": 1})
+    program = alone("0F0 1F0 2F0 2B0 1B0 0B0")
+    peaks = [
+        find_peak(program, 0, {0: stage, 1: relay_trace(0), 2: last}, message_bytes=0)
+        for last in (stage, dataclasses.replace(stage, ahead={}))
+    ]
+    assert [(peak.total, str(peak.action)) for peak in peaks] == [(17, "0F0"), (17, "2B0")]
 
 
 def test_kinds_add_up_to_what_is_needed():
