@@ -224,7 +224,8 @@ def _memory(options: argparse.Namespace) -> int:
         print("looking for what would fit ...", file=sys.stderr)
         found = nearest_fit(config, options.world, target, have)
         print(
-            "No recompute, sharding or tensor parallelism makes it fit: try a larger parallel.pp or cp, or more ranks."
+            "No recompute, schedule, sharding or tensor parallelism makes it fit: try a larger parallel.pp or cp, or "
+            "more ranks."
             if found is None
             else f"It would fit with {override_text(found[0])}: {gigabytes(found[1])}."
         )

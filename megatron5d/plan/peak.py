@@ -238,18 +238,39 @@ class _Walk:
         if total <= self.most:
             return
         self.most = total
-        activations: Counter[str] = Counter()
-        for steps_there in self._forward.values():
-            for step in steps_there:
-                activations[step.kind] += step.delta - step.buffers
-        activations[BOUNDARY] -= len([here for here in self._shared if here in self._forward]) * self.message_bytes
+        kept = Counter[str]()
+        for alive in self._forward.values():
+            kept.update(_kept(alive))
+        elsewhere = len([here for here in self._shared if here in self._forward]) * self.message_bytes
+        kept[BOUNDARY] -= min(kept[BOUNDARY], elsewhere)
         stash = sum(self._stashed.values())
-        kept = {kind: count for kind, count in activations.items() if count > 0}
         rest = total - sum(kept.values()) - stash - self.messages - self.units
-        if rest < 0:  # the phase that runs has freed some of its activations already, or W of what was stashed
-            if action.op == "W" or not kept:
-                stash += rest
-            else:
-                kept[max(kept, key=kept.__getitem__)] += rest
-            rest = 0
-        self.peak = Peak(kept, stash, self.messages, self.units, rest, action, len(self._forward))
+        # the phase that runs may have freed some of its activations already, or W of what was stashed
+        freed, rest = max(0, -rest), max(0, rest)
+        if action.op == "W":
+            freed, stash = max(0, freed - stash), max(0, stash - freed)
+        for kind, count in kept.most_common():
+            kept[kind] -= min(count, freed)
+            freed -= min(count, freed)
+        activations = {kind: count for kind, count in kept.items() if count}
+        held = len(self._forward)
+        self.peak = Peak(activations, stash - freed, self.messages, self.units, rest, action, held)
+
+
+def _kept(steps: Sequence[Step]) -> Counter[str]:
+    """Class of phase -> bytes that these steps of a forward have left; what one frees is what those before it made."""
+    made: list[tuple[str, int]] = []
+    for step in steps:
+        change = step.delta - step.buffers
+        while change < 0 and made:
+            kind, count = made.pop()
+            change += count
+            if change > 0:
+                made.append((kind, change))
+                change = 0
+        if change > 0:
+            made.append((step.kind, change))
+    kept = Counter[str]()
+    for kind, count in made:
+        kept[kind] += count
+    return kept

@@ -28,7 +28,7 @@ DEEPEST = 32  # most pipeline ranks
 MOST_EXPERTS = 32  # most experts of one rank
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 FAR = 1.5  # a layout that needs so many times the memory of a device fits with no schedule
-PATIENCE = 3  # how many times longer to search while no layout fits
+PATIENCE = 3  # how many times longer to search while fewer layouts fit than are wanted
 _WAYS = ("pipeline.schedule", "parallel.vpp")
 
 
@@ -181,7 +181,7 @@ def best(
         questions: the functions that examine them.
         have: bytes of one device.
         count: how many are wanted.
-        limit: number of candidates to examine; PATIENCE times as many if none fits.
+        limit: number of candidates to examine; PATIENCE times as many while fewer than `count` fit.
         progress: called for each one examined.
 
     Returns:
@@ -194,7 +194,7 @@ def best(
         if misfits.cover(candidate.change):
             continue
         full = len(found) == count
-        if looked >= (limit if found else PATIENCE * limit) or (full and candidate.guess_s > 1.1 * found[-1].seconds):
+        if looked >= (limit if full else PATIENCE * limit) or (full and candidate.guess_s > 1.1 * found[-1].seconds):
             break
         if not questions.runs(candidate.change):
             continue

@@ -44,6 +44,8 @@ def steps(config: Config) -> list[Change]:
         found.append({"parallel.zero": 2})
     if mode != "full":
         found.append({"recompute.mode": "full"})
+    if parallel.pp > 1 and config.pipeline.schedule != "1f1b":  # others hold more micro-batches, or weight gradients
+        found.append(({"parallel.vpp": 1} if parallel.vpp > 1 else {}) | {"pipeline.schedule": "1f1b"})
     if parallel.zero < 3:
         found.append({"parallel.zero": 3})
     found += [{"parallel.tp": tp, "parallel.sp": True} for tp in (2, 4, 8) if tp > parallel.tp]

@@ -22,6 +22,7 @@ from megatron5d.plan.peak import Peak, find_peak
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Step, relay_trace
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.topology.process import Process
+from megatron5d.train.fitting import changed, nearest_fit
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.memory import Snapshots, memory_faults, shortage
 
@@ -54,6 +55,17 @@ def test_what_a_weight_gradient_has_let_go_of_is_not_stashed_any_more():
     trace = StageTrace({"F": (Step("mlp", 2, 2),), "I": (Step("mlp", 8, 8),), "W": weights}, output_kept=True)
     peak = find_peak(build_program("zb_h1", 1, 1), 0, {0: trace}, message_bytes=0, reduced={0: (7, 0)})
     assert (peak.total, peak.stash, peak.units, peak.workspace, peak.activations) == (11, 4, 7, 0, {})
+
+
+def test_what_passes_between_recomputed_phases_is_no_activation():
+    """Tokens on their way to experts and back are in no micro-batch in flight: wholly recomputed layers keep inputs."""
+    layout = ["parallel.pp=2", "pipeline.schedule=dualpipe_v", "parallel.ep=4", "recompute.mode=full", "train.gbs=64"]
+    config = load_config(["model=tiny_moe", "model.num_layers=8", "train.seq_len=512", "precision.dtype=bf16", *layout])
+    forecaster = Forecaster(config, 8, H100)
+    for rank, memory in forecaster.ranks().items():
+        assert min(memory.kinds().values()) > 0, rank
+        inputs = sum(forecaster.activations(rank).values())  # of one micro-batch through both of the rank's stages
+        assert sum(memory.peak.activations.values()) <= memory.peak.in_flight * inputs
 
 
 def alone(*lines: str):
@@ -151,6 +163,14 @@ def test_what_cannot_fit_is_refused_where_that_is_asked_for():
     assert "parallel.zero" not in fault.fix, "there is nobody to share with"
     (fault,) = memory_faults(refusing(0.1), 2)
     assert "parallel.zero=3" in fault.fix
+
+
+def test_where_put_off_weight_gradients_are_too_large_another_schedule_is_proposed():
+    layout = ["parallel.pp=2", "pipeline.schedule=dualpipe_v", "recompute.mode=full", "recompute.logit_tokens=64"]
+    config = load_config(["model=tiny", "model.num_layers=4", "train.seq_len=2048", "train.gbs=16", *layout])
+    plain = changed(config, {"pipeline.schedule": "1f1b"})
+    larger, have = (max(m.needed for m in Forecaster(c, 2, H100).ranks().values()) for c in (config, plain))
+    assert larger > have and nearest_fit(config, 2, H100, have) == ({"pipeline.schedule": "1f1b"}, have)
 
 
 def test_a_shortage_names_the_worst_rank_and_its_largest_kinds():

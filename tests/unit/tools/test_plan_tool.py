@@ -73,7 +73,7 @@ def test_what_would_fit_is_told(capsys):
     assert main([*large, "train.seq_len=4096", "--device-gb", "0.95"]) == 1
     assert "It would fit with train.mbs=" in capsys.readouterr().out
     assert main([*large, "--device-gb", "0.5"]) == 1
-    assert "No recompute, sharding or tensor parallelism makes it fit" in capsys.readouterr().out
+    assert "No recompute, schedule, sharding or tensor parallelism makes it fit" in capsys.readouterr().out
 
 
 def test_as_other_code_bases_keep_it(capsys):
