@@ -110,7 +110,9 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
     torn = faults_of_newer(Path(folder))
     fault = torn[0] if torn else fault_of(Path(folder))
     if fault:
-        raise ValueError(f"{knob} = {folder}: {fault}; name the folder of a whole checkpoint, or of some")
+        of_run = Path(folder, "checkpoints")
+        meant = f": {of_run}?" if of_run.is_dir() else ""
+        raise ValueError(f"{knob} = {folder}: {fault}; name the folder of a whole checkpoint, or of some{meant}")
     return Path(folder)
 
 

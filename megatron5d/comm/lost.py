@@ -57,7 +57,7 @@ def _said(error: BaseException) -> str:
 
 def _told(silent: list[int] | None) -> str:
     if silent is None:
-        return "and rank 0, where all ranks met, does not answer"
+        return "rank 0, where all ranks met, does not answer either"
     if not silent:
         return "yet all of them answer, and nobody has missed another rank"
     ranks = f"ranks {ranks_text(silent)} do" if len(silent) > 1 else f"rank {silent[0]} does"

@@ -38,6 +38,14 @@ def _missing_files(entries: list[str]) -> list[str]:
     return [name for name in names if not isfile(name)]
 
 
+def _prefix_meant(missing: list[str]) -> str:
+    """The end of a fix: the prefix of a file that was written with its ending, or what a prefix is."""
+    for file in (name[: -len(".bin")] for name in missing):
+        if file.endswith((".bin", ".idx")) and isfile(file):
+            return f"{file[: -len('.bin')]}]"
+    return "PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.py writes them"
+
+
 def _empty_files(entries: list[str]) -> list[str]:
     """The .bin files of entries that are empty: a small corpus, for example, has no document to hold out."""
     names = [_entry(text)[1] + ".bin" for text in entries if text not in _bad_weights(entries)]
@@ -128,9 +136,7 @@ def _blend_laws(knob: str, prefix: str = "", read: Callable[[list[str]], list[st
             (knob,),
             lambda c, w: _missing_files(entries(c)) != [],
             lambda c, w: f"{knob}: there is no {_abbreviated(_missing_files(entries(c)))} (seen from {Path.cwd()})",
-            lambda c, w: (
-                f"{knob}=[{prefix}PREFIX] where PREFIX.bin and PREFIX.idx exist, as tools/preprocess.py writes them"
-            ),
+            lambda c, w: f"{knob}=[{prefix}{_prefix_meant(_missing_files(entries(c)))}",
         ),
         Law(
             f"{name}-tokens",

@@ -27,8 +27,9 @@ def _world_fix(c: Config, world: int) -> str:
         size = getattr(c.parallel, name)
         others = _model_size(c) // size
         if size > 1 and world % others == 0:
-            legal = tensor_parallel_sizes(c, world) if name == "tp" else []
-            ways.append(f"parallel.{name}={nearest(size, legal or divisors(world // others))}")
+            legal = tensor_parallel_sizes(c, world) if name == "tp" else divisors(world // others)
+            if legal:
+                ways.append(f"parallel.{name}={nearest(size, legal)}")
     fits = world // _model_size(c) * _model_size(c)
     ways.append(f"start {f'{fits} or ' if fits else ''}{fits + _model_size(c)} ranks")
     return ", or ".join(ways)

@@ -120,7 +120,10 @@ class SlowRanks:
         named = "; ".join(each) + (f"; and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
         if not slow:
             return f"no longer slow: {named}"
-        why = "; hot experts make ranks slow, too (moe/layer_<i>/load)" if self._run.config.model.num_experts else ""
+        config = self._run.config
+        why = "; hot experts make ranks slow, too (moe/layer_<i>/load)" if config.model.num_experts else ""
+        if config.parallel.tp_overlap == "fused":  # whose products wait inside, where no clock is read
+            why += "; under parallel.tp_overlap=fused the slow one may be a tp neighbour"
         return f"slow rank: {named}, in {RECORDS} records in a row (log.slow_rank = {self.threshold:g}){why}"
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:

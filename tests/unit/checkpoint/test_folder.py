@@ -20,7 +20,7 @@ from megatron5d.checkpoint.folder import (
     saved_steps,
     step_folder,
 )
-from megatron5d.checkpoint.load import agreed_checkpoint, find_checkpoint
+from megatron5d.checkpoint.load import agreed_checkpoint, find_checkpoint, whole_checkpoint
 from megatron5d.checkpoint.save import Saver
 
 
@@ -249,6 +249,12 @@ def test_of_a_directory_without_a_whole_one_the_newest_is_blamed(tmp_path):
         find_checkpoint(None, str(tmp_path))
     save(tmp_path, 1)
     assert faults_of_newer(tmp_path) == newest_first[:1]
+
+
+def test_of_a_runs_folder_the_one_with_its_checkpoints_is_named(tmp_path):
+    save(tmp_path / "checkpoints", 1)
+    with pytest.raises(ValueError, match=f"or of some: {tmp_path}/checkpoints\\?"):
+        whole_checkpoint(tmp_path, "--checkpoint")
 
 
 def test_where_a_run_starts(tmp_path):

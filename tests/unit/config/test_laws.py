@@ -135,6 +135,7 @@ def test_a_law_is_not_asked_about_a_value_that_is_illegal_by_itself():
     [
         ({"train.gbs": 30, "train.mbs": 2}, 8, "train.gbs=16 or 32"),
         ({"train.gbs": 3}, 8, "train.gbs=8"),
+        ({"parallel.tp": 4, "parallel.sp": True, "train.gbs": 9}, 9, "start 8 or 12 ranks"),
         ({"parallel.tp": 6, "model.num_heads": 12, "model.num_kv_heads": 6, "model.ffn_hidden_size": 180}, 16,
          "parallel.tp=2, or start 12 or 18 ranks"),
         ({"parallel.tp": 8, "model.num_heads": 4, "model.num_kv_heads": 2, "train.gbs": 2}, 16, "parallel.tp=4"),
@@ -149,6 +150,13 @@ def test_a_law_is_not_asked_about_a_value_that_is_illegal_by_itself():
 )  # fmt: skip
 def test_fix_is_the_nearest_legal_value(values, world, fix):
     assert fix in [fault.fix for fault in broken_laws(changed(values), world)]
+
+
+def test_a_data_file_with_its_ending_is_understood(tmp_path):
+    (tmp_path / "web.bin").touch()
+    broken = broken_laws(changed({"data.train": [f"0.5 {tmp_path}/web.bin"]}), 1)
+    (fix,) = [fault.fix for fault in broken if fault.id == "data-train-files"]
+    assert fix == f"data.train=[{tmp_path}/web]"
 
 
 LAWFUL = {

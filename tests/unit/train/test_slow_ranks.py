@@ -76,14 +76,20 @@ def test_the_slow_rank_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, 
 
 
 @pytest.fixture
-def judged(monkeypatch):
-    """Of two pipeline stages of four ranks: what is told when their work takes the given seconds."""
+def judge(monkeypatch):
+    """Of two pipeline stages of four ranks."""
     monkeypatch.setattr(slow_ranks, "broadcast_text", lambda source, *_: f"host{source}")
     mesh = Mesh(resolve(8, pp=2), {"world": Axis("world", tuple(range(8)))})
     process = Process(0, 8, 0, torch.device("cpu"))
     judge = SlowRanks(SimpleNamespace(config=Config(log=LogConfig(slow_rank=1.2)), process=process, mesh=mesh))
-    yield lambda *seconds: judge.judge(torch.tensor(seconds, dtype=torch.float64))
+    yield judge
     judge.close()
+
+
+@pytest.fixture
+def judged(judge):
+    """What is told when the work of the ranks takes the given seconds."""
+    return lambda *seconds: judge.judge(torch.tensor(seconds, dtype=torch.float64))
 
 
 EVEN, UNEVEN = (1, 1, 1, 1, 3, 3, 3, 3), (1, 1.1, 1, 1, 3, 3, 3.9, 3)
@@ -111,6 +117,12 @@ def test_several_ranks_of_a_slow_node_are_named_together(judged):
     assert (judged(*node)[1], judged(*node)[1]) == ([], [])
     (named,) = judged(*node)[1]
     assert re.findall(r"rank (\d) \(", named) == ["2", "3"]
+
+
+def test_fused_products_wait_for_their_neighbours_unseen(judge, judged):
+    judge._run.config = Config(parallel=ParallelConfig(tp=2, sp=True, tp_overlap="fused"))
+    told = [judged(*UNEVEN)[1] for _ in range(RECORDS)]
+    assert told[-1][0].endswith("; under parallel.tp_overlap=fused the slow one may be a tp neighbour")
 
 
 def test_garbage_collection_counts_in_no_step_and_outside_of_steps_not_at_all(monkeypatch):
