@@ -24,7 +24,7 @@ from megatron5d.plan.watch import MemoryWatch
 from megatron5d.topology.process import Process
 from megatron5d.train.fitting import changed, nearest_fit
 from megatron5d.train.forecast import Forecaster, Target
-from megatron5d.train.memory import Snapshots, memory_faults, shortage
+from megatron5d.train.memory import MemorySnapshots, memory_faults, shortage
 
 H100 = Target("sm_90")
 
@@ -214,7 +214,7 @@ def test_the_watch_rounds_as_an_allocator_does():
 
 def test_snapshots_say_that_a_cpu_has_none(tmp_path):
     config = dataclasses.replace(config_of(), log=LogConfig(memory_snapshot=str(tmp_path / "s")))
-    taken = Snapshots(config, Process(0, 1, 0, torch.device("cpu")))
+    taken = MemorySnapshots(config, Process(0, 1, 0, torch.device("cpu")))
     assert "GPUs" in taken.note and taken.dump("oom") is None and not (tmp_path / "s").exists()
 
 
