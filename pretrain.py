@@ -6,13 +6,16 @@ import faulthandler
 import sys
 from collections.abc import Sequence
 
+from megatron5d.train.signals import EndOnSignals
+
+if __name__ == "__main__":
+    EndOnSignals().__enter__()  # until the process ends: the imports alone take seconds
+
 from megatron5d.config.fault import REFUSED, ConfigError, refuse
 from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
-from megatron5d.train.signals import end_on_signals, ending_on_signals
 
 if __name__ == "__main__":
-    end_on_signals()
     faulthandler.enable()  # a rank killed by a signal prints where it was, such as a bus error in a truncated data file
     answer_help(sys.argv[1:])  # before the seconds that the imports below take
 
@@ -29,7 +32,7 @@ from megatron5d.train.schedule import pipeline_faults, schedule_faults
 from megatron5d.train.state import checkpoint_faults
 
 
-@ending_on_signals()
+@EndOnSignals()
 def main(argv: Sequence[str]) -> int:
     """Runs one rank of a job.
 

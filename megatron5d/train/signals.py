@@ -4,46 +4,54 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Mapping
+from contextlib import ContextDecorator, suppress
 from types import FrameType
 
 from megatron5d.topology.launcher import read_environment
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+END_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (*END_SIGNALS, signal.SIGINT)
 REQUEUE = 75  # exit code: stopped on a signal with all steps saved (EX_TEMPFAIL)
 
 
-def end_on_signals() -> dict[int, object]:
-    """Before the loop there is nothing to save: SIGTERM and SIGUSR1 end the process at once, to be requeued.
+class EndOnSignals(ContextDecorator):
+    """Inside this context SIGTERM and SIGUSR1 end the process at once, to be requeued: there is nothing to save yet.
 
-    Returns:
-        signal -> what was to happen before.
+    A thread ends it: a rank that waits for others inside of a library does not come to a Python handler.
     """
-    return {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def __enter__(self) -> EndOnSignals:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._thread = threading.Thread(target=_end_when_told, args=(self._read,), daemon=True)
+        self._thread.start()
+        self._before: dict[int, object] = {n: signal.signal(n, lambda *_: None) for n in END_SIGNALS}
+        self._outer = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.set_wakeup_fd(self._outer)
+        _restore(self._before)
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
 
 
-@contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """`end_on_signals` inside this context."""
-    before = end_on_signals()
-    try:
-        yield
-    finally:
-        _restore(before)
+def _end_when_told(pipe: int) -> None:
+    """The thread: the numbers of signals come through the pipe, until its other end is closed."""
+    while told := os.read(pipe, 1):
+        if told[0] in END_SIGNALS:
+            with suppress(ValueError):
+                if read_environment().rank == 0:
+                    os.write(2, f"ended by {signal.Signals(told[0]).name}: no step was under way\n".encode())
+            os._exit(REQUEUE)
 
 
 def _restore(handlers: Mapping[int, object]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)  # type: ignore[arg-type]
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    with suppress(ValueError):
-        if read_environment().rank == 0:
-            os.write(2, f"ended by {signal.Signals(number).name}: no step was under way\n".encode())
-    sys.exit(REQUEUE)
 
 
 class StopFlag:
@@ -54,12 +62,14 @@ class StopFlag:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
+        self._outer = signal.set_wakeup_fd(-1)  # no longer that of EndOnSignals
         for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_) -> None:
         _restore(self._before)
+        signal.set_wakeup_fd(self._outer)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
