@@ -140,7 +140,8 @@ def upcycle(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     config = from_dict(read_run(folder)["config"])
     sparse = upcycled(config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense)
-    tensors = upcycled_weights(SavedWeights(folder), config.model, sparse, args.noise, args.seed)
+    weights = SavedWeights(folder, DTYPES["fp32"], twin)  # of a run in bf16 its masters, with which training goes on
+    tensors = upcycled_weights(weights, config.model, sparse, args.noise, args.seed)
     written = Config(model=sparse, precision=config.precision, data=config.data)
     return _save(args.out, dict(tensors), written), sparse
 

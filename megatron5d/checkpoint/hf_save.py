@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron5d.checkpoint.hf import INDEX, SINGLE, Entry
@@ -50,6 +51,7 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
 
     Raises:
         ValueError: the folder already holds safetensors files.
+        OSError: a file cannot be written; names it.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +65,12 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
     total_bytes = pending_bytes = 0
 
     def flush() -> None:
-        save_file(pending, folder / _PART.format(len(parts)), metadata={"format": "pt"})
+        part = folder / _PART.format(len(parts))
+        try:
+            save_file(pending, part, metadata={"format": "pt"})
+        except SafetensorError as error:
+            part.unlink(missing_ok=True)
+            raise OSError(f"{part} cannot be written: {error}") from error
         parts.append(list(pending))
         pending.clear()
 

@@ -115,7 +115,7 @@ class Saver:
                 written = self._write_tensors(temporary, tensors, group.rank)
                 note = _DONE + (b"" if written == known else written)
             except Exception as error:  # noqa: BLE001 - rank 0 tells it to all
-                note = f"{type(error).__name__}: {error}".encode()
+                note = _described(error).encode()
             group.send(note)
             group.on_rank_0(lambda: self._finish(temporary))
         except OSError as error:
@@ -191,6 +191,15 @@ def _unseen(probe: Path) -> str | None:
     except OSError as error:
         return f"on {socket.gethostname()} cannot look for what rank 0 writes in {probe.parent}: {error}"
     return None
+
+
+def _described(error: BaseException) -> str:
+    """An error in words: the file system's own where torch has raised another one because of it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    cause = cause or error
+    return f"{type(cause).__name__}: {cause}"
 
 
 def _begin(temporary: Path, run: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Reading and writing safetensors folders by rectangles, against plain slicing of the whole tensors."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -266,6 +267,18 @@ def test_save_folder_clears_away_what_an_interrupted_one_left(tmp_path):
     assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
     save_folder(tmp_path, [("c", torch.zeros(4))])
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    """safetensors has an error of its own for it, which is no OSError."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"part-00000.safetensors.tmp cannot be written: .*File too large"):
+            save_folder(tmp_path, [("a", torch.zeros(1000))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_save_folder_refuses_to_mix_with_older_files(tmp_path):

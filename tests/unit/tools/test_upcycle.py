@@ -104,3 +104,20 @@ def test_a_mixture_is_not_upcycled_again(dense, tmp_path, capsys):
     assert run(dense, tmp_path / "moe", "--num-experts", 4, "--top-k", 2) == 0
     assert run(tmp_path / "moe", tmp_path / "more", "--num-experts", 8, "--top-k", 2) == 2
     assert "4 experts already" in capsys.readouterr().err
+
+
+def test_of_a_run_in_bf16_the_masters_become_the_mixture(dense, tmp_path):
+    """Weights in bf16 are rounded; whoever trains the mixture with masters would begin with what was lost."""
+    exact, tensors = SavedWeights(dense / "step-00000000"), {}
+    for name, entry in exact.tensors.items():
+        zero, values = (0,) * len(entry.size), exact.read(name, (0,) * len(entry.size), tuple(entry.size)).float()
+        for key, copy in ((PREFIX + name, values.bfloat16()), (f"optim.master.{name}", values)):
+            tensors[key] = ShardedTensor(entry.size, [(zero, copy)], copy.dtype)
+    record = read_run(dense / "step-00000000")
+    record["config"]["precision"]["dtype"] = "bf16"
+    Saver(tmp_path / "bf16", keep=0).save(0, tensors, record)
+    assert run(tmp_path / "bf16", tmp_path / "moe", "--num-experts", 4, "--top-k", 2) == 0
+    saved = SavedWeights(tmp_path / "moe" / "step-00000000")
+    master = tensors["optim.master.layers.1.mlp.up.weight"].parts[0, 0]
+    assert torch.equal(saved.read("layers.1.experts.up.weight", (3, 0, 0), (1, *master.shape))[0], master)
+    assert saved.tensors["embedding.weight"].properties.dtype == torch.float32
