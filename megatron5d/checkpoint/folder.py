@@ -153,8 +153,8 @@ def _reach_disk(path: Path) -> None:
         os.close(handle)
 
 
-def commit(temporary: Path, keep: int) -> Path:
-    """Makes a finished `.tmp` folder the newest checkpoint and removes those beyond `keep` (0 keeps all).
+def commit(temporary: Path, keep: int, pinned: Path | None = None) -> Path:
+    """Makes a finished `.tmp` folder the newest checkpoint and removes those beyond `keep` (0 keeps all) but `pinned`.
 
     Nothing is removed before all of the new one is on disk; DCP waits for its own files. Checkpoints of later steps,
     from before the run went back, are renamed to `.left`, so that `auto` does not resume from them.
@@ -180,7 +180,8 @@ def commit(temporary: Path, keep: int) -> Path:
     pointer.rename(directory / "latest")
     spare = saved_steps(directory)[:-keep] if keep else []
     for folder in [*([replaced] if replaced else []), *(step_folder(directory, old) for old in spare)]:
-        _remove(folder)
+        if pinned is None or folder.resolve() != pinned.resolve():
+            _remove(folder)
     return final
 
 

@@ -11,35 +11,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron5d.checkpoint.folder import MANIFEST, fault_of, faults_of_newer, named_steps, newest, step_folder
+from megatron5d.checkpoint.folder import (
+    MANIFEST,
+    fault_of,
+    faults_of_newer,
+    named_steps,
+    newest,
+    read_run,
+    step_folder,
+)
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.topology.agreement import first_failure
 
 LISTED = 12  # tensors that do not fit and are named: the keys of the model that differ say more
 
 
-def find_checkpoint(directory: str | None, resume: str) -> Path | None:
-    """The folder a run starts from.
+def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
+    """The folder a run starts from; None = new weights.
 
     Args:
         directory: checkpoint.dir.
         resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as of `whole_checkpoint`.
+        job: as of `restarted_job`. The job goes on from what it has saved in `directory`, whatever `resume` says: with
+            the same command it would otherwise begin at the same step again after every time limit.
 
     Raises:
         ValueError: a folder was named and holds no whole checkpoint.
     """
-    if resume == "none":
-        return None
-    if resume == "auto":
-        return newest(Path(directory)) if directory else None
-    return whole_checkpoint(resume, "checkpoint.resume")
+    own = newest(Path(directory)) if directory and (job or resume == "auto") else None
+    if resume == "auto" or (own is not None and read_run(own).get("job") == job):
+        return own
+    return None if resume == "none" else whole_checkpoint(resume, "checkpoint.resume")
 
 
-def agreed_checkpoint(directory: str | None, resume: str) -> Path | None:
-    """`find_checkpoint`, the same on every rank; raises and takes what `agreed` does."""
-    if resume == "none" or (resume == "auto" and directory is None):
+def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
+    """`find_checkpoint`, the same on every rank; raises and communicates as `agreed`."""
+    if (directory is None and resume == "auto") or (resume == "none" and not (job and directory)):
         return None
-    return agreed(lambda: find_checkpoint(directory, resume))
+    return agreed(lambda: find_checkpoint(directory, resume, job))
 
 
 def agreed(find: Callable[[], Path | None]) -> Path | None:

@@ -35,6 +35,7 @@ class Saver:
         background: return as soon as the tensors are copied; the files are written by a thread.
         timeout_s: after which a rank that has not written its files is given up.
         lock: of the directory, on rank 0; None where nobody else can be writing there.
+        pinned: a checkpoint that is kept whatever `keep` says: the one that the command line names.
 
     Raises:
         OSError: on every rank, if the directory cannot be written, or a rank sees another one under its name. So this
@@ -50,8 +51,10 @@ class Saver:
         background: bool = False,
         timeout_s: float = 1800.0,
         lock: LockFile | None = None,
+        pinned: Path | None = None,
     ) -> None:
         self.directory, self.keep, self.background, self._lock = Path(directory), keep, background, lock
+        self._pinned = pinned
         _check_shared(self.directory)
         from megatron5d.checkpoint.storage import Index, write  # at the start of a run that saves, not hours later
 
@@ -135,7 +138,7 @@ class Saver:
         if failed:
             raise OSError(str(failed))
         self._index.write(temporary, [note.removeprefix(_DONE) for note in notes])
-        commit(temporary, self.keep)
+        commit(temporary, self.keep, self._pinned)
 
     def _room(self) -> str:
         """For a message: the free space of the disk, and that older checkpoints are not affected."""

@@ -118,3 +118,10 @@ def slurm_job(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """The id of the SLURM job that this process belongs to ("" outside SLURM), and how often the job was requeued."""
     restarts = variables.get("SLURM_RESTART_COUNT", "")
     return variables.get("SLURM_JOB_ID", ""), int(restarts) if restarts.isdigit() else 0
+
+
+def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
+    """The id of the SLURM job if its ranks were started again with the same command, by SLURM or torchrun; else ""."""
+    job, restarts = slurm_job(variables)
+    again = variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return job if restarts or again else ""

@@ -20,11 +20,12 @@ from megatron5d.pipeline_parallel.pipeline import Pipeline
 from megatron5d.pipeline_parallel.stage import Relay, Stage
 from megatron5d.topology.agreement import on_every_rank, on_rank_0
 from megatron5d.topology.grid import Sizes, resolve
+from megatron5d.topology.launcher import restarted_job
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.rng import initialize_rectangle
 from megatron5d.topology.shard import without_memory
-from megatron5d.train.notes import broken_checkpoints, checkpoints_ahead, idle_routers
+from megatron5d.train.notes import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
 from megatron5d.train.schedule import PipelinePlan, agreed_plan, boundary_form
 from megatron5d.train.state import Progress, load_other_run, resume, weight_shards
 from megatron5d.train.step import Trainer
@@ -78,8 +79,8 @@ def build_run(config: Config, process: Process) -> Run:
     with without_memory():
         model = Gpt(config, mesh, process.device, plan.stage_specs(mesh["pp"].rank), plan.shared)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
-    checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume)
-    notes, progress = [*idle_routers(config), plan.note], Progress()
+    checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
+    notes, progress = [*idle_routers(config), plan.note, passed_over(config, checkpoint)], Progress()
     if checkpoint is None:
         notes += _first_weights(config, sync, optimizer, model)
     else:

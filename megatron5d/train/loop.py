@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from megatron5d.checkpoint.save import Saver
@@ -52,7 +54,14 @@ def _train(config: Config, process: Process, outputs: Outputs, snapshots: Memory
     saver = None
     if config.checkpoint.dir:
         c = config.checkpoint
-        saver = outputs.saver = Saver(c.dir, c.keep, c.async_save, config.parallel.timeout_s, outputs.lock)  # type: ignore[arg-type]
+        saver = outputs.saver = Saver(
+            c.dir,  # type: ignore[arg-type]  # a law: there is one
+            c.keep,
+            c.async_save,
+            config.parallel.timeout_s,
+            outputs.lock,
+            pinned=Path(c.resume),
+        )
     reporter = on_every_rank(lambda: Reporter(run))
     try:
         on_every_rank(lambda: _announce(run, reporter))

@@ -13,6 +13,17 @@ LOOKED_AT = 64  # documents of a file
 LOOKED_AT_TOKENS = 1 << 16  # at the end of each
 
 
+def passed_over(config: Config, checkpoint: Path | None) -> str:
+    """For the log, where a job that was started again goes on from its own checkpoint instead of checkpoint.resume."""
+    resume, folder = config.checkpoint.resume, config.checkpoint.dir
+    if checkpoint is None or folder is None or resume == "auto" or checkpoint.parent != Path(folder):
+        return ""
+    if resume != "none" and Path(resume).resolve() in (checkpoint.resolve(), checkpoint.parent.resolve()):
+        return ""
+    instead = f"checkpoint.resume={resume}"
+    return f"goes on from {checkpoint}, which this job saved before it was started again, instead of {instead}"
+
+
 def broken_checkpoints(config: Config) -> list[str]:
     """Why `checkpoint.resume=auto` does not resume from what looks like a newer checkpoint."""
     c = config.checkpoint

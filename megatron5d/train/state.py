@@ -23,6 +23,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.optimizer import Optimizer
 from megatron5d.topology.agreement import on_rank_0
+from megatron5d.topology.launcher import slurm_job
 from megatron5d.topology.shard import ShardSpec, spec_of
 
 FORMAT = 1  # of run.json; raised when an older reader would misread it
@@ -103,7 +104,13 @@ def twin(key: str) -> str | None:
 
 def run_record(progress: Progress, config: dict[str, Any]) -> dict[str, Any]:
     """What run.json holds."""
-    return {"format": FORMAT, "version": megatron5d.__version__, "progress": asdict(progress), "config": config}
+    return {
+        "format": FORMAT,
+        "version": megatron5d.__version__,
+        "job": slurm_job()[0],
+        "progress": asdict(progress),
+        "config": config,
+    }
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """When a folder is a checkpoint, which one is the newest, which may go."""
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -57,6 +58,33 @@ def test_keep_removes_the_oldest_whole_ones(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=2)
     assert saved_steps(tmp_path) == [3, 4]
+
+
+def test_the_one_that_the_command_line_names_stays(tmp_path):
+    """A job that is requeued before it has saved anything begins there again."""
+    for step in (5, 10):
+        save(tmp_path, step)
+    for step in (15, 20):
+        temporary = step_folder(tmp_path, step).with_suffix(".tmp")
+        temporary.mkdir()
+        (temporary / "run.json").write_text("{}")
+        commit(temporary, 1, pinned=tmp_path / "." / "step-00000005")
+    assert saved_steps(tmp_path) == [5, 20]
+
+
+def test_a_job_that_is_started_again_goes_on_from_what_it_has_saved(tmp_path):
+    """Its command line is the same; it would begin at the same step after every time limit, and never end."""
+    first, own = save(tmp_path, 5), str(tmp_path)
+    assert find_checkpoint(own, str(first), job="77") == first, "nothing of its own is there yet"
+    assert find_checkpoint(own, "none", job="77") is None
+    temporary = step_folder(tmp_path, 9).with_suffix(".tmp")
+    temporary.mkdir()
+    (temporary / "run.json").write_text(json.dumps({"job": "77"}))
+    ninth = commit(temporary, 0)
+    assert find_checkpoint(own, str(first), job="77") == find_checkpoint(own, "none", job="77") == ninth
+    assert find_checkpoint(own, str(first), job="78") == find_checkpoint(own, str(first)) == first
+    assert find_checkpoint(own, "none", job="78") is None and find_checkpoint(own, "none") is None
+    assert find_checkpoint(None, "none", job="77") is None
 
 
 def test_a_run_that_went_back_keeps_what_it_saves_and_goes_on_from_it(tmp_path):

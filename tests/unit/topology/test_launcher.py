@@ -5,7 +5,7 @@ import os
 import pytest
 from ranks import run_ranks
 
-from megatron5d.topology.launcher import Environment, first_host, read_environment
+from megatron5d.topology.launcher import Environment, first_host, read_environment, restarted_job
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SLURM = {
@@ -46,6 +46,13 @@ def test_slurm_meeting_point_can_be_overridden():
 
 def test_torchrun_inside_a_slurm_step_wins():
     assert read_environment(SLURM | TORCHRUN).rank == 3
+
+
+def test_whether_the_job_was_started_again():
+    assert restarted_job({"SLURM_JOB_ID": "7"}) == restarted_job({}) == ""
+    assert restarted_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "7"
+    assert restarted_job({"SLURM_JOB_ID": "7", "TORCHELASTIC_RESTART_COUNT": "1"}) == "7"
+    assert restarted_job({"SLURM_JOB_ID": "7", "TORCHELASTIC_RESTART_COUNT": "0"}) == ""
 
 
 def test_a_batch_script_or_salloc_shell_is_one_process():
