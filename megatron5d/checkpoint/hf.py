@@ -1,8 +1,8 @@
-"""Safetensors folders as Hugging Face writes them: read rectangle by rectangle, write file by file.
+"""Reads safetensors folders as Hugging Face writes them, rectangle by rectangle.
 
-A table of entries says which rows of which of our tensors are which tensor on disk. Reading follows the ShardSpecs:
-a rank reads the rectangles that it holds and nothing else. Before the first byte is read the table is held against
-the folder, both ways, so that a name that nobody asked for is as much an error as a name that is not there.
+A table of entries says which rows of our tensors are which tensor on disk. Each rank reads only the rectangles that it
+holds, as its ShardSpecs say. Before anything is read the table is compared with the folder: a tensor that is missing
+is an error, and so is one that is not in the table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron5d.topology.shard import ShardSpec
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_LISTED = 40  # names of one kind of trouble that are spelled out; all ranks raise, so a message stays a page
+_LISTED = 40  # how many names of one kind of fault a message lists
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Entry:
 
     Args:
         name: global name of our tensor.
-        rows: (start, stop) in dim 0 of our tensor, or of its expert; the other dims whole.
+        rows: (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole.
         hf_name: name on disk.
         shape: shape on disk.
         transposed: on disk it is [in, out] (GPT-2's Conv1D) where ours is [out, in].
         expert: which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts.
-        wide: never narrower than fp32, on disk and in memory, whatever the model's dtype (a router's bias).
+        wide: at least fp32 on disk and in memory, whatever the model's dtype (a router's bias).
     """
 
     name: str
@@ -62,13 +62,13 @@ class Entry:
         return inner if self.expert is None else (self.expert, *inner)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What the tensor is kept in beside weights of a dtype."""
+        """The dtype of this tensor in a model whose weights have `dtype`."""
         return torch.promote_types(dtype, torch.float32) if self.wide else dtype
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file says about one tensor before its data is touched."""
+    """What the header of a file says about one tensor."""
 
     file: str
     shape: tuple[int, ...]
@@ -76,13 +76,14 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors of one folder, single-file or sharded; use as a context, files stay open in it.
+    """The tensors of one folder, of one file or several. A context manager: the files are open within it.
 
     Args:
-        folder: holds model.safetensors, or model.safetensors.index.json and the files it lists.
+        folder: with model.safetensors, or model.safetensors.index.json and the files that it lists.
 
     Raises:
-        ValueError: no such files, or one that is missing or unreadable; names it.
+        ValueError: there are no such files, or one is missing or damaged; names it.
+        OSError: a file cannot be opened.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -114,7 +115,7 @@ class SafetensorsFolder:
         return self._handles[file]
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """The rectangle of `shape` at `offset` of one stored tensor, in its stored dtype."""
+        """Reads the rectangle of `shape` at `offset` of one stored tensor, in its stored dtype."""
         view = self._handle(self.tensors[name].file).get_slice(name)
         return view[tuple(slice(start, start + extent) for start, extent in zip(offset, shape))]
 
@@ -143,16 +144,17 @@ def load_shards(
     folder: str | Path,
     ignored: Sequence[str] = (),
 ) -> None:
-    """Fills what this rank holds of a model from a folder, casting to its dtype.
+    """Fills what this rank holds of a model from a folder. No communication.
 
     Args:
-        held: parameters, or slices of them.
-        entries: the whole model's table, so that all ranks find the same faults.
+        held: parameters, or slices of them; values are cast to their dtype.
+        entries: the table of the whole model, so that all ranks find the same faults.
         folder: the safetensors folder.
-        ignored: regular expressions of stored names that carry no weights (masks, rotary tables).
+        ignored: regular expressions for stored names that are not weights (masks, rotary tables).
 
     Raises:
-        ValueError: missing, unexpected, misshapen or quantised tensors, all of them in one message.
+        ValueError: tensors are missing, unexpected, quantised or of another shape; lists all of them.
+        OSError: a file cannot be opened.
     """
     table = defaultdict(list)
     for entry in entries:
@@ -167,7 +169,7 @@ def load_shards(
 
 
 def check_names(stored: SafetensorsFolder, entries: Sequence[Entry], ignored: Sequence[str]) -> None:
-    """Holds the table against the folder; raises and takes what `load_shards` does."""
+    """Compares the table with the folder; arguments and errors as of `load_shards`."""
     wanted = {entry.hf_name: entry for entry in entries}
     missing = [name for name in wanted if name not in stored.tensors]
     unexpected = [
@@ -193,7 +195,11 @@ def _listing(what: str, names: list[str]) -> str:
 
 
 def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> None:
-    """Every parameter's rows are tiled by its entries: each element has exactly one source."""
+    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps.
+
+    Raises:
+        ValueError: those of some parameters do not.
+    """
     troubles = []
     for spec in specs:
         stacked = any(entry.expert is not None for entry in table[spec.name])
@@ -212,7 +218,14 @@ def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> 
 
 
 def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: SafetensorsFolder) -> int:
-    """Reads what a local rectangle and a stored tensor have in common; returns its number of elements."""
+    """Copies the intersection of a stored tensor and a local rectangle; returns its number of elements.
+
+    Args:
+        view: the local rectangle, written in place.
+        at: its offset in our global tensor.
+        entry: the stored tensor.
+        stored: the folder.
+    """
     begin = [max(pair) for pair in zip(at, entry.our_offset)]
     end = [min(a + m, b + n) for a, m, b, n in zip(at, view.shape, entry.our_offset, entry.our_shape)]
     if any(first >= last for first, last in zip(begin, end)):

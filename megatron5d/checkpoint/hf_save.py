@@ -1,4 +1,4 @@
-"""Safetensors folders as Hugging Face reads them, written from a stream: one file's tensors are in memory at a time."""
+"""Writes safetensors folders that Hugging Face reads, with the tensors of one file in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def stored_tensors(
     read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor as it stands on disk, made when it is asked for.
+    """Yields each tensor in the form in which it is stored, computed when it is asked for.
 
     Args:
         entries: the model's table.
-        read: (our global name, offset, shape) -> that rectangle.
-        dtype: what the tensors are cast to.
+        read: returns the rectangle of our tensor with a (global name, offset, shape).
+        dtype: to which the tensors are cast; those of `wide` entries to no less than fp32.
 
     Returns:
-        (name on disk, tensor), in the order of the table.
+        (name on disk, tensor) pairs in the order of the table.
     """
     for entry in entries:
         tensor = read(entry.name, entry.our_offset, entry.our_shape).to(entry.dtype(dtype))
@@ -42,9 +42,9 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
     """Writes tensors in the order given, starting a new file before one would grow beyond the limit.
 
     Args:
-        folder: made if need be; must not hold safetensors files yet, since stale ones would be read with the new.
-        tensors: (name on disk, tensor); taken one by one, contiguous or not.
-        max_shard_bytes: of one file; a larger tensor gets a file of its own.
+        folder: created if it does not exist. It must not hold safetensors files, which would be read with the new ones.
+        tensors: (name on disk, tensor) pairs, taken one by one; contiguous or not.
+        max_shard_bytes: size limit of one file; a larger tensor gets a file of its own.
 
     Returns:
         Total size of the tensors, in bytes.
@@ -87,7 +87,7 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
 
 
 def _name_files(folder: Path, parts: list[list[str]], total_bytes: int) -> None:
-    """Gives the parts their final names, which contain their number; the index comes last and makes them a whole."""
+    """Renames the files to their final names, which contain their number, and then writes the index."""
     if len(parts) == 1:
         os.replace(folder / _PART.format(0), folder / SINGLE)
         return

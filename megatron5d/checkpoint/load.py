@@ -1,4 +1,4 @@
-"""Loads a checkpoint into any layout: every rank reads the rectangles it holds."""
+"""Finds the checkpoint that a run starts from, and loads it into any layout: each rank reads what it holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron5d.checkpoint.folder import (
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.topology.agreement import first_failure
 
-LISTED = 12  # tensors that do not fit and are named: the keys of the model that differ say more
+LISTED = 12  # how many tensors that do not fit are named; the configuration keys that differ say more
 
 
 def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
@@ -52,16 +52,16 @@ def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path
 
 
 def agreed(find: Callable[[], Path | None]) -> Path | None:
-    """What rank 0 finds, on every rank, if all see the same there.
+    """Returns what rank 0 finds on every rank, after each rank has made sure that it sees the same there.
 
-    Rank 0 alone asks for every file: a checkpoint may have one a rank, and of thousands of ranks that each ask for
-    thousands of files no file system recovers. The others compare the list of files.
+    Only rank 0 looks at every file. A checkpoint may have a file for each rank, and no file system serves thousands of
+    ranks that each ask for thousands of files. The other ranks only compare the list of files.
 
     Args:
         find: looks for a whole checkpoint.
 
     Raises:
-        ValueError: as `find` on rank 0, or it may not look there; or a rank sees other checkpoints. On every rank.
+        ValueError: on every rank, if `find` raises on rank 0, or a rank sees another checkpoint or cannot look there.
 
     Comm: a broadcast of a path, and `first_failure`'s.
     """
@@ -85,7 +85,7 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
             here = find()
         if here != chosen:
             other = f"finds {here or 'none'}"
-    except (ValueError, OSError) as error:  # who raised alone would leave the others waiting
+    except (ValueError, OSError) as error:  # raised below, on all ranks together
         other = f"cannot look there: {error}"
     if failed := first_failure(other and f"on {socket.gethostname()} rank {rank} {other}"):
         raise ValueError(
@@ -96,7 +96,7 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
 
 
 def _seal(folder: Path | None) -> int | None:
-    """Tells one checkpoint from another; None where there is none."""
+    """The CRC-32 of a checkpoint's list of files, by which two are told apart; None where there is none."""
     try:
         return None if folder is None else zlib.crc32((folder / MANIFEST).read_bytes())
     except OSError:
@@ -126,9 +126,9 @@ def whole_checkpoint(folder: str | Path, knob: str) -> Path:
 
 
 def certainly_none(folder: str | Path, knob: str) -> str | None:
-    """Why `whole_checkpoint` will find nothing in a folder that is there; None where it may find something.
+    """Why `whole_checkpoint` will find nothing in an existing folder, in words; None where it may find something.
 
-    Every rank asks, before any has met another, so that nothing is opened and few names are looked for.
+    Every rank calls this before the ranks have met, so it opens no file and looks for few names.
     """
     directory = Path(folder)
     try:
@@ -147,23 +147,24 @@ def load_tensors(
     differing: Sequence[str] = (),
     twin: Callable[[str], str | None] = lambda key: None,
 ) -> dict[str, tuple[str, torch.dtype]]:
-    """Fills the parts of `tensors` from a checkpoint.
+    """Fills the parts of `tensors` from a checkpoint, whatever layout saved it.
 
     Args:
         folder: a whole checkpoint.
-        tensors: by key; their parts are written in place.
-        differing: keys of the model that differ from the saved ones, as text; said where tensors do not fit.
-        twin: another key under which the same values may be saved, in another dtype. It is read where the key itself
-            is not saved, or in a narrower dtype than is wanted and than the twin's.
+        tensors: by key; their parts are written in place, in their own dtype.
+        differing: configuration keys whose values differ from the saved ones, as text for the error message.
+        twin: gives another key under which the same values may be saved in another dtype, such as master weights. The
+            twin is read if the key itself is not saved, or if it is saved in a dtype narrower than both the wanted one
+            and the twin's.
 
     Returns:
         By key of `tensors`: the key that was read, and the dtype in which it is saved.
 
     Raises:
-        ValueError: keys or global shapes disagree, on every rank; lists the first of the first rank where they do, and
-            counts its rest. Or a file cannot be read; names it.
+        ValueError: on every rank, if keys or global shapes disagree: lists those of the first rank where they do. Or
+            if a file is damaged or cannot be read: names it.
 
-    Comm: a broadcast of what lies where, and `first_failure`'s of what disagrees and of what cannot be read.
+    Comm: a broadcast of `.metadata`; twice that of `first_failure`.
     """
     from megatron5d.checkpoint.storage import Reader, read  # DCP: a second that not every run pays
 
@@ -176,9 +177,9 @@ def load_tensors(
         for key, source in sources.items()
         if source is not None and saved[source].size != tensors[key].shape
     ]
-    faults.sort(key=lambda fault: ("optim." in fault, fault))  # the optimiser's differ where the weights do
+    faults.sort(key=lambda fault: ("optim." in fault, fault))  # weights first
     shown = faults[:LISTED] + [f"and {len(faults) - LISTED} more"] * (len(faults) > LISTED)
-    if failed := first_failure("\n  ".join(shown) or None):  # who raised alone would leave the others waiting
+    if failed := first_failure("\n  ".join(shown) or None):
         raise ValueError("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))
     own = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
     twins = {source: tensors[key] for key, source in sources.items() if source is not None and source != key}
@@ -187,13 +188,13 @@ def load_tensors(
 
 
 def widest_source(key: str, twin: str | None, wanted: torch.dtype, saved: Mapping[str, Any]) -> str | None:
-    """The key that is read, of two with the same values: the first that is as wide as is wanted, else the wider one.
+    """Of two keys with the same values, the one to read: the first that is as wide as is wanted, else the wider one.
 
     Args:
-        key: under which the values are wanted.
-        twin: another one under which they may be saved; None = none.
-        wanted: dtype.
-        saved: what the checkpoint says of its tensors, by key.
+        key: the key under which the values are wanted.
+        twin: another key under which they may be saved; None = none.
+        wanted: dtype in which the values will be kept.
+        saved: entries of the checkpoint's metadata, by key.
 
     Returns:
         None where neither is saved.

@@ -20,10 +20,10 @@ from megatron5d.checkpoint.store_group import StoreGroup
 from megatron5d.topology.agreement import failure_among, first_failure, on_rank_0
 from megatron5d.topology.lock_file import LockFile
 
-# For a network file system to show a new file on other nodes: the laws have asked for the folder before it was made,
-# and NFS may answer from that memory for a minute.
+# How long a network file system may take to show a new file on other nodes. The laws have looked for the folder before
+# it was made, and NFS may answer from its cache for a minute.
 VISIBLE_S = 90.0
-_DONE = b"\0"  # a note that begins with anything else is what went wrong
+_DONE = b"\0"  # first byte of a message that its rank has written its file; any other message is an error
 
 
 class Saver:
@@ -32,8 +32,8 @@ class Saver:
     Args:
         directory: of all checkpoints.
         keep: newest ones kept; 0 = all.
-        background: return as soon as the tensors are copied; the files are written by a thread.
-        timeout_s: after which a rank that has not written its files is given up.
+        background: `save` returns as soon as the tensors are copied, and a thread writes the files.
+        timeout_s: seconds after which a save fails because a rank has not written its file.
         lock: of the directory, on rank 0; None where nobody else can be writing there.
         pinned: a checkpoint that is kept whatever `keep` says: the one that the command line names.
 
@@ -60,7 +60,7 @@ class Saver:
 
         self._write_tensors, self._index = write, Index()
         self._group = StoreGroup(timeout_s)
-        self._written = b""  # what this rank has told of its files
+        self._written = b""  # what this rank wrote at its last save, as of `storage.write`
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -73,11 +73,10 @@ class Saver:
             run: what run.json will hold (the same on every rank).
 
         Raises:
-            OSError: a rank could not write its files, or the directory has become another run's; here, or for a save in
-                the background at the next one.
+            OSError: on every rank, if a rank could not write its files, or another run has taken over the directory.
+                The error of a save in the background is raised by the next `save` or `wait`.
 
-        Comm: the store, see checkpoint/store_group.py: a message of each rank, and rank 0's word that all may begin and
-            that all is done.
+        Comm: the store (checkpoint/store_group.py): a message of each rank, and three answers of rank 0.
         """
         self.wait()
         if not self.background:
@@ -89,11 +88,11 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """A save in the background is under way."""
+        """Whether a save in the background is going on."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until a save in the background is on disk; raises what went wrong in it."""
+        """Waits until the save in the background has ended, and raises its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -116,10 +115,10 @@ class Saver:
             group.on_rank_0(lambda: _begin(temporary, run))
             try:
                 written = self._write_tensors(temporary, tensors, group.rank)
-                note = _DONE + (b"" if written == known else written)
-            except Exception as error:  # noqa: BLE001 - rank 0 tells it to all
-                note = _described(error).encode()
-            group.send(note)
+                message = _DONE + (b"" if written == known else written)
+            except Exception as error:  # noqa: BLE001 - rank 0 raises it on all ranks
+                message = _described(error).encode()
+            group.send(message)
             group.on_rank_0(lambda: self._finish(temporary))
         except OSError as error:
             if group.rank == 0:
@@ -132,12 +131,12 @@ class Saver:
             self._lock.check()
 
     def _finish(self, temporary: Path) -> None:
-        """On rank 0, once all have written: names what is where, and makes it a checkpoint."""
-        notes = self._group.receive_all()
-        failed = failure_among([None if note.startswith(_DONE) else note.decode() for note in notes])
+        """On rank 0: waits until all ranks have written, writes the index, and makes the folder a checkpoint."""
+        messages = self._group.receive_all()
+        failed = failure_among([None if each.startswith(_DONE) else each.decode() for each in messages])
         if failed:
             raise OSError(str(failed))
-        self._index.write(temporary, [note.removeprefix(_DONE) for note in notes])
+        self._index.write(temporary, [each.removeprefix(_DONE) for each in messages])
         commit(temporary, self.keep, self._pinned)
 
     def _room(self) -> str:

@@ -1,7 +1,7 @@
-"""Tensors to files and back through torch.distributed.checkpoint (DCP); what is read is checked, and damage named.
+"""Writes tensors to files and reads them back with torch.distributed.checkpoint (DCP); reports damaged files.
 
-Importing DCP takes a second or more, for it brings DTensor and sympy: this file, the only one that does, is imported
-where a checkpoint is read or may be written, and nowhere else.
+Importing DCP takes a second or more because it imports DTensor and sympy. Only this file does so, and it is imported
+only where a checkpoint is read or may be written.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ from megatron5d.topology.agreement import first_failure, on_rank_0
 
 
 def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int) -> bytes:
-    """Writes what this rank has of some tensors.
+    """Writes this rank's parts of tensors to its own file. No communication.
 
-    DCP would send every rank's plan to one, and a plan back, before anything is written, and the places of everything
-    to every rank afterwards. Here a rank has nothing that another one has (`writing` in train/state.py), so that its
-    own plan is final; that all plans together make whole tensors, rank 0 sees when it lists them (`list_places`).
+    DCP itself would gather all plans on one rank before the write, send plans back, and afterwards send the places of
+    everything to every rank. Here no two ranks hold the same part (`writing` in train/state.py), so each rank's plan is
+    final. Rank 0 checks in `Index.write` that all plans together make whole tensors.
 
     Args:
         folder: of one checkpoint.
         tensors: by key.
-        rank: of this process; in the name of its file.
+        rank: of this process; part of the file's name.
 
     Returns:
-        What is written where, for `list_places`. A rank with nothing to write makes no file.
+        For `Index.write`: which part was written where, compressed. A rank with nothing to write makes no file.
+
+    Raises:
+        OSError, RuntimeError: the file cannot be written (torch hides the former behind the latter).
     """
     planner, writer = _planner(), dcp.FileSystemWriter(folder)
     planner.set_up_planner(dict(tensors))
@@ -55,36 +58,37 @@ def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int) -> bytes:
 
 
 class Index:
-    """What lies where in a checkpoint, on the rank that writes `.metadata`.
+    """The index of a checkpoint: which file holds which part of which tensor. Used on rank 0, which writes `.metadata`.
 
-    Ranks that write the same tensors to the same places as the last time say so with an empty note: of thousands of
-    ranks it takes seconds to put their notes together.
+    A rank that has written the same parts to the same places as at the last save sends an empty message. If all do, the
+    last index is written again: for thousands of ranks it takes seconds to build one.
     """
 
     def __init__(self) -> None:
-        self._notes: list[bytes] = []
-        self._found: tuple[Metadata, list[list[WriteResult]]] | None = None
+        self._messages: list[bytes] = []
+        self._built: tuple[Metadata, list[list[WriteResult]]] | None = None
 
-    def write(self, folder: Path, notes: list[bytes]) -> None:
+    def write(self, folder: Path, messages: list[bytes]) -> None:
         """Writes `.metadata`.
 
         Args:
             folder: of the checkpoint.
-            notes: from `write` on every rank, in their order; b"" where it is the last one's.
+            messages: what `write` returned on each rank, by rank; b"" where it was the same at the last save.
 
         Raises:
             ValueError: the ranks' parts overlap, or do not fill a tensor.
         """
         with _nothing_collected():
-            if any(notes) or self._found is None:
-                self._found = self._put_together(notes)
+            if any(messages) or self._built is None:
+                self._built = self._build(messages)
             writer = dcp.FileSystemWriter(folder)
             writer.set_up_storage_writer(True)
-            writer.finish(*self._found)
+            writer.finish(*self._built)
 
-    def _put_together(self, notes: list[bytes]) -> tuple[Metadata, list[list[WriteResult]]]:
-        self._notes = [new or old for new, old in itertools.zip_longest(notes, self._notes, fillvalue=b"")]
-        parts = [pickle.loads(zlib.decompress(note)) for note in self._notes]
+    def _build(self, messages: list[bytes]) -> tuple[Metadata, list[list[WriteResult]]]:
+        """DCP's metadata, and the places of each rank's parts."""
+        self._messages = [new or old for new, old in itertools.zip_longest(messages, self._messages, fillvalue=b"")]
+        parts = [pickle.loads(zlib.decompress(message)) for message in self._messages]
         _, metadata = _planner().create_global_plan([SavePlan(items) for items, _ in parts])
         metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
         return metadata, [places for _, places in parts]
@@ -92,8 +96,7 @@ class Index:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Within, Python looks for no garbage: among a million objects that all stay, it looks in vain for most of the
-    time that they take."""
+    """Switches Python's garbage collector off: with a million objects that all stay alive it takes most of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -104,22 +107,22 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _planner() -> dcp.DefaultSavePlanner:
-    """For tensors by key, which are neither nested nor sharded in DCP's own way."""
+    """DCP's planner for tensors by key, which are neither nested nor sharded in DCP's own way."""
     return dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def read(reader: Reader, parts: Sequence[dict[str, ShardedTensor]]) -> None:
-    """Fills the parts of tensors, all of which the checkpoint has.
+    """Fills the parts of tensors, all of which the checkpoint must hold.
 
     Args:
         reader: of the checkpoint.
-        parts: tensors by key; what shall be read twice is in two of them.
+        parts: tensors by key. A key that is read into two tensors is in two of the dicts.
 
     Raises:
-        ValueError: a file is damaged or cannot be read; names the first rank that met it, and the file.
+        ValueError: on every rank, if a file is damaged or cannot be read; names the first such rank, and the file.
 
-    Comm: unless the reader is alone, `first_failure`'s. DCP would gather every rank's plan on one, which sends it back
-        unchanged.
+    Comm: as `first_failure` unless the reader is alone. DCP itself would gather every rank's plan on one rank, which
+        would send it back unchanged.
     """
     fault = None
     with warnings.catch_warnings():
@@ -134,12 +137,11 @@ def read(reader: Reader, parts: Sequence[dict[str, ShardedTensor]]) -> None:
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader, which checks what it reads, names the file that it cannot read, and reads `.metadata` once: that of
-    thousands of ranks is large.
+    """DCP's reader that also checks what it reads, names a file that it cannot read, and reads `.metadata` only once.
 
-    Each item of a file is an archive of torch.save, with a CRC-32 of everything in it. torch writes but does not check
-    them; here they are, the first time that an item is read, whichever part of it is wanted: 2.6 GB/s of a core, beside
-    1.4 GB/s of reading itself. What changed where nothing is read from is not noticed.
+    Each item of a file is an archive of torch.save, with a CRC-32 of everything in it. torch writes these checksums but
+    does not check them. Here the whole item is checked the first time that any part of it is read, at 2.6 GB/s per core
+    (reading itself runs at 1.4 GB/s). Damage in items that are not read is not noticed.
 
     Args:
         folder: a whole checkpoint.
@@ -150,16 +152,16 @@ class Reader(dcp.FileSystemReader):
         super().__init__(folder)
         self._folder, self.alone = folder, alone
         self._metadata: Metadata | None = None
-        self._sound: set[tuple[str, int]] = set()  # file and offset of items that were checked
-        self._reading: Any = None  # DCP's note of where the item lies that is read now
+        self._sound: set[tuple[str, int]] = set()  # file and offset of the items whose checksum was right
+        self._reading: Any = None  # where the item lies that is being read; for messages
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        """As DCP's, read once, and by rank 0 for all.
+        """Returns DCP's metadata. Rank 0 reads the file once, for all ranks.
 
         Raises:
-            ValueError: the file of metadata cannot be read or is not what was saved; on every rank.
+            ValueError: on every rank, if the file cannot be read or its checksum is wrong.
 
-        Comm: unless alone a broadcast of the file over the world.
+        Comm: unless alone, a broadcast of the file over the world, once.
         """
         if self._metadata is None:
             content = self._content() if self.alone else on_rank_0(self._content)
@@ -168,7 +170,7 @@ class Reader(dcp.FileSystemReader):
         return self._metadata
 
     def _content(self) -> bytes:
-        """Of the file of metadata."""
+        """The content of the file of metadata; raises as `read_metadata`."""
         try:
             fault = changed(self._folder, METADATA)
             if not fault:
@@ -183,7 +185,7 @@ class Reader(dcp.FileSystemReader):
         return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
     def advice(self) -> str:
-        """What to do where this checkpoint is damaged."""
+        """For the message about a damaged checkpoint: which older one is whole."""
         try:
             earlier = newest_before(self._folder)
         except OSError as error:
@@ -196,7 +198,7 @@ class Reader(dcp.FileSystemReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As DCP's, file by file, so that a fault names its file.
+        """Reads the items of a plan file by file, so that an error can name its file.
 
         Raises:
             OSError: a file cannot be read.
@@ -212,13 +214,13 @@ class Reader(dcp.FileSystemReader):
             except OSError as error:
                 raise OSError(f"{self._folder / name}: {error}") from error
             except Exception as error:  # torch's own words for a damaged archive are about other things
-                raise ValueError(f"{self._folder / name} {self._fault_told(error)}") from error
+                raise ValueError(f"{self._folder / name} {self._described(error)}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """The bytes of one item, checked."""
+        """Returns the bytes of one item as a file, after checking them."""
         self._reading = sinfo
         place = (sinfo.relative_path, sinfo.offset)
         if place not in self._sound:
@@ -228,8 +230,8 @@ class Reader(dcp.FileSystemReader):
             self._sound.add(place)
         return super()._slice_file(file, sinfo)
 
-    def _fault_told(self, error: Exception) -> str:
-        """Damage, or what else stopped a read of sound values (no memory for them, a damaged header before them)."""
+    def _described(self, error: Exception) -> str:
+        """Whether the item is damaged, or what else stopped the read of sound values (out of memory, for example)."""
         if self._reading is None:
             return f"cannot be read: {error}"
         start, stop = self._reading.offset, self._reading.offset + self._reading.length
@@ -241,7 +243,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of an open file, as a file; it is read in place, an item may be large.
+    """A stretch of an open file as a file of its own. It is not copied, because an item may be large.
 
     Args:
         file: open for reading.

@@ -1,4 +1,4 @@
-"""Weights alone, without an optimiser: into plain parameters, out as whole rows, in from elsewhere part by part."""
+"""Weights without an optimiser: loaded into plain parameters, read by rectangle, or saved as they are computed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron5d.topology.shard import spec_of
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-PREFIX = "model."  # before the global names of weights among a checkpoint's keys
+PREFIX = "model."  # the key of a weight in a checkpoint is this and its global name
 
 
 @torch.no_grad()
 def load_weights(parameters: Iterable[Tensor], folder: Path) -> None:
-    """Fills local parameters from a whole checkpoint, whatever layout saved it; padding rows become zero.
+    """Fills local parameters from a whole checkpoint, whatever layout saved it. Padding rows become zero.
 
     Args:
-        parameters: local tensors with a ShardSpec.
+        parameters: local tensors with a ShardSpec; they keep their dtype.
         folder: a whole checkpoint; its optimiser state is not read.
 
     Raises:
         ValueError: names or global shapes disagree.
 
-    Comm: as of `load_tensors`.
+    Comm: as `load_tensors`.
     """
     load_tensors(folder, named("model", ((spec_of(each), sharded_parameter(each)) for each in parameters)))
 
@@ -40,8 +40,8 @@ class SavedWeights:
 
     Args:
         folder: a whole checkpoint.
-        wanted: dtype in which the weights will be used; None = the one in which the model's own are saved.
-        twin: as of `load_tensors`; without it the model's own weights are read, even where wider ones are saved.
+        wanted: dtype in which the weights will be used; None = the dtype in which the weights are saved.
+        twin: as in `load_tensors`. Without it the weights themselves are read, even where masters are saved.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SavedWeights:
         self.tensors = {name: saved[key] for name, key in self._keys.items()}
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The rectangle of `shape` at `offset` of a global tensor, in the dtype of the copy that is read."""
+        """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it is saved."""
         entry = self.tensors[name]
         values = torch.empty(tuple(shape), dtype=entry.properties.dtype)
         tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
@@ -68,7 +68,7 @@ class SavedWeights:
 
 
 class LazyTensor(ShardedTensor):
-    """A global tensor for a save whose parts are made when they are written, so that they are never all in memory."""
+    """A tensor to be saved whose parts are computed when they are written, so that they are never all in memory."""
 
     make: Callable[[tuple[int, ...]], Tensor]
 
@@ -83,13 +83,13 @@ def lazy_tensor(
     dtype: torch.dtype,
     make: Callable[[tuple[int, ...]], Tensor],
 ) -> LazyTensor:
-    """A LazyTensor.
+    """Makes a LazyTensor.
 
     Args:
         shape: global shape.
-        parts: offset -> shape of each part.
+        parts: the shape of each part, by its offset in the global tensor.
         dtype: of the parts.
-        make: offset -> values of that part.
+        make: computes the values of the part at an offset.
     """
     views = [(offset, torch.empty(extent, dtype=dtype, device="meta")) for offset, extent in parts.items()]
     tensor = LazyTensor(shape, views, dtype)
