@@ -26,25 +26,40 @@ from kernels.flash_attention_tiles import (
 )
 from kernels.language import cdiv, jit, next_power_of_2, tl
 
+PADDING = 128  # of the rows' statistics; a multiple of every block of queries
+
 
 @jit
-def _delta_kernel(dout_ptr, out_ptr, delta_ptr, num_rows, num_queries, heads, dim, ROWS: tl.constexpr, D: tl.constexpr):
-    """`[b, a, s]` rowsum(dout ∘ out) from contiguous `[s, b, a, d]`; heads = b·a."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+def _delta_kernel(
+    dout_ptr,
+    out_ptr,
+    lse_ptr,
+    peak_ptr,
+    delta_ptr,
+    num_queries,
+    padded,
+    num_batch,
+    dim,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """For some queries of a head: lse in units of log2, and rowsum(dout ∘ out) from contiguous `[s, b, a, d]`.
+
+    A query that saw nothing, or lies past the end, gets lse +inf: probability 0.
+    """
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, D)
-    live = (row < num_rows)[:, None] & (column < dim)[None, :]
+    line = batch * tl.num_programs(1) + head
+    row = (query.to(tl.int64) * num_batch + batch) * tl.num_programs(1) + head
     at = row[:, None] * dim + column[None, :]
+    live = (query < num_queries)[:, None] & (column < dim)[None, :]
     dout = tl.load(dout_ptr + at, live, other=0.0).to(tl.float32)
     out = tl.load(out_ptr + at, live, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + row % heads * num_queries + row // heads, tl.sum(dout * out, 1), row < num_rows)
-
-
-@jit
-def _row_statistics(lse_ptr, delta_ptr, row, query, num_queries):
-    """lse in units of log2, and delta; a query that saw nothing or does not exist gets lse +inf: probability 0."""
-    lse = tl.load(lse_ptr + row + query, query < num_queries, other=float("inf"))
-    delta = tl.load(delta_ptr + row + query, query < num_queries, other=0.0)
-    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), delta
+    tl.store(delta_ptr + line * padded + query, tl.sum(dout * out, 1))
+    lse = tl.load(lse_ptr + line * num_queries + query, query < num_queries, other=float("-inf"))
+    peak = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(peak_ptr + line * padded + query, peak)
 
 
 @jit
@@ -81,20 +96,19 @@ def _collect_queries(
     REACH: tl.constexpr,
 ):
     """Add what the queries [start, stop) of one head give to dk and dv."""
-    num_queries, num_heads, scale, softcap, window = sizes
+    num_queries, padded, num_heads, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
     HAS_SOFTCAP: tl.constexpr = FLAGS[2]
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
     HAS_Q_POSITIONS: tl.constexpr = FLAGS[4]
-    row = (batch.to(tl.int64) * num_heads + head) * num_queries
+    row = (batch.to(tl.int64) * num_heads + head) * padded
     for first in tl.range(start, stop, BLOCK_M):
         first = tl.multiple_of(first, BLOCK_M)
         query = first + tl.arange(0, BLOCK_M)
         q = tile(sources[0], layouts[0], first, batch, head, BLOCK_M, D, REACH)
-        lse, delta = _row_statistics(rows[0], rows[1], row, query, num_queries)
         scores = capped(tl.dot(k, q.T), scale, softcap, HAS_SOFTCAP)
-        p = tl.exp2(scores - lse[None, :])
+        p = tl.exp2(scores - tl.load(rows[0] + row + query)[None, :])
         if MASKED:
             q_at = positions(mask[0], query, num_queries, HAS_Q_POSITIONS)[None, :]
             q_document = documents(mask[1], batch, query, num_queries, -1, HAS_DOCUMENTS)[None, :]
@@ -103,6 +117,7 @@ def _collect_queries(
         dout = tile(sources[1], layouts[1], first, batch, head, BLOCK_M, DV, REACH)
         dv = tl.dot(p.to(dout.dtype), dout, dv)
         dp = tl.dot(v, dout.T)
+        delta = tl.load(rows[1] + row + query)
         ds = _uncapped(p * (dp - delta[None, :]), scores, softcap, HAS_SOFTCAP)
         dk = tl.dot(ds.to(q.dtype), q, dk)
     return dk, dv
@@ -136,7 +151,7 @@ def _key_value_kernel(
     HAS_K_POSITIONS: tl.constexpr = FLAGS[5]
     HAS_SPANS: tl.constexpr = FLAGS[6]
     num_queries = sizes[0]
-    window = sizes[4]
+    window = sizes[5]
     block = tl.program_id(0)
     k_head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -212,7 +227,7 @@ def _collect_keys(
     REACH: tl.constexpr,
 ):
     """Add what the keys [start, stop) give to dq."""
-    num_queries, num_heads, scale, softcap, window = sizes
+    _, _, _, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
     HAS_SOFTCAP: tl.constexpr = FLAGS[2]
@@ -263,8 +278,8 @@ def _query_kernel(
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
     HAS_Q_POSITIONS: tl.constexpr = FLAGS[4]
     HAS_SPANS: tl.constexpr = FLAGS[6]
-    num_queries, num_heads = sizes[0], sizes[1]
-    window = sizes[4]
+    num_queries, padded, num_heads = sizes[0], sizes[1], sizes[2]
+    window = sizes[5]
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -273,8 +288,9 @@ def _query_kernel(
     query = first + tl.arange(0, BLOCK_M)
     q = tile(sources[0], layouts[0], first, batch, head, BLOCK_M, D, REACH)
     dout = tile(sources[1], layouts[1], first, batch, head, BLOCK_M, DV, REACH)
-    row = (batch.to(tl.int64) * num_heads + head) * num_queries
-    lse, delta = _row_statistics(rows[0], rows[1], row, query, num_queries)
+    row = (batch.to(tl.int64) * num_heads + head) * padded
+    lse = tl.load(rows[0] + row + query)
+    delta = tl.load(rows[1] + row + query)
     q_at = positions(mask[0], query, num_queries, HAS_Q_POSITIONS)[:, None]
     q_document = documents(mask[1], batch, query, num_queries, -1, HAS_DOCUMENTS)[:, None]
     start = 0
@@ -308,39 +324,42 @@ def _query_kernel(
     tl.store(dq_ptr + at, (dq * natural_scale).to(dq_ptr.dtype.element_ty), live)
 
 
-def _delta(dout: Tensor, out: Tensor) -> Tensor:
+def _row_statistics(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """lse in units of log2, and delta: `[2, b, a, s]`, with s rounded up, so that no block of queries ends past it."""
     s, b, a, dv = out.shape
-    delta = torch.empty(b, a, s, dtype=torch.float32, device=out.device)
+    padded = cdiv(s, PADDING) * PADDING
+    rows = torch.empty(2, b, a, padded, dtype=torch.float32, device=out.device)
     config = tuning.select("attention_delta", out.device)
-    sizes = (s * b * a, s, b * a, dv)
-    _delta_kernel[(cdiv(s * b * a, config["ROWS"]),)](dout, out, delta, *sizes, D=next_power_of_2(dv), **config)
-    return delta
+    inputs = (dout, out, lse, *rows, s, padded, b, dv)
+    _delta_kernel[(padded // config["ROWS"], a, b)](*inputs, D=next_power_of_2(dv), **config)
+    return rows
 
 
 def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as `flash_attention.attention_backward` describes them."""
     q, k, v = (aligned(x) for x in (q, k, v))
     dout, lse = aligned(dout.contiguous()), lse.contiguous()
-    rows = (lse, _delta(dout, out.contiguous()))
+    rows = _row_statistics(dout, out.contiguous(), lse)
     s, b, a, d = q.shape
     t, g, dv_dim = k.shape[0], k.shape[2], v.shape[3]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     key = tuning_key(d, dv_dim, rule)
     inputs = mask_inputs(rule, lse)
     mask = _mask_order(inputs)
-    sizes = (s, a, kernel_scale(rule), rule.softcap, rule.window or 0)
+    sizes = (s, rows.shape[3], a, kernel_scale(rule), rule.softcap, rule.window or 0)
     constants = {"FLAGS": tuple(flags(rule).values()), "D": next_power_of_2(d), "DV": next_power_of_2(dv_dim)}
 
     def launch(operation, kernel, outputs, spans_of, blocks_of, count, heads):
         config = tuning.select(operation, q.device, **key)
         block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+        assert PADDING % block_m == 0, "the rows' statistics end with a block of queries"
         mode = reach([q, dout, k, v], config.pop("DESCRIBED"))
         tiles, layouts = sources([q, dout, k, v], [block_m, block_m, block_n, block_n], mode)
         spans = spans_of(rule, inputs, s, t, block_m, block_n) if needs_spans(rule) else lse
         stride = spans.stride(0) if spans.shape[0] > 1 else 0
         rest = (spans, stride, sizes, t, b, a // g, (d, dv_dim), rule.scale)
         grid = (cdiv(count, config[blocks_of]), heads, b)
-        kernel[grid](tiles, layouts, rows, mask, outputs, *rest, REACH=mode, **constants, **config)
+        kernel[grid](tiles, layouts, tuple(rows), mask, outputs, *rest, REACH=mode, **constants, **config)
 
     launch("attention_backward_keys", _key_value_kernel, (dk, dv), query_spans, "BLOCK_N", t, g)
     launch("attention_backward_queries", _query_kernel, dq, key_spans, "BLOCK_M", s, a)
