@@ -18,7 +18,6 @@ experts. Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: Mega
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +30,7 @@ from kernels.moe import Places, permute, places, unpermute
 from megatron5d.comm.collectives import start_all_gather
 from megatron5d.comm.exchange import Codec, Exchange
 from megatron5d.comm.uneven import gather_rows, reduce_scatter_rows
+from megatron5d.expert_parallel.planned_load import PlannedLoad
 from megatron5d.topology.axis import Axis
 
 
@@ -74,6 +74,8 @@ class Trip(Protocol):
 class TokenDispatcher(Protocol):
     """Starts trips: `Dispatcher`, or `NodeDispatcher` in hierarchy.py."""
 
+    planned: PlannedLoad  # what forecasts assume instead of counts
+
     def send(self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False) -> tuple[Tensor, Tensor, Trip]:
         """Starts the tokens' way to their experts.
 
@@ -85,14 +87,6 @@ class TokenDispatcher(Protocol):
 
         Returns:
             The ticket for `enter_node`, the weights for `send_back` and `combine`, and the trip.
-        """
-
-    def plan_load(self, load: float, limit: float) -> None:
-        """For forecasts on the meta device, which cannot count.
-
-        Args:
-            load: rows that this rank receives, in even shares.
-            limit: rows that it may receive at most, in even shares.
         """
 
 
@@ -163,13 +157,7 @@ class Dispatcher:
         self.codec = codec
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
-        # For forecasts on the meta device, which cannot count: rows that this rank receives, and may receive at most,
-        # in even shares; and which fraction of the choices is sent at all.
-        self.planned_load, self.planned_limit, self.planned_sent = 1.0, math.inf, 1.0
-
-    def plan_load(self, load: float, limit: float) -> None:
-        """As in TokenDispatcher."""
-        self.planned_load, self.planned_limit = load, limit
+        self.planned = PlannedLoad()
 
     def send(
         self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
@@ -198,7 +186,7 @@ class Dispatcher:
         by_rank = counts.view(ep.size, etp.size, ep.size, local)  # source ep, source etp, target ep, its expert
         here = by_rank[:, :, ep.rank]  # [ep, etp, E/ep] rows for this rank's experts
         if counts.is_meta:
-            table = self._planned_counts(sent_places.token.numel())
+            table = self.planned.counts(sent_places.token.numel(), ep, etp, local)
         else:
             table = by_rank.cpu()  # the layer's only host synchronisation: an all-to-all needs its splits on the host
         send = table[ep.rank, etp.rank].sum(-1).tolist()
@@ -216,23 +204,6 @@ class Dispatcher:
             from_etp,
             places(arrived[:, None], local),
         )
-
-    def _planned_counts(self, num_choices: int) -> Tensor:
-        """int64 `[ep, etp, ep, E/ep]`: planned counts, in which this rank receives `planned_load` times an even share.
-
-        No rank receives more than all choices, or than its experts' capacity; the others receive less as this one
-        receives more.
-        """
-        ep, etp, local = self.ep, self.etp, self.num_local
-        choices = num_choices * self.planned_sent
-        sent = round(choices * min(1.0, self.planned_limit))
-        most = min(sent, math.ceil(choices / ep.size * min(self.planned_limit, ep.size)))
-        mine = min(most, round(choices / ep.size * self.planned_load))
-        rows = [mine if rank == ep.rank else min(most, (sent - mine) // max(1, ep.size - 1)) for rank in range(ep.size)]
-        after = (ep.rank + 1) % ep.size
-        rows[after] += min(sent - sum(rows), most - rows[after])
-        split = torch.tensor([[n // local + (e < n % local) for e in range(local)] for n in rows])
-        return split.expand(ep.size, etp.size, ep.size, local)
 
 
 def weighted_sum(rows: Tensor, weights: Tensor, sent_places: Places) -> Tensor:

@@ -100,10 +100,7 @@ class NodeDispatcher:
         self.num_experts, self.ep_outer, self.codec = num_experts, ep_outer, codec
         self.per_node = ep_outer.divide(num_experts, "model.num_experts")
         self.node_dispatcher = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp, codec)
-
-    def plan_load(self, load: float, limit: float) -> None:
-        """As in TokenDispatcher, of the ranks of a node."""
-        self.node_dispatcher.plan_load(load, limit)
+        self.planned = self.node_dispatcher.planned
 
     def send(
         self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
@@ -147,5 +144,5 @@ class NodeDispatcher:
         A row then has k choices of which those of other nodes are not sent on.
         """
         nodes = self.ep_outer.size
-        self.node_dispatcher.planned_sent = 1 / min(k, nodes)
+        self.planned.sent = 1 / min(k, nodes)
         return torch.full((nodes, nodes), num_tokens * min(k, nodes) // nodes)

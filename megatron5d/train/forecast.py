@@ -240,7 +240,7 @@ def planned_batch(config: Config, mesh: Mesh, model: Gpt, num_microbatches: int)
 def set_load(model: Gpt, imbalance: float, capacity_factor: float | None) -> None:
     for module in model.modules():
         if isinstance(module, MoeDispatch):
-            module.dispatcher.plan_load(imbalance, capacity_factor or math.inf)
+            module.dispatcher.planned.load, module.dispatcher.planned.limit = imbalance, capacity_factor or math.inf
 
 
 def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:
