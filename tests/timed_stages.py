@@ -96,7 +96,7 @@ class TimedStage:
         yield from self._phases("W")
         self._release(microbatch)
 
-    def expect(self, op: str) -> None:
+    def prefetch(self, op: str) -> None:
         pass
 
     def _release(self, microbatch: int) -> None:

@@ -1,7 +1,7 @@
 """All-gather and reduce-scatter along dim 0 whose shares differ in size, each the other's transpose.
 
-Both run as one all-to-all, which takes uneven shares on every backend and adds up in one fixed order; a rank sends as
-many bytes as a ring would.
+Both run as one all-to-all, and are recorded as that: it takes uneven shares on every backend, and the terms are added
+up in one fixed order. A rank sends as many bytes as a ring would.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from megatron5d.topology.axis import Axis
 
 
 def gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
-    """`[counts[rank], ...]` -> `[sum(counts), ...]`, rows of rank 0 first. Comm: all_gather / reduce_scatter."""
+    """`[counts[rank], ...]` -> `[sum(counts), ...]`, rows of rank 0 first.
+
+    Comm: all_gather / reduce_scatter, each as an all_to_all.
+    """
     return differentiable(x, axis, partial(_gather, counts=counts), partial(_reduce_scatter, counts=counts))
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
-    """Partial `[sum(counts), ...]` -> summed `[counts[rank], ...]`. Comm: reduce_scatter / all_gather."""
+    """Partial `[sum(counts), ...]` -> summed `[counts[rank], ...]`.
+
+    Comm: reduce_scatter / all_gather, each as an all_to_all.
+    """
     return differentiable(x, axis, partial(_reduce_scatter, counts=counts), partial(_gather, counts=counts))
 
 

@@ -157,13 +157,13 @@ class GradSync:
         self._mirror_queue = sorted(self._shared, key=lambda index: max(place[phase] for phase in self._used_by[index]))
         self.weights.start_step(passes)
 
-    def follow(self, phases: Sequence[nn.Module]) -> None:
-        """Says in which order an action passes the phases of a stage."""
-        self.weights.follow(phases)
+    def register(self, phases: Sequence[nn.Module]) -> None:
+        """Takes note of the order in which an action passes the phases of a stage."""
+        self.weights.register(phases)
 
-    def expect(self, phase: nn.Module, forward: bool) -> None:
-        """Says that the action after the one that starts now begins with this phase."""
-        self.weights.expect(phase, forward)
+    def prefetch(self, phase: nn.Module, forward: bool) -> None:
+        """Has the weights of this phase, with which the next action begins, gathered during the one that starts now."""
+        self.weights.prefetch(phase, forward)
 
     def before_forward(self, phase: nn.Module) -> None:
         """Waits for the weights that this phase reads."""

@@ -2,7 +2,7 @@
 
 Under ZeRO-3 a unit's weights are gathered before its first phase runs, forward or backward, and freed after its last.
 While a unit computes, the next unit of the same action is gathered; while an action's last unit computes, the first
-unit of the next action is (`expect`). So at most two units are whole for each action that runs. W needs no weights.
+unit of the next action is (`prefetch`). So at most two units are whole for each action that runs. W needs no weights.
 
 With `per_step` a unit stays whole from its first forward of a step to its last backward; in evaluations it is freed
 after each use.
@@ -75,11 +75,11 @@ class GatheredWeights:
         self._users: Counter[int] = Counter()  # bucket -> actions that read it or will read it next
         self._reserved: set[tuple[int, bool]] = set()  # (bucket, forward) gathered ahead of its use
         self._reading: Counter[tuple[int, bool]] = Counter()  # (bucket, forward) -> actions that read it now
-        self._expected: list[tuple[nn.Module, bool]] = []
+        self._to_prefetch: list[tuple[nn.Module, bool]] = []
         self._left: Counter[int] = Counter()  # bucket -> backward passes still to come in this step
 
-    def follow(self, phases: Sequence[nn.Module]) -> None:
-        """Says in which order an action passes the phases of a stage."""
+    def register(self, phases: Sequence[nn.Module]) -> None:
+        """Takes note of the order in which an action passes the phases of a stage."""
         units = [list(group) for _, group in groupby(phases, key=lambda phase: self._unit_of[phase])]
         for forward in (True, False):
             ordered = [unit if forward else unit[::-1] for unit in (units if forward else units[::-1])]
@@ -92,16 +92,16 @@ class GatheredWeights:
                     seen.update(self._uses[phase])
 
     def start_step(self, passes: Mapping[nn.Module, int]) -> None:
-        """Says how many micro-batches will pass each phase backward."""
+        """Takes note of how many micro-batches will pass each phase backward."""
         self._left.clear()
         for phase, count in passes.items():
             for index in self._opens[phase, True]:
                 self._left[index] += count
         self.exposure.clear()
 
-    def expect(self, phase: nn.Module, forward: bool) -> None:
-        """Says that the next action begins with this phase: its unit is gathered during this action's last unit."""
-        self._expected.append((phase, forward))
+    def prefetch(self, phase: nn.Module, forward: bool) -> None:
+        """Has the unit of this phase, with which the next action begins, gathered during this action's last unit."""
+        self._to_prefetch.append((phase, forward))
 
     def before(self, phase: nn.Module, forward: bool) -> None:
         """Waits for the weights that the phase reads, and starts gathering those of the next unit."""
@@ -115,9 +115,9 @@ class GatheredWeights:
         if entry is not None and entry.ahead is not None:
             self._reserve(entry.ahead, forward)
         elif entry is not None:
-            for first, direction in self._expected:
+            for first, direction in self._to_prefetch:
                 self._reserve(self._entries[first, direction].own, direction)
-            self._expected.clear()
+            self._to_prefetch.clear()
 
     def before_recompute(self, phase: nn.Module) -> None:
         """Waits for the weights of a phase that a backward runs forward again; they stay until that backward."""

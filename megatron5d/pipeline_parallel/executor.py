@@ -42,8 +42,8 @@ class Runnable(Protocol):
     def weight_steps(self, microbatch: int) -> Iterator[None]:
         """W, phase by phase: what I has put off."""
 
-    def expect(self, op: str) -> None:
-        """This op comes next, after the action that starts now: its weights may be gathered meanwhile."""
+    def prefetch(self, op: str) -> None:
+        """This op comes after the action that starts now, during which its first weights may be gathered."""
 
     def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
         """A forward without gradients, which keeps nothing."""
@@ -150,7 +150,7 @@ class Executor:
         for (receives, tasks), following in zip(self._slots, self._following):
             self._post(receives, tasks, form)
             for each in following:
-                each.stage.expect(each.op)
+                each.stage.prefetch(each.op)
             if len(tasks) == 1:
                 for _ in self._advance(tasks[0], batches, loss):
                     pass

@@ -11,11 +11,11 @@ from torch import nn
 class PhaseHooks(Protocol):
     """Called by a stage as its phases begin and end; a unit that is gathered and reduced as one may have several."""
 
-    def follow(self, phases: Sequence[nn.Module]) -> None:
-        """A stage runs these phases, in this order forward."""
+    def register(self, phases: Sequence[nn.Module]) -> None:
+        """A stage will run these phases, in this order forward; called when the stage is made."""
 
-    def expect(self, phase: nn.Module, forward: bool) -> None:
-        """The action after the one that starts now begins with this phase."""
+    def prefetch(self, phase: nn.Module, forward: bool) -> None:
+        """The action after the one that starts now begins with this phase, whose weights may be gathered early."""
 
     def before_forward(self, phase: nn.Module) -> None:
         """Its weights are about to be read."""
@@ -45,10 +45,10 @@ class PhaseHooks(Protocol):
 class NoHooks:
     """For a stage whose weights nobody gathers and whose gradients nobody reduces."""
 
-    def follow(self, phases: Sequence[nn.Module]) -> None:
+    def register(self, phases: Sequence[nn.Module]) -> None:
         pass
 
-    def expect(self, phase: nn.Module, forward: bool) -> None:
+    def prefetch(self, phase: nn.Module, forward: bool) -> None:
         pass
 
     def _nothing(self, phase: nn.Module) -> None:

@@ -42,14 +42,14 @@ class Stage:
     def __init__(self, phases: Sequence[nn.Module], hooks: PhaseHooks | None = None) -> None:
         self.phases = list(phases)
         self.hooks: PhaseHooks = hooks or NoHooks()
-        self.hooks.follow(self.phases)
+        self.hooks.register(self.phases)
         self._groups = phase_groups(self.phases)
         self._in_flight: dict[int, list[GroupPassage]] = {}
 
-    def expect(self, op: str) -> None:
-        """Tells the hooks with which phase the next action begins, so that its weights are gathered; W needs none."""
+    def prefetch(self, op: str) -> None:
+        """Tells the hooks with which phase the next action begins, whose weights they gather early; W needs none."""
         if op != "W":
-            self.hooks.expect(self.phases[0 if op == "F" else -1], op == "F")
+            self.hooks.prefetch(self.phases[0 if op == "F" else -1], op == "F")
 
     def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Any]:
         """F: yields after each phase with its output; the last one yielded is the stage's output, a tensor."""
@@ -136,7 +136,7 @@ class Relay:
     def __init__(self) -> None:
         self.phases: list[nn.Module] = []
 
-    def expect(self, op: str) -> None:
+    def prefetch(self, op: str) -> None:
         pass
 
     def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Any]:

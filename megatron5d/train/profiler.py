@@ -77,11 +77,11 @@ class WatchedHooks:
         self._hooks, self._names, self._laps, self._ranges = hooks, names, laps, ranges
         self._running: tuple[str, str, record_function | None] | None = None
 
-    def follow(self, phases: Sequence[nn.Module]) -> None:
-        self._hooks.follow(phases)
+    def register(self, phases: Sequence[nn.Module]) -> None:
+        self._hooks.register(phases)
 
-    def expect(self, phase: nn.Module, forward: bool) -> None:
-        self._hooks.expect(phase, forward)
+    def prefetch(self, phase: nn.Module, forward: bool) -> None:
+        self._hooks.prefetch(phase, forward)
 
     def before_forward(self, phase: nn.Module) -> None:
         self._begin(phase, "forward", self._hooks.before_forward)

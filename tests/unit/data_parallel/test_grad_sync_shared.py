@@ -34,7 +34,7 @@ def finished(sync, units, order, rank):
             return begin()
 
         setattr(bucket, name, start)
-    sync.follow(units)
+    sync.register(units)
     sync.start_step(dict.fromkeys(units, 1))
     for i in order:
         units[i].weight.main_grad += rank + 1

@@ -255,7 +255,7 @@ def test_two_overlapped_actions_take_turns():
     class Logged:
         num_in_flight = 0
 
-        def expect(self, op):
+        def prefetch(self, op):
             pass
 
         def forward_steps(self, microbatch, x, batch):
