@@ -102,25 +102,7 @@ class GradSync:
         self._used_by: dict[int, list[nn.Module]] = {}  # bucket index -> phases whose weight gradients go into it
         self._uses: dict[nn.Module, list[int]] = {}  # phase -> buckets it reads and writes
         self._ends: dict[nn.Module, set[int]] = {}  # phase -> buckets whose gradient of a micro-batch it completes
-        bucket_of: dict[nn.Parameter, int] = {}
-        for unit in units:
-            own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in bucket_of}
-            kinds = {
-                parameter: (*_kind(parameter, gather_eight_bits and zero == 3), separate(spec_of(parameter)))
-                for parameter in own
-            }
-            for kind in sorted(set(kinds.values())):
-                parameters = [parameter for parameter in own if kinds[parameter] == kind]
-                bucket_of |= dict.fromkeys(parameters, len(self.buckets))
-                axes = data_axes(mesh, zero, *kind[:2])
-                self.buckets.append(Bucket(parameters, *axes, grad_dtype, zero, eight_bits=kind[2]))
-            earlier: set[int] = set()
-            for phase in unit:
-                self._uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
-                self._ends[phase] = set(self._uses[phase]) - earlier  # the first phase in a unit is last in a backward
-                earlier |= self._ends[phase]
-                for index in self._uses[phase]:
-                    self._used_by.setdefault(index, []).append(phase)
+        self._make_buckets(units, grad_dtype, gather_eight_bits and zero == 3, separate)
         self._per_microbatch = not reduce_per_step
         self._grads_to_come: dict[int, int] = {}  # bucket -> weight gradients of phases still to come in this step
         self._mirror_queue: list[int] = []  # shared buckets whose sum with the mirror's is to start, in this order
@@ -133,6 +115,29 @@ class GradSync:
         self._connect_mirrors()
         unit_of = {phase: number for number, unit in enumerate(units) for phase in unit}
         self.weights = GatheredWeights(self.buckets, self._uses, unit_of, gather_per_step)
+
+    def _make_buckets(
+        self, units: Sequence[Sequence[nn.Module]], grad_dtype: torch.dtype, eight_bits: bool,
+        separate: Callable[[ShardSpec], bool],
+    ) -> None:  # fmt: skip
+        """Puts every parameter into a bucket, and notes which phases use which buckets."""
+        bucket_of: dict[nn.Parameter, int] = {}
+        for unit in units:
+            own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in bucket_of}
+            kinds = {parameter: (*_kind(parameter, eight_bits), separate(spec_of(parameter))) for parameter in own}
+            for kind in sorted(set(kinds.values())):
+                shared, expert, in_eight_bits, _ = kind
+                parameters = [parameter for parameter in own if kinds[parameter] == kind]
+                bucket_of |= dict.fromkeys(parameters, len(self.buckets))
+                axes = data_axes(self._mesh, self.zero, shared, expert)
+                self.buckets.append(Bucket(parameters, *axes, grad_dtype, self.zero, eight_bits=in_eight_bits))
+            earlier: set[int] = set()
+            for phase in unit:
+                self._uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
+                self._ends[phase] = set(self._uses[phase]) - earlier  # the first phase in a unit is last in a backward
+                earlier |= self._ends[phase]
+                for index in self._uses[phase]:
+                    self._used_by.setdefault(index, []).append(phase)
 
     def _connect_mirrors(self) -> None:
         """Connects mirrored ranks now; if they connected in the first step, they could wait for each other.
