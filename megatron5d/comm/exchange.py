@@ -72,7 +72,7 @@ class Exchange:
         """
         rows = _Finish.apply(ticket, self)
         if torch.is_grad_enabled():
-            self._rows = None  # otherwise somebody may recompute from them
+            self._rows = None  # without a graph they stay: a recomputation will ask again
         return rows
 
     def _start(self, x: Tensor) -> None:

@@ -95,7 +95,7 @@ class Experts(nn.Module):
 
     def _inner(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp] or [r, f/etp]
-        # The activation's backward may write over the output of `up`, which nobody else keeps.
+        # The activation's backward may write over the output of `up`, which no other operation saves.
         gemms, overwrite = expert_gemms_of(self.down), self.parts.keeps("activation")
         activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)
         return self.parts.run("activation", activate, inner)  # [r, f/etp]

@@ -52,7 +52,7 @@ class FeedForward(nn.Module):
 
     def _up_and_activation(self, x: Tensor, defer: Defer) -> Tensor:
         inner = self.up(x, defer)  # [s/cp, b, 2f/tp] or [s/cp, b, f/tp]  all_gather tp
-        # The activation's backward may write over the output of `up`, which nobody else keeps.
+        # The activation's backward may write over the output of `up`, which no other operation saves.
         gemms, overwrite = gemms_of(self.down.weight), self.parts.keeps("activation")
         activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)
         return self.parts.run("activation", activate, inner)  # [s/cp, b, f/tp]

@@ -43,7 +43,7 @@ class PhaseHooks(Protocol):
 
 
 class NoHooks:
-    """For a stage whose weights nobody gathers and whose gradients nobody reduces."""
+    """For a stage without data parallelism: no weights are gathered and no gradients reduced."""
 
     def register(self, phases: Sequence[nn.Module]) -> None:
         pass
