@@ -11,7 +11,7 @@ import kernels
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
-from megatron5d.precision import fp8, kept
+from megatron5d.precision import activations, fp8
 from megatron5d.precision.gemms import PLAIN, ExpertGemms, Gemms, gemms_of
 from megatron5d.precision.stand_in import carried_by
 from megatron5d.topology.axis import single
@@ -97,8 +97,8 @@ def test_models_are_those_of_two_passes(model, monkeypatch):
         patch.setattr(fp8.BlockwiseExpertGemms, "activate", ExpertGemms.activate)
         wide = loss_and_gradients(config)
     assert all(each.isfinite().all() for each in wide)
-    carriers, start = [], kept._Carrier.__init__
-    monkeypatch.setattr(kept._Carrier, "__init__", lambda *args: (carriers.append(1), start(*args))[1])
+    carriers, start = [], activations._Carrier.__init__
+    monkeypatch.setattr(activations._Carrier, "__init__", lambda *args: (carriers.append(1), start(*args))[1])
     for name, recompute in KEPT.items():
         eight = loss_and_gradients(dataclasses.replace(config, recompute=recompute))
         assert all(map(torch.equal, wide, eight)), name
