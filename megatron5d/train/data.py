@@ -65,13 +65,17 @@ def end_of_document(config: Config) -> int | None:
     """The id after which a new document begins: data.eod, or the tokenizer's."""
     if config.data.eod is not None or config.data.tokenizer is None:
         return config.data.eod
-    return _eod_of(config.data.tokenizer)
+    return eod_and_size(config.data.tokenizer)[0]
 
 
 @cache
-def _eod_of(tokenizer: str) -> int | None:
-    """Every evaluation of every set asks, and to read a vocabulary of 128,000 tokens takes a quarter of a second."""
-    return load_tokenizer(tokenizer).eod
+def eod_and_size(tokenizer: str) -> tuple[int | None, int]:
+    """The token that ends a document, and the number of tokens.
+
+    Every evaluation of every set asks, and to read a vocabulary of 128,000 tokens takes a quarter of a second.
+    """
+    found = load_tokenizer(tokenizer)
+    return found.eod, found.vocab_size
 
 
 class BlankSamples(Samples):

@@ -17,7 +17,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader
 from megatron5d.train.memory import MemorySnapshots, memory_snapshots
-from megatron5d.train.notes import unmarked_documents
+from megatron5d.train.notes import small_vocabulary, unmarked_documents
 from megatron5d.train.outputs import Outputs, locked_outputs
 from megatron5d.train.profiler import Profiler
 from megatron5d.train.report import Reporter
@@ -48,7 +48,7 @@ def train(config: Config, process: Process) -> int:
 def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     run = build_run(config, process)
     run.notes += outputs.notes
-    run.notes += on_rank_0(lambda: unmarked_documents(config))
+    run.notes += on_rank_0(lambda: unmarked_documents(config) + small_vocabulary(config))
     if snapshots.note:
         run.notes.append(snapshots.note)
     saver = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
 from megatron5d.config.schema import Config
 from megatron5d.data.indexed import IndexedDataset
-from megatron5d.train.data import end_of_document, read_sources
+from megatron5d.train.data import end_of_document, eod_and_size, read_sources
 
 LOOKED_AT = 64  # documents of a file
 LOOKED_AT_TOKENS = 1 << 16  # at the end of each
@@ -60,6 +60,20 @@ def unmarked_documents(config: Config) -> list[str]:
                 "(where neither key is set, data.document_mask goes by the .idx)"
             )
     return notes
+
+
+def small_vocabulary(config: Config) -> list[str]:
+    """Whether the tokenizer has tokens that the model does not know: the first of them in the data ends the run."""
+    data, size = config.data, config.model.vocab_size
+    if data.tokenizer is None or data.eod is not None:  # which leaves the tokenizer unread
+        return []
+    tokens = eod_and_size(data.tokenizer)[1]
+    if tokens <= size:
+        return []
+    return [
+        f"data.tokenizer = {data.tokenizer} has {tokens} tokens, model.vocab_size is {size}: a higher id in the data "
+        "will end the run"
+    ]
 
 
 def idle_routers(config: Config) -> list[str]:

@@ -14,7 +14,7 @@ from slurm_cluster import slurm_cluster, until, why_not
 from pretrain import main
 
 ROOT = Path(__file__).resolve().parents[2]
-EIGHT = ("--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=10")
+EIGHT = ("--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=30")
 FOUR = ("--nodes=2", *EIGHT[1:])
 EXPERIMENT = [
     *("model=tiny", "model.vocab_size=97", "precision.dtype=fp64", "train.gbs=8", "train.seq_len=16"),

@@ -17,7 +17,7 @@ from megatron5d.train.build import sizes_of
 from megatron5d.train.data import held_out, train_loader, valid_loader
 from megatron5d.train.data_faults import data_faults
 from megatron5d.train.loop import train
-from megatron5d.train.notes import unmarked_documents
+from megatron5d.train.notes import small_vocabulary, unmarked_documents
 
 DOCUMENTS, SEQ = 60, 16
 
@@ -124,7 +124,9 @@ def test_a_run_reads_its_tokenizer_once(corpus, tmp_path, monkeypatch):
     """Not at every evaluation of every set."""
     opened = []
     monkeypatch.setattr(
-        data_module, "load_tokenizer", lambda path: opened.append(path) or SimpleNamespace(eod=len(opened))
+        data_module,
+        "load_tokenizer",
+        lambda path: opened.append(path) or SimpleNamespace(eod=len(opened), vocab_size=43),
     )
     data = DataConfig([corpus], tokenizer=str(tmp_path / "tokenizer"), valid_sets=[f"a {corpus}", f"b {corpus}"])
     config = Config(model=ModelConfig(vocab_size=43), train=TrainConfig(gbs=1, seq_len=SEQ), data=data)
@@ -154,6 +156,16 @@ def test_documents_without_the_token_that_shall_end_them_are_noticed(corpus):
 def test_a_file_of_one_document_needs_no_ends(tmp_path):
     whole = write_corpus(tmp_path / "one", vocab_size=43, documents=1)
     assert unmarked_documents(Config(data=DataConfig([whole], document_mask=True, eod=42_000))) == []
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_noticed(tmp_path, monkeypatch):
+    """Its rarest tokens may come up after weeks."""
+    monkeypatch.setattr(data_module, "load_tokenizer", lambda path: SimpleNamespace(eod=0, vocab_size=44))
+    data = DataConfig(["corpus"], tokenizer=str(tmp_path / "tokenizer"))
+    (note,) = small_vocabulary(Config(model=ModelConfig(vocab_size=43), data=data))
+    assert "has 44 tokens, model.vocab_size is 43" in note
+    assert small_vocabulary(Config(model=ModelConfig(vocab_size=44), data=data)) == []
+    assert small_vocabulary(Config(data=DataConfig(["corpus"]))) == []
 
 
 def test_a_tokenizer_that_names_no_end_of_documents_is_refused_where_losses_depend_on_it(corpus, tmp_path):
