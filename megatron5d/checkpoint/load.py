@@ -21,7 +21,7 @@ from megatron5d.checkpoint.folder import (
     step_folder,
 )
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.topology.agreement import first_failure
+from megatron5d.topology.agreement import first_failure, on_rank_0
 
 LISTED = 12  # how many tensors that do not fit are named; the configuration keys that differ say more
 
@@ -61,23 +61,18 @@ def agreed(find: Callable[[], Path | None]) -> Path | None:
         find: looks for a whole checkpoint.
 
     Raises:
-        ValueError: on every rank, if `find` raises on rank 0, or a rank sees another checkpoint or cannot look there.
+        ValueError: on every rank, if a rank sees another checkpoint than rank 0, or cannot look there.
+        OSError, ValueError: on every rank, if `find` raises one on rank 0.
 
-    Comm: a broadcast of a path, and `first_failure`'s.
+    Comm: a broadcast of a path, and as `first_failure`.
     """
-    if not dist.is_initialized():
-        return find()
-    rank, answer = dist.get_rank(), list[Any]([None, None])
-    if rank == 0:
-        try:
-            found = find()
-            answer = [found, _seal(found)]
-        except (ValueError, OSError) as error:
-            answer = [str(error), None]
-    dist.broadcast_object_list(answer, src=0)
-    chosen, seal = answer
-    if isinstance(chosen, str):
-        raise ValueError(chosen)
+
+    def find_sealed() -> tuple[Path | None, int | None]:
+        found = find()
+        return found, _seal(found)
+
+    chosen, seal = on_rank_0(find_sealed)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     other = None
     try:
         here = chosen if rank == 0 or _seal(chosen) == seal else None

@@ -314,7 +314,7 @@ def test_all_ranks_start_where_rank_0_does_or_none_starts(tmp_path):
     assert at_0 == at_1 == tmp_path / "whole" / "step-00000001"
     assert none_0 is none_1 is None and seen_0 == other
     assert "rank 0 goes on from no checkpoint" in other and "rank 1 finds" in other and "step-00000001" in other
-    assert torn_0 == torn_1 and "empty has no files.json" in torn_0
+    assert torn_1 == f"rank 0: {torn_0}" and "empty has no files.json" in torn_0
     assert shut_0 == shut_1 and "rank 1 cannot look there: " in shut_1 and "File name too long" in shut_1
 
 
