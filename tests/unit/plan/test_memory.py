@@ -12,7 +12,7 @@ from kernels import dispatch, swiglu
 from kernels.fp8_tensor import amax_of, quantize_tensor_both_ways
 from kernels.planning import planned
 from megatron5d.config.load import load_config
-from megatron5d.config.schema import LogConfig
+from megatron5d.config.schema import LogConfig, RecomputeConfig
 from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
@@ -68,6 +68,16 @@ def test_what_passes_between_recomputed_phases_is_no_activation():
         assert sum(memory.peak.activations.values()) <= memory.peak.in_flight * inputs
 
 
+def test_the_last_unit_of_a_backward_begins_where_its_layer_is_computed_again():
+    """There the weights of the next action are gathered."""
+    forecaster = Forecaster(config_of(pp=2, zero=3, gbs=4, recompute=RecomputeConfig("full")), 4, H100)
+    forecaster.rank(1)
+    trace = forecaster._traces[1]
+    *_, again, once_more, backward, and_backward, _ = trace.passes["B"]
+    assert [step.frees for step in (again, once_more, backward, and_backward)] == [False, False, True, True]
+    assert trace.last_unit == {"F": 1, "B": 4, "I": 4}
+
+
 def alone(*lines: str):
     """A Program of one rank that holds all stages; its actions as text, in order."""
     slots = [(Action(text[1], int(text[0]), int(text[2])),) for text in " ".join(lines).split()]
@@ -99,6 +109,22 @@ def test_relays_do_not_keep_weights_from_being_gathered_ahead():
         for last in (stage, dataclasses.replace(stage, ahead={}))
     ]
     assert [(peak.total, str(peak.action)) for peak in peaks] == [(17, "0F0"), (17, "2B0")]
+
+
+def test_what_a_relay_passes_on_stays_with_the_stage_before_it():
+    """Which saves it: after 0F0 6 are kept, message included, and 60 are needed in 0F1."""
+    forward = Step(BOUNDARY, 0, 0), Step("mlp", 60, 6), Step(BOUNDARY, 0, 0)
+    backward = Step(BOUNDARY, 4, 4), Step("mlp", 5, -6, True), Step(BOUNDARY, 0, -4)
+    traces = {0: StageTrace({"F": forward, "B": backward}, output_kept=True), 1: relay_trace(4)}
+    peak = find_peak(alone("0F0 1F0 0F1 1F1 1B1 1B0 0B1 0B0"), 0, traces, message_bytes=4)
+    assert (peak.total, str(peak.action)) == (66, "0F1")
+
+
+def test_weights_that_an_action_ends_with_are_not_gathered_again_for_the_next():
+    passes = {op: (Step("mlp", 10, 0, op == "B"), Step(BOUNDARY, 0, 0)) for op in "FB"}
+    stage = StageTrace(passes, True, ahead=dict.fromkeys("FB", 7), last_unit={"F": 1, "B": 1})
+    turned, again = (find_peak(alone(line), 0, {0: stage}, message_bytes=0).total for line in ("0F0 0B0", "0F0 0F1"))
+    assert (turned, again) == (10, 17)
 
 
 def test_kinds_add_up_to_what_is_needed():
@@ -166,8 +192,10 @@ def test_what_cannot_fit_is_refused_where_that_is_asked_for():
 
 
 def test_where_put_off_weight_gradients_are_too_large_another_schedule_is_proposed():
-    layout = ["parallel.pp=2", "pipeline.schedule=dualpipe_v", "recompute.mode=full", "recompute.logit_tokens=64"]
-    config = load_config(["model=tiny", "model.num_layers=4", "train.seq_len=2048", "train.gbs=16", *layout])
+    layout = ["parallel.pp=2", "pipeline.schedule=dualpipe_v", "recompute.mode=full", "recompute.logit_tokens=1024"]
+    config = load_config(
+        ["model=tiny", "model.num_layers=4", "train.seq_len=2048", "train.gbs=8", "parallel.zero=3", *layout]
+    )
     plain = changed(config, {"pipeline.schedule": "1f1b"})
     larger, have = (max(m.needed for m in Forecaster(c, 2, H100).ranks().values()) for c in (config, plain))
     assert larger > have and nearest_fit(config, 2, H100, have) == ({"pipeline.schedule": "1f1b"}, have)
