@@ -74,7 +74,7 @@ class GatheredWeights:
         self._pending: dict[int, Pending] = {}
         self._users: Counter[int] = Counter()  # bucket -> actions that read it or will read it next
         self._reserved: set[tuple[int, bool]] = set()  # (bucket, forward) gathered ahead of its use
-        self._reading: Counter[tuple[int, bool]] = Counter()  # (bucket, forward) -> actions that read it now
+        self._reading: Counter[tuple[int, bool]] = Counter()  # (bucket, forward) -> actions in its unit now
         self._to_prefetch: list[tuple[nn.Module, bool]] = []
         self._left: Counter[int] = Counter()  # bucket -> backward passes still to come in this step
 
@@ -108,9 +108,10 @@ class GatheredWeights:
         entry = self._entries.get((phase, forward))
         if entry is not None:
             self._reserve(entry.own, forward)
+            for index in entry.own:  # this action's from here on: another one that overlaps with it gathers for itself
+                self._reserved.discard((index, forward))
+                self._reading[index, forward] += 1
         for index in self._opens[phase, forward]:
-            self._reserved.discard((index, forward))
-            self._reading[index, forward] += 1
             self._wait(index)
         if entry is not None and entry.ahead is not None:
             self._reserve(entry.ahead, forward)

@@ -184,6 +184,21 @@ def test_pipelines(case):
     assert_parity(with_schedule(config, schedule), world=world, steps=2)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_two_of_one_kind_overlap(tmp_path, zero):
+    """Two forwards, or two input gradients, of the same stage or of two: the search makes such pairs."""
+    lines = [
+        "(0F0;0F1) 0F2 (3F0;0F3) 3F1 (3F2;3F3) (3I0;3I1) (3I2;3I3) (0I0;0I1) (0I2;0I3)",
+        "(1F0;1F1) (2F0;2F1) (1F2;1F3) (2F2;2F3) (2I0;2I1) 2I2 (2I3;1I0) (1I1;1I2) 1I3",
+    ]
+    weights = [" ".join(f"{stage}W{i}" for stage in held for i in range(4)) for held in ((3, 0), (2, 1))]
+    rows = [f"{line} {rest}".replace(")", ")OVERLAP_F_B").replace(" ", ",") for line, rest in zip(lines, weights)]
+    path = tmp_path / "pairs.csv"
+    path.write_text("\n".join(rows) + "\n")
+    config = config_of("mixtral", layers=4, gbs=8, mbs=1, pp=2, ep=2, zero=zero)
+    assert_parity(with_schedule(config, f"file:{path}", layout=[1] * 4), world=4, steps=2)
+
+
 CONTEXT = {
     "cp2, ep2": (2, {"cp": 2, "ep": 2}),
     "cp2, tp2 sp, ep2, etp2": (4, {"cp": 2, "tp": 2, "sp": True, "ep": 2}),
