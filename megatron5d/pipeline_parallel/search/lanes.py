@@ -10,8 +10,10 @@ from megatron5d.pipeline_parallel.program import OPS, Placement
 
 LANE_OPS = ("F", "I", "W")
 """What the search schedules; a full backward is an I and its W."""
-PAIRS = ("F&I", "F&W", "I&W")
-"""Which two may overlap: two forwards or two input gradients hide too little to be worth the choice."""
+PAIRS = ("F&I", "F&W", "I&W", "F&F", "I&I")
+"""Which two may overlap; two weight gradients have nothing to hide."""
+UNLIKE = PAIRS[:3]
+"""What policies overlap: two of one kind pay here and there only, where the local search puts them."""
 
 LANE = np.dtype(
     [
@@ -33,7 +35,7 @@ class Lanes(NamedTuple):
     held_by: np.ndarray  # [R, C] the lanes of each rank, the one nearest to the embedding first
     position: np.ndarray  # [R] where a rank lies between an end (-1) and the middle or turn (1) of its route
     cap: np.ndarray  # [R] the most activations a rank may hold
-    pairs: np.ndarray  # [3] whether F&I, F&W, I&W may overlap
+    pairs: np.ndarray  # [3] which of UNLIKE may overlap
     span: int  # ranks of the whole pipeline, in which policies reckon, too
     unit: float  # mean compute of an action: the time in which policies reckon
 
@@ -75,7 +77,7 @@ def lanes_of(
         held_by=np.array(held_by, dtype=np.int64),
         position=1 - 2 * abs(2 * line - 1) if copies > 1 else 2 * line - 1,
         cap=np.broadcast_to(np.asarray(memory, dtype=float), (num_ranks,)) + 1e-9,
-        pairs=np.array([bool(costs.a2a.any()) and pair in pairs for pair in PAIRS]),
+        pairs=np.array([bool(costs.a2a.any()) and pair in pairs for pair in UNLIKE]),
         span=num_ranks,
         unit=float(table["compute"].mean()) or 1.0,
     )

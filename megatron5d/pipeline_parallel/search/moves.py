@@ -1,5 +1,6 @@
 """The compiled core of the local search: moves of the slots on a critical path, each of which rewrites a few positions.
 
+A slot may pass others of its lane: then each of them takes the place of the one before it, so all come sooner or later.
 A move stays where the makespan gets no longer: as there are many critical paths, sideways steps are what leads on.
 Under heat it may also stay where the makespan gets longer.
 """
@@ -9,8 +10,8 @@ import numpy as np
 from megatron5d.pipeline_parallel.search.compiled import compiled, compiled_part
 from megatron5d.pipeline_parallel.search.timing import STUCK, Graph, Run, Times, duration, evaluate, is_second
 
-FARTHEST = 6
-"""Slots over which a slot may jump at once."""
+FARTHEST, NEAR = 20, 6
+"""Slots over which a slot may jump at once, where pairs may be formed and where none may."""
 REACH = 24
 """Positions within which a slot looks for a partner."""
 EQUAL = 1e-9
@@ -38,7 +39,7 @@ def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: floa
             continue
         since, reached = now.start[run.kept[0]], STUCK
         limit = makespan + EQUAL - heat * np.log((_draw(run, ODDS) + 1) / ODDS)
-        if _fits(graph, run, low, high):
+        if _in_turn(graph, run, low, high) and _fits(graph, run, low, high):
             reached = evaluate(graph, run, now, trial, since, limit)
         if reached <= limit:
             makespan = reached
@@ -134,7 +135,8 @@ def _move(graph, run, times, makespan):
         return _join(graph, run, position, first, stop)
     if kind in (GIVE, TAKE):
         return _hand_over(graph, run, position, first, stop)
-    far = 1 + _draw(run, FARTHEST) if _draw(run, 2) == 0 else 1
+    farthest = FARTHEST if graph.pairing else NEAR
+    far = 1 + _draw(run, farthest) if _draw(run, 2) == 0 else 1
     if kind == PART:
         return _part(run, position, stop, far - 1)
     if _draw(run, 2) == 0:
@@ -257,8 +259,29 @@ def _join(graph, run, position, first, stop):
 
 
 @compiled_part
+def _in_turn(graph, run, low, high):
+    """Let the actions of every lane in a rewritten window take turns as before; return whether anything changed.
+
+    So a forward that moves over others of its lane lets each of them begin a place sooner or later.
+    """
+    changed = False
+    for k in range(low, high):
+        early = run.order[k]
+        for j in range(k + 1, high):
+            late = run.order[j]
+            if run.mark[late] < run.mark[early] and graph.lane[late] == graph.lane[early]:
+                first, second = run.joined[early], run.joined[late]
+                run.order[k], run.place[late], run.joined[late] = late, k, first
+                run.order[j], run.place[early], run.joined[early] = early, j, second
+                early = late
+        if early != run.kept[k - low] or run.joined[early] != run.kept_joined[k - low]:
+            changed = True
+    return changed
+
+
+@compiled_part
 def _fits(graph, run, low, high):
-    """Whether a rewritten window keeps the lanes' orders, the dependencies and the rank's memory."""
+    """Whether a rewritten window keeps the dependencies and the rank's memory."""
     for k in range(low, high):
         late = run.order[k]
         for j in range(low, k):
@@ -283,7 +306,5 @@ def _fits(graph, run, low, high):
 @compiled_part
 def _may_precede(graph, early, late):
     """Whether an action may come before one that it came after."""
-    if graph.lane[early] == graph.lane[late]:
-        return False
     made = graph.outputs[late]
     return graph.inputs[early, 0] != made and graph.inputs[early, 1] != made

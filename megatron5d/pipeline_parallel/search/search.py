@@ -65,7 +65,7 @@ def search_program(
         evaluations: The most list schedules to try (32 moves count as one); None = no limit, 0 = only known policies.
         seed: Of all chance.
         placements: Names such as `loop:4`, `zigzag:2`, `mirrored`; None = all usual ones.
-        pairs: Which actions may overlap, of F&I, F&W, I&W.
+        pairs: Which actions may overlap, of PAIRS.
         cache: Folder in which results are kept under a hash of all arguments, and taken from; None = neither.
 
     Raises:
