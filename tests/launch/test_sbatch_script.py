@@ -18,13 +18,14 @@ SOON, LATE = 200, 3600  # seconds until the time limit
         ("exit 75", SOON, 75, True),  # told to stop by the time limit
         ("exit 75", LATE, 75, False),  # by scancel --signal
         ("kill -TERM $PPID; exit 75", SOON, 75, False),  # by scancel
-        ("exit 75", None, 75, False),  # the job has no limit
+        ("exit 75", "N/A", 75, False),  # the job has no limit
+        ("exit 75", "", 75, False),  # nobody tells: the controller does not answer
         ("exit 0", SOON, 0, False),
         ("exit 1", SOON, 1, False),
     ],
 )
 def test_only_a_job_that_ran_out_of_time_is_requeued(tmp_path, ranks, left, code, requeued):
-    end = "N/A" if left is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + left))
+    end = left if isinstance(left, str) else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + left))
     for name, body in {"srun": ranks, "squeue": f"echo {end}", "scontrol": f'echo "$@" > {tmp_path}/said'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
