@@ -236,6 +236,12 @@ def test_the_slowest_link_of_a_line_counts(op, size, near, rate):
     assert large - small == pytest.approx(1e9 / rate / H100.efficiency.links) and small > 0
 
 
+def test_hops_inside_a_node_have_its_own_latency():
+    """Of sixteen ranks, eight in a node: three hops inside, one between nodes, and a kernel."""
+    taken = H100.seconds(H100.line(range(16)), "all_reduce", 1, 0)
+    assert taken == pytest.approx(3 * H100.link_s + H100.network_s + H100.efficiency.kernel_s)
+
+
 def test_links_inside_a_node_may_be_slower_than_all_of_its_adapters():
     pcie = cluster_called("h100_pcie")
     small, large = (pcie.seconds(pcie.line(range(16)), "all_gather", 1, num_bytes) for num_bytes in (0, 10**9))

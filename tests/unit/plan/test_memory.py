@@ -131,6 +131,8 @@ def test_kinds_add_up_to_what_is_needed():
     peak = Peak({"Attention": 50, "Mlp": 70}, stash=3, messages=4, workspace=5)
     memory = RankMemory(10, 20, 60, 1, 2, peak, end_of_step=9, setup=95, library=8, outside=100)
     assert memory.allocated == 10 + 20 + 60 + 1 + 2 + 132 + 8
+    both = dataclasses.replace(memory, host_optimizer=5, peak=dataclasses.replace(peak, host=7))
+    assert both.host == 12 and both.needed == memory.needed
     assert sum(memory.kinds().values()) == memory.needed == memory.allocated + 12 + 100
     late = dataclasses.replace(memory, end_of_step=1000)
     assert sum(late.kinds().values()) == late.needed and late.kinds()["end of step"] == 1000

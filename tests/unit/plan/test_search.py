@@ -9,7 +9,7 @@ from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.plan.cluster import cluster_called
-from megatron5d.plan.search import Candidate, Misfits, Questions, best
+from megatron5d.plan.search import Candidate, Misfits, Proposals, Questions, best
 from megatron5d.train import layouts
 from megatron5d.train.estimate import Estimator
 from megatron5d.train.fitting import changed
@@ -77,6 +77,11 @@ def test_what_is_proposed_does_not_depend_on_what_is_not_fixed():
     parted = {"parallel.cp": 2, "parallel.cp_method": "two_level", "parallel.cp_inner": 2, "parallel.ep": 4}
     found = proposed({**parted, "parallel.ep_inner": 2}, tp=1, pp=2)
     assert {each["parallel.cp"] for each in found} == {1, 2} and {each["parallel.ep"] for each in found} == {1, 2, 4}
+
+
+def test_a_rank_is_proposed_32_experts_at_most():
+    shapes = Proposals(changed(config(), {"model.num_experts": 64}), 8, 4).shapes()
+    assert {each["parallel.ep"] for each in shapes} == {2, 4, 8}
 
 
 def test_only_what_is_surely_kept_rules_a_layout_out():
@@ -157,3 +162,16 @@ def test_few_are_asked_about_and_the_best_is_found():
     found = best(candidates, questions, have=50, count=1, limit=10)
     assert [each.change["parallel.tp"] for each in found] == [2] and asked == [4, 2]
     assert (found[0].cost, found[0].needed) == ("told", 10)
+
+
+def test_what_is_guessed_to_be_a_little_slower_is_looked_at():
+    candidates = [Candidate(layout(tp=tp), guess) for tp, guess in ((1, 2.0), (2, 2.1), (4, 2.3))]
+    times, asked = {1: 2.0, 2: 1.9, 4: 1.0}, []
+
+    def need(change):
+        asked.append(change["parallel.tp"])
+        return 10
+
+    questions = Questions(lambda change: True, lambda change: ("told", times[change["parallel.tp"]]), need)
+    (found,) = best(candidates, questions, have=50, count=1, limit=10)
+    assert found.change["parallel.tp"] == 2 and asked == [1, 2]
