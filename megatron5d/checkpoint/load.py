@@ -21,7 +21,7 @@ from megatron5d.checkpoint.folder import (
     step_folder,
 )
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.topology.agreement import first_failure, on_rank_0
+from megatron5d.topology.agreement import first_failure, of_any_rank, on_rank_0
 
 LISTED = 12  # how many tensors that do not fit are named; the configuration keys that differ say more
 
@@ -45,7 +45,17 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
 
 
 def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path | None:
-    """`find_checkpoint`, the same on every rank; raises and communicates as `agreed`."""
+    """`find_checkpoint`, the same on every rank; raises and communicates as `agreed`.
+
+    Args:
+        directory: as of `find_checkpoint`, as is `resume`.
+        job: "" on some ranks counts as the job of the others: after a crash on one node torchrun may start the ranks of
+            the other nodes again without counting it as a restart.
+
+    Comm: where a directory and `resume` other than auto are given, also as `first_failure`.
+    """
+    if directory and resume != "auto":
+        job = of_any_rank(job or None) or ""
     if (directory is None and resume == "auto") or (resume == "none" and not (job and directory)):
         return None
     return agreed(lambda: find_checkpoint(directory, resume, job))

@@ -109,6 +109,15 @@ def failure_among(faults: Sequence[str | None]) -> Failure | None:
     return Failure(failed[0], faults[failed[0]] or "", len(failed) - 1) if failed else None
 
 
+def of_any_rank(value: T | None) -> T | None:
+    """The value of the first rank that has one, the same on every rank; None where none has.
+
+    Comm: as `first_failure`.
+    """
+    found = _first(value)
+    return None if found is None else found[1]
+
+
 def _first(fault: T | None, alone: bool = False) -> tuple[int, T, int] | None:
     """(rank, fault, number of others) of the first rank with a fault; communicates as `first_failure`."""
     if alone or not dist.is_initialized():

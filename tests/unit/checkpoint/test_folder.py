@@ -318,6 +318,22 @@ def test_all_ranks_start_where_rank_0_does_or_none_starts(tmp_path):
     assert shut_0 == shut_1 and "rank 1 cannot look there: " in shut_1 and "File name too long" in shut_1
 
 
+@pytest.mark.parametrize("restarted", [0, 1])
+def test_ranks_that_torchrun_counts_as_restarted_on_one_node_alone_agree(tmp_path, restarted):
+    """An agent counts restarts for a crash of its own ranks, and none where it only joins those of another node."""
+    first = save(tmp_path, 5)
+    temporary = step_folder(tmp_path, 9).with_suffix(".tmp")
+    temporary.mkdir()
+    (temporary / "run.json").write_text(json.dumps({"job": "77"}))
+    ninth = commit(temporary, 0)
+
+    def found(rank, world):
+        job = "77" if rank == restarted else ""
+        return [agreed_checkpoint(str(tmp_path), resume, job) for resume in ("none", str(first))]
+
+    assert run_ranks(found, 2) == [[ninth, ninth]] * 2
+
+
 def test_one_rank_asks_for_all_files(tmp_path, monkeypatch):
     """Of thousands of ranks that each ask for the files of thousands, no file system recovers."""
     save(tmp_path, 1)
