@@ -27,13 +27,14 @@ class EndOnSignals(ContextDecorator):
         os.set_blocking(self._write, False)
         self._thread = threading.Thread(target=_end_when_told, args=(self._read,), daemon=True)
         self._thread.start()
-        self._before: dict[int, object] = {n: signal.signal(n, lambda *_: None) for n in END_SIGNALS}
+        # in this order, here and below, a signal in between ends the process, too, and is not lost
         self._outer = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._before: dict[int, object] = {n: signal.signal(n, lambda *_: None) for n in END_SIGNALS}
         return self
 
     def __exit__(self, *_) -> None:
-        signal.set_wakeup_fd(self._outer)
         _restore(self._before)
+        signal.set_wakeup_fd(self._outer)
         os.close(self._write)
         self._thread.join()
         os.close(self._read)
@@ -62,14 +63,14 @@ class StopFlag:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopFlag:
-        self._outer = signal.set_wakeup_fd(-1)  # no longer that of EndOnSignals
         for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._note)
+        self._outer = signal.set_wakeup_fd(-1)  # no longer that of EndOnSignals
         return self
 
     def __exit__(self, *_) -> None:
-        _restore(self._before)
         signal.set_wakeup_fd(self._outer)
+        _restore(self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
