@@ -50,11 +50,13 @@ def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
     """Token ids `[b, s]` of a .npy file.
 
     Raises:
-        ValueError: not a file of integers of one or two dims, or an id outside the vocabulary.
+        ValueError: no file of integers of one or two dims, or an id outside the vocabulary.
     """
     try:
         ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"--tokens {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, EOFError) as error:
         raise ValueError(f"--tokens {path} is not a .npy file of numbers: {error}") from error
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
         raise ValueError(f"--tokens {path} holds {ids.dtype} {list(ids.shape)}; wanted are integers [b, s]")

@@ -22,6 +22,7 @@ from megatron5d.config.fault import ConfigError, Fault, alternatives, closest
 from megatron5d.config.help import groups_in, help_text
 from megatron5d.config.law import Law
 from megatron5d.config.laws import broken_laws
+from megatron5d.config.laws_values import WORDS
 from megatron5d.config.schema import Config
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -225,6 +226,9 @@ class _Spelling:
         written = str(chosen) if isinstance(chosen, str) else (override.input_line or "").partition("=")[2]
         meant = closest(written, options)
         fix = f"{group}={meant}; the options are {', '.join(options)}" if meant else f"{group}={alternatives(options)}"
+        key = next((key for key, words in WORDS.items() if key.partition(".")[0] == group and written in words), None)
+        if key is not None:  # precision=bf16, optim=muon
+            fix = f"{key}={written}"
         self._fault("unknown-option", group, f"{group}={written}: there is no conf/{group}/{written}.yaml", fix)
         return None
 

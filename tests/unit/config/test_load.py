@@ -122,6 +122,12 @@ def test_an_unknown_experiment_leaves_only_what_was_said_to_the_laws():
     assert set(faults(["experiment=quikstart", "optim.lr=-1"], world=3)) == {"unknown-option", "optim-lr"}
 
 
+@pytest.mark.parametrize("fix", ["precision.dtype=bf16", "optim.name=muon", "recompute.mode=full"])
+def test_a_value_given_to_its_group_is_told_its_key(fix):
+    group, value = fix.partition(".")[0], fix.partition("=")[2]
+    assert faults([f"{group}={value}"])["unknown-option"].fix == fix
+
+
 def test_an_unknown_model_silences_only_the_laws_about_the_model():
     assert set(faults(["model=gpt3", "parallel.tp=5", "train.gbs=7"], world=3)) == {
         "unknown-option", "world-fits", "data-train-given",
