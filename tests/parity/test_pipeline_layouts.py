@@ -1,4 +1,4 @@
-"""Every schedule equals one process: loss, every gradient, norm and weights after two steps, in fp64 to 1e-10.
+"""Every schedule equals one process: loss, every gradient, norm and weights after three steps, in fp64 to 1e-10.
 
 The default is a covering subset: each schedule meets 2 and 4 stages' ranks, awkward numbers of micro-batches, tied and
 untied embeddings, uneven layers, tp, dp and both ZeRO stages. MEGATRON5D_FULL=1 runs the whole product.
@@ -25,7 +25,7 @@ from megatron5d.pipeline_parallel.program import Action, make_program, zigzag_pl
 from megatron5d.pipeline_parallel.text import write_program
 
 FULL = os.environ.get("MEGATRON5D_FULL") == "1"
-STEPS = 2
+STEPS = 3
 
 
 def config_of(
