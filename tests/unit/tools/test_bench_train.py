@@ -58,16 +58,21 @@ def test_a_model_has_as_many_layers_as_the_device_holds():
     assert bench_train.fitted(config, 0, target).model.num_layers == 1
 
 
+def measured_tiny(monkeypatch, out, options):
+    """The tiny model's row of the JSON file that the benchmark writes on a CPU."""
+    command = f"--model tiny --device cpu --seq-len 32 {options} --json {out}"
+    monkeypatch.setattr("sys.argv", ["bench_train.py", *command.split()])
+    assert bench_train.main() == 0
+    return json.loads(out.read_text())["rows"]["tiny"]
+
+
 def test_a_side_that_breaks_leaves_the_other_s_figures(monkeypatch, tmp_path, capfd):
     def broken(config, device):
         raise RuntimeError("no kernel\nfor this device")
 
     out = tmp_path / "figures.json"
     monkeypatch.setitem(bench_train.PROVIDERS, "transformers + compile", broken)
-    command = f"--model tiny --device cpu --seq-len 32 --mbs 2 --steps 1 --json {out}"
-    monkeypatch.setattr("sys.argv", ["bench_train.py", *command.split()])
-    assert bench_train.main() == 0
-    row = json.loads(out.read_text())["rows"]["tiny"]
+    row = measured_tiny(monkeypatch, out, "--mbs 2 --steps 1")
     assert row["transformers + compile"] == {"ended": "RuntimeError: no kernel"} and row["ours"]["tokens_per_s"] > 0
     assert "for this device" in capfd.readouterr().err
 
@@ -79,10 +84,7 @@ def test_what_the_time_does_not_suffice_for_is_named_and_the_steps_so_far_count(
 
     out = tmp_path / "figures.json"
     monkeypatch.setitem(bench_train.PROVIDERS, "ours", slows_down)
-    command = f"--model tiny --device cpu --seq-len 32 --minutes 0.05 --json {out}"
-    monkeypatch.setattr("sys.argv", ["bench_train.py", *command.split()])
-    assert bench_train.main() == 0
-    row = json.loads(out.read_text())["rows"]["tiny"]
+    row = measured_tiny(monkeypatch, out, "--minutes 0.05")
     assert (row["ours"]["steps"], row["ours"]["first_loss"], row["ours"]["last_loss"]) == (1, 4.0, 1.0)
     assert row["ours"]["ended"] == "the time is up"
     assert row["transformers + compile"] == {"ended": "not reached: the time is up"}
