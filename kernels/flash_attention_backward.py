@@ -125,7 +125,10 @@ def _collect_queries(
 
 @jit
 def _key_value_kernel(
-    sources,
+    q_source,
+    dout_source,
+    k_source,
+    v_source,
     layouts,
     rows,
     mask,
@@ -145,6 +148,7 @@ def _key_value_kernel(
     DV: tl.constexpr,
     REACH: tl.constexpr,
 ):
+    sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
@@ -253,7 +257,10 @@ def _collect_keys(
 
 @jit
 def _query_kernel(
-    sources,
+    q_source,
+    dout_source,
+    k_source,
+    v_source,
     layouts,
     rows,
     mask,
@@ -273,6 +280,7 @@ def _query_kernel(
     DV: tl.constexpr,
     REACH: tl.constexpr,
 ):
+    sources = (q_source, dout_source, k_source, v_source)  # a launch takes no descriptors inside a tuple
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
@@ -359,7 +367,7 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
         stride = spans.stride(0) if spans.shape[0] > 1 else 0
         rest = (spans, stride, sizes, t, b, a // g, (d, dv_dim), rule.scale)
         grid = (cdiv(count, config[blocks_of]), heads, b)
-        kernel[grid](tiles, layouts, tuple(rows), mask, outputs, *rest, REACH=mode, **constants, **config)
+        kernel[grid](*tiles, layouts, tuple(rows), mask, outputs, *rest, REACH=mode, **constants, **config)
 
     launch("attention_backward_keys", _key_value_kernel, (dk, dv), query_spans, "BLOCK_N", t, g)
     launch("attention_backward_queries", _query_kernel, dq, key_spans, "BLOCK_M", s, a)
