@@ -56,6 +56,14 @@ class _AbsentDriver:
         return torch.cpu
 
 
+def assert_launchable(kernel: str, signature: dict) -> None:
+    """Compiling is not launching: a launcher takes only those descriptors apart that are arguments themselves."""
+    for name, kind in signature.items():
+        assert not (isinstance(kind, tuple) and "tensordesc" in str(kind)), (
+            f"{kernel} compiles, but no launcher takes its argument {name}: a descriptor inside a tuple"
+        )
+
+
 @contextlib.contextmanager
 def capture(architecture: str):
     """Within, launches compile for `architecture` and are appended to the list it yields; one architecture a process.
@@ -72,6 +80,7 @@ def capture(architecture: str):
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         compiled = original_run(self, *args, grid=grid, warmup=True, **kwargs)
+        assert_launchable(self.__name__, compiled.src.signature)
         launches.append(Launch(self.__name__, compiled.metadata.num_warps, compiled))
         return compiled
 

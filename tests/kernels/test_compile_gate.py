@@ -58,6 +58,15 @@ def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
     assert (not found) if message is None else (len(found) == 1 and message in found[0])
 
 
+def test_a_launch_that_no_launcher_takes_is_refused():
+    """Triton compiles a descriptor inside a tuple, and fails when the kernel is launched."""
+    from kernels.testing.capture import assert_launchable
+
+    assert_launchable("k", {"x": "tensordesc<bf16[64,64]>", "sizes": ("i32", "*fp32")})
+    with pytest.raises(AssertionError, match="k compiles, but no launcher takes its argument sources"):
+        assert_launchable("k", {"sources": ("tensordesc<bf16[64,64]>", "i32")})
+
+
 def test_what_serves_8_6_and_8_9_has_their_shared_memory(monkeypatch):
     from kernels import tuning
     from kernels.testing import compile_gate, gate_cases
