@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,20 +19,29 @@ from torch import Tensor
 from megatron5d.comm.exposure import Exposure
 from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
-from megatron5d.pipeline_parallel.executor import Executor, Timing
-from megatron5d.pipeline_parallel.program import OPS, Program
+from megatron5d.pipeline_parallel.executor import Executor
+from megatron5d.pipeline_parallel.program import OPS, Action, Program
 from megatron5d.pipeline_parallel.transfers import flows
 from megatron5d.topology.axis import Axis
 
 FORM = Form((4,), torch.float64)
 
 
+class Timing(NamedTuple):
+    """When one action ran, on the clock of time.perf_counter (one clock for all processes of a machine)."""
+
+    action: Action
+    start: float  # its input was there
+    end: float  # its output was asked for
+
+
 @dataclass
 class Held:
-    """Activations and deferred weight gradients that a rank's stages hold, and the most they ever held."""
+    """What a rank's stages have done, activations and deferred weight gradients that they hold, the most ever held."""
 
     now: float = 0.0
     peak: float = 0.0
+    timeline: list[Timing] = field(default_factory=list)
 
     def add(self, amount: float) -> None:
         self.now += amount
@@ -67,33 +77,34 @@ class TimedStage:
     held: Held
     in_flight: set[int] = field(default_factory=set)
 
-    def _phases(self, op: str) -> Iterator[None]:
-        index = OPS.index(op)
+    def _phases(self, op: str, microbatch: int) -> Iterator[None]:
+        index, begin = OPS.index(op), time.perf_counter()
         compute = float(self.costs.compute[index, self.number]) * self.unit_s
         a2a = float(self.costs.a2a[index, self.number]) * self.unit_s
         sent = wait_until(time.perf_counter() + compute / 2)
         yield
         arrived = wait_until(sent + a2a)
-        wait_until(arrived + compute / 2)
+        end = wait_until(arrived + compute / 2)
+        self.held.timeline.append(Timing(Action(op, self.number, microbatch), begin, end))
 
     def forward_steps(self, microbatch: int, x: Tensor | None, batch) -> Iterator[Tensor]:
         self.held.add(float(self.costs.activation[self.number]))
         self.in_flight.add(microbatch)
         self._check(x, microbatch, self.number - 1 if self.number else None)
-        for _ in self._phases("F"):
+        for _ in self._phases("F", microbatch):
             yield torch.empty(0)
         yield torch.tensor([float(self.number), float(microbatch), 0.0, 0.0], dtype=FORM.dtype)
 
     def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Tensor | None]:
         self._check(grad, microbatch, self.number + 1)
-        for _ in self._phases("I" if split else "B"):
+        for _ in self._phases("I" if split else "B", microbatch):
             yield None
         if not split:
             self._release(microbatch)
         yield torch.tensor([float(self.number), float(microbatch), 0.0, 0.0], dtype=FORM.dtype)
 
     def weight_steps(self, microbatch: int) -> Iterator[None]:
-        yield from self._phases("W")
+        yield from self._phases("W", microbatch)
         self._release(microbatch)
 
     def prefetch(self, op: str) -> None:
@@ -138,8 +149,8 @@ def last_gradient(batch, y: Tensor) -> Tensor:
     return grad
 
 
-def run_timed(executor: Executor) -> list[Timing]:
+def run_timed(executor: Executor, held: Held) -> list[Timing]:
     """Runs the Program once and returns the times of this rank's actions."""
-    executor.timeline = timeline = []
+    held.timeline.clear()
     executor.run(range(executor.program.num_microbatches), last_gradient, FORM)
-    return timeline
+    return held.timeline

@@ -170,33 +170,21 @@ class GradSync:
         """Has the weights of this phase, with which the next action begins, gathered during the one that starts now."""
         self.weights.prefetch(phase, forward)
 
-    def before_forward(self, phase: nn.Module) -> None:
-        """Waits for the weights that this phase reads."""
-        self.weights.before(phase, True)
+    def before(self, phase: nn.Module, passing: str) -> None:
+        """Waits for the weights that this phase reads; W reads none."""
+        if passing == "again":
+            self.weights.before_recompute(phase)
+        elif passing != "weights":
+            self.weights.before(phase, passing == "forward")
 
-    def after_forward(self, phase: nn.Module) -> None:
-        """Releases the weights that this phase has read, under ZeRO-3."""
-        self.weights.after(phase, True)
+    def after(self, phase: nn.Module, passing: str) -> None:
+        """Releases the weights that this phase has read, under ZeRO-3; or its weight gradients are there."""
+        if passing == "weights":
+            self._reduce(phase)
+        elif passing != "again":
+            self.weights.after(phase, passing == "forward")
 
-    def before_recompute(self, phase: nn.Module) -> None:
-        """Waits for the weights of a phase that a backward runs again; they stay until `after_backward`."""
-        self.weights.before_recompute(phase)
-
-    def after_recompute(self, phase: nn.Module) -> None:
-        """Does nothing: the weights stay until `after_backward`."""
-
-    def before_backward(self, phase: nn.Module) -> None:
-        """Waits for the weights that the input gradient of this phase reads."""
-        self.weights.before(phase, False)
-
-    def after_backward(self, phase: nn.Module) -> None:
-        """Releases the weights that the input gradient of this phase has read, under ZeRO-3."""
-        self.weights.after(phase, False)
-
-    def before_weight_grads(self, phase: nn.Module) -> None:
-        """Does nothing: W reads no weights."""
-
-    def after_weight_grads(self, phase: nn.Module) -> None:
+    def _reduce(self, phase: nn.Module) -> None:
         """Starts to reduce the buckets whose last gradient of the step, or (ZeRO-2, 3) of the micro-batch, has come.
 
         A bucket shared with the mirrored rank also waits for its turn.

@@ -8,9 +8,8 @@ proceeds under the compute of the other.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from megatron5d.comm.exposure import Exposure
 from megatron5d.comm.p2p import Form, Inbox, Outbox
 from megatron5d.pipeline_parallel.program import Action, Program, make_program
 from megatron5d.pipeline_parallel.receipts import receipts
-from megatron5d.pipeline_parallel.stage import Relay
+from megatron5d.pipeline_parallel.stage import Relay, Stage
 from megatron5d.pipeline_parallel.transfers import Flow, Message, input_of, output_of, steps
 
 Loss = Callable[[Any, Tensor], Tensor | None]
@@ -30,39 +29,8 @@ Value = tuple[str, int, int]
 _DONE = object()
 
 
-class Runnable(Protocol):
-    """What the executor needs of a stage (`stage.Stage` is one)."""
-
-    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Tensor]:
-        """F, phase by phase; the last value is the output. `x` is None on the first stage."""
-
-    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Tensor | None]:
-        """B, or with `split` I, phase by phase; the last value is the input's gradient, None on the first stage."""
-
-    def weight_steps(self, microbatch: int) -> Iterator[None]:
-        """W, phase by phase: what I has put off."""
-
-    def prefetch(self, op: str) -> None:
-        """This op comes after the action that starts now, during which its first weights may be gathered."""
-
-    def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
-        """A forward without gradients, which keeps nothing."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """Micro-batches that still owe a backward."""
-
-
 class PipelineError(RuntimeError):
     """An action failed; says on which rank, and which."""
-
-
-class Timing(NamedTuple):
-    """When one action ran, on the clock of time.perf_counter (one clock for all processes of a machine)."""
-
-    action: Action
-    start: float  # its input was there
-    end: float  # its output was handed on
 
 
 class _Task:
@@ -70,7 +38,7 @@ class _Task:
 
     __slots__ = ("action", "op", "microbatch", "stage", "inbox", "source", "outbox", "target", "is_last", "receipts")
 
-    def __init__(self, action: Action, stage: Runnable, num_stages: int) -> None:
+    def __init__(self, action: Action, stage: Stage | Relay, num_stages: int) -> None:
         self.action, self.stage = action, stage
         self.op, place, self.microbatch = action
         self.inbox: Inbox | None = None
@@ -104,7 +72,7 @@ class Executor:
         self,
         program: Program,
         rank: int,
-        stages: Mapping[tuple[int, int], Runnable],
+        stages: Mapping[tuple[int, int], Stage | Relay],
         channels: Mapping[Flow, Outbox | Inbox],
         name: str = "",
         training: bool = True,
@@ -112,7 +80,6 @@ class Executor:
     ) -> None:
         self.program, self.rank, self.name = program, rank, name or f"pipeline rank {rank}"
         self.training, self._waits = training, waits
-        self.timeline: list[Timing] | None = None  # a list: every action's times are appended to it
         self._stages = dict(stages)
         self._ends = list(channels.values())
         self._values: dict[Value, Tensor] = {}
@@ -170,16 +137,12 @@ class Executor:
     def _advance(self, task: _Task, batches: Sequence[Any], loss: Loss) -> Iterator[None]:
         """One action, phase by phase."""
         try:
-            work = self._start(task, batches)
-            begin = time.perf_counter() if self.timeline is not None else 0.0
             y = None
-            for step in work:
+            for step in self._start(task, batches):
                 y = step
                 yield None
             if y is not None:
                 self._hand_on(task, y, batches, loss)
-            if self.timeline is not None:
-                self.timeline.append(Timing(task.action, begin, time.perf_counter()))
         except Exception as error:
             raise self._failure(task.action, error) from error
 

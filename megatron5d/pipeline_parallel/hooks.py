@@ -7,6 +7,11 @@ from typing import Protocol
 
 from torch import nn
 
+PASSES = ("forward", "again", "backward", "weights")
+"""What a phase is run for: F; again, where a backward recomputes it; the gradient of its input, in B and I; and the
+weight gradients. These are made in W, or in B together with the gradient of the input: then `weights` has no beginning,
+and ends when `backward` has."""
+
 
 class PhaseHooks(Protocol):
     """Called by a stage as its phases begin and end; a unit that is gathered and reduced as one may have several."""
@@ -17,29 +22,14 @@ class PhaseHooks(Protocol):
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
         """The action after the one that starts now begins with this phase, whose weights may be gathered early."""
 
-    def before_forward(self, phase: nn.Module) -> None:
-        """Its weights are about to be read."""
+    def before(self, phase: nn.Module, passing: str) -> None:
+        """The phase is about to be run for one of PASSES. All but `weights` read its weights."""
 
-    def after_forward(self, phase: nn.Module) -> None:
-        """Its weights are not needed before another action runs it."""
+    def after(self, phase: nn.Module, passing: str) -> None:
+        """It has been run. The weights stay from `again` to the end of `backward`, and are not needed after others.
 
-    def before_recompute(self, phase: nn.Module) -> None:
-        """A backward runs the phase forward again; its weights must stay until `after_backward`."""
-
-    def after_recompute(self, phase: nn.Module) -> None:
-        """It has run forward again."""
-
-    def before_backward(self, phase: nn.Module) -> None:
-        """B or I is about to read its weights; W reads none."""
-
-    def after_backward(self, phase: nn.Module) -> None:
-        """The gradient of its input is there; its weights are not needed before another action runs it."""
-
-    def before_weight_grads(self, phase: nn.Module) -> None:
-        """W is about to compute the weight gradients that I has put off."""
-
-    def after_weight_grads(self, phase: nn.Module) -> None:
-        """In B or W: all weight gradients of this phase and micro-batch have been added up."""
+        At the end of `weights` all weight gradients of this phase and micro-batch have been added up.
+        """
 
 
 class NoHooks:
@@ -51,8 +41,8 @@ class NoHooks:
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
         pass
 
-    def _nothing(self, phase: nn.Module) -> None:
+    def before(self, phase: nn.Module, passing: str) -> None:
         pass
 
-    before_forward = after_forward = before_recompute = after_recompute = _nothing
-    before_backward = after_backward = before_weight_grads = after_weight_grads = _nothing
+    def after(self, phase: nn.Module, passing: str) -> None:
+        pass

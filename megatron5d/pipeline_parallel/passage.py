@@ -43,13 +43,13 @@ class GroupPassage:
         if self.recompute:
             self.x = _map_tensors(self._kept, x)
         for phase in self.phases:
-            self.hooks.before_forward(phase)
+            self.hooks.before(phase, "forward")
             if self.recompute:
                 with torch.no_grad():
                     x = phase(x, self.batch, None)
             else:
                 x = self._with_graph(phase, x)
-            self.hooks.after_forward(phase)
+            self.hooks.after(phase, "forward")
             yield x
 
     def backward_steps(self, grad: Any, split: bool) -> Iterator[Any]:
@@ -57,19 +57,19 @@ class GroupPassage:
         if self.recompute:
             x, self.x = _on_device(self.x), None
             for phase in self.phases:
-                self.hooks.before_recompute(phase)
+                self.hooks.before(phase, "again")
                 x = self._with_graph(phase, x)
-                self.hooks.after_recompute(phase)
+                self.hooks.after(phase, "again")
                 yield None
             del x
         for earlier, passage in reversed(list(zip([None, *self.passages], self.passages))):
             if earlier is not None:
                 earlier.fetch()
-            self.hooks.before_backward(passage.phase)
+            self.hooks.before(passage.phase, "backward")
             upstream = passage.backward(grad, split)
-            self.hooks.after_backward(passage.phase)
+            self.hooks.after(passage.phase, "backward")
             if not split:
-                self.hooks.after_weight_grads(passage.phase)
+                self.hooks.after(passage.phase, "weights")
             if upstream is not None:
                 grad = upstream
             yield upstream
@@ -77,9 +77,9 @@ class GroupPassage:
     def weight_steps(self) -> Iterator[None]:
         """Yields after each phase, last to first, whose kept weight gradients have been computed."""
         for passage in reversed(self.passages):
-            self.hooks.before_weight_grads(passage.phase)
+            self.hooks.before(passage.phase, "weights")
             passage.weight_grads.run()
-            self.hooks.after_weight_grads(passage.phase)
+            self.hooks.after(passage.phase, "weights")
             yield None
 
     def fetch(self) -> None:

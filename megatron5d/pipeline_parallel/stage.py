@@ -88,33 +88,13 @@ class Stage:
         for passage in reversed(self._in_flight.pop(microbatch)):
             yield from passage.weight_steps()
 
-    def forward(self, microbatch: int, x: Tensor | None, batch: Any) -> Tensor:
-        """F: `[s/cp/tp, b, h]` -> the stage's output."""
-        *_, y = self.forward_steps(microbatch, x, batch)
-        return y
-
-    def backward(self, microbatch: int, grad: Tensor) -> Tensor | None:
-        """B: gradient of the output -> gradient of the input, weight gradients included."""
-        *_, dx = self.backward_steps(microbatch, grad)
-        return dx
-
-    def backward_input(self, microbatch: int, grad: Tensor) -> Tensor | None:
-        """I: gradient of the output -> gradient of the input; weight gradients are kept."""
-        *_, dx = self.backward_steps(microbatch, grad, split=True)
-        return dx
-
-    def backward_weight(self, microbatch: int) -> None:
-        """W: the weight gradients that I kept."""
-        for _ in self.weight_steps(microbatch):
-            pass
-
     def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
         """Forward without gradients; nothing is kept."""
         with torch.no_grad():
             for phase in self.phases:
-                self.hooks.before_forward(phase)
+                self.hooks.before(phase, "forward")
                 x = phase(x, batch, None)
-                self.hooks.after_forward(phase)
+                self.hooks.after(phase, "forward")
         assert x is not None
         return x
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron5d.pipeline_parallel.hooks import PhaseHooks
+from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.stage import Stage, phase_groups
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.activations import policy_of
@@ -86,16 +86,6 @@ def relay_trace(message_bytes: int) -> StageTrace:
     return StageTrace({"F": passed, "B": passed, "I": passed, "W": ()}, output_kept=False)
 
 
-class Buffers(PhaseHooks, Protocol):
-    """Data parallelism with temporary buffers (ZeRO-2 and 3)."""
-
-    def buffer_bytes(self) -> int:
-        """Bytes of the temporary buffers that are allocated now."""
-
-    def fetched_bytes(self, phase: nn.Module) -> int:
-        """Bytes of the weights that are gathered for the unit of a phase and freed after it."""
-
-
 class Tracer:
     """Runs stages on the meta device.
 
@@ -110,7 +100,7 @@ class Tracer:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, hooks: Buffers | None = None,
+        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, hooks: GradSync | None = None,
         split: bool = True, block: int = 1,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.batch, self.num_sums = shape, dtype, batch, num_sums

@@ -269,7 +269,7 @@ def _end_of_step(
     sums = {}
     for phase in reversed(model.phases):
         live = watch.live_bytes
-        sync.after_weight_grads(phase)
+        sync.after(phase, "weights")
         sums[phase] = watch.live_bytes - live
     sync.finish_reduce()
     global_square_sum(sync.buckets)

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron5d.pipeline_parallel.hooks import PhaseHooks
+from megatron5d.pipeline_parallel.hooks import PASSES, PhaseHooks
 from megatron5d.train.build import Run
 
-PASSES = ("forward", "again", "backward", "weights")  # what a phase is run for; `again`: recomputed
 GATHERING, BETWEEN, REST = "wait for gathered weights", "between phases: messages, loss", "end: reduction, update"
 """What a step is besides its phases; the first one under ZeRO alone."""
 
@@ -75,7 +74,7 @@ class WatchedHooks:
 
     def __init__(self, hooks: PhaseHooks, names: Mapping[nn.Module, tuple[str, str]], laps: Laps, ranges: bool) -> None:
         self._hooks, self._names, self._laps, self._ranges = hooks, names, laps, ranges
-        self._running: tuple[str, str, record_function | None] | None = None
+        self._running: tuple[str, record_function | None] | None = None
 
     def register(self, phases: Sequence[nn.Module]) -> None:
         self._hooks.register(phases)
@@ -83,52 +82,23 @@ class WatchedHooks:
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
         self._hooks.prefetch(phase, forward)
 
-    def before_forward(self, phase: nn.Module) -> None:
-        self._begin(phase, "forward", self._hooks.before_forward)
-
-    def after_forward(self, phase: nn.Module) -> None:
-        self._end()
-        self._hooks.after_forward(phase)
-
-    def before_recompute(self, phase: nn.Module) -> None:
-        self._begin(phase, "again", self._hooks.before_recompute)
-
-    def after_recompute(self, phase: nn.Module) -> None:
-        self._end()
-        self._hooks.after_recompute(phase)
-
-    def before_backward(self, phase: nn.Module) -> None:
-        self._begin(phase, "backward", self._hooks.before_backward)
-
-    def after_backward(self, phase: nn.Module) -> None:
-        self._end()
-        self._hooks.after_backward(phase)
-
-    def before_weight_grads(self, phase: nn.Module) -> None:
-        self._begin(phase, "weights", self._hooks.before_weight_grads)
-
-    def after_weight_grads(self, phase: nn.Module) -> None:
-        self._end()
-        self._hooks.after_weight_grads(phase)
-
-    def _begin(self, phase: nn.Module, passing: str, ready: Callable[[nn.Module], None]) -> None:
+    def before(self, phase: nn.Module, passing: str) -> None:
         self._laps.lap(BETWEEN)
-        ready(phase)
+        self._hooks.before(phase, passing)
         self._laps.lap(GATHERING)
         kind, place = self._names[phase]
         span = record_function(f"{place} {kind} {passing}") if self._ranges else None
         if span is not None:
             span.__enter__()
-        self._running = kind, passing, span
+        self._running = kind, span
 
-    def _end(self) -> None:
-        if self._running is None:
-            return  # in B: the weight gradients were made in the backward, which is over
-        kind, passing, span = self._running
-        self._running = None
-        if span is not None:
-            span.__exit__(None, None, None)
-        self._laps.lap(kind, passing)
+    def after(self, phase: nn.Module, passing: str) -> None:
+        if self._running is not None:  # else, in B, the weight gradients were made in the backward, which is over
+            (kind, span), self._running = self._running, None
+            if span is not None:
+                span.__exit__(None, None, None)
+            self._laps.lap(kind, passing)
+        self._hooks.after(phase, passing)
 
 
 class Profiler:

@@ -13,6 +13,7 @@ import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
+from whole_stage import WholeStage
 
 import megatron5d.model.attention as attention_module
 import megatron5d.model.ends as ends_module
@@ -23,7 +24,6 @@ from megatron5d.model.ends import Head
 from megatron5d.model.gpt import Gpt
 from megatron5d.model.mlp import Mlp
 from megatron5d.model.norm import Norm
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.mesh import build_mesh
@@ -93,7 +93,7 @@ def travel(rank, world):
     )
     whole = micro_batch(CONFIG, make_rows(CONFIG, 1)[:2])
     local = journal.wrap("model/context.py", lambda _: (SequenceSharding(CONFIG, mesh)(whole)).tokens)(whole.tokens)
-    stage = Stage(model.phases)
+    stage = WholeStage(model.phases)
     sums = stage.forward(0, None, SequenceSharding(CONFIG, mesh)(whole))
     forward = len(journal.ops)
     stage.backward(0, torch.ones_like(sums) / 32)

@@ -7,10 +7,10 @@ import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
+from whole_stage import WholeStage
 
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
@@ -34,7 +34,7 @@ def step_on_rank(rank: int, world: int, config):
     model = Gpt(config, mesh)
     model.initialize(1)
     batch = SequenceSharding(config, mesh)(micro_batch(config, make_rows(config, 1)))
-    stage = Stage(model.phases)
+    stage = WholeStage(model.phases)
     loss = stage.forward(0, None, batch)[0]
     stage.backward(0, torch.tensor([1.0, 0.0]))
     return loss.double(), {name: parameter.grad.double() for name, parameter in model.named_parameters()}

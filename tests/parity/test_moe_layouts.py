@@ -7,6 +7,7 @@ import pytest
 import torch
 from layouts import assert_parity, make_rows, micro_batch
 from ranks import run_ranks
+from whole_stage import WholeStage
 
 from megatron5d.comm.exchange import Exchange
 from megatron5d.config.schema import (
@@ -22,7 +23,6 @@ from megatron5d.config.schema import (
 )
 from megatron5d.model.gpt import Gpt
 from megatron5d.model.mlp import FeedForward
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.schedule import plan_pipeline
@@ -232,7 +232,7 @@ def order_of_the_way(rank, world, config):
                 return function(self, *args)
 
             patch.setattr(owner, name, recorded)
-        stage = Stage(model.phases[:-1])
+        stage = WholeStage(model.phases[:-1])
         y = stage.forward(0, None, batch)
         forward = [event for event in events if "back" not in event]
         stage.backward(0, torch.ones_like(y))

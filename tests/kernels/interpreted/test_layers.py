@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
+from whole_stage import WholeStage
 
 from kernels import activation
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.precision import stand_in
 from megatron5d.precision.fp8 import is_quantized
 from megatron5d.precision.gradient import run_now
@@ -93,7 +93,7 @@ def loss_and_gradients(dtype, fields):
         weight.grad = torch.zeros_like(weight)
     if gpt.balancer is not None:
         gpt.balancer.start_step(1, torch.tensor(float(config.train.seq_len)), single("dp_cp"), False)
-    stage = Stage(gpt.phases)
+    stage = WholeStage(gpt.phases)
     loss = stage.forward(0, None, micro_batch(config, make_rows(config, 1)))
     stage.backward_input(0, torch.tensor([1.0, 0.0], dtype=loss.dtype))
     stage.backward_weight(0)

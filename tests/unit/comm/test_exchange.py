@@ -4,11 +4,11 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from whole_stage import WholeStage
 
 from megatron5d.comm.exchange import Exchange
 from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.uneven import gather_rows, reduce_scatter_rows
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.precision.activations import ActivationPolicy
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -50,7 +50,7 @@ def test_two_phases(recompute):
         ep = build_mesh(resolve(world, ep=world), rank, recorder=ledger)["ep"]
         use = Use()
         use.activation_policy = ActivationPolicy(group=0 if recompute else None)
-        stage = Stage([Send(rank, ep), use])
+        stage = WholeStage([Send(rank, ep), use])
         y = stage.forward(0, rows_of(rank), None)
         return y, stage.backward(0, torch.ones_like(y)), ledger.totals["ep", "all_to_all"].elements
 
@@ -68,7 +68,7 @@ def test_two_phases(recompute):
 def test_evaluation_leaves_nothing_behind():
     def run(rank, world):
         ep = build_mesh(resolve(world, ep=world), rank)["ep"]
-        return Stage([Send(rank, ep), Use()]).evaluate(rows_of(rank), None)
+        return WholeStage([Send(rank, ep), Use()]).evaluate(rows_of(rank), None)
 
     rows = [rows_of(rank) for rank in range(WORLD)]
     for rank, y in enumerate(run_ranks(run, WORLD)):

@@ -10,6 +10,7 @@ import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
+from whole_stage import WholeStage
 
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.context_cost import advice, choices, hidden_from, recommended, traffic
@@ -17,7 +18,6 @@ from megatron5d.config.load import load_config
 from megatron5d.config.schema import ParallelConfig, PrecisionConfig
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
@@ -41,7 +41,7 @@ def sent_on_rank(rank: int, world: int, config):
     model = Gpt(config, mesh)
     model.initialize(1)
     batch = SequenceSharding(config, mesh)(micro_batch(config, make_rows(config, 1)[:B]))
-    stage = Stage(model.phases[:-1])
+    stage = WholeStage(model.phases[:-1])
     y = stage.forward(0, None, batch)
     forward = {axis: sum(t.elements for (name, _), t in ledger.totals.items() if name == axis) for axis in mesh}
     stage.backward(0, torch.ones_like(y))

@@ -9,6 +9,7 @@ import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
+from whole_stage import WholeStage
 
 from megatron5d.config.schema import DataConfig, RecomputeConfig
 from megatron5d.context_parallel import allgather
@@ -17,7 +18,6 @@ from megatron5d.context_parallel.layout import sequence_layout
 from megatron5d.context_parallel.plan import Planner
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.topology.axis import single
 from megatron5d.topology.mesh import build_mesh
@@ -53,7 +53,7 @@ def step_on_rank(rank: int, world: int, config):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     batch = SequenceSharding(config, mesh)(micro_batch(config, make_rows(config, 1)))
-    stage = Stage(model.phases)
+    stage = WholeStage(model.phases)
     with MemoryWatch() as watch:
         sums = stage.forward(0, None, batch)
         time.sleep(0.1)  # gloo's threads let go of what they have sent a moment later

@@ -110,13 +110,15 @@ def test_resident_bytes_are_what_the_stage_promises():
         for zero, options in STAGES:
             here = OnRank(config(zero, 2, dtype="bf16", **options), rank, world)
             whole = []
-            heard = here.sync.after_weight_grads
-            here.sync.after_weight_grads = lambda phase, heard=heard, here=here, whole=whole: (
-                heard(phase),
-                whole.append(
-                    [sum(getattr(b, f"holds_{kind}") for b in here.sync.buckets) for kind in ("weights", "grads")]
-                ),
-            )
+            heard = here.sync.after
+
+            def after(phase, passing, heard=heard, here=here, whole=whole):
+                heard(phase, passing)
+                if passing == "weights":
+                    held = ([getattr(b, f"holds_{kind}") for b in here.sync.buckets] for kind in ("weights", "grads"))
+                    whole.append(list(map(sum, held)))
+
+            here.sync.after = after
             here.step()
             here.sync.finish_gather()
             numel = sum(bucket.numel for bucket in here.sync.buckets)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
+from whole_stage import WholeStage
 
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.expert_parallel import experts
 from megatron5d.model.gpt import Gpt
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.activations import RecomputedParts
 from megatron5d.precision.offload import HostCopy
@@ -44,7 +44,7 @@ def stage_of(config):
         parameter.grad = torch.zeros_like(parameter)
     if model.balancer is not None:
         model.balancer.start_step(1, torch.tensor(float(S * B), dtype=torch.float64), single("dp_cp"), False)
-    return Stage(model.phases), micro_batch(config, make_rows(config, 1))
+    return WholeStage(model.phases), micro_batch(config, make_rows(config, 1))
 
 
 @pytest.mark.parametrize("moe", [False, True])

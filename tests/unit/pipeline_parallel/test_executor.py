@@ -36,7 +36,7 @@ def test_every_value_reaches_its_stage_and_peaks_are_the_simulators(schedule):
     def on_rank(rank, world):
         executor, held = timed_executor(program, axis_of(rank, world), Costs(), 0.001)
         for _ in range(2):
-            timeline = run_timed(executor)
+            timeline = run_timed(executor, held)
         return held.peak, [timing.action for timing in timeline], held.now
 
     found = run_ranks(on_rank, PP)
@@ -84,12 +84,12 @@ class Breaks:
 
 def test_an_error_names_rank_action_stage_and_micro_batch():
     def on_rank(rank, world):
-        executor, _ = timed_executor(build_program("zb_h1", PP, M), axis_of(rank, world), Costs(), 0.001)
+        executor, held = timed_executor(build_program("zb_h1", PP, M), axis_of(rank, world), Costs(), 0.001)
         if rank == 2:
             for _, passes in executor._slots:
                 for each in passes:
                     each.stage = Breaks(each.stage)
-        run_timed(executor)
+        run_timed(executor, held)
 
     with pytest.raises(RankFailure) as failure:
         run_ranks(on_rank, PP)
@@ -110,14 +110,14 @@ def test_a_rank_that_dies_is_named_by_the_others(schedule, tmp_path):
     """Each survivor loses a neighbour, and leaves as soon as it has said so: the dead one is named all the same."""
 
     def on_rank(rank, world):
-        executor, _ = timed_executor(build_program(schedule, PP, M), unchecked_axis(rank, world), Costs(), 0.005)
-        run_timed(executor)
+        executor, held = timed_executor(build_program(schedule, PP, M), unchecked_axis(rank, world), Costs(), 0.005)
+        run_timed(executor, held)
         if rank == 2:
             for _, passes in executor._slots[9:]:
                 for each in passes:
                     each.stage = Deadly()
         try:
-            run_timed(executor)
+            run_timed(executor, held)
         except PipelineError as error:
             assert isinstance(error.__cause__, PeerLost)
             (tmp_path / f"{rank}").write_text(str(error))
@@ -135,12 +135,12 @@ def test_a_step_that_leaves_something_behind_is_refused():
     """A Program without its last backward: the executor itself notices."""
     lines = [[(Action("F", 0, 0),), (Action("B", 0, 0),), (Action("F", 0, 1),)]]
     program = make_program("unfinished", loop_placement(1), [0, 0], lines)
-    executor, _ = timed_executor(program, Axis("pp"), Costs(), 0.0)
+    executor, held = timed_executor(program, Axis("pp"), Costs(), 0.0)
     with pytest.raises(AssertionError, match="made and never used"):
         executor.run(range(2), last_gradient, FORM)
     lines = [[(Action("F", 0, 0),), (Action("I", 0, 0),)]]
     program = make_program("unfinished", loop_placement(1), [0], lines)
-    executor, _ = timed_executor(program, Axis("pp"), Costs(), 0.0)
+    executor, held = timed_executor(program, Axis("pp"), Costs(), 0.0)
     with pytest.raises(AssertionError, match="still owe a backward"):
         executor.run(range(1), last_gradient, FORM)
 

@@ -43,7 +43,7 @@ def timed(rank: int, world: int, program: Program, costs: Costs, unit_s: float):
     come_first()
     dist.barrier()
     begin = time.perf_counter()
-    timeline = run_timed(executor)
+    timeline = run_timed(executor, held)
     end = max(timing.end for timing in timeline)
     return timeline[0].start, end, held.peak, waits.take() / (end - begin)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from whole_stage import WholeStage
 
 from megatron5d.pipeline_parallel.hooks import NoHooks
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.precision.activations import ActivationPolicy
 from megatron5d.precision.gradient import add_weight_grad
 
@@ -76,7 +76,7 @@ def truth():
 @pytest.mark.parametrize("split", [False, True])
 def test_gradients_are_autograds(split, recompute):
     layers, log = make(recompute)
-    stage = Stage(layers)
+    stage = WholeStage(layers)
     for i, batch in enumerate(BATCHES):
         stage.forward(i, None, batch)
     for i in range(2):
@@ -97,7 +97,7 @@ def test_gradients_are_autograds(split, recompute):
 
 def test_two_micro_batches_interleave_phase_by_phase():
     layers, log = make()
-    stage = Stage(layers)
+    stage = WholeStage(layers)
     stage.forward(0, None, BATCHES[0])
     log.clear()
     backward, forward = stage.backward_steps(0, GRAD), stage.forward_steps(1, None, BATCHES[1])
@@ -115,37 +115,32 @@ def test_hooks_hear_of_weights_when_they_are_complete():
     heard = []
 
     class Hooks(NoHooks):
-        def before_forward(self, phase):
-            heard.append(("F", layers.index(phase)))
+        def before(self, phase, passing):
+            heard.append((passing, layers.index(phase)))
 
-        def after_forward(self, phase):
-            heard.append(("/F", layers.index(phase)))
-
-        def before_backward(self, phase):
-            heard.append(("I", layers.index(phase)))
-
-        def after_backward(self, phase):
-            heard.append(("/I", layers.index(phase)))
-
-        def after_weight_grads(self, phase):
-            heard.append(("W", layers.index(phase)))
+        def after(self, phase, passing):
+            heard.append((f"/{passing}", layers.index(phase)))
 
     layers, _ = make()
-    stage = Stage(layers, Hooks())
+    stage = WholeStage(layers, Hooks())
     stage.forward(0, None, BATCHES[0])
-    assert heard == [(word, i) for i in (0, 1, 2) for word in ("F", "/F")]
+    assert heard == [(word, i) for i in (0, 1, 2) for word in ("forward", "/forward")]
     heard.clear()
     stage.backward_input(0, GRAD)
-    assert heard == [(word, i) for i in (2, 1, 0) for word in ("I", "/I")]
+    assert heard == [(word, i) for i in (2, 1, 0) for word in ("backward", "/backward")]
     heard.clear()
     stage.backward_weight(0)
-    assert heard == [("W", 2), ("W", 1), ("W", 0)]
+    assert heard == [(word, i) for i in (2, 1, 0) for word in ("weights", "/weights")]
+    stage.forward(1, None, BATCHES[0])
+    heard.clear()
+    stage.backward(1, GRAD)
+    assert heard == [(word, i) for i in (2, 1, 0) for word in ("backward", "/backward", "/weights")]
 
 
 def test_the_gradient_of_the_input_comes_back():
     layers, _ = make()
     x = torch.randn(4, 6, dtype=torch.float64)
-    stage = Stage(layers)
+    stage = WholeStage(layers)
     stage.forward(0, x, None)
     dx = stage.backward(0, GRAD)
     leaf = x.clone().requires_grad_()

@@ -6,11 +6,11 @@ import pytest
 import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
+from whole_stage import WholeStage
 
 import kernels
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.precision import activations, fp8
 from megatron5d.precision.gemms import PLAIN, ExpertGemms, Gemms, gemms_of
 from megatron5d.precision.stand_in import carried_by
@@ -73,7 +73,7 @@ def loss_and_gradients(config):
         parameter.grad = torch.zeros_like(parameter)
     if model.balancer is not None:
         model.balancer.start_step(1, torch.tensor(48.0), single("dp_cp"), False)
-    stage, batch = Stage(model.phases), micro_batch(config, make_rows(config, 1))
+    stage, batch = WholeStage(model.phases), micro_batch(config, make_rows(config, 1))
     loss = stage.forward(0, None, batch)
     stage.backward_input(0, torch.tensor([1.0, 0.0]))
     stage.backward_weight(0)
