@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import first_order
+from kernels.dispatch import first_order, statistics_dtype
 from kernels.flash_attention_tiles import DTYPES
 from kernels.fp8_matmul import swizzled
 from kernels.language import HAS_TRITON, cdiv, jit, next_power_of_2, tl
@@ -240,8 +240,7 @@ class _GroupedMatmul(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, offsets = ctx.saved_tensors
         dy = dy.contiguous()
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        main_grad = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        main_grad = torch.zeros(weight.shape, dtype=statistics_dtype(weight.dtype), device=weight.device)
         grouped_weight_grad(dy, x, offsets, main_grad)
         return grouped_input_grad(dy, weight, offsets), main_grad.to(weight.dtype), None
 

@@ -14,7 +14,7 @@ from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.pipeline_parallel.transfers import flows
 from megatron5d.tensor_parallel.linear import column_linear
-from megatron5d.topology.axis import Axis, single
+from megatron5d.topology.axis import Axis
 
 # torch's class -> (our name, stages per rank, whether the stages lie in a V)
 SCHEDULES = {
@@ -77,7 +77,7 @@ class Phase(nn.Module):
         x = batch[0] if x is None else x
         if not self._split:
             return x + torch.tanh(nn.functional.linear(x, self.weight))
-        return x + torch.tanh(column_linear(x, self.weight, single("tp"), False, defer))
+        return x + torch.tanh(column_linear(x, self.weight, Axis("tp"), False, defer))
 
 
 class TorchPipeline:

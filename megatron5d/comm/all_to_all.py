@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,9 +30,7 @@ def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, recei
     x = x.contiguous()
     out = x.new_empty((x.shape[0] if receive is None else sum(receive), *x.shape[1:]))
     own = x.shape[0] // axis.size if send is None else send[axis.rank]
-    if axis.recorder is not None:
-        row = x[0].numel() if x.shape[0] else 0
-        axis.recorder.record(axis.name, "all_to_all", (x.shape[0] - own) * row, x.element_size())
+    axis.record("all_to_all", (x.shape[0] - own) * math.prod(x.shape[1:]), x.element_size())
     if x.is_meta:
         return Pending(out, keep=x)
     work = dist.all_to_all_single(out, x, receive, send, group=axis.group, async_op=True)

@@ -65,11 +65,6 @@ class Pending:
         return self._result
 
 
-def _record(axis: Axis, op: str, sent: int, x: Tensor) -> None:
-    if axis.recorder is not None:
-        axis.recorder.record(axis.name, op, sent, x.element_size())
-
-
 def as_bytes(x: Tensor) -> Tensor:
     """8-bit floats as bytes: no backend sends them as they are."""
     return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else x
@@ -87,7 +82,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """
     if axis.size == 1:
         return Pending(x)
-    _record(axis, "all_reduce", 2 * (axis.size - 1) * x.numel() // axis.size, x)
+    axis.record("all_reduce", 2 * (axis.size - 1) * x.numel() // axis.size, x.element_size())
     if x.is_meta:
         return Pending(x)
     work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True)
@@ -109,7 +104,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     x = x.contiguous()
     if out is None:
         out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    _record(axis, "all_gather", (axis.size - 1) * x.numel(), x)
+    axis.record("all_gather", (axis.size - 1) * x.numel(), x.element_size())
     if x.is_meta:
         return Pending(out, keep=x)
     work = _all_gather_single(as_bytes(out), as_bytes(x), group=axis.group, async_op=True)
@@ -132,7 +127,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty(axis.divide(x.shape[0], "dim 0 of a reduce_scatter"), *x.shape[1:])
-    _record(axis, "reduce_scatter", (axis.size - 1) * out.numel(), x)
+    axis.record("reduce_scatter", (axis.size - 1) * out.numel(), x.element_size())
     if x.is_meta:
         return Pending(out, keep=x)
     work = _reduce_scatter_single(out, x, group=axis.group, async_op=True)

@@ -175,8 +175,7 @@ class BoxExchange:
     def count(self, part: int) -> None:
         """Tells the axis that every other rank is sent a part."""
         axis, (shape, dtype) = self._mailbox.axis, self._layout[part]
-        if axis.recorder is not None:
-            axis.recorder.record(axis.name, "put", (axis.size - 1) * math.prod(shape), dtype.itemsize)
+        axis.record("put", (axis.size - 1) * math.prod(shape), dtype.itemsize)
 
     def send(self, tensors: Sequence[Tensor], holder: int) -> None:
         """Sends one rank its own tensors, in the order of the current stream.
@@ -184,9 +183,8 @@ class BoxExchange:
         Comm: point to point, numel elements of each tensor, but to this rank itself.
         """
         axis = self._mailbox.axis
-        if axis.recorder is not None and holder != axis.rank:
-            for tensor in tensors:
-                axis.recorder.record(axis.name, "put", tensor.numel(), tensor.element_size())
+        for tensor in tensors if holder != axis.rank else ():
+            axis.record("put", tensor.numel(), tensor.element_size())
         self._send(tensors, holder)
 
     def _send(self, tensors: Sequence[Tensor], holder: int) -> None:

@@ -65,9 +65,7 @@ class Outbox(_End):
         Comm: one message of numel elements.
         """
         x = x.contiguous()
-        recorder = self.axis.recorder
-        if recorder is not None:
-            recorder.record(self.axis.name, "send", x.numel(), x.element_size())
+        self.axis.record("send", x.numel(), x.element_size())
         try:
             work = self._group.send([x], self.peer, self._tag)
         except RuntimeError as error:

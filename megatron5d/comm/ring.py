@@ -44,8 +44,7 @@ def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift
     following = axis.ranks[(axis.rank + distance) % axis.size]
     previous = axis.ranks[(axis.rank - distance) % axis.size]
     received = torch.empty_like(x)
-    if axis.recorder is not None:
-        axis.recorder.record(axis.name, "shift", x.numel(), x.element_size())
+    axis.record("shift", x.numel(), x.element_size())
     if x.is_meta:
         return Shift(x, received, [], axis)
     sending = dist.P2POp(dist.isend, as_bytes(x), following, axis.group, tag)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention, attention_backward
+from kernels.dispatch import statistics_dtype
 from megatron5d.context_parallel.plan import ContextPlan
 
 
@@ -27,7 +28,7 @@ class Merge:
 
     def __init__(self, q: Tensor, value_dim: int, sinks: Tensor | None = None) -> None:
         s, b, a, _ = q.shape
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        wide = statistics_dtype(q.dtype)
         self.out = torch.zeros(s, b, a, value_dim, dtype=wide, device=q.device)
         self.lse = torch.full((b, a, s), float("-inf"), dtype=wide, device=q.device)
         if sinks is not None:

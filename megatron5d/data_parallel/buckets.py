@@ -47,13 +47,11 @@ class Segment:
 
     Args:
         spec: of the parameter.
-        local_shape: of the parameter on this rank.
         local: flat range (start, stop) within the local parameter.
         owned: the same elements as a flat range within the owned slice.
     """
 
     spec: ShardSpec
-    local_shape: tuple[int, ...]
     local: tuple[int, int]
     owned: tuple[int, int]
 
@@ -168,7 +166,7 @@ class Bucket:
             start, stop = max(offset, begin), min(offset + parameter.numel(), end)
             if start < stop:
                 local, owned = (start - offset, stop - offset), (start - begin, stop - begin)
-                parts.append((parameter, Segment(spec_of(parameter), tuple(parameter.shape), local, owned)))
+                parts.append((parameter, Segment(spec_of(parameter), local, owned)))
         return parts
 
     def shares(self) -> list[list[tuple[int, int]]]:

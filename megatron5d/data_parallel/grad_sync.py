@@ -43,7 +43,7 @@ from megatron5d.comm.collectives import Pending, start_all_reduce
 from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.data_parallel.zero import GatheredWeights
 from megatron5d.precision.fp8 import is_quantized
-from megatron5d.topology.axis import Axis, single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard import ShardSpec, spec_of
 
@@ -65,7 +65,7 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
         "dp_cp", "dp_shard_cp", "dp_replicate"
     )  # fmt: skip
     if zero == 0:
-        return single(shard), mesh[whole + pair]
+        return Axis(shard), mesh[whole + pair]
     if zero == 1:
         return mesh[shard + pair], mesh[replicate]
     return mesh[shard], mesh[replicate + pair]

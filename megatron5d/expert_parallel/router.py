@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.dispatch import first_order
+from kernels.dispatch import first_order, statistics_dtype
 from kernels.moe import top_k
 from megatron5d.config.schema import ModelConfig
 from megatron5d.precision.gradient import Defer, add_weight_grad, grad_buffer, run_now
@@ -55,17 +55,12 @@ class Jitter:
         return x * factors.to(x.dtype)
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which routing is computed, for a model in `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class _RouterLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, defer: Defer):
         ctx.weight, ctx.defer = weight, defer
         ctx.save_for_backward(x)
-        wide = wide_dtype(x.dtype)
+        wide = statistics_dtype(x.dtype)
         return x.to(wide) @ weight.to(wide).t()  # [n, h] -> [n, E]
 
     @staticmethod
@@ -108,7 +103,7 @@ class Router(nn.Module):
         self.weight = new_parameter(shape, spec, dtype, device)
         bias = None
         if biased:
-            bias = torch.zeros(config.num_experts, dtype=wide_dtype(dtype), device=device)
+            bias = torch.zeros(config.num_experts, dtype=statistics_dtype(dtype), device=device)
             pieces = whole(tuple(bias.shape), owner=owner)
             bias.spec = ShardSpec(f"{name}.bias", tuple(bias.shape), pieces, decay=False)  # type: ignore[attr-defined]
         self.register_buffer("bias", bias)

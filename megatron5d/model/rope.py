@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.dispatch import statistics_dtype
 from megatron5d.config.schema import ModelConfig, RopeScaling
 
 
@@ -99,8 +100,7 @@ class RotaryTables:
     """
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device) -> None:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.inv = inverse_frequencies(dim, theta, scaling, wide).to(device)
+        self.inv = inverse_frequencies(dim, theta, scaling, statistics_dtype(dtype)).to(device)
         self.factor = attention_factor(scaling)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:

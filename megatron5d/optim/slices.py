@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kernels.dispatch import statistics_dtype
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.buckets import Bucket, Segment
 from megatron5d.topology.shard import ShardSpec
@@ -74,7 +75,7 @@ class SliceOptimizer(ABC):
     def _slice(self, bucket: Bucket) -> SliceState:
         """The state of a bucket before the first update: moments are zero."""
         owned, reduced = bucket.weight_slice, bucket.grad_slice
-        wide = torch.float64 if owned.dtype == torch.float64 else torch.float32
+        wide = statistics_dtype(owned.dtype)
         rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
         grads, master = reduced, owned if owned.dtype == wide or rounded else owned.to(wide)
         if self.config.offload:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.dispatch import statistics_dtype
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.stage import Stage, phase_groups
 from megatron5d.plan.watch import MemoryWatch
@@ -160,8 +161,7 @@ class Tracer:
     def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
         """The input of a pass, and the step that counts it."""
         before = watch.forget_peak()
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        x = torch.empty(self.num_sums, dtype=wide, device="meta") if last else self._message()
+        x = torch.empty(self.num_sums, dtype=statistics_dtype(self.dtype), device="meta") if last else self._message()
         return x, Step(BOUNDARY, watch.live_bytes - before, watch.live_bytes - before)
 
     def _message(self) -> Tensor:

@@ -32,7 +32,7 @@ from megatron5d.precision.activations import recomputable
 from megatron5d.precision.gemms import gemms_of
 from megatron5d.precision.gradient import Defer, run_now
 from megatron5d.tensor_parallel.overlap import WHOLE, Product, overlap_of
-from megatron5d.topology.axis import Axis, single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, whole
 
 
@@ -86,7 +86,7 @@ def column_linear(x: Tensor, weight: Tensor, tp: Axis, sp: bool, defer: Defer = 
     return _ColumnLinear.apply(x, weight, tp, sp and tp.size > 1, defer)
 
 
-_NO_AXIS = single("tp")
+_NO_AXIS = Axis("tp")
 
 
 def local_linear(x: Tensor, weight: Tensor, defer: Defer = run_now) -> Tensor:
@@ -179,7 +179,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.tp, self.sp = tp, sp and tp.size > 1
-        copies = copies or single("tp_kv")
+        copies = copies or Axis("tp_kv")
         out_features = sum(count * rows for count, rows in blocks)
         self.shape = (out_features, in_features)
         rows, pieces = column_pieces(blocks, (in_features,), tp, copies)

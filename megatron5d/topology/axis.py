@@ -23,6 +23,8 @@ class Recorder(Protocol):
 class Axis:
     """This process's position on a line of ranks, and the process group to communicate with them.
 
+    `Axis("tp")` is one of a single rank: nothing is sent, and torch.distributed is not needed.
+
     Args:
         name: the dimension ("tp", "dp", ...), used in messages and in the ledger.
         ranks: global ranks on this line, in the order of their position.
@@ -61,14 +63,14 @@ class Axis:
             )
         return n // self.size
 
+    def record(self, op: str, num_elements: int, element_bytes: int) -> None:
+        """Counts a collective, as in Recorder."""
+        if self.recorder is not None:
+            self.recorder.record(self.name, op, num_elements, element_bytes)
+
     def wait(self, act: Callable[[], T]) -> T:
         """Calls `act`, which waits for other ranks of this axis. Every such wait goes through here, to be measured."""
         return act() if self.recorder is None else self.recorder.wait(self.name, act)
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.rank}/{self.size}]"
-
-
-def single(name: str) -> Axis:
-    """An axis of one rank: layers run the same code, nothing is sent and torch.distributed is not needed."""
-    return Axis(name)

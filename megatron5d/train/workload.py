@@ -17,6 +17,7 @@ from math import gcd, prod
 import torch
 from torch import Tensor, nn
 
+from kernels.dispatch import statistics_dtype
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.matrices import quantised_matrices
 from megatron5d.config.pattern import is_moe
@@ -268,7 +269,6 @@ def _passes(config: Config, model: Gpt, batch, counter: _Counter) -> dict[str, d
     """op -> phase -> its work."""
     form, phases = boundary_form(config, "meta"), model.phases
     found: dict[str, dict[nn.Module, Work]] = {}
-    wide = torch.float64 if form.dtype == torch.float64 else torch.float32
     core = _Core(config)
     for back in "BIB":  # the first pass makes the weights' gradients, which are there from then on
         stage = Stage(phases)
@@ -277,7 +277,7 @@ def _passes(config: Config, model: Gpt, batch, counter: _Counter) -> dict[str, d
         order: list[tuple[nn.Module, str]] = []
         for group, recompute in reversed(phase_groups(phases)):
             order += [(phase, "F") for phase in group if recompute] + [(phase, "I") for phase in group[::-1]]
-        grad = torch.empty(len(loss_terms(config)), dtype=wide, device="meta")
+        grad = torch.empty(len(loss_terms(config)), dtype=statistics_dtype(form.dtype), device="meta")
         found[back] = _run(stage.backward_steps(0, grad, back == "I"), order, counter, core)
         if back == "I":
             found["W"] = _run(stage.weight_steps(0), [(p, "W") for p in phases[::-1]], counter, core)

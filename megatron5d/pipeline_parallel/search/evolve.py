@@ -16,13 +16,12 @@ class Evolution:
         mean: `[n]` where the search starts.
         step: Standard deviation of the first candidates in every dim.
         rng: The only source of chance.
-        population: Candidates of a generation; None = 4 + 3 ln n.
     """
 
-    def __init__(self, mean: np.ndarray, step: float, rng: np.random.Generator, population: int | None = None) -> None:
+    def __init__(self, mean: np.ndarray, step: float, rng: np.random.Generator) -> None:
         n = len(mean)
         self.mean, self.step, self.rng = mean.astype(float), step, rng
-        self.population = population or 4 + int(3 * np.log(n))
+        self.population = 4 + int(3 * np.log(n))
         parents = self.population // 2
         weights = np.log(self.population / 2 + 0.5) - np.log(np.arange(1, parents + 1))
         self.weights = weights / weights.sum()

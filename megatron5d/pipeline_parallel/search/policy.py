@@ -6,12 +6,11 @@ import numpy as np
 
 from megatron5d.pipeline_parallel.search.lanes import Lanes
 
-PHASES = ("warm-up", "steady", "cool-down")
-"""Until a rank's first I; then; once few forwards are left to it."""
-
 
 class Policy(NamedTuple):
     """A rank takes the slot of highest score; C is the number of lanes a rank holds. Times are in `Lanes.unit`.
+
+    Three phases: warm-up until a rank's first I; the steady one; cool-down once few forwards are left to it.
 
     The score of an action is its priority, shifted by where its rank lies, by what the rank ran last, by how long its
     input has been waiting, by what is in flight or pending, and lowered by the time the rank would idle for it. A pair

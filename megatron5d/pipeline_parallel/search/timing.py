@@ -45,8 +45,7 @@ class Run(NamedTuple):
     joined: np.ndarray  # [A] whether an action runs together with the one behind it
     chance: np.ndarray  # [1] state of the only source of chance
     mark: np.ndarray  # [A] where in the window an action was
-    window: np.ndarray  # [A] the actions of the window in their new order
-    kept: np.ndarray  # [A] and in the old one
+    kept: np.ndarray  # [A] the actions of the window in their old order
     kept_joined: np.ndarray  # [A]
 
 
@@ -131,7 +130,6 @@ def begin(program: Program) -> Run:
         joined=joined,
         chance=np.array([12345]),
         mark=np.zeros_like(positions),
-        window=np.zeros_like(positions),
         kept=np.zeros_like(positions),
         kept_joined=np.zeros_like(joined),
     )

@@ -19,7 +19,7 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.precision import stand_in
 from megatron5d.precision.fp8 import is_quantized
 from megatron5d.precision.gradient import run_now
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -92,7 +92,7 @@ def loss_and_gradients(dtype, fields):
     for weight in gpt.parameters():
         weight.grad = torch.zeros_like(weight)
     if gpt.balancer is not None:
-        gpt.balancer.start_step(1, torch.tensor(float(config.train.seq_len)), single("dp_cp"), False)
+        gpt.balancer.start_step(1, torch.tensor(float(config.train.seq_len)), Axis("dp_cp"), False)
     stage = WholeStage(gpt.phases)
     loss = stage.forward(0, None, micro_batch(config, make_rows(config, 1)))
     stage.backward_input(0, torch.tensor([1.0, 0.0], dtype=loss.dtype))

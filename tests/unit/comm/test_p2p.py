@@ -12,7 +12,7 @@ from ranks import RankFailure, run_ranks
 
 from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.p2p import Form, Inbox, Outbox, colours, open_channels
-from megatron5d.topology.axis import Axis, single
+from megatron5d.topology.axis import Axis
 
 FORM = Form((3,), torch.float32)
 
@@ -66,7 +66,7 @@ def test_forms_may_change_from_message_to_message_and_are_counted():
 
 
 def test_nothing_is_opened_alone_and_nothing_where_a_rank_has_no_end():
-    assert open_channels([], single("pp")) == []
+    assert open_channels([], Axis("pp")) == []
 
     def on_rank(rank, world):
         return [end is None for end in open_channels([(0, 1), (1, 2)], axis_of(rank, world))]

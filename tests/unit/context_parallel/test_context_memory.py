@@ -19,7 +19,7 @@ from megatron5d.context_parallel.plan import Planner
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.plan.watch import MemoryWatch
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
@@ -118,7 +118,7 @@ def test_gradients_of_one_block_are_gone_before_those_of_the_next(monkeypatch):
         return dk_dv
 
     monkeypatch.setattr(allgather, "block_gradients", watched)
-    attend = ContextAttention("allgather", single("cp_outer"), single("cp_inner"))
+    attend = ContextAttention("allgather", Axis("cp_outer"), Axis("cp_inner"))
     q, k, v = (torch.randn(8, 1, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     attend(q, k, v, Planner(sequence_layout("allgather", 1, 8), 0)(None), scale=1.0).sum().backward()
     assert len(found) == 2 * allgather.HEAD_GROUPS

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from megatron5d.comm.collectives import Pending
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.balance import Balancer, Tokens, counts_of, normalised, normalised_backward
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -26,8 +26,8 @@ def logits(seed=0):
 
 def balancer(score="softmax", microbatches=4, num_tokens=50.0, watched=False, **moe):
     model = ModelConfig(num_layers=3, num_experts=E, top_k=K, router_score=score)
-    made = Balancer(model, MoeConfig(**moe), [0, 2], single("cp_tp"), single("stage"), "cpu")
-    made.start_step(microbatches, torch.tensor(num_tokens, dtype=torch.float64), single("dp_cp"), watched)
+    made = Balancer(model, MoeConfig(**moe), [0, 2], Axis("cp_tp"), Axis("stage"), "cpu")
+    made.start_step(microbatches, torch.tensor(num_tokens, dtype=torch.float64), Axis("dp_cp"), watched)
     return made
 
 
@@ -169,7 +169,7 @@ def test_figures():
     experts = (torch.arange(N * K) % 4).view(N, K)  # experts 4 and 5 are dead
     experts[3] = E
     made.observe(2, z, experts, torch.tensor(3), tokens(real))
-    got = made.layer_figures(single("world"))
+    got = made.layer_figures(Axis("world"))
     p = probabilities(z, "sigmoid")[real]
     counts = torch.bincount(experts[real].flatten(), minlength=E)
     assert got == pytest.approx(

@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 
 from megatron5d.expert_parallel.capacity import within_capacity
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -42,13 +42,13 @@ def by_hand(experts, weights, order, factor, by):
 @pytest.mark.parametrize(("seed", "padding"), [(0, 0), (1, 0), (2, 7), (3, N)])
 def test_against_a_queue(by, factor, seed, padding):
     experts, weights, order = choices(seed, padding)
-    keep = within_capacity(experts, weights, order, E, factor, by, single("cp_tp"))
+    keep = within_capacity(experts, weights, order, E, factor, by, Axis("cp_tp"))
     assert torch.equal(keep, by_hand(experts, weights, order, factor, by))
 
 
 def test_the_same_on_four_ranks():
     experts, weights, order = choices(1, 5)
-    whole = within_capacity(experts, weights, order, E, 1.0, "probability", single("cp_tp"))
+    whole = within_capacity(experts, weights, order, E, 1.0, "probability", Axis("cp_tp"))
 
     def share(rank, world):
         axis = build_mesh(resolve(world, tp=2, cp=2), rank)["cp_tp"]

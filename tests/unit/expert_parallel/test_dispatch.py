@@ -11,7 +11,7 @@ from megatron5d.expert_parallel.experts import Experts
 from megatron5d.expert_parallel.hierarchy import NodeDispatcher
 from megatron5d.model.moe import dispatcher_of
 from megatron5d.precision.gradient import run_now
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.rng import initialize
@@ -69,7 +69,7 @@ def layer(rank, world, ep, etp, crowd, ep_inner=1):
 
 def truth(world, crowd):
     """One token and one choice at a time."""
-    experts = experts_of(single("ep"), single("etp"))
+    experts = experts_of(Axis("ep"), Axis("etp"))
     up, down = (p.detach().clone().requires_grad_() for p in experts.parameters())
     found = []
     for rank in range(world):

@@ -7,7 +7,7 @@ import torch
 
 from megatron5d.config.schema import ModelConfig
 from megatron5d.expert_parallel.router import Jitter, Router, choose, in_best_groups, scores_of, weights_of
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.rng import initialize
 
 E, K, H = 12, 4, 16
@@ -67,7 +67,7 @@ def test_weights(norm):
 
 
 def test_a_bf16_model_routes_in_fp32():
-    router = Router(BASE, "r", single("tp"), biased=True, owner=True, dtype=torch.bfloat16, device="cpu")
+    router = Router(BASE, "r", Axis("tp"), biased=True, owner=True, dtype=torch.bfloat16, device="cpu")
     initialize(router.weight, 1)
     x = torch.randn(5, H, dtype=torch.bfloat16)
     got = router.logits(x)
@@ -76,7 +76,7 @@ def test_a_bf16_model_routes_in_fp32():
 
 
 def test_the_weight_half_of_the_backward_waits():
-    router = Router(BASE, "r", single("tp"), biased=False, owner=True, dtype=torch.float64, device="cpu")
+    router = Router(BASE, "r", Axis("tp"), biased=False, owner=True, dtype=torch.float64, device="cpu")
     initialize(router.weight, 1)
     x = torch.randn(5, H, dtype=torch.float64, requires_grad=True)
     waiting = []

@@ -18,7 +18,7 @@ from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.activations import RecomputedParts
 from megatron5d.precision.offload import HostCopy
 from megatron5d.tensor_parallel import linear
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
@@ -43,7 +43,7 @@ def stage_of(config):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     if model.balancer is not None:
-        model.balancer.start_step(1, torch.tensor(float(S * B), dtype=torch.float64), single("dp_cp"), False)
+        model.balancer.start_step(1, torch.tensor(float(S * B), dtype=torch.float64), Axis("dp_cp"), False)
     return WholeStage(model.phases), micro_batch(config, make_rows(config, 1))
 
 

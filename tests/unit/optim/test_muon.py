@@ -17,7 +17,7 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.optim import muon
 from megatron5d.optim.newton_schulz import orthogonalize
 from megatron5d.optim.optimizer import build_optimizer
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard import ShardSpec, new_parameter, spec_of, whole
 from megatron5d.train.build import build_sync, sizes_of
@@ -66,7 +66,7 @@ def test_layers_matrices_are_muons_and_the_rest_is_not():
 
 def one_bucket(dtype=torch.float32, shape=(64, 128)) -> Bucket:
     spec = ShardSpec("layers.0.mlp.up.weight", shape, whole(shape), stack=(16, 48))
-    return Bucket([new_parameter(shape, spec, dtype, "cpu")], single("dp"), single("dp"), torch.float32)
+    return Bucket([new_parameter(shape, spec, dtype, "cpu")], Axis("dp"), Axis("dp"), torch.float32)
 
 
 def optimizer_of(bucket: Bucket, config: OptimConfig, **options):

@@ -10,7 +10,7 @@ from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.clip import clip_coefficient, global_square_sum
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.topology.axis import Axis, single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import ShardSpec, new_parameter, spec_of, whole
 
 BASE = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
@@ -65,7 +65,7 @@ def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices
     buckets = []
     for rank in range(slices):
         shard = Axis("dp_shard_cp", tuple(range(slices)), rank)
-        buckets.append(Bucket(parameters(), shard, single("dp_replicate"), torch.float32))
+        buckets.append(Bucket(parameters(), shard, Axis("dp_replicate"), torch.float32))
     optimizers = [AdamW([bucket], config) for bucket in buckets]
     for state in (state for optimizer in optimizers for state in optimizer.slices):
         assert state.on_host == offload
@@ -94,7 +94,7 @@ def test_one_pass_clips_updates_and_rounds():
         for wide in parameters():
             narrow.append(torch.nn.Parameter(wide.detach().bfloat16()))
             narrow[-1].spec = spec_of(wide)
-        bucket = Bucket(narrow, single("dp_shard_cp"), single("dp_replicate"), torch.float32)
+        bucket = Bucket(narrow, Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float32)
         optimizer = AdamW([bucket], OptimConfig(weight_decay=0.3, implementation=how))
         for step in range(3):
             bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step)))
@@ -111,7 +111,7 @@ def test_one_pass_is_as_exact_as_its_masters():
         wide = [torch.nn.Parameter(each.detach().double()) for each in parameters()]
         for each, like in zip(wide, parameters()):
             each.spec = spec_of(like)
-        bucket = Bucket(wide, single("dp_shard_cp"), single("dp_replicate"), torch.float64)
+        bucket = Bucket(wide, Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float64)
         optimizer = AdamW([bucket], OptimConfig(weight_decay=0.3, implementation=how))
         bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(0)))
         optimizer.step(lr=0.1)
@@ -131,7 +131,7 @@ def test_the_norm_counts_owned_elements_once():
 
 
 def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
-    bucket = Bucket(parameters(), single("dp_shard_cp"), single("dp_replicate"), torch.bfloat16)
+    bucket = Bucket(parameters(), Axis("dp_shard_cp"), Axis("dp_replicate"), torch.bfloat16)
     bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(0)))
     owned = [bucket.grad_slice[slice(*segment.owned)].double() for segment in bucket.segments()]
     expected = sum(grad.square().sum().item() for grad in owned)
@@ -145,7 +145,7 @@ def test_clipping_is_torchs_rule():
 
 
 def test_masters_on_the_host_take_weights_that_were_loaded():
-    bucket = Bucket(parameters(), single("dp_shard_cp"), single("dp_replicate"), torch.float32)
+    bucket = Bucket(parameters(), Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float32)
     optimizer = AdamW([bucket], OptimConfig(weight_decay=0.0, offload=True))
     bucket.weights.copy_(torch.arange(bucket.weights.numel()))
     loaded = bucket.weights.clone()

@@ -11,7 +11,7 @@ from megatron5d.config.schema import OptimConfig, PrecisionConfig
 from megatron5d.data_parallel.buckets import Bucket, Segment
 from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.rounding import global_index, round_stochastically, store_rounded
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, whole
 
 
@@ -65,7 +65,7 @@ def test_small_updates_are_not_lost():
     spec = ShardSpec("layers.0.mlp.up.weight", (64, 128), whole((64, 128)))
     weight = new_parameter((64, 128), spec, torch.bfloat16, "cpu")
     weight.data.fill_(1.0)
-    bucket = Bucket([weight], single("dp"), single("dp"), torch.bfloat16)
+    bucket = Bucket([weight], Axis("dp"), Axis("dp"), torch.bfloat16)
     optimizer = AdamW([bucket], OptimConfig(weight_decay=0.0), rounding_seed=1)
     assert not any(kind == "master" for kind, _, _ in optimizer.tensors())
     assert optimizer.slices[0].master.data_ptr() == bucket.weights.data_ptr() and weight.dtype == torch.bfloat16

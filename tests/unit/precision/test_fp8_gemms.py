@@ -13,7 +13,7 @@ from megatron5d.precision import fp8
 from megatron5d.precision.fp8_weights import forget_quantized
 from megatron5d.precision.gemms import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard import spec_of
@@ -67,9 +67,9 @@ def test_a_linear_layer_is_the_emulation(recipe, powers_of_two, split, kind):
     torch.manual_seed(0)
     size = {"dtype": torch.bfloat16, "device": "cpu"}
     if kind == "column":
-        layer = ColumnParallelLinear(208, [(1, 144)], "up", single("tp"), **size)
+        layer = ColumnParallelLinear(208, [(1, 144)], "up", Axis("tp"), **size)
     else:
-        layer = RowParallelLinear(208, 144, "down", single("tp"), **size)
+        layer = RowParallelLinear(208, 144, "down", Axis("tp"), **size)
     layer.weight.data.normal_().mul_(torch.logspace(-2, 2, 208))
     layer.weight.gemms = recipe_of(recipe, powers_of_two)[0]
     layer.weight.main_grad = torch.randn(144, 208)
@@ -94,7 +94,7 @@ def test_a_linear_layer_is_the_emulation(recipe, powers_of_two, split, kind):
 def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
     torch.manual_seed(0)
     config = ModelConfig(num_experts=3, hidden_size=144, moe_ffn_hidden_size=80, activation="gelu")
-    experts = Experts(config, "experts", single("ep"), single("etp"), dtype=torch.float32, device="cpu")
+    experts = Experts(config, "experts", Axis("ep"), Axis("etp"), dtype=torch.float32, device="cpu")
     counts = [150, 0, 7]
     offsets = torch.tensor([0, *counts]).cumsum(0)
     for parameter in experts.parameters():
@@ -130,7 +130,7 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
 def test_experts_that_no_token_chose(recipe, powers_of_two, activation):
     """A micro-batch may leave a rank's experts without a row: the step goes on, and their gradients are zero."""
     config = ModelConfig(num_experts=3, hidden_size=144, moe_ffn_hidden_size=80, activation=activation)
-    experts = Experts(config, "experts", single("ep"), single("etp"), dtype=torch.float32, device="cpu")
+    experts = Experts(config, "experts", Axis("ep"), Axis("etp"), dtype=torch.float32, device="cpu")
     for parameter in experts.parameters():
         parameter.data.normal_()
         parameter.gemms = recipe_of(recipe, powers_of_two)[1]

@@ -14,7 +14,7 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.precision import activations, fp8
 from megatron5d.precision.gemms import PLAIN, ExpertGemms, Gemms, gemms_of
 from megatron5d.precision.stand_in import carried_by
-from megatron5d.topology.axis import single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
@@ -72,7 +72,7 @@ def loss_and_gradients(config):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     if model.balancer is not None:
-        model.balancer.start_step(1, torch.tensor(48.0), single("dp_cp"), False)
+        model.balancer.start_step(1, torch.tensor(48.0), Axis("dp_cp"), False)
     stage, batch = WholeStage(model.phases), micro_batch(config, make_rows(config, 1))
     loss = stage.forward(0, None, batch)
     stage.backward_input(0, torch.tensor([1.0, 0.0]))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron5d.topology.axis import Axis, single
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.rng import initialize, normal, stream_key
 from megatron5d.topology.shard import rectangles
 
@@ -82,4 +82,4 @@ def test_rows_are_made_a_few_at_a_time(monkeypatch):
 def test_divide_names_both_numbers_the_axis_and_what_fits():
     with pytest.raises(ValueError, match=r"model.num_heads = 6 .* tp = 4 \(parallel.tp\); nearest that fit: 4 or 8"):
         tp_axis(0, 4).divide(6, "model.num_heads")
-    assert single("tp").divide(7, "anything") == 7
+    assert Axis("tp").divide(7, "anything") == 7
