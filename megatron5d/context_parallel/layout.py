@@ -39,7 +39,8 @@ class Mask:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """
+    """How a lawful sequence is cut; `config.context_cost.split_of` says into how many outer and inner ranks.
+
     Args:
         seq_len: rows of the whole sequence.
         outer: ranks among which keys and values travel.
@@ -54,13 +55,7 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         pieces = 2 * self.outer * self.inner if self.outer > 1 else self.inner
-        if self.seq_len % pieces:
-            low = self.seq_len // pieces * pieces
-            raise ValueError(
-                f"train.seq_len = {self.seq_len} is not divisible by {pieces} (parallel.cp = {self.size}: "
-                f"{'2·' if self.outer > 1 else ''}{self.outer}·{self.inner}); nearest that fit: "
-                f"{low or pieces} or {low + pieces}"
-            )
+        assert self.seq_len % pieces == 0, (self.seq_len, pieces)
         if not self.order:
             object.__setattr__(self, "order", zigzag(self.outer))
 
@@ -98,27 +93,6 @@ class SequenceLayout:
 def zigzag(outer: int) -> tuple[int, ...]:
     """Chunks r and 2·outer-1-r for rank r."""
     return tuple(c for r in range(outer) for c in (r, 2 * outer - 1 - r))
-
-
-def sequence_layout(method: str, cp: int, seq_len: int, inner: int = 1) -> SequenceLayout:
-    """How a method cuts the sequence.
-
-    Args:
-        method: parallel.cp_method.
-        cp: size of the axis.
-        seq_len: rows of the whole sequence.
-        inner: parallel.cp_inner, for two_level.
-
-    Raises:
-        ValueError: the sequence or cp is not divisible as the method needs.
-    """
-    if method == "ulysses":
-        return SequenceLayout(seq_len, 1, cp)
-    if method == "two_level":
-        if cp % inner:
-            raise ValueError(f"parallel.cp_inner = {inner} does not divide parallel.cp = {cp}")
-        return SequenceLayout(seq_len, cp // inner, inner)
-    return SequenceLayout(seq_len, cp, 1)
 
 
 def even_layout(layout: SequenceLayout, mask: Mask) -> SequenceLayout:

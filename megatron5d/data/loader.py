@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron5d.data.batch import make_micro_batch
-from megatron5d.data.sampler import check_batch_sizes, global_batch_size, micro_batch_samples
+from megatron5d.data.sampler import global_batch_size, micro_batch_samples
 from megatron5d.data.samples import Samples
 from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
 
@@ -43,9 +43,6 @@ class Loader:
         prefetch: steps read ahead; 0 = none, without a thread.
         pin_memory: put micro-batches into page-locked memory.
         transform: applied to each micro-batch when it is read (takes this cp rank's rows).
-
-    Raises:
-        ValueError: gbs is not a multiple of mbs·dp, anywhere on the ramp.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class Loader:
         pin_memory: bool = False,
         transform: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
-        check_batch_sizes(gbs, mbs, dp_size, gbs_ramp)
         self.samples, self.consumed_samples = samples, consumed_samples
         self._sizes = gbs, mbs, dp_rank, dp_size, gbs_ramp
         self._make = partial(make_micro_batch, document_mask=document_mask, eod=eod, eod_mask_loss=eod_mask_loss)

@@ -10,41 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def check_batch_sizes(gbs: int, mbs: int, dp_size: int, ramp: Sequence[int] | None = None) -> None:
-    """Refuse sizes with which some step could not be divided into whole micro-batches.
-
-    Args:
-        gbs: global batch, in sequences.
-        mbs: micro-batch of one rank, in sequences.
-        dp_size: data-parallel ranks.
-        ramp: [start gbs, increment, ramp length in sequences]; None = constant.
-
-    Raises:
-        ValueError: a size is not positive, or a batch size the run will use is not a multiple of mbs·dp.
-    """
-    unit = mbs * dp_size
-    if mbs < 1 or dp_size < 1 or gbs < 1 or gbs % unit:
-        nearest = max(unit, gbs // unit * unit) if unit > 0 else 1
-        raise ValueError(
-            f"train.gbs={gbs} is not a multiple of train.mbs·dp = {mbs}·{dp_size} = {unit}; nearest legal: {nearest}"
-        )
-    if ramp is None:
-        return
-    if len(ramp) != 3:
-        raise ValueError(f"train.gbs_ramp={list(ramp)}; it is [start gbs, increment, ramp length in sequences]")
-    start, increment, length = ramp
-    if not (0 < start <= gbs and increment > 0 and length >= 0 and (gbs - start) % increment == 0):
-        raise ValueError(
-            f"train.gbs_ramp={list(ramp)} does not go from {start} to train.gbs={gbs} in steps of {increment}"
-        )
-    if start % unit or (gbs > start and increment % unit):
-        legal = [max(unit, start // unit * unit), max(unit, increment // unit * unit), length]
-        raise ValueError(
-            f"train.gbs_ramp={list(ramp)}: start and increment must be multiples of train.mbs·dp = {mbs}·{dp_size} = "
-            f"{unit}; nearest legal: {legal}"
-        )
-
-
 def global_batch_size(consumed_samples: int, gbs: int, ramp: Sequence[int] | None = None) -> int:
     """The global batch size of the step that begins after `consumed_samples`, in sequences.
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from megatron5d.config.context_cost import split_of
 from megatron5d.config.schema import Config
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.context_parallel.layout import sequence_layout
+from megatron5d.context_parallel.layout import SequenceLayout
 from megatron5d.context_parallel.plan import Planner
 from megatron5d.model.mtp import look_ahead
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
@@ -39,9 +40,8 @@ class SequenceSharding:
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
-        parallel, self.cp = config.parallel, mesh["cp"]
-        layout = sequence_layout(parallel.cp_method, self.cp.size, config.train.seq_len, parallel.cp_inner)
-        model = config.model
+        self.cp, model = mesh["cp"], config.model
+        layout = SequenceLayout(config.train.seq_len, *split_of(config))
         self.depths = model.num_mtp_layers
         masks: dict[str, Any] = {"causal": model.attention_causal, "window": model.attention_window}
         self._plan = Planner(layout, self.cp.rank, **masks, device=device)

@@ -78,42 +78,19 @@ def resolve(
     world: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None,
     dp_replicate: int = 1, order: tuple[str, ...] = DENSE_AXES, cp_inner: int = 1, ep_inner: int = 1,
 ) -> Sizes:  # fmt: skip
-    """Derives dp, which is what remains of the world, and checks that both views have exactly `world` ranks.
+    """Derives dp, which is what remains of the world; both views have exactly `world` ranks.
 
     Args:
         world: number of ranks.
-        tp, cp, pp, ep, etp, dp_replicate: sizes of the axes; etp=None means tp.
+        tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, lawful (config/laws_layout.py); etp=None means tp.
         order: the dense axes, slowest first.
         cp_inner: neighbours on the cp line that exchange heads for sequence (`parallel.cp_method=two_level`).
         ep_inner: neighbours on the ep line that are in one node.
-
-    Raises:
-        ValueError: the product does not divide the world; names the numbers and the nearest legal world.
     """
-    if tuple(sorted(order)) != tuple(sorted(DENSE_AXES)):
-        raise ValueError(f"parallel.order = {list(order)} must name each of {list(DENSE_AXES)} once")
-    model = tp * cp * pp
-    if world % model:
-        fits = max(model, world // model * model)
-        raise ValueError(
-            f"world size {world} is not divisible by tp·cp·pp = {tp}·{cp}·{pp} = {model}; "
-            f"nearest world sizes that fit: {fits}, {fits + model}"
-        )
-    dp = world // model
-    if dp % dp_replicate:
-        nearest = max(d for d in range(1, dp_replicate + 1) if dp % d == 0)
-        raise ValueError(
-            f"parallel.dp_replicate = {dp_replicate} does not divide dp = {dp} (= {world} ranks / {model}); "
-            f"nearest legal value: {nearest}"
-        )
-    etp = tp if etp is None else etp
-    fold = dp * cp * tp
-    if fold % (ep * etp):
-        nearest = max(d for d in range(1, ep + 1) if fold % (d * etp) == 0) if fold % etp == 0 else 1
-        raise ValueError(
-            f"parallel.ep·etp = {ep}·{etp} does not divide dp·cp·tp = {dp}·{cp}·{tp} = {fold}; "
-            f"nearest legal parallel.ep: {nearest}"
-        )
+    assert sorted(order) == sorted(DENSE_AXES), order
+    dp, etp = world // (tp * cp * pp), tp if etp is None else etp
+    assert dp * tp * cp * pp == world and dp % dp_replicate == 0, (world, tp, cp, pp, dp_replicate)
+    assert dp * cp * tp % (ep * etp) == 0, (dp, cp, tp, ep, etp)
     return Sizes(pp, dp_replicate, dp // dp_replicate, cp, tp, ep, etp, tuple(order), cp_inner, ep_inner)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from megatron5d.checkpoint.load import agreed_checkpoint
 from megatron5d.comm.ledger import Ledger
+from megatron5d.config.context_cost import split_of
 from megatron5d.config.schema import Config
-from megatron5d.context_parallel.layout import sequence_layout
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.ends import loss_terms
 from megatron5d.model.gpt import DTYPES, Gpt
@@ -149,7 +149,7 @@ def sizes_of(config: Config, world: int) -> Sizes:
     p = config.parallel
     return resolve(
         world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, dp_replicate=p.dp_replicate, order=tuple(p.order),
-        ep_inner=p.ep_inner, cp_inner=sequence_layout(p.cp_method, p.cp, config.train.seq_len, p.cp_inner).inner,
+        ep_inner=p.ep_inner, cp_inner=split_of(config)[1],
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from megatron5d.config.context_cost import split_of
 from megatron5d.config.convert import leaves, value_of
 from megatron5d.config.fault import Fault
 from megatron5d.config.law import data_parallel, divisors
@@ -63,12 +64,17 @@ def features(c: Config, world: int) -> tuple:
     """What sizes decide about what is computed and communicated, whatever they are."""
     m, p, t, r = c.model, c.parallel, c.train, c.recompute
     heads, kv = m.num_heads // p.tp, max(1, m.num_kv_heads // p.tp)  # of a tp rank
-    inner = {"ulysses": p.cp, "two_level": p.cp_inner}.get(p.cp_method, 1)
     moe, count = moe_layers(m), t.gbs // (t.mbs * data_parallel(c, world))
     stages = p.pp * p.vpp
     latents = (m.q_lora_rank or 0) + m.kv_lora_rank + m.qk_rope_head_dim
     return (
-        (m.num_kv_heads == m.num_heads, m.num_kv_heads == 1, m.num_kv_heads < p.tp, heads > inner, kv > inner),
+        (
+            m.num_kv_heads == m.num_heads,
+            m.num_kv_heads == 1,
+            m.num_kv_heads < p.tp,
+            heads > split_of(c)[1],
+            kv > split_of(c)[1],
+        ),
         (m.vocab_size % p.tp == 0, m.attention == "mla" and latents < m.hidden_size),
         m.attention_window is not None and m.attention_window < t.seq_len,
         (m.num_experts > p.ep, m.top_k > 1, m.top_k < m.num_experts),

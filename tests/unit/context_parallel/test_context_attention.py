@@ -9,7 +9,7 @@ from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.ring import Shift
 from megatron5d.context_parallel import ring
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.context_parallel.layout import sequence_layout
+from megatron5d.context_parallel.layout import SequenceLayout
 from megatron5d.context_parallel.plan import Planner
 from megatron5d.topology.axis import Axis
 
@@ -52,7 +52,8 @@ def truth(num_kv_heads, mask, softcap, with_sinks):
 
 def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sinks):
     ledger = Ledger()
-    layout = sequence_layout(method, size, S, inner)
+    inner = {"ulysses": size, "two_level": inner}.get(method, 1)
+    layout = SequenceLayout(S, size // inner, inner)
     outer_rank, inner_rank = divmod(rank, layout.inner)
 
     def axis(name, ranks):
@@ -132,7 +133,7 @@ def test_bytes_are_the_closed_forms():
 
 def test_one_rank_is_plain_attention():
     q, k, v, _, _ = inputs(2)
-    plan = Planner(sequence_layout("ring", 1, S), 0)(None)
+    plan = Planner(SequenceLayout(S), 0)(None)
     out = ContextAttention("ring", Axis("cp_outer"), Axis("cp_inner"))(q, k, v, plan, scale=0.3)
     torch.testing.assert_close(out, attention(q, k, v, scale=0.3)[0])
 
@@ -149,7 +150,7 @@ def ring_events(rank, size, mask):
         patch.setattr(ring, "start_shift", recorded("start", start))
         patch.setattr(ring, "attend_block", recorded("attend", attend, lambda a: len(a[1].calls[a[2]])))
         patch.setattr(Shift, "wait", recorded("wait", wait))
-        layout = sequence_layout("ring", size, S)
+        layout = SequenceLayout(S, size)
         axis = Axis("cp_outer", tuple(range(size)), rank, torch.distributed.group.WORLD)
         plan = Planner(layout, rank, window=mask.get("window"))(mask.get("documents"))
         q, k, v, _, _ = (t[plan.own_rows] if t.shape[0] == S else t for t in inputs(2))

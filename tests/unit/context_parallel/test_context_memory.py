@@ -14,7 +14,7 @@ from whole_stage import WholeStage
 from megatron5d.config.schema import DataConfig, RecomputeConfig
 from megatron5d.context_parallel import allgather
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.context_parallel.layout import sequence_layout
+from megatron5d.context_parallel.layout import SequenceLayout
 from megatron5d.context_parallel.plan import Planner
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
@@ -120,5 +120,5 @@ def test_gradients_of_one_block_are_gone_before_those_of_the_next(monkeypatch):
     monkeypatch.setattr(allgather, "block_gradients", watched)
     attend = ContextAttention("allgather", Axis("cp_outer"), Axis("cp_inner"))
     q, k, v = (torch.randn(8, 1, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    attend(q, k, v, Planner(sequence_layout("allgather", 1, 8), 0)(None), scale=1.0).sum().backward()
+    attend(q, k, v, Planner(SequenceLayout(8), 0)(None), scale=1.0).sum().backward()
     assert len(found) == 2 * allgather.HEAD_GROUPS

@@ -15,7 +15,6 @@ from megatron5d.context_parallel.layout import (
     even_layout,
     num_hops,
     plan_calls,
-    sequence_layout,
     unmasked_pairs,
 )
 from megatron5d.context_parallel.plan import Planner, balance
@@ -147,10 +146,3 @@ def test_balance_is_the_waiting_time():
     packed = Planner(SequenceLayout(8, 2), 0)(torch.tensor([[0, 0, 1, 2, 3, 4, 4, 4]]))
     assert sorted(packed.visible_pairs) == [3 + 2, 5 + 2]  # chunks of 1 + 2, 1 + 1, 1 + 1 and 2 + 3 pairs
     assert balance([packed]) == 7 / 6
-
-
-def test_what_does_not_divide_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"train.seq_len = 20 .* by 8 \(parallel.cp = 4.* 16 or 24"):
-        sequence_layout("ring", 4, 20)
-    with pytest.raises(ValueError, match="parallel.cp_inner = 3 does not divide parallel.cp = 4"):
-        sequence_layout("two_level", 4, 64, 3)

@@ -119,11 +119,6 @@ def test_an_order_that_ends_is_refused_only_when_its_end_is_asked_for(tmp_path, 
         next(loader)
 
 
-def test_batch_sizes_are_checked_before_anything_is_read(samples):
-    with pytest.raises(ValueError, match="train.gbs=10"):
-        Loader(samples, gbs=10, mbs=2, dp_size=3)
-
-
 def test_close_ends_the_thread_even_while_it_waits(samples):
     loader = Loader(samples, gbs=4, mbs=1, prefetch=1)
     next(loader)

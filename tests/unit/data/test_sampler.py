@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron5d.data.sampler import check_batch_sizes, global_batch_size, micro_batch_samples, samples_of_steps
+from megatron5d.data.sampler import global_batch_size, micro_batch_samples, samples_of_steps
 
 
 @pytest.mark.parametrize(("mbs", "dp"), list(itertools.product([1, 2, 3, 4], [1, 2, 3, 5, 8])))
@@ -47,26 +47,3 @@ def test_ramp_grows_in_equal_increments(ramp):
 
 def test_without_a_ramp_samples_are_a_product():
     assert samples_of_steps(10**9, 7) == 7 * 10**9
-
-
-@pytest.mark.parametrize(
-    ("gbs", "mbs", "dp", "ramp", "message"),
-    [
-        (10, 2, 3, None, r"train\.gbs=10 .* 2·3 = 6; nearest legal: 6"),
-        (2, 2, 3, None, r"nearest legal: 6"),
-        (0, 1, 1, None, r"train\.gbs=0"),
-        (12, 2, 3, [6, 6], r"train\.gbs_ramp=\[6, 6\]; it is"),
-        (12, 2, 3, [6, 5, 10], r"does not go from 6 to train\.gbs=12"),
-        (12, 2, 3, [18, 6, 10], r"does not go"),
-        (12, 2, 3, [4, 4, 10], r"nearest legal: \[6, 6, 10\]"),
-    ],
-)
-def test_impossible_sizes_are_refused(gbs, mbs, dp, ramp, message):
-    with pytest.raises(ValueError, match=message):
-        check_batch_sizes(gbs, mbs, dp, ramp)
-
-
-def test_possible_sizes_pass():
-    check_batch_sizes(12, 2, 3)
-    check_batch_sizes(24, 2, 3, [6, 6, 100])
-    check_batch_sizes(12, 2, 3, [12, 5, 100])  # nothing to grow: the increment is not used

@@ -47,7 +47,7 @@ def test_slices_and_copies_round_alike():
     def rounded(rows: slice, first: int, last: int, seed: int = 3, step: int = 7) -> torch.Tensor:
         """Elements first to last of a rank that holds these rows, as an owned slice that begins elsewhere."""
         piece = Piece((rows.start, 0), (rows.stop - rows.start, 8))
-        segment = Segment(ShardSpec(name, shape, (piece,)), piece.shape, (first, last), (100, 100 + last - first))
+        segment = Segment(ShardSpec(name, shape, (piece,)), (first, last), (100, 100 + last - first))
         out = torch.empty(last - first, dtype=torch.bfloat16)
         store_rounded(wide[rows].flatten()[first:last], out, segment, seed, step)
         return out

@@ -60,22 +60,6 @@ def test_copies_of_kv_heads_are_neighbours_on_tp():
     assert lines_of(sizes, 5, num_kv_heads=8)["tp_kv"] == (5,)
 
 
-@pytest.mark.parametrize(
-    ("world", "sizes", "said"),
-    [
-        (8, {"tp": 3}, ("8", "3", "nearest world sizes that fit: 6, 9")),
-        (8, {"dp_replicate": 3}, ("parallel.dp_replicate = 3", "dp = 8", "nearest legal value: 2")),
-        (8, {"ep": 3}, ("parallel.ep·etp = 3·1", "nearest legal parallel.ep: 2")),
-        (8, {"order": ("pp", "dp", "tp", "tp")}, ("parallel.order",)),
-    ],
-)
-def test_what_does_not_divide_is_refused_with_numbers_and_a_way_out(world, sizes, said):
-    with pytest.raises(ValueError) as refused:
-        resolve(world, **sizes)
-    for words in said:
-        assert words in str(refused.value)
-
-
 def test_a_grid_over_given_ranks():
     grid = Grid((("a", 2), ("b", 2)), ranks=(7, 5, 3, 1))
     assert grid.line(3, "a") == (7, 3)
