@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable
@@ -14,27 +13,17 @@ from megatron5d.config.convert import value_of
 from megatron5d.config.fault import alternatives
 from megatron5d.config.law import Law
 from megatron5d.config.schema import Config
-
-
-def _entry(text: str) -> tuple[float, str]:
-    """(weight, prefix) of one entry of data.train; the weight is NaN where no prefix follows the number."""
-    first, _, rest = text.strip().partition(" ")
-    try:
-        weight, prefix = float(first), rest.strip()
-    except ValueError:
-        return 1.0, text.strip()
-    return (weight, prefix) if prefix else (math.nan, prefix)
+from megatron5d.config.sources import named_entries, source_of, split_shares
 
 
 def _bad_weights(entries: list[str]) -> list[str]:
-    return [text for text in entries if not (0 < _entry(text)[0] < math.inf and _entry(text)[1])]
+    return [text for text in entries if not source_of(text).is_legal]
 
 
 def _missing_files(entries: list[str]) -> list[str]:
     """The .bin and .idx files of entries that do not exist."""
-    bad = _bad_weights(entries)
-    prefixes = [_entry(text)[1] for text in entries if text not in bad]
-    names = [prefix + ending for prefix in prefixes for ending in (".bin", ".idx")]
+    sources = [source for source in map(source_of, entries) if source.is_legal]
+    names = [source.prefix + ending for source in sources for ending in (".bin", ".idx")]
     return [name for name in names if not isfile(name)]
 
 
@@ -48,41 +37,35 @@ def _prefix_meant(missing: list[str]) -> str:
 
 def _empty_files(entries: list[str]) -> list[str]:
     """The .bin files of entries that are empty: a small corpus, for example, has no document to hold out."""
-    names = [_entry(text)[1] + ".bin" for text in entries if text not in _bad_weights(entries)]
+    names = [source.prefix + ".bin" for source in map(source_of, entries) if source.is_legal]
     return [name for name in names if isfile(name) and Path(name).stat().st_size == 0]
 
 
 def _without_empty(knob: str, written: list[str], entries: list[str]) -> str:
     """The override without empty files; `entries` are those of `written` without their names."""
     empty = _empty_files(entries)
-    kept = [text for text, entry in zip(written, entries) if _entry(entry)[1] + ".bin" not in empty]
+    kept = [text for text, entry in zip(written, entries) if source_of(entry).prefix + ".bin" not in empty]
     larger = "PREFIX of documents, from tools/preprocess.py with more of them or a larger --valid-fraction"
     return f"{knob}={_shell_list(kept)}" if kept or knob != "data.train" else f"{knob}=[{larger}]"
 
 
-def _named(entries: list[str]) -> list[tuple[str, str]]:
-    """(name, entry) of each entry of data.valid_sets."""
-    pairs = [text.strip().partition(" ") for text in entries]
-    return [(name, entry.strip()) for name, _, entry in pairs]
-
-
 def _nameless(entries: list[str]) -> list[str]:
     """Entries of data.valid_sets that do not begin with a name."""
-    told = zip(entries, _named(entries))
+    told = zip(entries, named_entries(entries))
     return [text for text, (name, entry) in told if not entry or not re.fullmatch(r"[A-Za-z][\w.-]*", name)]
 
 
 def _repeated(entries: list[str]) -> list[str]:
     """Prefixes that one set of data.valid_sets names more than once, as `name prefix`."""
-    read = [f"{name} {_entry(entry)[1]}" for name, entry in _named(entries)]
+    read = [f"{name} {source_of(entry).prefix}" for name, entry in named_entries(entries)]
     return sorted({text for text in read if read.count(text) > 1})
 
 
 def _each_once(entries: list[str]) -> list[str]:
     """The first entry of each name and prefix."""
     firsts: dict[tuple[str, str], str] = {}
-    for text, (name, entry) in zip(entries, _named(entries)):
-        firsts.setdefault((name, _entry(entry)[1]), text)
+    for text, (name, entry) in zip(entries, named_entries(entries)):
+        firsts.setdefault((name, source_of(entry).prefix), text)
     return list(firsts.values())
 
 
@@ -93,14 +76,11 @@ def _shell_list(entries: list[str]) -> str:
 
 
 def _shares(split: str | None) -> list[float] | None:
-    """The numbers of data.split, train first; None where it is no list of one to three numbers of positive sum."""
-    if split is None:
-        return [1.0, 0.0, 0.0]
-    parts = split.split(",")
-    if len(parts) > 3 or not all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", part) for part in parts):
+    """As `split_shares`; None of what is no split."""
+    try:
+        return split_shares(split)
+    except ValueError:
         return None
-    shares = [float(part) for part in parts] + [0.0] * (3 - len(parts))
-    return shares if sum(shares) > 0 else None
 
 
 def _abbreviated(names: list[str]) -> str:
@@ -177,7 +157,7 @@ DATA_LAWS = (
     ),
     *(
         replace(law, needs=("data-valid-sets-names",))
-        for law in _blend_laws("data.valid_sets", "NAME ", lambda texts: [entry for _, entry in _named(texts)])
+        for law in _blend_laws("data.valid_sets", "NAME ", lambda texts: [entry for _, entry in named_entries(texts)])
     ),
     Law(
         "data-split-numbers",

@@ -10,15 +10,15 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron5d.config.sources import Source, source_of
 from megatron5d.data.blend import SURPLUS, megatron_blend, megatron_sizes, mixing_cycle
 from megatron5d.data.index_cache import cached_arrays
 from megatron5d.data.indexed import IndexedDataset
 from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order
 from megatron5d.data.packing import PackedStream
 from megatron5d.data.permutation import hash_key
-from megatron5d.data.sources import Source, normalised, parse_sources, split_range
+from megatron5d.data.sources import normalised, split_range
 
-ORDERS = ("shuffled", "sequential", "megatron")
 INDEX_VERSION = 1  # raise when the meaning of a cached index changes
 
 
@@ -110,17 +110,9 @@ def open_samples(
         The samples.
 
     Raises:
-        ValueError: a file is broken, a source, split or order is not legal, or there are too few tokens.
+        ValueError: a file is broken, a split is not legal, or there are too few tokens.
     """
-    # where a split is given, its parts all come from data.train
-    knob = "data.train" if split is not None else f"data.{part}"
-    if order not in ORDERS:
-        raise ValueError(f"data.order={order!r}; it is one of {', '.join(ORDERS)}")
-    if seq_len < 1:
-        raise ValueError(f"train.seq_len={seq_len}; it must be at least 1")
-    if order == "megatron" and not 0 <= seed < 2**32:
-        raise ValueError(f"train.seed={seed}; data.order=megatron takes 0 to {2**32 - 1}, as numpy's RandomState does")
-    parsed = parse_sources(sources, knob)
+    parsed = [source_of(entry) for entry in sources]
     datasets = [IndexedDataset(source.prefix) for source in parsed]
     if order == "megatron":
         folder = Path(cache_dir) if cache_dir is not None else Path(parsed[0].prefix).parent / "cache"

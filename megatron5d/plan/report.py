@@ -54,13 +54,13 @@ def step_table(cost: StepCost, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def layout_record(candidate: Candidate[StepCost], overrides: str) -> dict[str, Any]:
+def layout_record(candidate: Candidate, overrides: str) -> dict[str, Any]:
     """A layout with a known cost as a JSON object."""
     assert candidate.cost is not None
     return {"overrides": overrides, "needed_bytes": candidate.needed, **step_record(candidate.cost)}
 
 
-def layouts_table(layouts: Sequence[tuple[Candidate[StepCost], str]]) -> str:
+def layouts_table(layouts: Sequence[tuple[Candidate, str]]) -> str:
     """A table of layouts.
 
     Args:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.catalogue import find_schedule
+from megatron5d.plan.cost import StepCost
 
 Change = dict[str, Any]  # key of the configuration -> value
-Price = TypeVar("Price")
 
 MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
 SCHEDULES = (  # (schedule, chunks per rank)
@@ -95,36 +95,40 @@ class Proposals:
 
 
 @dataclass
-class Candidate(Generic[Price]):
+class Candidate:
     """A legal layout.
 
     Args:
         change: the values that it sets.
         guess_s: cheap estimate of a step's seconds; candidates are tried in this order.
         cost: predicted cost of a step; None = not known yet.
-        seconds: of a step according to `cost`.
         needed: bytes of the rank that needs most; 0 = not known yet.
     """
 
     change: Change
     guess_s: float
-    cost: Price | None = None
-    seconds: float = 0.0
+    cost: StepCost | None = None
     needed: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of a step according to `cost`."""
+        assert self.cost is not None
+        return self.cost.step_s
 
 
 @dataclass(frozen=True)
-class Questions(Generic[Price]):
+class Questions:
     """The functions with which the search examines a candidate.
 
     Args:
         runs: whether it is legal and has a Program.
-        price: (cost of a step, its seconds).
+        price: cost of a step.
         need: bytes of the rank that needs most, or of any rank that needs more than a device has.
     """
 
     runs: Callable[[Change], bool]
-    price: Callable[[Change], tuple[Price, float]]
+    price: Callable[[Change], StepCost]
     need: Callable[[Change], int]
 
 
@@ -166,14 +170,14 @@ class Misfits:
 
 
 def best(
-    candidates: Sequence[Candidate[Price]],
-    questions: Questions[Price],
+    candidates: Sequence[Candidate],
+    questions: Questions,
     *,
     have: int,
     count: int,
     limit: int,
     progress: Callable[[], None] = lambda: None,
-) -> list[Candidate[Price]]:
+) -> list[Candidate]:
     """The fastest candidates that fit.
 
     Args:
@@ -187,7 +191,7 @@ def best(
     Returns:
         At most `count`, the fastest first.
     """
-    found: list[Candidate[Price]] = []
+    found: list[Candidate] = []
     misfits = Misfits()
     looked = 0
     for candidate in sorted(candidates, key=lambda each: each.guess_s):
@@ -210,7 +214,7 @@ def best(
     return found
 
 
-def _priced(candidate: Candidate[Price], questions: Questions[Price], below: float = float("inf")) -> bool:
+def _priced(candidate: Candidate, questions: Questions, below: float = float("inf")) -> bool:
     """Sets the cost of a candidate; whether a step takes less than `below` seconds."""
-    candidate.cost, candidate.seconds = questions.price(candidate.change)
+    candidate.cost = questions.price(candidate.change)
     return candidate.seconds < below

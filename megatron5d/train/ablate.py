@@ -9,7 +9,8 @@ from math import gcd
 from megatron5d.config.convert import value_of
 from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config, RecomputeConfig
-from megatron5d.train.fitting import Change, changed, override_text
+from megatron5d.plan.search import Change
+from megatron5d.train.fitting import changed, override_text
 from megatron5d.train.shrink import faults_of
 
 _NO_SP: Change = {"parallel.sp": False, "parallel.tp_overlap": "none"}

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from megatron5d.config.schema import Config
+from megatron5d.config.sources import named_entries, source_of, split_shares
 from megatron5d.data.loader import Loader
 from megatron5d.data.sampler import samples_of_steps
 from megatron5d.data.samples import Samples, open_samples
-from megatron5d.data.sources import named_entries, parse_sources, split_shares
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.model.context import SequenceSharding
 from megatron5d.topology.agreement import on_every_rank, on_rank_0
@@ -37,28 +37,24 @@ def held_out(config: Config) -> dict[str, Part]:
         ValueError: an illegal split.
     """
     data, found = config.data, {}
-    has_part = data.split is not None and split_shares(data.split)[1] > 0
     if data.valid:
         found[""] = Part("data.valid", data.valid, None)
-    elif has_part:
+    elif split_shares(data.split)[1] > 0:
         found[""] = Part("data.train", data.train, data.split)
-    sets = named_entries(data.valid_sets)
-    return found | {f"/{name}": Part("data.valid_sets", entries, None) for name, entries in sets.items()}
+    for name, entry in named_entries(data.valid_sets):
+        found.setdefault(f"/{name}", Part("data.valid_sets", [], None)).entries.append(entry)
+    return found
 
 
 def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
     """(knob, part, prefix, split) of each pair of .bin and .idx that is read.
 
     Raises:
-        ValueError: an illegal weight or split.
+        ValueError: an illegal split.
     """
     parts = [("train", Part("data.train", config.data.train, config.data.split))]
     parts += [("valid", held) for held in held_out(config).values()]
-    return [
-        (knob, part, source.prefix, split)
-        for part, (knob, entries, split) in parts
-        for source in (parse_sources(entries, knob) if entries else [])
-    ]
+    return [(knob, part, source_of(entry).prefix, split) for part, (knob, entries, split) in parts for entry in entries]
 
 
 def end_of_document(config: Config) -> int | None:

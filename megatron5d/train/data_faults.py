@@ -20,7 +20,7 @@ def data_faults(config: Config, world: int) -> list[Fault]:
     try:
         sources = read_sources(config)
     except ValueError:
-        sources = []  # an illegal weight or split, which a law reports
+        sources = []  # an illegal split, which a law reports
     for knob, part, prefix, split in sources:
         if all(isfile(prefix + ending) for ending in (".bin", ".idx")):
             found += _source_faults(config, knob, prefix, split, part)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import Config
 from megatron5d.plan.memory import RankMemory
+from megatron5d.plan.search import Change
 from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.schedule import pipeline_faults
-
-Change = dict[str, Any]  # key of the configuration -> value
 
 
 def changed(config: Config, change: Change) -> Config:

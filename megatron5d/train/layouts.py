@@ -63,14 +63,14 @@ class LayoutSearch:
         self.found_legal = False
         self._plans: dict[tuple, PipelinePlan | None] = {}
 
-    def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate[StepCost]]:
+    def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate]:
         """Layouts that are not too large at a glance, with a first guess of their time, and the given one.
 
         Args:
             have: bytes of one device.
             progress: called for each shape that is looked at.
         """
-        found = [Candidate[StepCost](self._given(), 0.0)]
+        found = [Candidate(self._given(), 0.0)]
         for shape in self._proposals.shapes():
             progress()
             shape = self._with_lines(shape)
@@ -79,17 +79,17 @@ class LayoutSearch:
                 found += [each for each in self._glances(shape, have) if self.overrides(each)]
         return found
 
-    def overrides(self, candidate: Candidate[StepCost]) -> Change:
+    def overrides(self, candidate: Candidate) -> Change:
         """What a candidate says otherwise than the configuration: empty for the given one."""
         return {key: value for key, value in candidate.change.items() if value != _value(self.config, key)}
 
     def best(
         self,
-        candidates: Sequence[Candidate[StepCost]],
+        candidates: Sequence[Candidate],
         have: int,
         count: int,
         progress: Callable[[], None] = lambda: None,
-    ) -> list[Candidate[StepCost]]:
+    ) -> list[Candidate]:
         """The fastest that fit: each time from its Program, each memory as a run's own forecast has it.
 
         Args:
@@ -98,7 +98,7 @@ class LayoutSearch:
             count: how many are wanted.
             progress: called for each layout that is looked at.
         """
-        questions = Questions[StepCost](self._runs, self._price, lambda change: self._need(change, have))
+        questions = Questions(self._runs, self._price, lambda change: self._need(change, have))
         return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
 
     def _given(self) -> Change:
@@ -130,7 +130,7 @@ class LayoutSearch:
             for way in self._proposals.schedules(shape["parallel.pp"])
         )
 
-    def _glances(self, shape: Change, have: int) -> Iterator[Candidate[StepCost]]:
+    def _glances(self, shape: Change, have: int) -> Iterator[Candidate]:
         """A first guess of the time of a shape with every micro-batch and schedule: equal ranks, no messages."""
         config = changed(self.config, shape)
         prices = Prices(self.cluster, config, lines_of(sizes_of(config, self.world), 0, config.model.num_kv_heads))
@@ -168,10 +168,9 @@ class LayoutSearch:
         config = changed(self.config, change)
         return not broken_laws(config, self.world, without=FILE_LAWS) and self._plan(config) is not None
 
-    def _price(self, change: Change) -> tuple[StepCost, float]:
+    def _price(self, change: Change) -> StepCost:
         config = changed(self.config, change)
-        cost = self._estimator.step(config, self.world, self._plan(config))
-        return cost, cost.step_s
+        return self._estimator.step(config, self.world, self._plan(config))
 
     def _need(self, change: Change, have: int) -> int:
         """Bytes of the rank that needs most; the ends of the pipeline, which usually do, are asked first."""

@@ -26,7 +26,8 @@ from megatron5d.config.schema import (
     LogConfig,
     PrecisionConfig,
 )
-from megatron5d.train.fitting import Change, changed
+from megatron5d.plan.search import Change
+from megatron5d.train.fitting import changed
 from megatron5d.train.schedule import pipeline_faults
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself
@@ -64,17 +65,12 @@ def features(c: Config, world: int) -> tuple:
     """What sizes decide about what is computed and communicated, whatever they are."""
     m, p, t, r = c.model, c.parallel, c.train, c.recompute
     heads, kv = m.num_heads // p.tp, max(1, m.num_kv_heads // p.tp)  # of a tp rank
+    _, inner = split_of(c)
     moe, count = moe_layers(m), t.gbs // (t.mbs * data_parallel(c, world))
     stages = p.pp * p.vpp
     latents = (m.q_lora_rank or 0) + m.kv_lora_rank + m.qk_rope_head_dim
     return (
-        (
-            m.num_kv_heads == m.num_heads,
-            m.num_kv_heads == 1,
-            m.num_kv_heads < p.tp,
-            heads > split_of(c)[1],
-            kv > split_of(c)[1],
-        ),
+        (m.num_kv_heads == m.num_heads, m.num_kv_heads == 1, m.num_kv_heads < p.tp, heads > inner, kv > inner),
         (m.vocab_size % p.tp == 0, m.attention == "mla" and latents < m.hidden_size),
         m.attention_window is not None and m.attention_window < t.seq_len,
         (m.num_experts > p.ep, m.top_k > 1, m.top_k < m.num_experts),

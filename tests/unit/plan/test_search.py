@@ -1,6 +1,7 @@
 """The search for layouts: lawful, fitting, in the user's bounds, never worse than what was given, and sparing."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from parity_configs import config_of
@@ -156,12 +157,12 @@ def test_few_are_asked_about_and_the_best_is_found():
         return 100 if change["parallel.tp"] == 4 else 10
 
     def price(change):
-        return "told", times[change["parallel.tp"]]
+        return SimpleNamespace(step_s=times[change["parallel.tp"]])
 
     questions = Questions(lambda change: change["parallel.tp"] != 8, price, need)
     found = best(candidates, questions, have=50, count=1, limit=10)
     assert [each.change["parallel.tp"] for each in found] == [2] and asked == [4, 2]
-    assert (found[0].cost, found[0].needed) == ("told", 10)
+    assert (found[0].seconds, found[0].needed) == (2.0, 10)
 
 
 def test_what_is_guessed_to_be_a_little_slower_is_looked_at():
@@ -172,6 +173,9 @@ def test_what_is_guessed_to_be_a_little_slower_is_looked_at():
         asked.append(change["parallel.tp"])
         return 10
 
-    questions = Questions(lambda change: True, lambda change: ("told", times[change["parallel.tp"]]), need)
+    def price(change):
+        return SimpleNamespace(step_s=times[change["parallel.tp"]])
+
+    questions = Questions(lambda change: True, price, need)
     (found,) = best(candidates, questions, have=50, count=1, limit=10)
     assert found.change["parallel.tp"] == 2 and asked == [1, 2]
