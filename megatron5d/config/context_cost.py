@@ -23,10 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.config.schema import ELEMENT_BYTES, Config, ModelConfig
 
 GRAD_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}  # of gradients in the ring, which are summed in fp32
-VALUE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 FLOPS_PER_BYTE = 8000.0  # of attention while a byte is sent between nodes: 400 TFLOP/s, 400 Gbit/s
 
 
@@ -39,7 +38,7 @@ class Traffic:
 
     def num_bytes(self, dtype: str) -> tuple[int, int]:
         """(over cp_inner, over cp_outer), forward and backward together."""
-        value, grad = VALUE_BYTES[dtype], GRAD_BYTES[dtype]
+        value, grad = ELEMENT_BYTES[dtype], GRAD_BYTES[dtype]
         return self.inner * 2 * value, self.outer * (2 * value + grad)
 
 
@@ -95,7 +94,7 @@ def hidden_from(c: Config, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
     (outer, inner), (a, _) = split_of(c), local_heads(c)
     if outer == 1:
         return 0
-    hop_bytes = traffic(c).outer / (outer - 1) * VALUE_BYTES[c.precision.dtype]
+    hop_bytes = traffic(c).outer / (outer - 1) * ELEMENT_BYTES[c.precision.dtype]
     flops = (c.train.seq_len / outer) ** 2 * a / inner * head_features(c.model)
     return ceil(c.train.seq_len * hop_bytes * flops_per_byte / flops)
 

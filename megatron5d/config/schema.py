@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # by precision.dtype
+
 
 @dataclass(frozen=True)
 class RopeScaling:

@@ -45,15 +45,8 @@ class Permutation:
 
     def __call__(self, x: int) -> int:
         """The position that `x` is mapped to."""
-        return self._apply(x, self._rounds)
-
-    def inverse(self, y: int) -> int:
-        """The x that is mapped to `y`."""
-        return self._apply(y, self._rounds[::-1])
-
-    def _apply(self, x: int, rounds: list[tuple[int, int]]) -> int:
         assert 0 <= x < self.n, (x, self.n)
-        for k, round_key in rounds:
+        for k, round_key in self._rounds:
             partner = (k - x) % self.n
             if mix((max(x, partner) + round_key) & MASK) & 1:
                 x = partner

@@ -16,6 +16,24 @@ _ARCHITECTURE = {
     "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 _DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+# Fields that must have these values for a family to compute an architecture.
+_ALL: dict[str, Any] = {
+    "attention": "gqa", "attention_softcap": 0.0, "logit_softcap": 0.0, "attention_sinks": False, "num_mtp_layers": 0,
+    "attention_causal": True,
+}  # fmt: skip
+_DECODER = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "rope_interleaved": False} | _ALL
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {"qk_norm": False, "attention_window": None},
+    "mistral": {"qk_norm": False, "qkv_bias": False, "mlp_bias": False},
+    "qwen2": {"qk_norm": False, "qkv_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    "qwen3": {"qk_norm": True, "mlp_bias": False},
+    "mixtral": {"qk_norm": False, "qkv_bias": False},
+    "qwen3_moe": {"qk_norm": True},
+}
+_GPT2 = {
+    "norm": "layernorm", "position": "learned", "qk_norm": False, "qkv_bias": True, "attention_out_bias": True,
+    "mlp_bias": True, "attention_window": None, **_ALL,
+}  # fmt: skip
 
 
 def hf_family(config: ModelConfig) -> str:
@@ -24,13 +42,10 @@ def hf_family(config: ModelConfig) -> str:
     Raises:
         ValueError: none does; says for each which fields stand in the way.
     """
+    families = ("mixtral", "qwen3_moe") if config.num_experts else ("llama", "mistral", "qwen2", "qwen3", "gpt2")
     if config.attention == "mla":
-        obstacles = {family: _not_deepseek(config, family) for family in reversed(LATENT)}
-    elif config.num_experts:
-        obstacles = {"mixtral": _not_mixtral(config), "qwen3_moe": _not_qwen3_moe(config)}
-    else:
-        plain = {"llama": _not_llama(config), "mistral": _not_mistral(config)}
-        obstacles = plain | {"qwen2": _not_qwen2(config), "qwen3": _not_qwen3(config), "gpt2": _not_gpt2(config)}
+        families = LATENT[::-1]
+    obstacles = {family: _obstacles(config, family) for family in families}
     for family, reasons in obstacles.items():
         if not reasons:
             return family
@@ -38,66 +53,25 @@ def hf_family(config: ModelConfig) -> str:
     raise ValueError(f"no Hugging Face family computes model.name = {config.name}:{lines}")
 
 
-def _differing(config: ModelConfig, wanted: dict[str, Any]) -> list[str]:
-    return [
+def _obstacles(config: ModelConfig, family: str) -> list[str]:
+    """Why a family does not compute this architecture."""
+    wanted = _GPT2 | {"num_kv_heads": config.num_heads, "hidden_size": config.num_heads * config.head_dim}
+    if family != "gpt2":
+        wanted = _DECODER | {"attention_out_bias": config.qkv_bias}
+        wanted |= wanted_attention(config, family) if family in LATENT else _OWN[family]
+        wanted |= wanted_routing(config, family) if family in SPARSE else {}
+    if family == "deepseek_v3":
+        wanted["num_mtp_layers"] = config.num_mtp_layers
+    reasons = [
         f"model.{field} = {getattr(config, field)!r} (only {value!r})"
         for field, value in wanted.items()
         if getattr(config, field) != value
     ]
-
-
-def _not_decoder(config: ModelConfig, other: dict[str, Any] | None = None) -> list[str]:
-    wanted = {
-        "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "rope_interleaved": False, "attention": "gqa",
-        "attention_out_bias": config.qkv_bias, "attention_softcap": 0.0, "logit_softcap": 0.0, "attention_sinks": False,
-        "num_mtp_layers": 0, "attention_causal": True,
-    }  # fmt: skip
-    return _differing(config, wanted | (other or {}))
-
-
-def _not_llama(config: ModelConfig) -> list[str]:
-    reasons = _not_decoder(config) + _differing(config, {"qk_norm": False, "attention_window": None})
-    if config.hidden_size % config.num_heads:
+    if family == "llama" and config.hidden_size % config.num_heads:
         reasons.append(f"num_heads = {config.num_heads} does not divide hidden_size = {config.hidden_size}")
+    if family == "gpt2" and config.activation not in GELU.values():
+        reasons.append(f"model.activation = {config.activation!r} (only gelu)")
     return reasons
-
-
-def _not_mistral(config: ModelConfig) -> list[str]:
-    return _not_decoder(config) + _differing(config, {"qk_norm": False, "qkv_bias": False, "mlp_bias": False})
-
-
-def _not_qwen2(config: ModelConfig) -> list[str]:
-    wanted = {"qk_norm": False, "qkv_bias": True, "attention_out_bias": False, "mlp_bias": False}
-    return _not_decoder(config, wanted)
-
-
-def _not_qwen3(config: ModelConfig) -> list[str]:
-    return _not_decoder(config) + _differing(config, {"qk_norm": True, "mlp_bias": False})
-
-
-def _not_mixtral(config: ModelConfig) -> list[str]:
-    wanted = {"qk_norm": False, "qkv_bias": False} | wanted_routing(config, "mixtral")
-    return _not_decoder(config) + _differing(config, wanted)
-
-
-def _not_qwen3_moe(config: ModelConfig) -> list[str]:
-    return _not_decoder(config) + _differing(config, {"qk_norm": True} | wanted_routing(config, "qwen3_moe"))
-
-
-def _not_deepseek(config: ModelConfig, family: str) -> list[str]:
-    ahead = {"num_mtp_layers": config.num_mtp_layers if family == "deepseek_v3" else 0}
-    return _not_decoder(config, wanted_attention(config, family) | wanted_routing(config, family) | ahead)
-
-
-def _not_gpt2(config: ModelConfig) -> list[str]:
-    wanted = {
-        "norm": "layernorm", "position": "learned", "qk_norm": False, "qkv_bias": True, "attention_out_bias": True,
-        "mlp_bias": True, "num_kv_heads": config.num_heads, "attention_window": None, "attention_softcap": 0.0,
-        "logit_softcap": 0.0, "hidden_size": config.num_heads * config.head_dim, "attention": "gqa",
-        "attention_sinks": False, "num_mtp_layers": 0, "attention_causal": True,
-    }  # fmt: skip
-    gelu = [] if config.activation in GELU.values() else [f"model.activation = {config.activation!r} (only gelu)"]
-    return _differing(config, wanted) + gelu
 
 
 def hf_config_from_model(config: ModelConfig, dtype: str, eos_token_id: int | None = None) -> dict[str, Any]:

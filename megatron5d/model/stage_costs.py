@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron5d.config.pattern import blocks, is_moe
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import ELEMENT_BYTES, Config
 from megatron5d.model.flops import core_flops, head_flops, layer_flops
 from megatron5d.model.partition import layers_per_stage, stage_specs
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import OPS, Placement
-
-WIDTHS = {"bf16": 2, "fp32": 4, "fp64": 8}  # bytes of an activation on its way
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class ModelCosts:
     def _hidden_state(self) -> float:
         """FLOPs in whose time one token's hidden state is sent, if the ranks of tp share it as they share the FLOPs."""
         config = self.config
-        return config.model.hidden_size * WIDTHS[config.precision.dtype] * config.pipeline.flops_per_byte
+        return config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype] * config.pipeline.flops_per_byte
 
     def _sent(self, block: int) -> float:
         """The same of a token's copies to the experts of a block and back; those of this rank's own stay."""

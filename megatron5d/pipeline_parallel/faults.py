@@ -31,16 +31,6 @@ class ProgramError(ValueError):
         super().__init__(f"{program.name}: rank {rank}, position {position}: {reason}\n{shown}")
 
 
-def slot_of_action(program: Program) -> np.ndarray:
-    """Return `[num_actions]` the slot of every action of the table."""
-    return np.repeat(np.arange(len(program.table.slot_start) - 1), np.diff(program.table.slot_start))
-
-
-def rank_of_action(program: Program) -> np.ndarray:
-    """Return `[num_actions]` the rank of every action of the table."""
-    return np.searchsorted(program.table.rank_start, slot_of_action(program), side="right") - 1
-
-
 def locate(program: Program, index: int) -> tuple[Action, int, int]:
     """Return one action of the table with its rank and position."""
     table = program.table

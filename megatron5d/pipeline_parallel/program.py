@@ -101,6 +101,16 @@ class Table(NamedTuple):
     stage: np.ndarray  # [num_actions]
     microbatch: np.ndarray  # [num_actions]
 
+    @property
+    def slot(self) -> np.ndarray:
+        """`[num_actions]` the slot of every action."""
+        return np.repeat(np.arange(len(self.slot_start) - 1), np.diff(self.slot_start))
+
+    @property
+    def rank(self) -> np.ndarray:
+        """`[num_actions]` the rank of every action."""
+        return np.repeat(np.arange(len(self.rank_start) - 1), np.diff(self.slot_start[self.rank_start]))
+
 
 @dataclass(frozen=True)
 class Program:

@@ -128,8 +128,7 @@ def held_stash(program: Program, costs: StageCosts) -> np.ndarray:
 def _held(program: Program, size_of: np.ndarray, takes: tuple[int, ...], frees: tuple[int, ...]) -> np.ndarray:
     """Memory follows from program order alone: a slot takes what it needs at its start and frees at its end."""
     table = program.table
-    num_slots = len(table.slot_start) - 1
-    slot = np.repeat(np.arange(num_slots), np.diff(table.slot_start))
+    num_slots, slot = len(table.slot_start) - 1, table.slot
     size = size_of[table.stage]
     taken = np.bincount(slot, np.where(np.isin(table.op, takes), size, 0.0), minlength=num_slots)
     freed = np.bincount(slot, np.where(np.isin(table.op, frees), size, 0.0), minlength=num_slots)

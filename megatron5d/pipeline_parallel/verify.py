@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
-from megatron5d.pipeline_parallel.faults import ProgramError, locate, rank_of_action, slot_name, slot_of_action
+from megatron5d.pipeline_parallel.faults import ProgramError, locate, slot_name
 from megatron5d.pipeline_parallel.program import OPS, Action, Program
 from megatron5d.pipeline_parallel.simulate import first_circle, held_activations, peak_memory
 from megatron5d.pipeline_parallel.transfers import Flow
@@ -96,7 +96,7 @@ def _check_places(program: Program) -> None:
     table = program.table
     route, direction = np.array(program.placement.route), np.array(program.direction)
     expected = route[direction[table.microbatch], table.stage]
-    wrong = np.flatnonzero(expected != rank_of_action(program))
+    wrong = np.flatnonzero(expected != program.table.rank)
     if len(wrong):
         action, rank, position = locate(program, int(wrong[0]))
         way = f" for direction {program.direction[action.microbatch]}" if program.copies > 1 else ""
@@ -150,7 +150,7 @@ def _report_missing(program: Program, action: Action, split: bool) -> None:
 def _check_order(program: Program) -> None:
     """On its rank an F comes before its I or B, an I before its W; what depends on each other never overlaps."""
     table, m = program.table, program.num_microbatches
-    slot = slot_of_action(program)
+    slot = program.table.slot
     cell = table.stage.astype(np.int64) * m + table.microbatch
     at = np.full((len(OPS), program.num_stages * m), -1)
     at[table.op, cell] = slot

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import ELEMENT_BYTES, Config
 from megatron5d.plan.work import Unit
 
 Transfers = Mapping[tuple[str, str], float]
@@ -16,7 +16,6 @@ Transfers = Mapping[tuple[str, str], float]
 _Sums = defaultdict[tuple[str, str], float]
 
 WHOLE = "whole"  # stands for an axis of one rank, where nothing is sharded
-_WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 
 class Sharding:
@@ -36,7 +35,8 @@ class Sharding:
         self._expert = _data_axes("edp", "edp_shard", "edp_replicate", self.zero, pair)
         self._tied = _data_axes("dp_cp", "dp_shard_cp", "dp_replicate", self.zero, "_pair")
         self.shards = {False: self._dense[0], True: self._expert[0]}  # experts' or not -> axis
-        self.weight, self.grad = _WIDTHS[dtype], 8 if dtype == "fp64" else _WIDTHS[config.precision.grad_dtype]
+        self.weight = ELEMENT_BYTES[dtype]
+        self.grad = 8 if dtype == "fp64" else ELEMENT_BYTES[config.precision.grad_dtype]
         masters = 4 if dtype == "bf16" and config.precision.master_weights else 0
         wide = 8 if dtype == "fp64" else 4
         self.optimizer, self.moment = (0, 0) if config.optim.offload else (masters + 2 * wide, wide)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import ELEMENT_BYTES, Config
 from megatron5d.pipeline_parallel.program import OPS, Program
 from megatron5d.plan.gathers import gathered_bytes
 from megatron5d.plan.sharding import Sharding
@@ -19,15 +19,14 @@ def message_bytes(config: Config) -> int:
     """Bytes of the hidden states that travel between stages, `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp."""
     train, parallel = config.train, config.parallel
     rows = train.mbs * train.seq_len // parallel.cp // (parallel.tp if parallel.sp else 1)
-    return rows * config.model.hidden_size * {"fp64": 8, "fp32": 4, "bf16": 2}[config.precision.dtype]
+    return rows * config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype]
 
 
 def pass_counts(program: Program) -> np.ndarray:
     """`[num_ranks, len(OPS), num_stages]` how often a rank runs an operation of a stage."""
     table = program.table
-    rank = np.repeat(np.arange(program.num_ranks), np.diff(table.slot_start[table.rank_start]))
     counts = np.zeros((program.num_ranks, len(OPS), program.num_stages), dtype=int)
-    np.add.at(counts, (rank, table.op, table.stage), 1)
+    np.add.at(counts, (table.rank, table.op, table.stage), 1)
     return counts
 
 
