@@ -74,9 +74,9 @@ from megatron5d.model.flops import flops_per_token, parameter_count
 from megatron5d.model.hf_export import hf_config_from_model
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
-from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.memory import device_bytes, target_here
 from megatron5d.train.metrics import memory_gb, peak_tflops
+from megatron5d.train.planning.forecast import Forecaster, Target
 
 LEARNING_RATE = 1e-4
 ROOM = 0.9  # of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its weights

@@ -98,12 +98,12 @@ from megatron5d.plan.memory import RankMemory, gigabytes, table
 from megatron5d.plan.report import layout_record, layouts_table, step_record, step_table
 from megatron5d.train.build import sizes_of
 from megatron5d.train.device import eight_bit_faults
-from megatron5d.train.estimate import Estimator
-from megatron5d.train.fitting import nearest_fit, override_text
-from megatron5d.train.forecast import Forecaster, Target
-from megatron5d.train.layouts import LIMIT, LayoutSearch
 from megatron5d.train.memory import shortage
-from megatron5d.train.planned import planned_config, unplanned_config
+from megatron5d.train.planning.estimate import Estimator
+from megatron5d.train.planning.fitting import nearest_fit, override_text
+from megatron5d.train.planning.forecast import Forecaster, Target
+from megatron5d.train.planning.layouts import LIMIT, LayoutSearch
+from megatron5d.train.planning.planned import planned_config, unplanned_config
 from megatron5d.train.schedule import micro_batch_counts
 
 

@@ -15,7 +15,7 @@ from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
 from megatron5d.plan.cost import StepCost
 from megatron5d.train.build import Run
-from megatron5d.train.estimate import bytes_on, step_on
+from megatron5d.train.planning.estimate import bytes_on, step_on
 from megatron5d.train.schedule import PipelinePlan, micro_batch_counts
 from megatron5d.train.search import run_costs
 from megatron5d.train.step import StepResult

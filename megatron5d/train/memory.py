@@ -17,8 +17,8 @@ from megatron5d.plan.memory import RankMemory, gigabytes, table
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
 from megatron5d.train.device import device_faults
-from megatron5d.train.fitting import changed, override_text, steps
-from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.planning.fitting import changed, override_text, steps
+from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.schedule import PipelinePlan
 
 MEASURED_AFTER = 3  # steps: by then every buffer has been used

@@ -10,7 +10,8 @@ from megatron5d.comm.collectives import start_all_reduce
 from megatron5d.data_parallel import grad_sync
 from megatron5d.model import norm
 from megatron5d.topology.shard import spec_of
-from megatron5d.train import certificate, parity, parity_report, step
+from megatron5d.train import step
+from megatron5d.train.parity import certificate, report, run
 from tools.parity import main
 
 MODEL = ["model=tiny", "train.gbs=8", "optim.lr=1e-2"]
@@ -42,7 +43,7 @@ def test_a_norm_whose_gradient_is_not_summed_over_tp(monkeypatch, capsys):
     assert equal == {"parallel.tp=1", "parallel.sp=false"}
     assert record["tensors"][0]["ranks"] == [0, 1, 2, 3] and record["tensors"][0]["summed_over"] == ["dp_cp"]
     assert record["first_step"] == ["grad_norm"]
-    assert "look at a backward, or a sum over ranks" in parity_report.report_text(record)
+    assert "look at a backward, or a sum over ranks" in report.report_text(record)
 
 
 def test_a_loss_that_is_divided_by_the_targets_of_one_cp_rank(monkeypatch, capsys):
@@ -71,11 +72,11 @@ def test_a_weight_that_mirrored_ranks_do_not_share(monkeypatch, capsys):
 
 
 def test_a_rank_that_reads_the_samples_of_another(monkeypatch, capsys):
-    original = parity.micro_batch_samples
-    monkeypatch.setattr(parity, "micro_batch_samples", lambda *sizes: original(*sizes[:3], 0, sizes[4]))
+    original = run.micro_batch_samples
+    monkeypatch.setattr(run, "micro_batch_samples", lambda *sizes: original(*sizes[:3], 0, sizes[4]))
     gradients, equal, record = found(capsys, 4, "parallel.tp=2")
     assert record["quantities"]["loss"]["ranks"] == [0, 1, 2, 3] and "embedding.weight" in gradients
-    assert "loss" in record["first_step"] and "look at the forward, or the data" in parity_report.report_text(record)
+    assert "loss" in record["first_step"] and "look at the forward, or the data" in report.report_text(record)
     assert equal == {"dp=1"}
 
 
@@ -93,33 +94,33 @@ def test_in_16_bits_a_layout_is_as_near_to_fp64_as_one_process(capsys):
 
 def test_gradients_that_are_added_up_in_16_bits(monkeypatch, capsys):
     """On ranks alone, of 64 micro-batches each."""
-    original = parity.build_trainer
+    original = run.build_trainer
 
     def narrow(config, mesh, *rest):
         if mesh["dp"].size > 1:
             config = replace(config, precision=replace(config.precision, grad_dtype="bf16"))
         return original(config, mesh, *rest)
 
-    monkeypatch.setattr(parity, "build_trainer", narrow)
+    monkeypatch.setattr(run, "build_trainer", narrow)
     sizes = ["model=tiny", "train.seq_len=16", "train.gbs=128"]
     code, record = told(capsys, "--world", "2", "--no-shrink", *BF16, *sizes)
     assert (code, record["verdict"]) == (1, "different") and record["first_step"] == []
     worst = record["quantities"]["gradient"]
     assert worst["relative"] > 2 and worst["name"] in {each["name"] for each in record["tensors"]}
-    text = parity_report.report_text(record)
+    text = report.report_text(record)
     assert "DIFFERENT by more than rounding" in text and "look at a backward, or a sum over ranks" in text
 
 
 def test_a_rank_that_fails_is_told(monkeypatch, capsys):
-    original = parity.micro_batch_samples
-    monkeypatch.setattr(parity, "micro_batch_samples", lambda *sizes: original(*sizes)[0 : 9 // (2 - sizes[4])])
+    original = run.micro_batch_samples
+    monkeypatch.setattr(run, "micro_batch_samples", lambda *sizes: original(*sizes)[0 : 9 // (2 - sizes[4])])
     code, record = told(capsys, "--world", "2", *MODEL)
     assert (code, record["verdict"]) == (1, "failed") and "ZeroDivisionError" in record["failure"]
     assert main(["--world", "2", *MODEL]) == 1 and "FAILED" in capsys.readouterr().out
 
 
 def test_a_process_that_fails_by_itself_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(parity, "SequenceSharding", None)
+    monkeypatch.setattr(run, "SequenceSharding", None)
     assert main(["--world", "2", *MODEL]) == 1 and "one process fails by itself" in capsys.readouterr().err
 
 

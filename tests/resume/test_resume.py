@@ -28,7 +28,7 @@ from megatron5d.train import loop
 from megatron5d.train.build import build_run
 from megatron5d.train.loop import train
 from megatron5d.train.notes import broken_checkpoints
-from megatron5d.train.parity import owned_slices
+from megatron5d.train.parity.run import owned_slices
 from megatron5d.train.signals import REQUEUE
 from megatron5d.train.step import Trainer
 

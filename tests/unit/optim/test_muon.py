@@ -21,7 +21,7 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard import ShardSpec, new_parameter, spec_of, whole
 from megatron5d.train.build import build_sync, sizes_of
-from megatron5d.train.parity import short_run
+from megatron5d.train.parity.run import short_run
 
 MUON = OptimConfig(name="muon", weight_decay=0.0)
 

@@ -21,10 +21,10 @@ from megatron5d.plan.update import carried_bytes, rounds
 from megatron5d.plan.work import Matrix, Unit, Work
 from megatron5d.topology.mesh import build_mesh, lines_of
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.estimate import Estimator, step_on
-from megatron5d.train.forecast import Target
+from megatron5d.train.planning.estimate import Estimator, step_on
+from megatron5d.train.planning.forecast import Target
+from megatron5d.train.planning.workload import Workloads
 from megatron5d.train.schedule import plan_pipeline
-from megatron5d.train.workload import Workloads
 
 # every token chooses every expert: the only routing whose counts are known beforehand
 MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}

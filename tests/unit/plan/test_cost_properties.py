@@ -10,8 +10,8 @@ from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import Config, PrecisionConfig
 from megatron5d.plan.cluster import cluster_called
-from megatron5d.train.estimate import Estimator
-from megatron5d.train.fitting import changed
+from megatron5d.train.planning.estimate import Estimator
+from megatron5d.train.planning.fitting import changed
 from megatron5d.train.schedule import planned_pipeline
 
 WORLD, COUNT = 16, 8

@@ -21,7 +21,7 @@ from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.offload import HostCopy
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.schedule import boundary_form, plan_pipeline
 
 CPU = Target(None)

@@ -22,9 +22,9 @@ from megatron5d.plan.peak import Peak, find_peak
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Step, relay_trace
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.topology.process import Process
-from megatron5d.train.fitting import changed, nearest_fit
-from megatron5d.train.forecast import Forecaster, Target
 from megatron5d.train.memory import MemorySnapshots, memory_faults, shortage
+from megatron5d.train.planning.fitting import changed, nearest_fit
+from megatron5d.train.planning.forecast import Forecaster, Target
 
 H100 = Target("sm_90")
 

@@ -11,8 +11,8 @@ from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import Config, PrecisionConfig
 from megatron5d.plan.memory import RankMemory
-from megatron5d.train.fitting import changed
-from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.planning.fitting import changed
+from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.schedule import pipeline_faults
 
 WORLD = 8

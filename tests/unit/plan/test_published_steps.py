@@ -34,9 +34,9 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.plan.cluster import cluster_called
-from megatron5d.train.estimate import Estimator
-from megatron5d.train.forecast import Target
-from megatron5d.train.workload import Workloads
+from megatron5d.train.planning.estimate import Estimator
+from megatron5d.train.planning.forecast import Target
+from megatron5d.train.planning.workload import Workloads
 
 RUNS = list(csv.DictReader((Path(__file__).parent / "published_steps.csv").read_text().splitlines()))
 

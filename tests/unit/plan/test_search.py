@@ -11,12 +11,12 @@ from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.plan.cluster import cluster_called
 from megatron5d.plan.search import Candidate, Misfits, Proposals, Questions, best
-from megatron5d.train import layouts
-from megatron5d.train.estimate import Estimator
-from megatron5d.train.fitting import changed
-from megatron5d.train.forecast import Forecaster, Target
-from megatron5d.train.layouts import LayoutSearch
-from megatron5d.train.planned import planned_config
+from megatron5d.train.planning import layouts
+from megatron5d.train.planning.estimate import Estimator
+from megatron5d.train.planning.fitting import changed
+from megatron5d.train.planning.forecast import Forecaster, Target
+from megatron5d.train.planning.layouts import LayoutSearch
+from megatron5d.train.planning.planned import planned_config
 from megatron5d.train.schedule import pipeline_faults
 
 CLUSTER = dataclasses.replace(cluster_called("h100"), node=4)

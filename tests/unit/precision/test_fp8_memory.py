@@ -10,7 +10,7 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.precision.fp8 import quantized_copies_bytes
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.planning.forecast import Forecaster, Target
 
 
 @pytest.mark.parametrize(("recipe", "architecture"), [("blockwise", "sm_90"), ("tensorwise", None)])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron5d.train import layouts
+from megatron5d.train.planning import layouts
 from tools.plan import main
 
 RUN = ["memory", "--world", "8", "model=tiny", "train.gbs=8", "precision.dtype=bf16", "parallel.pp=2"]

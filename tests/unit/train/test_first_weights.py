@@ -15,7 +15,7 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.shard import spec_of, without_memory
 from megatron5d.train.build import build_run, sizes_of
-from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.planning.forecast import Forecaster, Target
 
 
 def large(model="odd_vocab_tied", **parallel):

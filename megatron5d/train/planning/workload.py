@@ -37,7 +37,7 @@ from megatron5d.precision.offload import WATCH
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard import spec_of, without_memory
 from megatron5d.train.build import sizes_of
-from megatron5d.train.forecast import Target, planned_batch, set_load
+from megatron5d.train.planning.forecast import Target, planned_batch, set_load
 from megatron5d.train.schedule import boundary_form
 
 EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")

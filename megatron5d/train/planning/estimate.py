@@ -14,9 +14,9 @@ from megatron5d.plan.sharding import Sharding
 from megatron5d.plan.traffic import sent_bytes
 from megatron5d.topology.mesh import lines_of, pair_lines_of
 from megatron5d.train.build import sizes_of
-from megatron5d.train.forecast import Target
+from megatron5d.train.planning.forecast import Target
+from megatron5d.train.planning.workload import Workloads
 from megatron5d.train.schedule import PipelinePlan, micro_batch_counts, planned_pipeline
-from megatron5d.train.workload import Workloads
 
 
 class Estimator:

@@ -10,7 +10,7 @@ from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import Config
 from megatron5d.plan.memory import RankMemory
 from megatron5d.plan.search import Change
-from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.schedule import pipeline_faults
 
 

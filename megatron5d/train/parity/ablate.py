@@ -10,8 +10,8 @@ from megatron5d.config.convert import value_of
 from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.plan.search import Change
-from megatron5d.train.fitting import changed, override_text
-from megatron5d.train.shrink import faults_of
+from megatron5d.train.parity.shrink import faults_of
+from megatron5d.train.planning.fitting import changed, override_text
 
 _NO_SP: Change = {"parallel.sp": False, "parallel.tp_overlap": "none"}
 _ONE_CHUNK: Change = {"parallel.vpp": 1, "pipeline.layout": None, "pipeline.balance": "stages",

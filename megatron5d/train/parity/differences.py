@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron5d.topology.grid import Sizes
 from megatron5d.topology.mesh import lines_of
-from megatron5d.train.parity import RankRecord, Rectangles
+from megatron5d.train.parity.run import RankRecord, Rectangles
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron5d.config.schema import (
     PrecisionConfig,
 )
 from megatron5d.plan.search import Change
-from megatron5d.train.fitting import changed
+from megatron5d.train.planning.fitting import changed
 from megatron5d.train.schedule import pipeline_faults
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself

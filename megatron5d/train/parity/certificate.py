@@ -16,7 +16,7 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 
 FORMAT = 1
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("kernels", "megatron5d")
 _PASSIVE = ("init", "checkpoint", "log")  # groups that say where a run's files are
 _MASKS = ("document_mask", "eod_mask_loss")  # of data: what decides about numbers on any files

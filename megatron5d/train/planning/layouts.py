@@ -20,9 +20,9 @@ from megatron5d.plan.traffic import message_bytes
 from megatron5d.plan.work import Unit
 from megatron5d.topology.mesh import lines_of
 from megatron5d.train.build import sizes_of
-from megatron5d.train.estimate import Estimator, check_predictable
-from megatron5d.train.fitting import changed
-from megatron5d.train.forecast import Forecaster, Target
+from megatron5d.train.planning.estimate import Estimator, check_predictable
+from megatron5d.train.planning.fitting import changed
+from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.schedule import PipelinePlan, micro_batch_counts, planned_pipeline
 
 # Of the bytes that a forward makes, what a micro-batch keeps at least, times √tp: dense layers, mixtures. Measured on
