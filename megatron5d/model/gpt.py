@@ -185,20 +185,14 @@ class Gpt(nn.Module):
             if shared == "all" or (shared == "tied" and spec.name == TIED):
                 parameter.spec = replace(spec, shared="pair")  # type: ignore[attr-defined]
 
-    def _layer(self, i: int) -> list[nn.Module]:
-        return list(self.layers[str(i)].children())
-
-    def _mtp_blocks_of(self, stage: int) -> list[list[nn.Module]]:
-        return [list(phases.children()) for phases in self.mtp_blocks] if self.stages[stage].head else []
-
     def units_of(self, stage: int) -> list[list[nn.Module]]:
         """The phases of a local stage in units of data parallelism, which are gathered and reduced as one."""
         spec = self.stages[stage]
-        units: list[list[nn.Module]] = [self._layer(i) for i in spec.layers]
+        units: list[list[nn.Module]] = [list(self.layers[str(i)].children()) for i in spec.layers]
         if spec.embedding and self.embedding is not None:
             units.insert(0, [self.embedding])
         if spec.head and self.head is not None:
-            units += [[self.head], *self._mtp_blocks_of(stage)]
+            units += [[self.head], *(list(phases.children()) for phases in self.mtp_blocks)]
         return units
 
     def phases_of(self, stage: int) -> list[nn.Module]:

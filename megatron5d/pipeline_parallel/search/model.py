@@ -1,6 +1,5 @@
 """Who says what a stage costs: the search asks for every placement that it tries."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,23 +14,11 @@ class CostModel(Protocol):
     def of(self, placement: Placement) -> StageCosts: ...
 
 
-def costs_on(model: CostModel | StageCosts, placement: Placement) -> StageCosts | None:
-    """Return the costs of the stages of a placement; None where measured ones are for another number of stages."""
-    if not isinstance(model, StageCosts):
-        return model.of(placement)
-    return model if model.compute.shape[1] == placement.num_stages else None
-
-
-def splits_of(costs: CostModel | StageCosts | Sequence[CostModel]) -> list[CostModel | StageCosts]:
-    """Return the cost models to choose from: one for every way to deal the layers to stages."""
-    return list(costs) if isinstance(costs, Sequence) else [costs]
-
-
 def are_equal(one: StageCosts, other: StageCosts) -> bool:
     """Whether two ways to deal the layers to stages come to the same."""
     return all(np.array_equal(a, b) for a, b in zip(vars(one).values(), vars(other).values()))
 
 
-def is_even(model: CostModel | StageCosts) -> bool:
+def is_even(model: CostModel) -> bool:
     """Whether all stages are alike, so that fewer ranks make a pipeline like it."""
     return isinstance(model, Costs) and model.stage_scale is None

@@ -5,9 +5,8 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
-from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program
-from megatron5d.pipeline_parallel.search.model import CostModel, costs_on
+from megatron5d.pipeline_parallel.search.model import CostModel
 from megatron5d.pipeline_parallel.search.placements import called
 from megatron5d.pipeline_parallel.simulate import simulate
 
@@ -16,7 +15,7 @@ LARGE = 1 << 14
 
 
 def best_named(
-    pp: int, num_microbatches: int, costs: CostModel | StageCosts, memory: np.ndarray, placements: Collection[str]
+    pp: int, num_microbatches: int, costs: CostModel, memory: np.ndarray, placements: Collection[str]
 ) -> Program | None:
     """Return the fastest named schedule that fits; None where none does.
 
@@ -53,9 +52,7 @@ def _built(name, pp, num_microbatches, chunks, costs, memory) -> Iterator[tuple[
     """Yield the Program of one schedule with its makespan, or nothing where the sizes or the memory refuse it."""
     try:
         program = build_program(name, pp, num_microbatches, chunks)
-        stage_costs = costs_on(costs, program.placement)
-        if stage_costs is None:
-            return
+        stage_costs = costs.of(program.placement)
     except ValueError:
         return
     result = simulate(program, stage_costs)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.costs import Costs, StageCosts
+from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import loop_placement
 from megatron5d.pipeline_parallel.search.arms import evolve
 from megatron5d.pipeline_parallel.search.cache import file_for, load, store
 from megatron5d.pipeline_parallel.search.clock import Clock
 from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
 from megatron5d.pipeline_parallel.search.lanes import PAIRS
-from megatron5d.pipeline_parallel.search.model import CostModel, are_equal, costs_on, is_even, splits_of
+from megatron5d.pipeline_parallel.search.model import CostModel, are_equal, is_even
 from megatron5d.pipeline_parallel.search.named import best_named
 from megatron5d.pipeline_parallel.search.placements import called, candidates, placement_called
 from megatron5d.pipeline_parallel.search.policy import flat, plain_policy
@@ -39,9 +39,9 @@ LARGE = 1 << 17
 def search_program(
     pp: int,
     num_microbatches: int,
-    costs: CostModel | StageCosts | Sequence[CostModel],
+    splits: Sequence[CostModel],
     *,
-    memory: float | Sequence[float],
+    memory: float,
     copies: int = 1,
     seconds: float | None = 10.0,
     evaluations: int | None = None,
@@ -57,9 +57,8 @@ def search_program(
     Args:
         pp: Pipeline ranks.
         num_microbatches: Of one step, over both directions where there are two.
-        costs: Of any placement (`Costs`, or another CostModel), or of every stage where the number of stages is fixed;
-            or several CostModels, one for every way to deal the layers to stages, of which the search chooses one.
-        memory: The most activations a rank may hold, in micro-batches of one rank's layers; one number or one a rank.
+        splits: The costs under every way to deal the layers to stages, of which the search chooses one.
+        memory: The most activations a rank may hold, in micro-batches of one rank's layers.
         copies: The most copies of every parameter; 2 admits the bidirectional placement.
         seconds: Time limit of the evolution; None = none.
         evaluations: The most list schedules to try (32 moves count as one); None = no limit, 0 = only known policies.
@@ -72,7 +71,6 @@ def search_program(
         ValueError: Bad sizes, an unknown placement, or a cap that no schedule found fits.
     """
     _check(pp, num_microbatches, copies, seconds, evaluations)
-    splits = splits_of(costs)
     problems = _problems(pp, num_microbatches, splits, memory, copies, placements, pairs)
     file = file_for(cache, problems, [seconds, evaluations, seed]) if cache else None
     if file and file.exists():
@@ -107,23 +105,23 @@ def _checked(result: SearchResult, problems: Sequence[Problem]) -> SearchResult:
 
 def _problems(pp, num_microbatches, splits, memory, copies, placements, pairs) -> list[Problem]:
     """Return a problem for every placement that has these stages and no more copies, and every split that differs."""
-    caps = np.broadcast_to(np.asarray(memory, dtype=float), (pp,))
+    caps = np.full(pp, float(memory))
     names = list(placements) if placements is not None else candidates(pp, copies)
     problems: list[Problem] = []
     for name in names:
         placement = placement_called(name, pp)
         for split, costs in enumerate(splits if placement.copies <= copies else ()):
             try:
-                stage_costs = costs_on(costs, placement)
+                stage_costs = costs.of(placement)
             except ValueError:
                 if len(splits) == 1:
                     raise
                 continue  # it has not the layers for these stages; another split has
             known = [problem.costs for problem in problems if problem.name == name]
-            if stage_costs is not None and not any(are_equal(stage_costs, other) for other in known):
+            if not any(are_equal(stage_costs, other) for other in known):
                 problems.append(Problem(name, placement, num_microbatches, stage_costs, caps, tuple(pairs), split))
     if not problems:
-        raise ValueError(f"none of the placements {', '.join(names)} has at most {copies} copies and these stages")
+        raise ValueError(f"none of the placements {', '.join(names)} has at most {copies} copies")
     return problems
 
 
@@ -136,7 +134,7 @@ def _check(pp: int, num_microbatches: int, copies: int, seconds: float | None, e
         raise ValueError("seconds=None and evaluations=None: one of them must end the search; set seconds=10")
 
 
-def _named(problems: list[Problem], splits: Sequence[CostModel | StageCosts]) -> Iterator[Contender]:
+def _named(problems: list[Problem], splits: Sequence[CostModel]) -> Iterator[Contender]:
     """Yield the best named schedule for every split, if any fits."""
     for split, costs in enumerate(splits):
         mine = {problem.name: problem for problem in problems if problem.split == split}
@@ -148,28 +146,25 @@ def _named(problems: list[Problem], splits: Sequence[CostModel | StageCosts]) ->
                 yield Contender(program, problem, simulate(program, problem.costs).makespan)
 
 
-def _levels(
-    problems: list[Problem], splits: Sequence[CostModel | StageCosts], num_microbatches: int
-) -> list[list[Problem]]:
+def _levels(problems: list[Problem], splits: Sequence[CostModel], num_microbatches: int) -> list[list[Problem]]:
     """Return the problems at growing sizes, the last one as it is: what is learnt at small sizes serves large ones."""
     pp = problems[0].placement.num_ranks
-    even_caps = len(set(problems[0].memory.tolist())) == 1
     sizes = [(pp, num_microbatches)]
     if num_microbatches > 8 * pp or (pp > SMALL_RANKS and num_microbatches > 4 * pp):
         sizes.insert(0, (pp, 4 * pp))
-    if pp > SMALL_RANKS and all(map(is_even, splits)) and even_caps:
+    if pp > SMALL_RANKS and all(map(is_even, splits)):
         sizes.insert(0, (SMALL_RANKS, min(num_microbatches, 4 * SMALL_RANKS)))
     return [[_resized(problem, splits[problem.split], *size) for problem in problems] for size in sizes]
 
 
-def _resized(problem: Problem, costs: CostModel | StageCosts, pp: int, num_microbatches: int) -> Problem:
+def _resized(problem: Problem, costs: CostModel, pp: int, num_microbatches: int) -> Problem:
     if pp == problem.placement.num_ranks:
         return replace(problem, num_microbatches=num_microbatches)
     placement = placement_called(problem.name, pp)
-    stage_costs = costs_on(costs, placement)
-    assert stage_costs is not None
     memory = problem.memory[:pp] * (pp / problem.placement.num_ranks)
-    return replace(problem, placement=placement, num_microbatches=num_microbatches, costs=stage_costs, memory=memory)
+    return replace(
+        problem, placement=placement, num_microbatches=num_microbatches, costs=costs.of(placement), memory=memory
+    )
 
 
 def _num_tried(problems: list[Problem]) -> int:

@@ -53,7 +53,7 @@ def test_figures_at_sixteen_ranks(text, placement, copies, cap, evaluations, fig
     monkeypatch.setattr(search, "EVOLUTION", 0.0)
     costs = parse_costs(text)
     options = {"seconds": None, "evaluations": evaluations, "placements": [placement]}
-    result = search_program(16, 64, costs, memory=cap, copies=copies, **options)
+    result = search_program(16, 64, [costs], memory=cap, copies=copies, **options)
     assert result.overhead <= figure + 1e-6
     assert result.program.copies <= copies
     check(result, costs, cap)
@@ -78,7 +78,7 @@ def with_ends(num_layers: int, costs: Costs = Costs(a2aF=0.5, a2aB=0.5), balance
 def test_ends_that_differ():
     """At least a quarter less overhead than the best named schedule under the same cap, both with the best split."""
     costs = with_ends(30)
-    result = search_program(8, 32, costs, memory=10.0, seconds=None, evaluations=6000)
+    result = search_program(8, 32, [costs], memory=10.0, seconds=None, evaluations=6000)
     check(result, costs, 10.0)
     work = result.makespan - result.overhead
     assert result.named is not None
@@ -98,7 +98,7 @@ def ends_compared(num_layers, text, placement, copies=1) -> tuple[float, float, 
         assert best is not None
         named.append(simulate(best, costs.of(best.placement)).makespan)
     options = {"seconds": None, "evaluations": 1000, "placements": [placement], "copies": copies}
-    result = search_program(16, 64, costs, memory=20.0, **options)
+    result = search_program(16, 64, [costs], memory=20.0, **options)
     check(result, costs, 20.0)
     return result.makespan, min(named), result.makespan - result.overhead
 
@@ -178,28 +178,28 @@ def test_local_search_keeps_programs_legal_and_never_slows_them(schedule, text):
 def test_equal_arguments_equal_results_and_a_cache(tmp_path):
     options = {"memory": 5.0, "seconds": None, "evaluations": 300}
     costs = Costs(F=1.0, I=1.2, W=0.8, comm=0.1)
-    one, two = (search_program(4, 8, costs, **options) for _ in range(2))
+    one, two = (search_program(4, 8, [costs], **options) for _ in range(2))
     assert one.program == two.program and one.evaluations == two.evaluations
-    kept = search_program(4, 8, costs, cache=tmp_path, **options)
-    again = search_program(4, 8, costs, cache=tmp_path, **options)
+    kept = search_program(4, 8, [costs], cache=tmp_path, **options)
+    again = search_program(4, 8, [costs], cache=tmp_path, **options)
     assert again.program == kept.program == one.program and again.elapsed_s == kept.elapsed_s
     (file,) = tmp_path.iterdir()
     file.write_text(file.read_text().replace("0F0", "0F1", 1))
     with pytest.raises(ValueError, match="0F"):
-        search_program(4, 8, costs, cache=tmp_path, **options)
+        search_program(4, 8, [costs], cache=tmp_path, **options)
 
 
 @pytest.mark.parametrize("evaluations", [0, 1, 40])
 def test_never_behind_the_named_ones_however_little_is_tried(evaluations):
     for cap in (3.0, 4.0, 5.0):
         costs = Costs(F=1.0, I=1.2, W=0.8, comm=0.1, a2aF=0.3, a2aB=0.3)
-        check(search_program(4, 9, costs, memory=cap, copies=2, seconds=None, evaluations=evaluations), costs, cap)
+        check(search_program(4, 9, [costs], memory=cap, copies=2, seconds=None, evaluations=evaluations), costs, cap)
 
 
 def test_a_cap_that_nothing_fits_is_refused():
     with pytest.raises(ValueError, match="raise the memory"):
-        search_program(4, 8, Costs(), memory=0.1, seconds=None, evaluations=50)
+        search_program(4, 8, [Costs()], memory=0.1, seconds=None, evaluations=50)
     with pytest.raises(ValueError, match="one of them must end the search"):
-        search_program(4, 8, Costs(), memory=4, seconds=None)
+        search_program(4, 8, [Costs()], memory=4, seconds=None)
     with pytest.raises(ValueError, match="copies=3"):
-        search_program(4, 8, Costs(), memory=4, copies=3)
+        search_program(4, 8, [Costs()], memory=4, copies=3)

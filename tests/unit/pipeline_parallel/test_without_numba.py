@@ -39,7 +39,7 @@ def found() -> list[str]:
 
 def small() -> float:
     """The makespan that a search with few evaluations ends at."""
-    return search_program(2, 4, COSTS, memory=3.0, seconds=None, evaluations=20).makespan
+    return search_program(2, 4, [COSTS], memory=3.0, seconds=None, evaluations=20).makespan
 
 
 def test_the_same_is_found():
