@@ -34,7 +34,7 @@ from megatron5d.pipeline_parallel.search.command import (
     search_figures,
 )
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
-from megatron5d.pipeline_parallel.text import read_program, write_program
+from megatron5d.pipeline_parallel.text import read_file, write_program
 from megatron5d.pipeline_parallel.verify import verify
 
 
@@ -56,17 +56,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refuse_nothing(options: argparse.Namespace) -> None:
-    """Raises where an amount that a subcommand has is no amount of anything."""
-    for name in ("memory", "seconds", "activation_bytes", "layers"):
+    """Raise where an option of a subcommand is no amount of anything."""
+    for name in ("pp", "microbatches", "memory", "seconds", "evaluations", "activation_bytes", "layers", "width"):
         amount = getattr(options, name, None)
         if amount is not None and not amount > 0:
             raise ValueError(f"--{name.replace('_', '-')} {amount:g} is not above 0")
+    for name in ("activation_bytes", "embedding", "head", "dense", "seed"):
+        amount = getattr(options, name, None)
+        if amount is not None and not 0 <= amount < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {amount:g} is no finite number of at least 0")
 
 
 def _add_show(commands: Any) -> None:
     parser = commands.add_parser("show", help="draw a schedule over time, in the terminal or as a picture")
     _add_program_options(parser)
-    parser.add_argument("--width", type=int, default=0, help="columns of the drawing (default: fits the actions)")
+    parser.add_argument("--width", type=int, help="columns of the drawing (default: fits the actions)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a PNG picture (needs matplotlib)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the Program in PyTorch's CSV format")
@@ -157,8 +161,6 @@ def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
         return [_costs(options)]
     if options.stage_scale:
         raise ValueError("--stage-scale and --layers both say what stages hold; leave one out")
-    if min(ends.values()) < 0:
-        raise ValueError("--embedding, --head and --dense are at least 0")
     ways = [options.balance] if options.balance in BALANCES else BALANCES
     return [LayerCosts(_costs(options), options.layers, **ends, balance=balance) for balance in ways]
 
@@ -213,8 +215,7 @@ def _costs(options: argparse.Namespace) -> Costs:
 
 def _program(options: argparse.Namespace) -> Program:
     if options.schedule.startswith("file:"):
-        path = Path(options.schedule.removeprefix("file:"))
-        return read_program(path.read_text(), path.name, options.pp, options.microbatches)
+        return read_file(Path(options.schedule.removeprefix("file:")), options.pp, options.microbatches)
     return build_program(options.schedule, options.pp, options.microbatches, options.vpp)
 
 
@@ -248,6 +249,8 @@ def _show(options: argparse.Namespace) -> int:
     program = _program(options)
     verify(program)
     result = simulate(program, _stage_costs(options, program)[0])
+    if not result.makespan:
+        raise ValueError("no action takes any time, so there is nothing to draw; set F, I or W of --costs above 0")
     if options.svg:
         options.svg.write_text(draw_svg(program, result))
     if options.png:
@@ -272,6 +275,12 @@ def _simulate(options: argparse.Namespace) -> int:
     verify(program)
     costs, layout = _stage_costs(options, program)
     result = simulate(program, costs)
+    most = float(result.peak_activations.max())
+    if options.memory is not None and most > options.memory * options.pp + 1e-9:
+        raise ValueError(
+            f"--balance fit found no split that holds at most --memory {options.memory:g} times --pp "
+            f"{options.pp} = {options.memory * options.pp:g} activations; the nearest holds {most:g}"
+        )
     figures = _figures(program, costs, result, layout)
     if options.activation_bytes:
         figures["peak_bytes"] = [round(peak * options.activation_bytes) for peak in figures["peak_activations"]]
@@ -345,7 +354,7 @@ def _learn(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    program = read_program(options.file.read_text(), options.file.name, options.pp, options.microbatches)
+    program = read_file(options.file, options.pp, options.microbatches)
     peaks = verify(program, None if options.memory is None else options.memory * options.pp)
     if options.json:
         figures = {"ok": True, "num_stages": program.num_stages, "placement": placement_name(program.placement)}
@@ -353,7 +362,7 @@ def _verify(options: argparse.Namespace) -> int:
         print(json.dumps({**figures, **peak}))
         return 0
     print(
-        f"{options.file.name}: correct; {program.num_stages} stages on {program.num_ranks} ranks, "
+        f"{options.file}: correct; {program.num_stages} stages on {program.num_ranks} ranks, "
         f"{program.num_microbatches} micro-batches, placement {placement_name(program.placement)}, peak activations "
         f"{peaks.peak_activations.max():g}"
     )

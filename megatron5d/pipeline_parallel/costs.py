@@ -79,7 +79,7 @@ def parse_costs(text: str, stage_scale: Sequence[float] | None = None) -> Costs:
     """Return the Costs of a text such as `F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5`; what it omits keeps its default.
 
     Raises:
-        ValueError: An unknown key, or a value that is no number or negative.
+        ValueError: An unknown key, a key twice, or a value that is no finite number of at least 0.
     """
     names = [field.name for field in fields(Costs) if field.name != "stage_scale"]
     values: dict[str, float] = {}
@@ -87,10 +87,15 @@ def parse_costs(text: str, stage_scale: Sequence[float] | None = None) -> Costs:
         key, _, value = item.partition("=")
         if key not in names:
             raise ValueError(f"costs: unknown key {key!r}; the keys are {', '.join(names)}")
+        if key in values:
+            raise ValueError(f"costs: {key} is given twice")
         try:
             values[key] = float(value)
         except ValueError:
             raise ValueError(f"costs: {key}={value!r} is no number") from None
         if not 0 <= values[key] < float("inf"):
             raise ValueError(f"costs: {key}={value} must be a finite number of at least 0")
+    wrong = [scale for scale in stage_scale or () if not 0 <= scale < float("inf")]
+    if wrong:
+        raise ValueError(f"costs: stage_scale {wrong[0]:g} must be a finite number of at least 0")
     return Costs(**values, stage_scale=None if stage_scale is None else tuple(stage_scale))

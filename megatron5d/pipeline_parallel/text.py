@@ -13,6 +13,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from megatron5d.pipeline_parallel.program import Action, Placement, Program, Slot, make_program
 
@@ -35,6 +36,12 @@ def write_program(program: Program) -> str:
     return out.getvalue()
 
 
+def read_file(path: Path, num_ranks: int, num_microbatches: int) -> Program:
+    """Return the Program in a CSV file, called by its path; see `read_program`, also for what is refused."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace")  # bytes that are no text end up in no action
+    return read_program(text, str(path), num_ranks, num_microbatches)
+
+
 def read_program(text: str, name: str, num_ranks: int | None = None, num_microbatches: int | None = None) -> Program:
     """Return the Program that a CSV describes, complete or not: `verify` judges it.
 
@@ -46,9 +53,12 @@ def read_program(text: str, name: str, num_ranks: int | None = None, num_microba
 
     Raises:
         ValueError: A cell that is no action; a number of rows other than `num_ranks`; a micro-batch beyond
-            `num_microbatches`; stages that do not divide over the ranks.
+            `num_microbatches`; more stages than actions; stages that do not divide over the ranks.
     """
-    rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    except csv.Error as error:
+        raise ValueError(f"{name} is no CSV: {error}") from None
     ranks = [_read_row(row, rank, name) for rank, row in enumerate(rows)]
     actions = [(rank, action) for rank, line in enumerate(ranks) for slot in line for action in slot]
     if not actions:
@@ -56,6 +66,8 @@ def read_program(text: str, name: str, num_ranks: int | None = None, num_microba
     if num_ranks is not None and len(ranks) != num_ranks:
         raise ValueError(f"{name} has {len(ranks)} rows, but pp={num_ranks}: one row a rank; set pp={len(ranks)}")
     num_stages = _num_stages(action for _, action in actions)
+    if num_stages > len(actions):
+        raise ValueError(f"{name} has stage {num_stages - 1}, but only {len(actions)} actions: each stage needs some")
     seen = 1 + max(action.microbatch for _, action in actions)
     if num_microbatches is not None and seen > num_microbatches:
         rank, action = next((rank, action) for rank, action in actions if action.microbatch >= num_microbatches)
@@ -81,8 +93,8 @@ def _read_row(row: list[str], rank: int, name: str) -> list[Slot]:
             slots.append(tuple(Action(match[2], int(match[1]), int(match[3])) for match in found if match))
         elif cell and not _COMMUNICATION.fullmatch(cell):
             raise ValueError(
-                f"{name}, rank {rank}, column {column}: {cell!r} is no action; write <stage><F|I|W|B><micro-batch> "
-                "such as 2F0, or (0F1;7B0)OVERLAP_F_B"
+                f"{name}, rank {rank}, column {column}: {cell[:40]!r} is no action; write "
+                "<stage><F|I|W|B><micro-batch> such as 2F0, or (0F1;7B0)OVERLAP_F_B"
             )
     return slots
 

@@ -24,7 +24,7 @@ from megatron5d.model.partition import (
 )
 from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.program import Placement, Program
-from megatron5d.pipeline_parallel.text import read_program
+from megatron5d.pipeline_parallel.text import read_file
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.topology.agreement import on_rank_0
 from megatron5d.topology.process import Process
@@ -195,7 +195,7 @@ def _programs(config: Config) -> Callable[[int], Program]:
     name, pp = config.pipeline.schedule, config.parallel.pp
     if name.startswith("file:"):
         path = Path(name.removeprefix("file:"))
-        return lambda m: _verified(read_program(path.read_text(), str(path), pp, m))
+        return lambda m: _verified(read_file(path, pp, m))
     if name != "auto":
         find_schedule(name)
     if pp == 1:

@@ -90,7 +90,7 @@ def _check_microbatches(name: str, num_ranks: int, num_microbatches: int, even: 
     least = 2 * num_ranks
     if num_microbatches < least or (even and num_microbatches % 2):
         legal = max(least, num_microbatches + num_microbatches % 2)
-        needed = f"{'an even number of' if even else 'no fewer than'} micro-batches, at least 2·pp = {least}"
+        needed = f"at least 2·pp = {least} micro-batches{', an even number' if even else ''}"
         raise ValueError(
             f"pipeline.schedule={name} with parallel.pp={num_ranks} needs {needed}, but num_microbatches="
             f"{num_microbatches}; the nearest legal value is {legal}"

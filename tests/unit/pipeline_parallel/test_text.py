@@ -10,7 +10,7 @@ from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import Action, placement_name
 from megatron5d.pipeline_parallel.simulate import simulate
-from megatron5d.pipeline_parallel.text import read_program, slot_text, write_program
+from megatron5d.pipeline_parallel.text import read_file, read_program, slot_text, write_program
 from megatron5d.pipeline_parallel.verify import verify
 
 
@@ -120,11 +120,22 @@ def test_every_pair_is_written_under_torchs_one_name():
         ("(0F0;0F1;0F2)OVERLAP_F_B\n", "is no action"),
         ("", "no action"),
         ("0F0,2F0\n1F0\n", "3 stages on 2 ranks.*such as 4"),
+        ("99999999999F0,0B0\n", "bad.csv has stage 99999999999, but only 2 actions"),
+        (f'"{"0F0," * 50_000}"', "bad.csv is no CSV: field larger than"),
     ],
 )
 def test_bad_text_is_refused_with_its_cell(text, words):
     with pytest.raises(ValueError, match=words):
         read_program(text, "bad.csv")
+
+
+def test_a_file_is_called_by_its_path(tmp_path):
+    path = tmp_path / "of_excel.csv"
+    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
+    assert write_program(read_file(path, 1, 1)) == "0F0,0B0\n"
+    path.write_bytes(b"0F0,\xd0\x00")
+    with pytest.raises(ValueError, match="of_excel.csv, rank 0, column 1: .* is no action"):
+        read_file(path, 1, 1)
 
 
 def test_sizes_are_checked_against_the_file():

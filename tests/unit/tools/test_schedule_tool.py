@@ -18,6 +18,8 @@ from megatron5d.pipeline_parallel.text import write_program
 from tools.schedule import main
 
 REAL = "F=1,I=1.2,W=0.8,comm=0.1"
+SIZES = ("--pp", "4", "--microbatches", "8")
+NAMED = ("--schedule", "1f1b", *SIZES)
 
 
 def output(capsys, *arguments):
@@ -151,6 +153,20 @@ def test_verify_a_file(capsys, tmp_path):
         (("verify", "/dev/null", "--pp", "4", "--microbatches", "8"), "null holds no action"),
         (("search", "--pp", "4", "--microbatches", "8", "--memory", "1", "--seconds", "-1"), "--seconds -1 is not"),
         (("compare", "--pp", "4", "--microbatches", "8", "--memory", "-1"), "--memory -1 is not above 0"),
+        (("compare", "--pp", "0", "--microbatches", "8"), "--pp 0 is not above 0"),
+        (
+            ("simulate", "--schedule", "dualpipe_v", "--pp", "2", "--microbatches", "3"),
+            "at least 2·pp = 4 micro-batches, ",
+        ),
+        (("search", *SIZES, "--memory", "1", "--evaluations", "-1"), "--evaluations -1 is not above 0"),
+        (("search", *SIZES, "--evaluations", "1", "--seed", "-1"), "--seed -1 is no"),
+        (("show", *NAMED, "--costs", "F=0,I=0,W=0"), "no action takes any time"),
+        (("simulate", *NAMED, "--costs", "F=1,F=2"), "F is given twice"),
+        (("simulate", *NAMED, "--stage-scale", "1,1,1,-1"), "stage_scale -1 must be"),
+        (("simulate", *NAMED, "--stage-scale", "1,1,1,nan"), "stage_scale nan must be"),
+        (("simulate", *NAMED, "--layers", "8", "--head", "nan"), "--head nan is no"),
+        (("simulate", *NAMED, "--activation-bytes", "inf"), "--activation-bytes inf is no finite"),
+        (("simulate", *NAMED, "--layers", "9", "--balance", "fit", "--memory", "0.1"), "the nearest holds "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
