@@ -9,9 +9,15 @@ from megatron5d.config.schema import Config, ModelConfig
 
 
 def matrices(model: ModelConfig) -> list[str]:
-    """The matrices that precision.fp8 may multiply in 8 bits, layer by layer; never embedding, head and routers."""
+    """The matrices that precision.fp8 may multiply in 8 bits, layer by layer; never embedding, head and routers.
+
+    Nor the down-projections of latent attention where tp sums gradients before them: each rank has the gradient of its
+    own heads there, and the sum of what is rounded would depend on tp.
+    """
     queries = ["q_down", "q_up"] if model.q_lora_rank is not None else ["q"]
     attention = [*queries, "kv_down", "kv_up", "out"] if model.attention == "mla" else ["qkv", "out"]
+    if not model.latents_travel:
+        attention = [name for name in attention if not name.endswith("_down")]
     mixtures = set(moe_layers(model))
     names = []
     for i in range(model.num_layers):

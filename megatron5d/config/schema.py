@@ -89,6 +89,15 @@ class ModelConfig:
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
+    def latents_travel(self) -> bool:
+        """Whether tp sums the gradients of latent attention behind its down-projections, and not before them.
+
+        So it does where queries have a latent, too, and all latents together are smaller than the hidden state.
+        """
+        latents = (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
+        return self.q_lora_rank is not None and latents < self.hidden_size
+
+    @property
     def output_init_std(self) -> float:
         """Initial standard deviation of the matrices that write into the residual stream."""
         return self.init_std / math.sqrt(2 * self.num_layers) if self.init_scale_output else self.init_std

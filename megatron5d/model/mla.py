@@ -70,7 +70,7 @@ class Mla(nn.Module):
         dn, dr, dv = self.dims
         self.latent_dims = config.q_lora_rank or 0, config.kv_lora_rank, dr
         q_rank, kv_rank, _ = self.latent_dims
-        self.enters_late = q_rank > 0 and sum(self.latent_dims) < h
+        self.enters_late = config.latents_travel
         norm = {"tp": self.tp, "eps": config.norm_eps, "parts": parts, **factory}
         linear = {"init": config.init_std, **factory}
         # a rank sees a share of the sequence, or the gradient of its own heads alone

@@ -98,6 +98,18 @@ def test_layout(recipe, layout):
     check(config_of(recipe, moe=True, **LAYOUTS[layout]), 2)
 
 
+LATENTS = {
+    "attention": "mla", "kv_lora_rank": 128, "qk_nope_head_dim": 112, "qk_rope_head_dim": 16, "v_head_dim": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("q_rank", "hidden", "sp"), [(None, 144, False), (128, 144, True), (128, 288, True)])
+def test_latents_whose_gradients_tp_sums_before_or_behind_the_down_projections(q_rank, hidden, sp):
+    config = config_of("tensorwise", seq_len=16, tp=2, sp=sp)
+    fields = LATENTS | {"num_layers": 1, "hidden_size": hidden, "q_lora_rank": q_rank}
+    check(dataclasses.replace(config, model=dataclasses.replace(config.model, **fields)), 2)
+
+
 @pytest.mark.parametrize(("recipe", "seq_len"), [("blockwise", 512), ("tensorwise", 144)])
 def test_sequences_cut_over_cp(recipe, seq_len):
     """Chunks of whole groups of tokens; a tensor's scale is a maximum over cp too."""
