@@ -93,7 +93,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
-_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16"}  # without loss
+_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # 8 bits apart, without loss
 
 
 def from_hf(hf: Path, out: Path, dtype: str | None, mtp: bool = False) -> Path:

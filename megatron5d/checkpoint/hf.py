@@ -1,5 +1,8 @@
 """Reads safetensors folders as Hugging Face writes them, rectangle by rectangle.
 
+Weights in 8 bits as DeepSeek publishes V3 (`w` in e4m3, `w_scale_inv` with a scale for each 128×128 block) are read as
+what they stand for.
+
 A table of entries says which rows of our tensors are which tensor on disk. Each rank reads only the rectangles that it
 holds, as its ShardSpecs say. Before anything is read the table is compared with the folder: a tensor that is missing
 is an error, and so is one that is not in the table.
@@ -25,6 +28,9 @@ from megatron5d.topology.shard import ShardSpec
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+EIGHT_BITS = "F8_E4M3"
+SCALES = "_scale_inv"  # behind the name of a tensor in 8 bits: what its blocks are multiplied by
+BLOCK = 128  # rows and columns of such a block
 _LISTED = 40  # how many names of one kind of fault a message lists
 
 
@@ -91,11 +97,15 @@ class SafetensorsFolder:
         self._open = ExitStack()
         self._handles: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
+        self.scales: dict[str, StoredTensor] = {}  # of the tensors in 8 bits, by their names
         for file in _files(self.folder):
             handle = self._handle(file)
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 view = handle.get_slice(name)
                 self.tensors[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+        for name in [name for name, tensor in self.tensors.items() if tensor.dtype == EIGHT_BITS]:
+            if name + SCALES in self.tensors:
+                self.scales[name] = self.tensors.pop(name + SCALES)
 
     def __enter__(self) -> SafetensorsFolder:
         return self
@@ -115,9 +125,23 @@ class SafetensorsFolder:
         return self._handles[file]
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Reads the rectangle of `shape` at `offset` of one stored tensor, in its stored dtype."""
-        view = self._handle(self.tensors[name].file).get_slice(name)
-        return view[tuple(slice(start, start + extent) for start, extent in zip(offset, shape))]
+        """Reads the rectangle of `shape` at `offset` of one stored tensor.
+
+        Returns:
+            In its stored dtype; of one in 8 bits with scales, the products in fp32.
+        """
+        stops = [start + extent for start, extent in zip(offset, shape)]
+        values = self._slices(self.tensors[name].file, name, offset, stops)
+        if name not in self.scales:
+            return values
+        first, last = [start // BLOCK for start in offset], [-(-stop // BLOCK) for stop in stops]
+        scales = self._slices(self.scales[name].file, name + SCALES, first, last).float()
+        for dim, (start, extent) in enumerate(zip(offset, shape)):
+            scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, start % BLOCK, extent)
+        return values.float() * scales
+
+    def _slices(self, file: str, name: str, starts: Sequence[int], stops: Sequence[int]) -> torch.Tensor:
+        return self._handle(file).get_slice(name)[tuple(slice(*ends) for ends in zip(starts, stops))]
 
 
 def _files(folder: Path) -> list[str]:
@@ -180,11 +204,22 @@ def check_names(stored: SafetensorsFolder, entries: Sequence[Entry], ignored: Se
         tensor, shape = stored.tensors[name], wanted[name].shape
         if tensor.shape != shape:
             shapes.append(f"{name}: {list(tensor.shape)} on disk, {list(shape)} by the configuration")
-        if tensor.dtype not in DTYPES:
-            dtypes.append(f"{name}: {tensor.dtype}, readable are {', '.join(DTYPES)}")
+        if name in stored.scales:
+            shapes += _misshapen_scales(name, stored)
+        elif tensor.dtype not in DTYPES:
+            readable = f"{', '.join(DTYPES)}, and {EIGHT_BITS} beside {name}{SCALES}"
+            dtypes.append(f"{name}: {tensor.dtype}, readable are {readable}")
     troubles = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another dtype": dtypes}
     if any(troubles.values()):
         raise ValueError(f"{stored.folder} does not fit the model:{''.join(map(_listing, *zip(*troubles.items())))}")
+
+
+def _misshapen_scales(name: str, stored: SafetensorsFolder) -> list[str]:
+    """A line if there is not one scale for each block of a tensor in 8 bits."""
+    found, shape = stored.scales[name].shape, stored.tensors[name].shape
+    wanted = [-(-size // BLOCK) for size in shape]
+    told = f"{name}{SCALES}: {list(found)} on disk, {wanted} by the {BLOCK}×{BLOCK} blocks of {list(shape)}"
+    return [] if list(found) == wanted else [told]
 
 
 def _listing(what: str, names: list[str]) -> str:

@@ -13,6 +13,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+from megatron5d.checkpoint.hf import BLOCK
 from megatron5d.config.schema import ModelConfig, RopeScaling
 from megatron5d.model.hf_families import ALIASES, COMPUTED, DEFAULTS, GELU, WINDOW_BY_LAYER
 from megatron5d.model.hf_mla import LATENT, mla_fields
@@ -86,12 +87,28 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
         f"{key} = {config[key]!r}: only {' or '.join(map(repr, values))} is supported"
         for key, values in COMPUTED[family].items()
         if key in config and config[key] not in values
-    ]
+    ] + _unknown_quantisation(config)
     fields = (_gpt2 if family == "gpt2" else _decoder)(config, refused)
     if refused:
         lines = "".join(f"\n  {line}" for line in refused)
         raise ValueError(f"{Path(folder) / 'config.json'} ({family}) computes what this model does not:{lines}")
     return {"name": Path(folder).resolve().name, **fields}
+
+
+def _unknown_quantisation(config: dict[str, Any]) -> list[str]:
+    """What is not as in releases in 8 bits that checkpoint/hf.py reads; null is a folder without."""
+    given = config.get("quantization_config")
+    if given is None:
+        return []
+    if not isinstance(given, dict):
+        return [f"quantization_config = {given!r}: only an object of settings is supported"]
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+    found = {"fmt": "e4m3"} | given
+    return [
+        f"quantization_config.{key} = {found.get(key)!r}: only {value!r} is supported"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:

@@ -89,7 +89,6 @@ GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu
 _DECODER_COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (None, 1.0),
-    "quantization_config": (None,),
 }
 _LATENT_COMPUTED: dict[str, tuple[Any, ...]] = _DECODER_COMPUTED | {
     "mlp_bias": (False,),
@@ -117,6 +116,5 @@ COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
-        "quantization_config": (None,),
     },
 }

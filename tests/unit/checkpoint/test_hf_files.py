@@ -5,6 +5,7 @@ import resource
 
 import pytest
 import torch
+from hf_folders import in_8_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -302,3 +303,23 @@ def test_what_is_written_reads_back(tmp_path):
     }
     load_parameters(back.values(), entries, tmp_path)
     assert all(torch.equal(back[name].data, ours[name]) for name in ours)
+
+
+@pytest.mark.parametrize("at", [(0, 0, 300, 260), (127, 128, 2, 1), (130, 5, 170, 124), (299, 259, 1, 1)])
+def test_any_rectangle_of_blocks_in_8_bits(tmp_path, at):
+    values, scales, means = in_8_bits(torch.randn(300, 260) * torch.logspace(-3, 3, 260))
+    save_file({"w": values, "w_scale_inv": scales}, tmp_path / SINGLE)
+    row, column, rows, columns = at
+    parameter = local("w", (300, 260), [Piece((row, column), (rows, columns))], rows)
+    load_parameters([parameter], [Entry("w", (0, 300), "w", (300, 260))], tmp_path)
+    assert torch.equal(parameter.data, means[row : row + rows, column : column + columns])
+
+
+def test_scales_that_are_not_of_the_blocks_are_refused(tmp_path):
+    values, scales, _ = in_8_bits(torch.randn(300, 260))
+    save_file({"w": values, "w_scale_inv": scales[:2].clone(), "v_scale_inv": scales}, tmp_path / SINGLE)
+    parameter = local("w", (300, 260), [Piece((0, 0), (300, 260))], 300)
+    with pytest.raises(ValueError) as error:
+        load_parameters([parameter], [Entry("w", (0, 300), "w", (300, 260))], tmp_path)
+    assert "w_scale_inv: [2, 3] on disk, [3, 3] by the 128×128 blocks of [300, 260]" in str(error.value)
+    assert "1 unexpected:\n    v_scale_inv" in str(error.value)

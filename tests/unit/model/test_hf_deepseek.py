@@ -6,9 +6,12 @@ from math import prod
 
 import pytest
 import torch
-from hf_folders import random_model, save_config
+from hf_folders import in_8_bits, random_model, save_config
+from runs import whole_tensors
 from safetensors.torch import load_file, save_file
 
+from megatron5d.checkpoint.hf_save import save_folder
+from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.config.load import load_config
 from megatron5d.config.pattern import moe_layers
 from megatron5d.config.schema import ModelConfig, RopeScaling
@@ -86,7 +89,7 @@ REFUSED = {
         "deepseek_v3",
         {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0, "mscale_all_dim": 0.7}},
     ),
-    "quantization_config": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),
+    "quantization_config.weight_block_size = None": ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}),
     "norm_topk_prob = True": ("deepseek_v2", {"norm_topk_prob": True}),
     "topk_method = 'noaux_tc'": ("deepseek_v2", {"topk_method": "noaux_tc"}),
     "num_experts_per_tok = None": ("deepseek_v2", {"num_experts_per_tok": None}),
@@ -178,14 +181,16 @@ def test_a_routers_bias_stays_in_fp32_beside_bf16(tmp_path):
     assert all(written[name].dtype == t.dtype and torch.equal(written[name], t) for name, t in tensors.items())
 
 
-def with_prediction_layer(folder):
+def with_prediction_layer(folder, **sizes):
     """As in the release: a whole block behind the last, with norms, a join, and the embedding and head once more."""
-    random_model(FAMILIES["deepseek_v3"]()).save_pretrained(folder)
+    config = transformers.DeepseekV3Config(**TINY | sizes, rope_parameters=YARN)
+    random_model(config).save_pretrained(folder)
+    h = config.hidden_size
     tensors = load_file(folder / "model.safetensors")
     block = {n.replace(".layers.2.", ".layers.3."): t + 0.1 for n, t in tensors.items() if ".layers.2." in n}
-    block |= {f"model.layers.3.{name}.weight": torch.rand(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    block |= {f"model.layers.3.{name}.weight": torch.rand(h) for name in ("enorm", "hnorm", "shared_head.norm")}
     block |= {
-        "model.layers.3.eh_proj.weight": torch.rand(32, 64),
+        "model.layers.3.eh_proj.weight": torch.rand(h, 2 * h),
         "model.layers.3.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
         "model.layers.3.shared_head.head.weight": tensors["lm_head.weight"].clone(),
     }
@@ -219,6 +224,29 @@ def test_prediction_layers_are_passed_over_and_told(tmp_path, capsys):
     save_file(tensors | block, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=rf"{len(block)} unexpected"):
         load_hf_weights([], config, tmp_path)
+
+
+def test_a_release_in_8_bits_is_the_one_in_16_that_it_stands_for(tmp_path):
+    """All matrices of the layers, experts and prediction layer among them, as DeepSeek publishes V3."""
+    eight, sixteen = tmp_path / "eight", tmp_path / "sixteen"
+    tensors, block = with_prediction_layer(sixteen, hidden_size=160, moe_intermediate_size=136, v_head_dim=48)
+    for name, tensor in (tensors | block).items():
+        tensors[name] = tensor if name.endswith("correction_bias") else tensor.bfloat16()
+    stored = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        stored[name], stored[f"{name}_scale_inv"], tensors[name] = in_8_bits(tensors[name].float())
+        tensors[name] = tensors[name].bfloat16()
+    assert sum(name.endswith("_scale_inv") for name in stored) > 3 * 8 * 3
+    save_file(tensors, sixteen / "model.safetensors")
+    released = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    save_config(transformers.AutoConfig.from_pretrained(sixteen), eight, quantization_config=released)
+    save_folder(eight, stored.items(), max_shard_bytes=200_000)
+    assert len(list(eight.glob("*.safetensors"))) > 3
+    for folder in (eight, sixteen):
+        assert convert.main(["from-hf", "--mtp", "--hf", str(folder), "--out", str(folder / "ckpt")]) == 0
+    ours, wanted = (whole_tensors(find_checkpoint(None, str(folder / "ckpt"))) for folder in (eight, sixteen))
+    assert ours.keys() == wanted.keys()
+    assert all(ours[name].dtype == wanted[name].dtype and torch.equal(ours[name], wanted[name]) for name in wanted)
 
 
 # Settings of the releases' own config.json, as on huggingface.co under the names in the files of conf/model; the fp8
