@@ -129,7 +129,7 @@ class TimedStage:
 
 
 def timed_executor(
-    program: Program, axis: Axis, costs: Costs, unit_s: float, waits: Exposure | None = None
+    program: Program, axis: Axis, costs: Costs, unit_s: float, waits: Exposure | None = None, training: bool = True
 ) -> tuple[Executor, Held]:
     """One rank's executor over timed stages, with its channels open; without torch's checks, which cost time."""
     dist.set_debug_level(dist.DebugLevel.OFF)
@@ -139,7 +139,7 @@ def timed_executor(
     lines = flows(program)
     ends = open_channels([(flow.source, flow.destination) for flow in lines], axis)
     channels = {flow: end for flow, end in zip(lines, ends) if end is not None}
-    return Executor(program, axis.rank, stages, channels, waits=waits), held
+    return Executor(program, axis.rank, stages, channels, training=training, waits=waits), held
 
 
 def last_gradient(batch, y: Tensor) -> Tensor:

@@ -77,6 +77,11 @@ class Outbox(_End):
         while self._settled < count:
             self._wait_first()
 
+    def keep(self, most: int) -> None:
+        """Lets go of all but the last `most` messages, once they have been sent."""
+        while len(self._under_way) > most:
+            self._wait_first()
+
     def finish(self) -> None:
         """Waits until everything has been sent, and counts from 0 again."""
         while self._under_way:

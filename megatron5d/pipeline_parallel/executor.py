@@ -18,13 +18,15 @@ from megatron5d.comm.p2p import Form, Inbox, Outbox
 from megatron5d.pipeline_parallel.program import Action, Program, make_program
 from megatron5d.pipeline_parallel.receipts import receipts
 from megatron5d.pipeline_parallel.stage import Relay, Stage
-from megatron5d.pipeline_parallel.transfers import Flow, Message, input_of, output_of, steps
+from megatron5d.pipeline_parallel.transfers import Flow, Message, input_of, output_of, runs_with, steps
 
 Loss = Callable[[Any, Tensor], Tensor | None]
 """(a micro-batch's data, output of the last stage) -> gradient of that output; None where only forwards run."""
 
 Value = tuple[str, int, int]
 """What a stage is given: "F" its input or "B" the gradient of its output; the stage; the micro-batch."""
+
+UNPROVEN = 2  # messages of a channel that are under way where forwards run alone, and nothing proves their arrival
 
 _DONE = object()
 
@@ -80,6 +82,8 @@ class Executor:
     ) -> None:
         self.program, self.rank, self.name = program, rank, name or f"pipeline rank {rank}"
         self.training, self._waits = training, waits
+        # bfs runs all micro-batches through one chunk before the next one takes any: their outputs have to be kept
+        self._most_sent = UNPROVEN if not training and runs_with(program, UNPROVEN) else None
         self._stages = dict(stages)
         self._ends = list(channels.values())
         self._values: dict[Value, Tensor] = {}
@@ -172,6 +176,8 @@ class Executor:
         """Passes the action's output on: to a channel, to another stage of this rank, or to the loss."""
         if task.outbox is not None:
             task.outbox.send(y)  # [s/cp/tp, b, h]  send pp
+            if self._most_sent is not None:
+                task.outbox.keep(self._most_sent)
         elif task.is_last:
             grad = loss(batches[task.microbatch], y)
             if self.training:

@@ -8,6 +8,7 @@ With fewer channels (one per pair of ranks, or one per direction) V-shaped, zigz
 schedules would deadlock.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from megatron5d.pipeline_parallel.program import Action, Program, Slot
 
 SLOTS_AHEAD = 2
 """A receive is posted before the slot that stands this many places before its consumer."""
+
+_DONE = object()
 
 
 class Flow(NamedTuple):
@@ -95,6 +98,29 @@ def steps(program: Program, rank: int, slots_ahead: int = SLOTS_AHEAD) -> Iterat
         )
         sends = tuple(filter(None, (output_of(program, action) for action in slot)))
         yield Step(tuple(message for messages in due for message in messages), slot, sends)
+
+
+def runs_with(program: Program, most: int) -> bool:
+    """Whether all ranks finish if each waits, after a slot, until of every flow it sends in all but the last `most`
+    messages have been asked for."""
+    asked: Counter[Flow] = Counter()
+    sent: Counter[Flow] = Counter()
+    here: set[Message] = set()
+
+    def walk(rank: int) -> Iterator[None]:
+        for step in steps(program, rank):
+            asked.update(message.flow for message in step.receives)
+            while not here.issuperset(filter(None, (input_of(program, action) for action in step.slot))):
+                yield
+            here.update(step.sends)
+            sent.update(message.flow for message in step.sends)
+            while any(sent[message.flow] - asked[message.flow] > most for message in step.sends):
+                yield
+
+    walks, before = [walk(rank) for rank in range(len(program.ranks))], (-1, -1)
+    while walks and before != (before := (asked.total(), sent.total())):
+        walks = [each for each in walks if next(each, _DONE) is not _DONE]
+    return not walks
 
 
 def _message(program: Program, kind: str, source: int, destination: int, microbatch: int) -> Message | None:

@@ -56,8 +56,7 @@ def test_forwards_alone_run_through_the_same_stages():
         def note(batch, y):
             outputs.append((batch, y[:2].tolist()))
 
-        executor, held = timed_executor(program, axis_of(rank, world), Costs(), 0.001)
-        executor.training = False
+        executor, held = timed_executor(program, axis_of(rank, world), Costs(), 0.001, training=False)
         executor.run(range(M), note, FORM)
         return outputs, held.now
 
@@ -65,6 +64,27 @@ def test_forwards_alone_run_through_the_same_stages():
     assert sorted(batch for outputs, _ in found for batch, _ in outputs) == list(range(M))
     assert all(y == [PP - 1, batch] for outputs, _ in found for batch, y in outputs)
     assert all(now == 0 for _, now in found)
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", 3), ("interleaved", 5), ("bfs", 8 * M)])
+def test_forwards_alone_hold_few_outputs_however_many_micro_batches_there_are(schedule, most):
+    """No backward tells that they have arrived: ranks wait, two messages behind; but not where all would wait."""
+    program = forward_only(build_program(schedule, 3, 4 * M))
+
+    def on_rank(rank, world):
+        outputs, alive = [], []
+
+        def count(task, y, *rest):
+            outputs.append(weakref.ref(y))
+            hand_on(task, y, *rest)
+            alive.append(sum(each() is not None for each in outputs))
+
+        executor, _ = timed_executor(program, axis_of(rank, world), Costs(), 0.0005, training=False)
+        hand_on, executor._hand_on = executor._hand_on, count
+        executor.run(range(4 * M), lambda *_: None, FORM)
+        return max(alive)
+
+    assert max(run_ranks(on_rank, 3)) <= most
 
 
 class Breaks:
