@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import load_tensors
 from megatron5d.config.schema import Config
+from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed import IndexedWriter
 from megatron5d.topology.process import Process
 from megatron5d.train.loop import train
@@ -23,7 +24,7 @@ def write_corpus(prefix: Path, *, vocab_size: int, documents: int = 60, seed: in
     """A dataset that can be learnt: each token has four successors. Documents end with token 0."""
     rng = np.random.default_rng(seed)
     successors = np.random.default_rng(1).integers(1, vocab_size, (vocab_size, 4))
-    writer = IndexedWriter(str(prefix), vocab_size=vocab_size)
+    writer = IndexedWriter(prefix, dtype_for_vocab(vocab_size))
     for _ in range(documents):
         ids = [int(rng.integers(1, vocab_size))]
         for _ in range(int(rng.integers(5, 60))):

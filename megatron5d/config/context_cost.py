@@ -140,7 +140,7 @@ def recommended(c: Config, ranks_per_node: int = 8) -> tuple[str, int]:
     return best.method, best.cp_inner
 
 
-def advice(c: Config, ranks_per_node: int = 8) -> str:
+def advice(c: Config) -> str:
     """The overrides of `recommended`."""
-    method, inner = recommended(c, ranks_per_node)
+    method, inner = recommended(c)
     return f"parallel.cp_method={method}" + (f" parallel.cp_inner={inner}" if method == "two_level" else "")

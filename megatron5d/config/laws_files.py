@@ -269,16 +269,6 @@ def _writable_laws(knob: str, as_folder: bool = True) -> tuple[Law, Law]:
     return in_the_way, not_allowed
 
 
-def _file_law(knob: str) -> Law:
-    return Law(
-        knob.replace(".", "-") + "-file",
-        (knob,),
-        lambda c, w: value_of(c, knob) is not None and not exists(value_of(c, knob)),
-        lambda c, w: f"{knob}: there is no {value_of(c, knob)} (seen from {Path.cwd()})",
-        lambda c, w: f"{knob}=FILE that exists, or null",
-    )
-
-
 def _schedule_file(c: Config) -> Path | None:
     kind, _, path = c.pipeline.schedule.partition(":")
     return Path(path) if kind == "file" else None
@@ -307,7 +297,13 @@ PATH_LAWS = (
         lambda c, w: "init.from_checkpoint and init.from_hf are both given, and weights come from one of them",
         lambda c, w: "init.from_hf=null, or init.from_checkpoint=null",
     ),
-    _file_law("data.tokenizer"),
+    Law(
+        "data-tokenizer-file",
+        ("data.tokenizer",),
+        lambda c, w: c.data.tokenizer is not None and not exists(c.data.tokenizer),
+        lambda c, w: f"data.tokenizer: there is no {c.data.tokenizer} (seen from {Path.cwd()})",
+        lambda c, w: "data.tokenizer=FILE that exists, or null",
+    ),
     *_writable_laws("checkpoint.dir"),
     *_writable_laws("log.dir"),
     *_writable_laws("log.wandb.dir"),

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron5d.data.index_format import DTYPES, dtype_for_vocab, file_error, index_header, map_index, read_index
+from megatron5d.data.index_format import DTYPES, file_error, index_header, map_index, read_index
 
 
 def with_suffix(prefix: str | os.PathLike[str], suffix: str) -> Path:
@@ -145,31 +145,27 @@ class IndexedWriter:
 
     Args:
         prefix: path without `.bin` and `.idx`; its folder is made where it does not exist.
-        vocab_size: limits the ids and chooses their type (u16 below 65,500, else i32).
-        dtype: the id type, where no vocabulary is known.
+        dtype: of the ids; `dtype_for_vocab` is the one that Megatron gives a vocabulary.
         resume_at: (documents, tokens) to keep of an earlier, interrupted writer of the same prefix; None = start anew.
 
     Raises:
-        ValueError: neither or both of vocab_size and dtype, or less is on disk than `resume_at` wants to keep.
+        ValueError: the format has no such dtype, or less is on disk than `resume_at` wants to keep.
     """
 
     def __init__(
         self,
         prefix: str | os.PathLike[str],
-        vocab_size: int | None = None,
-        dtype: np.dtype | type | str | None = None,
+        dtype: np.dtype | type | str,
         resume_at: tuple[int, int] | None = None,
     ) -> None:
-        if (vocab_size is None) == (dtype is None):
-            raise ValueError(f"IndexedWriter: vocab_size={vocab_size} and dtype={dtype}; give exactly one of them")
         self.prefix = os.fspath(prefix)
-        self.dtype = dtype_for_vocab(vocab_size) if vocab_size is not None else np.dtype(dtype).newbyteorder("<")
+        self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype.kind == "f" or self.dtype not in DTYPES.values():
             raise ValueError(
                 f"IndexedWriter: dtype {self.dtype}; the format has uint8, int8, int16, int32, int64, uint16"
             )
         self.num_documents, self.num_tokens = resume_at or (0, 0)
-        self._max_id = vocab_size - 1 if vocab_size is not None else int(np.iinfo(self.dtype).max)
+        self._max_id = int(np.iinfo(self.dtype).max)
         self._bin_path = with_suffix(prefix, ".bin.partial")
         self._lengths_path = with_suffix(prefix, ".lengths.partial")
         self._bin_path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +189,7 @@ class IndexedWriter:
             ids: token ids, `[tokens]`.
 
         Raises:
-            ValueError: an id is negative or not in the vocabulary.
+            ValueError: an id is negative or too large for the dtype.
         """
         self.add_documents(ids, [len(ids)])
 
@@ -205,7 +201,7 @@ class IndexedWriter:
             lengths: tokens of each document.
 
         Raises:
-            ValueError: an id is negative or not in the vocabulary, or a document has 2³¹ tokens or more.
+            ValueError: an id is negative or too large for the dtype, or a document has 2³¹ tokens or more.
         """
         ids, lengths = np.asarray(ids), np.asarray(lengths, dtype=np.int64)
         assert ids.ndim == 1 and len(ids) == lengths.sum(), (ids.shape, lengths.sum())

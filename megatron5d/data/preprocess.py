@@ -138,7 +138,7 @@ def _write(
 ) -> None:
     """Tokenise the rest of the corpus into partial files, and save the journal every `save_every_s`."""
     writers = [
-        [IndexedWriter(prefix, dtype=dtype, resume_at=progress.written.get(prefix)) for prefix in parts]
+        [IndexedWriter(prefix, dtype, resume_at=progress.written.get(prefix)) for prefix in parts]
         for parts in job.outputs()
     ]
     all_writers = [writer for parts in writers for writer in parts]

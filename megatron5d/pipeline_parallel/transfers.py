@@ -82,20 +82,17 @@ def flows(program: Program) -> list[Flow]:
     return sorted(found)
 
 
-def steps(program: Program, rank: int, slots_ahead: int = SLOTS_AHEAD) -> Iterator[Step]:
+def steps(program: Program, rank: int) -> Iterator[Step]:
     """Yield the slots of `rank` with the receives to post before and the sends to issue after each.
 
     Args:
         program: A verified Program.
         rank: The pipeline rank.
-        slots_ahead: How many places before its consumer a receive is posted.
     """
     line = program.ranks[rank]
     inputs = [tuple(filter(None, (input_of(program, action) for action in slot))) for slot in line]
     for position, slot in enumerate(line):
-        due = (
-            inputs[: slots_ahead + 1] if position == 0 else inputs[position + slots_ahead : position + slots_ahead + 1]
-        )
+        due = inputs[position + SLOTS_AHEAD if position else 0 : position + SLOTS_AHEAD + 1]
         sends = tuple(filter(None, (output_of(program, action) for action in slot)))
         yield Step(tuple(message for messages in due for message in messages), slot, sends)
 

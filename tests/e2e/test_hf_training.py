@@ -31,7 +31,7 @@ def material(tmp_path_factory):
         )
     )  # fmt: skip
     model.save_pretrained(folder / "llama")
-    writer = IndexedWriter(str(folder / "tokens"), vocab_size=VOCAB)
+    writer = IndexedWriter(folder / "tokens", np.uint16)
     stream = np.random.default_rng(0).zipf(1.3, STEPS * GBS * SEQ + 1) % VOCAB
     for document in np.array_split(stream, 37):
         writer.add_document(document)

@@ -87,7 +87,7 @@ def evolve(levels: Sequence[Sequence[Problem]], seed: int, clock: Clock, until: 
     finalists = [(*elite, arm.problem) for arm in alive for elite in arm.elites[:FINALISTS]]
     contenders: list[Contender] = []
     for makespan, numbers, problem in sorted(finalists, key=lambda finalist: finalist[2].promise(finalist[0]))[:count]:
-        program = problem.program(numbers, "auto")
+        program = problem.program(numbers)
         if program is not None:
             contenders.append(Contender(program, problem, makespan))
     return contenders

@@ -39,7 +39,7 @@ def learn(
     while clock.share() < 1:
         arm.generation()
     numbers = arm.elites[0][1].round(DECIMALS)
-    program = problem.program(numbers, "auto") if arm.best < STUCK else None
+    program = problem.program(numbers) if arm.best < STUCK else None
     if program is None:
         raise ValueError(f"no policy holds at most {memory:g} micro-batches at pp={pp}; raise --memory")
     overhead = simulate(program, problem.costs).overhead

@@ -84,17 +84,17 @@ class Problem:
         """Return the makespan under a policy; STUCK or more where the policy gets stuck."""
         return self._run(numbers, NOWHERE)
 
-    def program(self, numbers: np.ndarray, name: str) -> Program | None:
+    def program(self, numbers: np.ndarray) -> Program | None:
         """Return the Program that a policy makes; None where it gets stuck."""
         slots = int(self.lanes.table["count"][self.lanes.held_by].sum(axis=1).max()) * len(LANE_OPS)
         schedule = empty_schedule(len(self.lanes.cap), slots)
-        return self._program(schedule, name) if self._run(numbers, schedule) < STUCK else None
+        return self._program(schedule) if self._run(numbers, schedule) < STUCK else None
 
     def _run(self, numbers: np.ndarray, schedule: np.ndarray) -> float:
         rules = rules_of(policy_of(numbers, self.num_lanes), self.lanes)
         return list_schedule(self.lanes, rules, schedule)
 
-    def _program(self, schedule: np.ndarray, name: str) -> Program:
+    def _program(self, schedule: np.ndarray) -> Program:
         if self.is_folded:
             schedule = unfolded_schedule(schedule, self.placement.num_stages)
         present = schedule["op"] >= 0
@@ -108,7 +108,7 @@ class Problem:
             stage=actions["lane"] % self.placement.num_stages,
             microbatch=actions["microbatch"] + first[actions["lane"] // self.placement.num_stages],
         )
-        return program_from_table(name, self.placement, self.direction, table)
+        return program_from_table("auto", self.placement, self.direction, table)
 
 
 class Contender(NamedTuple):

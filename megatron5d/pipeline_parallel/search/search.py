@@ -91,7 +91,7 @@ def _compile() -> None:
     """Have everything compiled before the clock starts; it takes seconds where numba has not kept it on disk yet."""
     placement = loop_placement(2)
     problem = Problem("loop:1", placement, 2, Costs().of(placement), np.full(2, 2.0))
-    program = problem.program(flat(plain_policy(1)), "auto") if IS_COMPILED else None
+    program = problem.program(flat(plain_policy(1))) if IS_COMPILED else None
     if program is not None:
         refine(program, problem.costs, problem.memory, PAIRS, Clock(None, 1), 1.0)
 

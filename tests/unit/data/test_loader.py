@@ -14,7 +14,7 @@ from megatron5d.data.samples import open_samples
 
 @pytest.fixture
 def samples(tmp_path):
-    writer = IndexedWriter(tmp_path / "a", vocab_size=1000)
+    writer = IndexedWriter(tmp_path / "a", np.uint16)
     random = np.random.default_rng(0)
     for _ in range(60):
         writer.add_document(np.append(random.integers(1, 1000, size=random.integers(3, 40)), 0))
@@ -98,7 +98,7 @@ def test_tokens_beyond_the_vocabulary_are_refused_where_they_are_asked_for(sampl
 
 def test_negative_ids_other_than_padding_are_refused(tmp_path):
     """An embedding that is cut over tp would take them for zeros, and the loss would look good."""
-    writer = IndexedWriter(tmp_path / "a", dtype=np.int32)
+    writer = IndexedWriter(tmp_path / "a", np.int32)
     writer.add_document(np.arange(1, 100))
     writer.finalize()
     for token, refused in ((-100, False), (-1, True)):

@@ -15,7 +15,7 @@ from megatron5d.data.samples import open_samples
 
 def write(prefix, lengths, first_id=0):
     """Documents whose tokens are all different, so that every token tells where it came from."""
-    writer = IndexedWriter(prefix, vocab_size=10**6)
+    writer = IndexedWriter(prefix, np.int32)
     for length in lengths:
         writer.add_document(range(first_id, first_id + length))
         first_id += length

@@ -15,7 +15,7 @@ def prefix(tmp_path):
 
 
 def write(prefix, lengths, first_id=0):
-    writer = IndexedWriter(prefix, vocab_size=10**6)
+    writer = IndexedWriter(prefix, np.int32)
     for length in lengths:
         writer.add_document(range(first_id, first_id + length))
         first_id += length

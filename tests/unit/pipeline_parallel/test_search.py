@@ -150,14 +150,14 @@ def test_half_of_a_mirrored_pipeline_stands_for_all_of_it():
     problem = Problem("mirrored", placement, 12, costs.of(placement), np.full(4, 5.0))
     numbers = starting_points(problem.num_lanes)[1]
     assert problem.is_folded and len(problem.lanes.cap) == 2
-    program = problem.program(numbers, "auto")
+    program = problem.program(numbers)
     assert is_mirrored(program) and simulate(program, costs).makespan == pytest.approx(problem.makespan(numbers))
     moved = refine(program, problem.costs, problem.memory, PAIRS, Clock(None, 200), 1.0)
     verify(moved, problem.memory.tolist(), problem.costs)
     assert is_mirrored(moved) and moved != program
     odd = replace(problem, num_microbatches=11)
     assert not odd.is_folded and len(odd.lanes.cap) == 4
-    assert not is_mirrored(odd.program(numbers, "auto")) and not is_mirrored(build_program("zb_v", 4, 8))
+    assert not is_mirrored(odd.program(numbers)) and not is_mirrored(build_program("zb_v", 4, 8))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved_overlap", "dualpipe", "v_half"])

@@ -29,7 +29,7 @@ def found() -> list[str]:
         placement = placement_called(name, 4)
         problem = Problem(name, placement, 6, COSTS.of(placement), np.full(4, 6.0))
         for numbers in starting_points(problem.num_lanes)[:3]:
-            program = problem.program(numbers, "auto")
+            program = problem.program(numbers)
             texts.append(write_program(program) if program else f"stuck {problem.makespan(numbers)}")
     program = build_program("zb_v", 4, 6)
     costs = COSTS.of(program.placement)
