@@ -1,5 +1,7 @@
 """Every method against one process: out and all gradients in fp64, and the bytes against the closed forms."""
 
+import math
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -7,8 +9,9 @@ from ranks import run_ranks
 from kernels import attention
 from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.ring import Shift
-from megatron5d.context_parallel import ring
+from megatron5d.context_parallel import allgather, ring
 from megatron5d.context_parallel.attention import ContextAttention
+from megatron5d.context_parallel.blocks import Merge
 from megatron5d.context_parallel.layout import SequenceLayout
 from megatron5d.context_parallel.plan import Planner
 from megatron5d.topology.axis import Axis
@@ -22,10 +25,10 @@ MASKS = {
 }  # fmt: skip
 
 
-def inputs(num_kv_heads):
+def inputs(num_kv_heads, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     shapes = (S, B, A, D), (S, B, num_kv_heads, D), (S, B, num_kv_heads, DV), (S, B, A, DV), (A,)
-    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
 
 
 def truth(num_kv_heads, mask, softcap, with_sinks):
@@ -50,7 +53,7 @@ def truth(num_kv_heads, mask, softcap, with_sinks):
     return out.detach(), [t.grad for t in leaves]
 
 
-def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sinks):
+def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sinks, dtype=torch.float64):
     ledger = Ledger()
     inner = {"ulysses": size, "two_level": inner}.get(method, 1)
     layout = SequenceLayout(S, size // inner, inner)
@@ -65,14 +68,14 @@ def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sink
     masks = {name: value for name, value in mask.items() if name != "documents"}
     plan = Planner(layout, rank, **masks)(mask.get("documents"))
     rows = plan.own_rows
-    q, k, v, dout, sinks = inputs(num_kv_heads)
+    q, k, v, dout, sinks = inputs(num_kv_heads, dtype)
     leaves = [t[rows].clone().requires_grad_() for t in (q, k, v)] + [sinks.requires_grad_()]
     attend = ContextAttention(method, outer, inner_axis)
     out = attend(*leaves[:3], plan, scale=0.3, softcap=softcap, sinks=leaves[3] if with_sinks else None)
-    totals = {key: t.elements for key, t in ledger.totals.items()}
+    totals = {key: t.num_bytes for key, t in ledger.totals.items()}
     ledger.clear()
     out.backward(dout[rows])
-    backward = {key: t.elements for key, t in ledger.totals.items()}
+    backward = {key: t.num_bytes for key, t in ledger.totals.items()}
     return rows, out.detach(), [t.grad for t in leaves], totals, backward
 
 
@@ -118,7 +121,7 @@ def test_softcap_and_sinks(method, size, inner):
 
 
 def test_bytes_are_the_closed_forms():
-    g, block = 8, (S // 4) * B * 8 * (D + DV)
+    g, block = 8, (S // 4) * B * 8 * (D + DV) * 8
     ring = check("ring", 4, 1, g, {})[0]
     assert ring[3] == {("cp_outer", "shift"): 3 * block}
     assert ring[4] == {("cp_outer", "shift"): 2 * 3 * block}
@@ -126,9 +129,35 @@ def test_bytes_are_the_closed_forms():
     assert gathered[3] == {("cp_outer", "all_gather"): 3 * block}
     assert gathered[4] == {("cp_outer", "all_gather"): 3 * block, ("cp_outer", "reduce_scatter"): 3 * block}
     ulysses = check("ulysses", 4, 1, g, {})[0]
-    one_way = (S // 4) * B * 8 * (D + D + DV + DV) * 3 // 4  # q, k, v there, out back
+    one_way = (S // 4) * B * 8 * (D + D + DV + DV) * 8 * 3 // 4  # q, k, v there, out back
     assert ulysses[3] == {("cp_inner", "all_to_all"): one_way}
     assert ulysses[4] == ulysses[3]
+
+
+def test_groups_of_heads_hold_each_head_once():
+    for count in range(1, 10):
+        held = [head for group in allgather._groups(count) for head in range(group.start, group.stop)]
+        assert held == list(range(count))
+
+
+def test_gradients_travel_in_fp32():
+    """In bf16 keys and values are sent as they are. Their gradients are not: every rank that adds to them would round."""
+    hop = 3 * (S // 4) * B * 8 * (D + DV)
+    for method, sent in (
+        ("ring", {("cp_outer", "shift"): hop * (2 + 4)}),
+        ("allgather", {("cp_outer", "all_gather"): hop * 2, ("cp_outer", "reduce_scatter"): hop * 4}),
+    ):
+        *_, num_bytes = run_ranks(run_method, 4, method, 1, 8, {}, 0.0, False, torch.bfloat16)[0]
+        assert num_bytes == sent, method
+
+
+def test_blocks_merge_in_fp32():
+    """Blocks of ones are a one, however many there are: bf16 would round the weights of each."""
+    merge = Merge(torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16), 2)
+    for _ in range(50):
+        merge.add((0, 1), torch.ones(1, 1, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 1, 1))
+    torch.testing.assert_close(merge.out, torch.ones(1, 1, 1, 2))
+    torch.testing.assert_close(merge.lse, torch.full((1, 1, 1), math.log(50)))
 
 
 def test_one_rank_is_plain_attention():
