@@ -86,7 +86,8 @@ def test_an_update_has_the_size_of_adamws_and_one_moment():
 
 
 def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers():
-    """Mirrored pipeline ranks hold the same layers in another one: who begins with experts would wait for ever."""
+    """Mirrored pipeline ranks hold the same layers in another one: who begins with experts would wait for ever, and
+    who begins with another matrix would mix them up."""
     model = replace(config_of().model, num_experts=2, top_k=1, moe_ffn_hidden_size=8, first_k_dense=1)
     config = replace(config_of(optim={"name": "muon"}), model=model)
     mesh = build_mesh(sizes_of(config, 1), num_kv_heads=model.num_kv_heads)
@@ -96,10 +97,36 @@ def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers()
         if muon.takes_muon(spec_of(b.parameters[0]), config.optim)
     ]
     orders = [
-        [(each.shard.name, each.cut.name) for each in muon.Muon(some, config.optim, mesh)._assemblies]
+        [
+            (each.shard.name, each.cut.name, [matrix.spec.name for matrix in each.matrices])
+            for each in muon.Muon(some, config.optim, mesh)._assemblies
+        ]
         for some in (buckets, buckets[::-1])
     ]
     assert orders[0] == orders[1] and len(orders[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offload", "take"),
+    [
+        (torch.bfloat16, False, "weights_to_masters"),
+        (torch.float32, True, "weights_to_masters"),
+        (torch.float32, True, "take_unsaved_masters"),
+    ],
+)
+def test_both_optimisers_take_weights_that_were_loaded_and_the_number_of_updates(dtype, offload, take):
+    norm = new_parameter((24,), ShardSpec("norm.weight", (24,), whole((24,))), dtype, "cpu")
+    buckets = [Bucket([norm], single("dp"), single("dp"), torch.float32), one_bucket(dtype)]
+    config = replace(MUON, offload=offload)
+    optimizer = build_optimizer(buckets, config, build_mesh(sizes_of(Config(), 1)))
+    for bucket in buckets:
+        bucket.weights.fill_(3.0)
+    getattr(optimizer, take)()
+    optimizer.step(0.0)
+    for bucket, part in zip(buckets, optimizer.parts, strict=True):
+        assert (bucket.weights == 3.0).all(), f"{type(part).__name__} has other masters than the weights"
+    optimizer.set_step_count(7)
+    assert [part.step_count for part in optimizer.parts] == [7, 7]
 
 
 def test_without_masters_small_updates_are_not_lost():

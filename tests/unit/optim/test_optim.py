@@ -119,6 +119,28 @@ def test_one_pass_is_as_exact_as_its_masters():
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize(("how", "seed"), [("torch", None), ("kernel", None), ("torch", 1)])
+def test_a_new_optimiser_goes_on_where_another_stopped(how, seed):
+    """With its moments and number of updates: for the bias correction, and (seed) for the bits of stochastic rounding."""
+    weights = []
+    for stop in (0, 2):
+        narrow = [torch.nn.Parameter(wide.detach().bfloat16()) for wide in parameters()]
+        for each, like in zip(narrow, parameters()):
+            each.spec = spec_of(like)
+        bucket = Bucket(narrow, single("dp_shard_cp"), single("dp_replicate"), torch.float32)
+        optimizer = AdamW([bucket], OptimConfig(implementation=how), seed)
+        for step in range(3):
+            if step and step == stop:
+                old, optimizer = optimizer, AdamW([bucket], OptimConfig(implementation=how), seed)
+                for (_, tensor, _), (_, saved, _) in zip(optimizer.tensors(), old.tensors(), strict=True):
+                    tensor.copy_(saved)
+                optimizer.set_step_count(step)
+            bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step)))
+            optimizer.step(lr=0.1)
+        weights.append(bucket.weights.clone())
+    assert torch.equal(*weights)
+
+
 def test_the_norm_counts_owned_elements_once():
     def bucket(rank, replica):
         shard, replicate = Axis("dp_shard_cp", (0, 1), rank), Axis("dp_replicate", (0, 1), replica)

@@ -9,6 +9,7 @@ from parity_configs import config_of
 
 from megatron5d.config.schema import OptimConfig, PrecisionConfig
 from megatron5d.data_parallel.buckets import Bucket, Segment
+from megatron5d.optim import rounding
 from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.rounding import global_index, round_stochastically, store_rounded
 from megatron5d.topology.axis import Axis
@@ -40,7 +41,7 @@ def test_a_piece_knows_its_place():
     assert torch.equal(global_index(piece, (4, 5, 6), 5, 9, torch.device("cpu")), want[5:9])
 
 
-def test_slices_and_copies_round_alike():
+def test_slices_and_copies_round_alike(monkeypatch):
     wide = 1 + torch.rand(6, 8)
     name, shape = "layers.0.mlp.up.weight", (6, 8)
 
@@ -56,6 +57,8 @@ def test_slices_and_copies_round_alike():
     assert torch.equal(torch.cat([rounded(slice(0, 6), 0, 13), rounded(slice(0, 6), 13, 48)]), once)
     assert torch.equal(rounded(slice(2, 4), 3, 16), once.view(6, 8)[2:4].flatten()[3:16])
     assert (once.float() != wide.flatten().bfloat16().float()).any()
+    monkeypatch.setattr(rounding, "_CHUNK", 5)
+    assert torch.equal(rounded(slice(0, 6), 3, 48), once[3:]), "piece by piece"
     for other in ({"seed": 4}, {"step": 8}):
         assert not torch.equal(rounded(slice(0, 6), 0, 48, **other), once), f"the same bits whatever {other} is"
 
