@@ -27,7 +27,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     begin = total_steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
     if step <= begin:
         return config.lr
-    progress = min(1.0, (step - begin) / (total_steps - begin))
+    progress = (step - begin) / (total_steps - begin)
     if config.schedule == "cosine":
         return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr + (config.min_lr - config.lr) * progress

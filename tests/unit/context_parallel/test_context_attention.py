@@ -141,7 +141,7 @@ def test_groups_of_heads_hold_each_head_once():
 
 
 def test_gradients_travel_in_fp32():
-    """In bf16 keys and values are sent as they are. Their gradients are not: every rank that adds to them would round."""
+    """In bf16 keys and values are sent as they are. Their gradients are not: every rank that adds would round."""
     hop = 3 * (S // 4) * B * 8 * (D + DV)
     for method, sent in (
         ("ring", {("cp_outer", "shift"): hop * (2 + 4)}),

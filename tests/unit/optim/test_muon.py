@@ -135,6 +135,7 @@ def test_without_masters_small_updates_are_not_lost():
     (weight,) = bucket.parameters
     weight.data.fill_(1.0)
     optimizer = optimizer_of(bucket, MUON, rounding_seed=1)
+    assert [kind for kind, _, _ in optimizer.tensors()] == ["momentum"], "masters are kept after all"
     gradient, exact = torch.randn(64, 128), one_bucket()
     exact.weights.fill_(1.0)
     other = optimizer_of(exact, MUON)

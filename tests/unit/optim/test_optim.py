@@ -121,7 +121,7 @@ def test_one_pass_is_as_exact_as_its_masters():
 
 @pytest.mark.parametrize(("how", "seed"), [("torch", None), ("kernel", None), ("torch", 1)])
 def test_a_new_optimiser_goes_on_where_another_stopped(how, seed):
-    """With its moments and number of updates: for the bias correction, and (seed) for the bits of stochastic rounding."""
+    """With its moments, and the number of updates: for the bias correction, and (seed) the bits of random rounding."""
     weights = []
     for stop in (0, 2):
         narrow = [torch.nn.Parameter(wide.detach().bfloat16()) for wide in parameters()]
