@@ -1,5 +1,7 @@
 """Each collective against arithmetic by hand, its backward against its transpose, its bytes against the ring's."""
 
+import weakref
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -77,6 +79,25 @@ def test_pending_results_can_be_waited_for_in_any_order():
 
     for (gathered, _, again), _ in on_axis(run):
         assert again and gathered.shape == (32, 3)
+
+
+def test_inputs_are_let_go_of():
+    """Of a gather once it has ended, of a split at once."""
+
+    def run(rank, axis):
+        x = tensor_of(rank)
+        alive, pending = weakref.ref(x), c.start_all_gather(x, axis)
+        del x
+        pending.wait()
+        return alive() is None, c.split_to(tensor_of(0), axis).untyped_storage().nbytes()
+
+    assert [found for found, _ in on_axis(run)] == [(True, 8 // WORLD * 3 * 8)] * WORLD
+
+
+def test_a_text_is_cut_to_what_fits():
+    text = "ü" * c.TEXT_BYTES
+    told = on_axis(lambda rank, axis: c.broadcast_text(1, text if rank == 1 else "", axis, torch.device("cpu")))
+    assert [found for found, _ in told] == [text[: c.TEXT_BYTES // 2]] * WORLD
 
 
 def test_an_axis_of_one_needs_no_process_group():

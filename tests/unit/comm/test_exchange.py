@@ -40,7 +40,9 @@ class Send(nn.Module):
 class Use(nn.Module):
     def forward(self, state, batch, defer):
         x, ticket, exchange = state
-        return exchange.finish(ticket).square().sum() + x.sum()
+        y = exchange.finish(ticket).square().sum() + x.sum()
+        self.held = exchange._rows is not None
+        return y
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -52,12 +54,13 @@ def test_two_phases(recompute):
         use.activation_policy = ActivationPolicy(group=0 if recompute else None)
         stage = WholeStage([Send(rank, ep), use])
         y = stage.forward(0, rows_of(rank), None)
-        return y, stage.backward(0, torch.ones_like(y)), ledger.totals["ep", "all_to_all"].elements
+        return y, stage.backward(0, torch.ones_like(y)), ledger.totals["ep", "all_to_all"].elements, use.held
 
     rows = [rows_of(rank).requires_grad_() for rank in range(WORLD)]
     outputs = [arrivals(rank, [2 * r for r in rows]).square().sum() + rows[rank].sum() for rank in range(WORLD)]
     sum(outputs).backward()
-    for rank, (y, dx, elements) in enumerate(run_ranks(run, WORLD)):
+    for rank, (y, dx, elements, held) in enumerate(run_ranks(run, WORLD)):
+        assert not held, "rows stay until the exchange ends, not only where the backward needs them"
         torch.testing.assert_close(y, outputs[rank].detach())
         torch.testing.assert_close(dx, rows[rank].grad)
         away = sum(SENDS[rank]) - SENDS[rank][rank]

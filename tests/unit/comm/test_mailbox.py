@@ -45,6 +45,16 @@ def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: floa
     return box.epoch
 
 
+def test_no_file_is_left_behind(monkeypatch):
+    def on_rank(rank, world, make=segments.tempfile.mkstemp):
+        made = []
+        monkeypatch.setattr(segments.tempfile, "mkstemp", lambda **where: made.append(make(**where)) or made[-1])
+        converse(rank, world, 1, 0, 0.0)
+        return [os.path.exists(name) for _, name in made]
+
+    assert run_ranks(on_rank, 2) == [[False, False]] * 2  # flags alone, then boxes
+
+
 @pytest.mark.parametrize("slow", [0, 2])
 def test_ranks_read_what_was_sent_in_this_exchange(slow):
     assert run_ranks(converse, 3, 9, slow, 0.02) == [5] * 3  # exchanges since the boxes grew

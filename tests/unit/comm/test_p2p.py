@@ -65,6 +65,25 @@ def test_forms_may_change_from_message_to_message_and_are_counted():
     assert got == [((5, 2), 0.0), ((7,), 1.0), ((4, 1, 1), 2.0)]
 
 
+def test_what_the_peer_has_used_is_let_go_of_in_every_step():
+    def on_rank(rank, world):
+        (end,) = open_channels([(0, 1)], axis_of(rank, world))
+        kept = []
+        for _ in range(2):
+            for count in range(1, 4):
+                if rank == 1:
+                    end.post(FORM)
+                    end.take()
+                else:
+                    end.send(torch.zeros(3))
+                    end.settle(count - 1)  # all but the newest
+                    kept.append(len(end._under_way))
+            end.finish()
+        return kept
+
+    assert run_ranks(on_rank, 2)[0] == [1] * 6
+
+
 def test_nothing_is_opened_alone_and_nothing_where_a_rank_has_no_end():
     assert open_channels([], Axis("pp")) == []
 

@@ -146,6 +146,7 @@ def test_forwards_without_gradients_count_for_the_global_loss_alone():
         made.start_counting()
         made.observe(0, z, experts, None, tokens())
         made.finish_counting()
+        made.observe(0, z, experts, None, tokens())
     assert made.plain[0].tolist() == torch.bincount(experts.flatten(), minlength=E).tolist()
     assert not made.chosen.any()
 
@@ -182,6 +183,36 @@ def test_figures():
             "moe/layer_2/logit_norm": z[real].square().sum(-1).mean().sqrt().item(),
         }
     )
+
+
+def test_a_bias_is_told_by_one_rank_of_its_stage():
+    made = balancer(balance=["bias"], watched=True)
+    made.stage, made.biases[0] = Axis("stage", (0, 1), 1), torch.tensor([0.0, 0.5, 0, 0, 0, 0])
+    made.observe(0, logits(), torch.zeros(N, K, dtype=torch.int64), None, tokens())
+    assert made.layer_figures(single("world"))["moe/layer_0/bias_range"] == 0.0
+
+
+def test_a_step_begins_with_nothing_of_the_last_one():
+    made = balancer(balance=["global_aux"], watched=True)
+    z = logits().requires_grad_()
+    experts = z.detach().topk(K).indices
+    made.start_counting()
+    with torch.no_grad():
+        made.observe(0, z, experts, None, tokens())
+    made.observe(0, z, experts, torch.tensor(3), tokens())
+    made.attach(z.gather(1, experts), 0, z, experts, tokens()).sum().backward()
+    sums = {name: getattr(made, name) for name in ("chosen", "plain", "figures", "values")}
+    assert all(tensor.any() for tensor in sums.values())
+    made.start_step(1, torch.ones((), dtype=torch.float64), single("dp_cp"), True)
+    assert [name for name, tensor in sums.items() if tensor.any()] == []
+
+
+def test_a_step_of_nothing_but_padding_has_no_gradient():
+    made = balancer(balance=["aux", "seq_aux", "global_aux"], z_coef=0.1, aux_coef=1.0, num_tokens=0.0)
+    z = logits().requires_grad_()
+    experts = torch.full((N, K), E)
+    made.attach(z[:, :K] * 1.0, 0, z, experts, tokens(torch.zeros(N, dtype=torch.bool))).sum().backward()
+    assert torch.equal(z.grad[:, K:], torch.zeros(N, E - K, dtype=z.dtype)) and made.values.tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

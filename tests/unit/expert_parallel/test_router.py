@@ -153,4 +153,5 @@ def test_jitter_draws_each_token_and_feature_anew():
     factors = jitter(ones, "layers.0.router", sample, position)
     assert factors.unique().numel() == factors.numel() and (factors - 1).abs().max() <= 0.1
     assert torch.equal(factors, jitter(ones, "layers.0.router", sample, position))
+    assert torch.equal(jitter(ones.bfloat16(), "layers.0.router", sample, position), factors.bfloat16())
     assert not torch.equal(factors, jitter(ones, "layers.1.router", sample, position))
