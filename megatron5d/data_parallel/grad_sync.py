@@ -272,10 +272,9 @@ class GradSync:
             for name, view in bucket.partial_grads:
                 found.setdefault(name, []).append(view)
         for name, views in found.items():
-            if self._mesh[name].size > 1:
-                flat = torch.cat(views)
-                start_all_reduce(flat, self._mesh[name]).wait()
-                torch._foreach_copy_(views, list(flat.split([view.numel() for view in views])))
+            flat = torch.cat(views)
+            start_all_reduce(flat, self._mesh[name]).wait()
+            torch._foreach_copy_(views, list(flat.split([view.numel() for view in views])))
 
     def start_gather(self) -> None:
         """After the update: starts gathering the new weights, below ZeRO-3."""

@@ -7,12 +7,17 @@ import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
+from torch import nn
 
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.data.sampler import micro_batch_samples
+from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import Gpt
+from megatron5d.precision.gradient import grad_buffer
+from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.shard import ShardSpec, whole
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.schedule import plan_pipeline
 
@@ -167,6 +172,25 @@ def test_stages_train_the_same_bits_where_they_reduce_alike():
                 norms = 1 if case[0] == 0 else 2
                 assert [each[:norms] for each in their_losses] == [each[:norms] for each in losses], case
                 assert all((a == b).all() for a, b in zip(theirs, weights)), case
+
+
+def test_one_unit_alone_reduces_each_micro_batch_before_the_next():
+    """A stage of one layer: nothing comes between the sum of one micro-batch and the gradient of the next."""
+
+    def on_rank(rank, world):
+        unit = nn.Linear(7, 5, bias=False)
+        unit.weight.spec = ShardSpec("weight", (5, 7), whole((5, 7)))
+        sync = GradSync([[unit]], build_mesh(resolve(world), rank), 2, torch.float32)
+        sync.register([unit])
+        sync.start_step({unit: 3})
+        for number in range(3):
+            grad_buffer(unit.weight).add_(10**number * (rank + 1))
+            sync.after_weight_grads(unit)
+        sync.finish_reduce()
+        (bucket,) = sync.buckets
+        return [bucket.grad_slice[slice(*segment.owned)].unique().tolist() for segment in bucket.segments()]
+
+    assert run_ranks(on_rank, 2) == [[[333.0]]] * 2
 
 
 @pytest.mark.parametrize("options", [{}, PER_STEP])

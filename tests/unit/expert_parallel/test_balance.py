@@ -189,7 +189,7 @@ def test_a_bias_is_told_by_one_rank_of_its_stage():
     made = balancer(balance=["bias"], watched=True)
     made.stage, made.biases[0] = Axis("stage", (0, 1), 1), torch.tensor([0.0, 0.5, 0, 0, 0, 0])
     made.observe(0, logits(), torch.zeros(N, K, dtype=torch.int64), None, tokens())
-    assert made.layer_figures(single("world"))["moe/layer_0/bias_range"] == 0.0
+    assert made.layer_figures(Axis("world"))["moe/layer_0/bias_range"] == 0.0
 
 
 def test_a_step_begins_with_nothing_of_the_last_one():
@@ -203,7 +203,7 @@ def test_a_step_begins_with_nothing_of_the_last_one():
     made.attach(z.gather(1, experts), 0, z, experts, tokens()).sum().backward()
     sums = {name: getattr(made, name) for name in ("chosen", "plain", "figures", "values")}
     assert all(tensor.any() for tensor in sums.values())
-    made.start_step(1, torch.ones((), dtype=torch.float64), single("dp_cp"), True)
+    made.start_step(1, torch.ones((), dtype=torch.float64), Axis("dp_cp"), True)
     assert [name for name, tensor in sums.items() if tensor.any()] == []
 
 

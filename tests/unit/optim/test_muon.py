@@ -116,7 +116,7 @@ def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers()
 )
 def test_both_optimisers_take_weights_that_were_loaded_and_the_number_of_updates(dtype, offload, take):
     norm = new_parameter((24,), ShardSpec("norm.weight", (24,), whole((24,))), dtype, "cpu")
-    buckets = [Bucket([norm], single("dp"), single("dp"), torch.float32), one_bucket(dtype)]
+    buckets = [Bucket([norm], Axis("dp"), Axis("dp"), torch.float32), one_bucket(dtype)]
     config = replace(MUON, offload=offload)
     optimizer = build_optimizer(buckets, config, build_mesh(sizes_of(Config(), 1)))
     for bucket in buckets:

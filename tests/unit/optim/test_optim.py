@@ -66,6 +66,7 @@ def test_slices_of_a_bucket_are_updated_as_torch_updates_whole_parameters(slices
     for rank in range(slices):
         shard = Axis("dp_shard_cp", tuple(range(slices)), rank)
         buckets.append(Bucket(parameters(), shard, Axis("dp_replicate"), torch.float32))
+    assert all(start % 16 == 0 for bucket in buckets for start in (bucket.slice_numel, *bucket.offsets)), "not aligned"
     optimizers = [AdamW([bucket], config) for bucket in buckets]
     for state in (state for optimizer in optimizers for state in optimizer.slices):
         assert state.on_host == offload
@@ -127,7 +128,7 @@ def test_a_new_optimiser_goes_on_where_another_stopped(how, seed):
         narrow = [torch.nn.Parameter(wide.detach().bfloat16()) for wide in parameters()]
         for each, like in zip(narrow, parameters()):
             each.spec = spec_of(like)
-        bucket = Bucket(narrow, single("dp_shard_cp"), single("dp_replicate"), torch.float32)
+        bucket = Bucket(narrow, Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float32)
         optimizer = AdamW([bucket], OptimConfig(implementation=how), seed)
         for step in range(3):
             if step and step == stop:
