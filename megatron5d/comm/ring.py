@@ -25,7 +25,6 @@ class Shift:
         """
         for work in self._works:
             finish(work, "shift", self._axis)
-        self._works = []
         return self._received
 
 

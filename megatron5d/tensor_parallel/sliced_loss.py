@@ -76,7 +76,7 @@ class SlicedLoss:
     def slices(self, positions: int, batch: int) -> Iterator[slice]:
         """Ranges of sequence positions, `tokens` tokens each."""
         step = max(1, self.tokens // batch)
-        return (slice(lo, min(lo + step, positions)) for lo in range(0, positions, step))
+        return (slice(lo, lo + step) for lo in range(0, positions, step))
 
     def logits(self, operand: Operand, weight: Tensor) -> Tensor:
         """`[n, v/tp]` of a slice of n tokens."""

@@ -53,6 +53,7 @@ CASES = {
         4,
         {"pp": 2, "schedule": "zb_h1", "tp": 2, "ep": 2, "etp": 1, "tie_embeddings": True, "logit_tokens": 3},
     ),
+    "zero 3, recomputed": (2, {"recompute": "full", "zero": 3}),  # a unit whose head runs before the rest is run again
     "zb_v, embedding here": (2, {"pp": 2, "layers": 4, "schedule": "zb_v"}),
     "dualpipe, zero": (2, {"pp": 2, "schedule": "dualpipe", "zero": 1}),
     "all five, documents": (

@@ -64,6 +64,9 @@ def test_events_are_made_once_and_recorded_twice_a_wait(stream):
     exposure.during(spend(stream, 1.0))
     exposure.clear()
     assert (stream.made, stream.recorded) == (2 * 5, 2 * 16) and exposure.take() == 0.0
+    for _ in range(5):
+        exposure.during(spend(stream, 1.0))
+    assert stream.made == 2 * 5, "events that were forgotten are used again, too"
 
 
 def test_a_ledger_times_waits_axis_by_axis_and_only_when_it_is_asked(stream):

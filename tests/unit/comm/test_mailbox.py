@@ -12,6 +12,7 @@ from ranks import RankFailure, run_ranks
 
 from kernels.signals import Patience
 from megatron5d.comm import mailbox, segments
+from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.mailbox import BoxExchange, Mailbox
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
@@ -27,8 +28,9 @@ def content(source: int, epoch: int, width: int) -> tuple[torch.Tensor, torch.Te
 
 def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: float) -> int:
     """Exchanges with a rank that pauses before it sends in odd exchanges and before it reads in even ones."""
-    tp = build_mesh(resolve(world, tp=world), rank)["tp"]
-    box = Mailbox(tp, CPU, 120.0)
+    ledger = Ledger()
+    ledger.timing = True
+    box = Mailbox(build_mesh(resolve(world, tp=world), rank, recorder=ledger)["tp"], CPU, 120.0)
     for epoch in range(1, num_exchanges + 1):
         width = 7 if 5 <= epoch < 8 else 3  # boxes that grow in the middle, and serve what is smaller, too
         mine = content(rank, epoch, width)
@@ -42,6 +44,7 @@ def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: floa
                 time.sleep(pause_s)
             for got, want in zip(exchange.wait(source), content(source, epoch, width), strict=True):
                 assert torch.equal(got, want), f"exchange {epoch}: rank {rank} read {got[0, 0]} from rank {source}"
+    assert ledger.take_waits()["tp"] > 0, "waits for a box were not timed"
     return box.epoch
 
 

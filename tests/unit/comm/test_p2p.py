@@ -54,10 +54,11 @@ def test_forms_may_change_from_message_to_message_and_are_counted():
                 end.send(torch.full(shape, float(i), dtype=torch.float64).transpose(0, -1))  # not contiguous
             end.finish()
             return ledger.totals["pp", "send"]
-        got = []
+        got, ledger.timing = [], True
         for shape in shapes:
             end.post(Form(tuple(reversed(shape)), torch.float64))
             got.append(end.take())
+        assert ledger.take_waits()["pp"] > 0, "a wait for a message was not timed"
         return [(tuple(x.shape), x.unique().item()) for x in got]
 
     sent, got = run_ranks(on_rank, 2)

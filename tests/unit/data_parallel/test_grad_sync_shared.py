@@ -68,6 +68,27 @@ def test_mirrored_ranks_reduce_in_one_order(zero, checked):
         assert grads[0] == theirs[0] == [3.0] * 5 and (grads[1], theirs[1]) == ([1.0] * 5, [2.0] * 5)
 
 
+def test_nobody_waits_for_the_mirror_before_the_step_ends():
+    """Under ZeRO-1 with replicas: the mirror may first need this rank for something else."""
+
+    def on_rank(rank, world):
+        mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, pairs=True)
+        units, waited, under_way = [Unit("a", "pair"), Unit("b", "pair")], [], []
+        sync = GradSync([[unit] for unit in units], mesh, 1, torch.float64)
+        for bucket in sync.buckets:
+            bucket.finish_reduce = lambda finish=bucket.finish_reduce: (waited.append("a sum"), finish())
+        sync.finish_reduce = lambda finish=sync.finish_reduce: (under_way.extend(waited), finish())
+        early, started, _ = finished(sync, units, [0, 1], rank)
+        owned = [
+            bucket.grad_slice[slice(*each.owned)].tolist() for bucket in sync.buckets for each in bucket.segments()
+        ]
+        return early, started, under_way, owned
+
+    for rank, (early, started, under_way, owned) in enumerate(run_ranks(on_rank, 4)):
+        assert early == started == [0, 1] and not under_way, f"rank {rank} waited"
+        assert all(set(values) == {10.0} for values in owned)
+
+
 def test_a_shared_parameter_counts_its_mirror_as_data_parallel():
     def on_rank(rank, world):
         mesh = build_mesh(resolve(world, pp=2, dp_replicate=2), rank, pairs=True)

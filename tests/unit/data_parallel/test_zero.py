@@ -12,12 +12,15 @@ from torch import nn
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.data.sampler import micro_batch_samples
+from megatron5d.data_parallel.buckets import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import Gpt
+from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.gradient import grad_buffer
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard import ShardSpec, whole
+from megatron5d.topology.shard import ShardSpec, new_parameter, whole
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.schedule import plan_pipeline
 
@@ -174,6 +177,15 @@ def test_stages_train_the_same_bits_where_they_reduce_alike():
                 assert all((a == b).all() for a, b in zip(theirs, weights)), case
 
 
+def test_whole_weights_and_gradients_are_never_there_together():
+    shard = Axis("dp_shard_cp", (0, 1), 0)
+    parameter = new_parameter((50, 32), ShardSpec("weight", (50, 32), whole((50, 32))), torch.float32, "cpu")
+    with MemoryWatch() as watch:
+        bucket = Bucket([parameter], shard, Axis("dp_replicate"), torch.float32, zero=3)
+    assert bucket.numel == 1600
+    assert watch.peak_bytes == 4 * (1600 + 2 * 800), "main gradients while they are allocated, and both slices"
+
+
 def test_one_unit_alone_reduces_each_micro_batch_before_the_next():
     """A stage of one layer: nothing comes between the sum of one micro-batch and the gradient of the next."""
 
@@ -185,7 +197,7 @@ def test_one_unit_alone_reduces_each_micro_batch_before_the_next():
         sync.start_step({unit: 3})
         for number in range(3):
             grad_buffer(unit.weight).add_(10**number * (rank + 1))
-            sync.after_weight_grads(unit)
+            sync.after(unit, "weights")
         sync.finish_reduce()
         (bucket,) = sync.buckets
         return [bucket.grad_slice[slice(*segment.owned)].unique().tolist() for segment in bucket.segments()]

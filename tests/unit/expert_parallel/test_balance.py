@@ -1,5 +1,7 @@
 """Auxiliary losses and their gradients against autograd on the formulas; figures; what counts and what does not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -161,6 +163,16 @@ def test_padding_counts_for_nothing_where_a_bias_has_chosen():
     assert torch.equal(made.plain[1], counts_of(experts, E))
 
 
+def test_groups_choose_and_the_plain_scores_count():
+    """As with a bias: what is balanced is what the scores alone would choose."""
+    made = balancer(balance=["global_aux"])
+    made.model = replace(made.model, num_groups=3, top_groups=1)
+    made.start_counting()
+    with torch.no_grad():
+        made.observe(0, logits(), torch.zeros(N, K, dtype=torch.int64), None, tokens())
+    assert torch.equal(made.plain[0], counts_of(logits().topk(K).indices, E))
+
+
 def test_figures():
     made = balancer("sigmoid", balance=["bias"], watched=True)
     made.biases[2] = torch.tensor([0.0, 0.5, -0.25, 0, 0, 0])
@@ -183,13 +195,6 @@ def test_figures():
             "moe/layer_2/logit_norm": z[real].square().sum(-1).mean().sqrt().item(),
         }
     )
-
-
-def test_a_bias_is_told_by_one_rank_of_its_stage():
-    made = balancer(balance=["bias"], watched=True)
-    made.stage, made.biases[0] = Axis("stage", (0, 1), 1), torch.tensor([0.0, 0.5, 0, 0, 0, 0])
-    made.observe(0, logits(), torch.zeros(N, K, dtype=torch.int64), None, tokens())
-    assert made.layer_figures(Axis("world"))["moe/layer_0/bias_range"] == 0.0
 
 
 def test_a_step_begins_with_nothing_of_the_last_one():

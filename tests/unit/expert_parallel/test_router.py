@@ -64,6 +64,7 @@ def test_weights(norm):
     picked = torch.stack([scores[t, experts[t]] for t in range(len(scores))])
     expected = 2.5 * (picked / picked.sum(1, keepdim=True) if norm else picked)
     torch.testing.assert_close(weights_of(scores, experts, config), expected)
+    assert not weights_of(torch.zeros_like(scores), experts, config).any(), "sigmoids may all be 0"
 
 
 def test_a_bf16_model_routes_in_fp32():
