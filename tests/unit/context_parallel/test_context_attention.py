@@ -1,6 +1,7 @@
 """Every method against one process: out and all gradients in fp64, and the bytes against the closed forms."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def truth(num_kv_heads, mask, softcap, with_sinks):
     return out.detach(), [t.grad for t in leaves]
 
 
-def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sinks, dtype=torch.float64):
+def run_method(rank, size, method, inner, num_kv_heads, mask, softcap, with_sinks, *, dtype=torch.float64):
     ledger = Ledger()
     inner = {"ulysses": size, "two_level": inner}.get(method, 1)
     layout = SequenceLayout(S, size // inner, inner)
@@ -147,7 +148,8 @@ def test_gradients_travel_in_fp32():
         ("ring", {("cp_outer", "shift"): hop * (2 + 4)}),
         ("allgather", {("cp_outer", "all_gather"): hop * 2, ("cp_outer", "reduce_scatter"): hop * 4}),
     ):
-        *_, num_bytes = run_ranks(run_method, 4, method, 1, 8, {}, 0.0, False, torch.bfloat16)[0]
+        in_bf16 = partial(run_method, dtype=torch.bfloat16)
+        *_, num_bytes = run_ranks(in_bf16, 4, method, 1, 8, {}, 0.0, False)[0]
         assert num_bytes == sent, method
 
 
