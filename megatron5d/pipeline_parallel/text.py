@@ -64,7 +64,7 @@ def read_program(text: str, name: str, num_ranks: int | None = None, num_microba
     if not actions:
         raise ValueError(f"{name} holds no action: expected one row a rank with cells such as 2F0")
     if num_ranks is not None and len(ranks) != num_ranks:
-        raise ValueError(f"{name} has {len(ranks)} rows, but pp={num_ranks}: one row a rank; set pp={len(ranks)}")
+        raise ValueError(f"{name} has {len(ranks)} rows, one a rank, but pp={num_ranks}; set parallel.pp={len(ranks)}")
     num_stages = _num_stages(action for _, action in actions)
     if num_stages > len(actions):
         raise ValueError(f"{name} has stage {num_stages - 1}, but only {len(actions)} actions: each stage needs some")
@@ -72,7 +72,7 @@ def read_program(text: str, name: str, num_ranks: int | None = None, num_microba
     if num_microbatches is not None and seen > num_microbatches:
         rank, action = next((rank, action) for rank, action in actions if action.microbatch >= num_microbatches)
         raise ValueError(
-            f"{name}, rank {rank}: {action} is beyond num_microbatches={num_microbatches} (set it to {seen}?)"
+            f"{name}, rank {rank}: {action} is beyond num_microbatches={num_microbatches}; set it to {seen}"
         )
     if num_stages % len(ranks):
         raise ValueError(

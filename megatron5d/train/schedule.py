@@ -23,6 +23,7 @@ from megatron5d.model.partition import (
     two_embeddings_knob,
 )
 from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
+from megatron5d.pipeline_parallel.faults import ProgramError
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.text import read_file
 from megatron5d.pipeline_parallel.verify import verify
@@ -140,8 +141,7 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
         run_costs(config)
         planned_pipeline(config, world)
     except ValueError as error:
-        reason, _, fix = str(error).rpartition("; ")
-        fix = fix.removeprefix("set ").removeprefix("nearest legal: ")
+        reason, fix = _reason_and_fix(config, error)
         knobs = [knob for knob in PIPELINE_KNOBS if knob in str(error)] or ["pipeline.schedule"]
         if "num_microbatches" in reason:
             knobs.append("train.gbs")
@@ -149,8 +149,23 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
             fix = _nearest_batch(config, world) or fix
         elif config.pipeline.schedule == "dualpipe" and config.parallel.pp % 2:
             fix = _pairs_of_ranks(config, world)
-        return [Fault("pipeline", tuple(knobs), reason or fix, fix)]
+        elif not fix and config.pipeline.schedule.startswith("file:"):
+            fix = _nearest_batch(config, world) or (
+                "pipeline.schedule=1f1b, or file:PATH of a program that tools/schedule.py verify accepts"
+            )
+        return [Fault("pipeline", tuple(knobs), reason, fix or "pipeline.costs=null")]
     return []
+
+
+def _reason_and_fix(config: Config, error: ValueError) -> tuple[str, str]:
+    """Split a message before its last clause, which is the fix; what is said of a Program has none."""
+    whole = str(error)
+    if whole.startswith(config.pipeline.schedule.removeprefix("file:")):  # what is said of a file begins with its path
+        whole = f"pipeline.schedule = file:{whole}"
+    if isinstance(error, ProgramError) or "; " not in whole:
+        return whole, ""
+    reason, _, fix = whole.rpartition("; ")
+    return reason, fix.removeprefix("set ").removeprefix("nearest legal: ")
 
 
 def _nearest_batch(config: Config, world: int) -> str | None:

@@ -22,6 +22,8 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.data.indexed import IndexedDataset
+from megatron5d.pipeline_parallel.catalogue import build_program
+from megatron5d.pipeline_parallel.text import write_program
 from megatron5d.train.schedule import pipeline_faults
 from megatron5d.train.state import checkpoint_faults
 from pretrain import main
@@ -183,3 +185,26 @@ def test_an_odd_number_of_ranks_that_shall_be_mirrored_gets_a_fix_that_stands(wo
     assert "is odd" in fault.reason and fault.fix == f"{group}.{name}={value}"
     mended = replace(config, **{group: replace(getattr(config, group), **field)})
     assert broken_laws(mended, world, without=FILE_LAWS) == [] and pipeline_faults(mended, world) == []
+
+
+@pytest.mark.parametrize(
+    ("gbs", "old", "new", "reason", "fix"),
+    [
+        (8, "1F5,", "", "rank 1, position 9: 1F5 is missing", "pipeline.schedule=1f1b, or file:"),
+        (9, "~", "", "0F8 is missing", "train.gbs=8"),
+        (6, "~", "", "0F6 is beyond num_microbatches=6 = train.gbs / (train.mbs·dp) = 6 / 1", "train.gbs=8"),
+        (8, "\n1F0", "\n1F0\n1F0", "has 3 rows, one a rank, but pp=2", "parallel.pp=3"),
+    ],
+)
+def test_a_file_that_is_no_schedule_of_this_run_gets_a_fix_of_its_own(tmp_path, gbs, old, new, reason, fix):
+    path = tmp_path / "mine.csv"
+    path.write_text(write_program(build_program("1f1b", 2, 8)).replace(old, new))
+    config = Config(
+        model=ModelConfig(num_layers=2),
+        parallel=ParallelConfig(pp=2),
+        pipeline=PipelineConfig(schedule=f"file:{path}"),
+        train=TrainConfig(gbs=gbs, mbs=1),
+    )
+    (fault,) = pipeline_faults(config, 2)
+    assert fault.reason.startswith(f"pipeline.schedule = file:{path}") and reason in fault.reason
+    assert fault.fix.startswith(fix)

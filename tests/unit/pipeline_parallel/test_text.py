@@ -140,7 +140,7 @@ def test_a_file_is_called_by_its_path(tmp_path):
 
 def test_sizes_are_checked_against_the_file():
     text = write_program(build_program("1f1b", 2, 4))
-    with pytest.raises(ValueError, match="2 rows, but pp=4"):
+    with pytest.raises(ValueError, match="2 rows, one a rank, but pp=4"):
         read_program(text, "f", 4)
     with pytest.raises(ValueError, match="rank 0: 0F3 is beyond num_microbatches=3"):
         read_program(text, "f", 2, 3)
