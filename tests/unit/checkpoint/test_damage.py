@@ -1,5 +1,6 @@
 """One byte of a checkpoint that is not what was saved: told with file, tensor and what to do, or without effect."""
 
+import gc
 import json
 import shutil
 import sys
@@ -30,8 +31,9 @@ def two_steps(tmp_path_factory):
 
 
 def test_a_save_after_one_that_failed_is_told_anew(tmp_path, monkeypatch):
-    """Of other tensors: where they lie is not taken from the save that failed."""
-    saver = Saver(tmp_path, keep=0)
+    """Of other tensors: where they lie is not taken from the save that failed. The next one has nothing to tell."""
+    saver, told = Saver(tmp_path, keep=0), []
+    saver._group.send = lambda message, send=saver._group.send: (told.append(len(message) > 1), send(message))
     one, other = ({key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype)} for key, x in VALUES.items())
     saver.save(1, one, {})
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
@@ -42,14 +44,20 @@ def test_a_save_after_one_that_failed_is_told_anew(tmp_path, monkeypatch):
              for key, each in one.items()}  # fmt: skip
     load_tensors(step_folder(tmp_path, 3), found)
     assert torch.equal(found["model.a"].parts[0, 0], VALUES["model.a"])
+    saver.save(4, one, {})
+    assert told == [True, True, True, False]
 
 
 def test_a_save_in_the_background_that_failed_is_told_at_the_next_one(tmp_path, monkeypatch):
     saver = Saver(tmp_path, keep=0, background=True)
-    monkeypatch.setattr("megatron5d.checkpoint.save.commit", lambda *_: exec("raise OSError('no room')"))
-    saver.save(1, {}, {})
-    with pytest.raises(OSError, match="step 1 could not be written: no room"):
-        saver.save(2, {}, {})
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron5d.checkpoint.save.commit", lambda *_: exec("raise OSError('no room')"))
+        saver.save(1, {}, {})
+        with pytest.raises(OSError, match="step 1 could not be written: no room"):
+            saver.save(2, {}, {})
+    saver.save(2, {}, {})  # it was told once
+    saver.wait()
+    assert newest(tmp_path) == step_folder(tmp_path, 2)
 
 
 @pytest.fixture
@@ -113,6 +121,16 @@ def test_what_is_sound_is_not_called_damaged(place, monkeypatch):
     with pytest.raises(ValueError, match="have the right CRC-32, but: can't allocate memory") as told:
         loaded(step_folder(place, 2))
     assert "damaged" not in str(told.value)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_reading_leaves_the_garbage_collector_as_it_was(place, enabled):
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    loaded(step_folder(place, 2))
+    after = gc.isenabled()
+    (gc.enable if before else gc.disable)()
+    assert after == enabled
 
 
 def test_files_without_tensors(place):

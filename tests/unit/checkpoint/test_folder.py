@@ -196,6 +196,7 @@ def test_a_crash_between_two_names_loses_no_checkpoint(tmp_path, monkeypatch):
     newest(torn).rename(torn / "step-00000005.replaced")
     (torn / "step-00000005.replaced" / "files.json").unlink()
     assert recover(torn) == [] and not (torn / "step-00000005").exists()  # nor is the old one whole
+    assert (torn / "step-00000005.replaced").exists(), "what is left of the only one is removed"
 
 
 def test_one_that_was_written_to_its_end_is_taken_unless_the_run_has_gone_on(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 
 from megatron5d.checkpoint.layout import ShardedTensor, named
-from megatron5d.checkpoint.load import find_checkpoint
+from megatron5d.checkpoint.load import find_checkpoint, load_tensors
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.weights import SavedWeights, lazy_tensor, load_weights
 from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
@@ -77,6 +77,9 @@ def test_another_model_is_refused(tmp_path, whole):
     other = new_parameter((2,), ShardSpec("b", (2,), (Piece((0,), (2,)),)), torch.float32, "cpu")
     with pytest.raises(ValueError, match=r"(?s)model\.b.*model\.w: saved \(7, 3\), this model has \(7, 4\)"):
         load_weights([wide, other], folder)
+    absent = {f"{kind}.x": ShardedTensor((2,), [], torch.float32) for kind in ("optim.m", "model")}
+    with pytest.raises(ValueError, match=r"(?s)checkpoint: model\.x.*checkpoint: optim\.m\.x"):
+        load_tensors(folder, absent)  # weights first
 
 
 def test_what_does_not_fit_one_rank_is_told_on_all(tmp_path, whole):

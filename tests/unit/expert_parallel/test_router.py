@@ -76,6 +76,15 @@ def test_a_bf16_model_routes_in_fp32():
     torch.testing.assert_close(got, x.float() @ router.weight.float().t())
 
 
+def test_a_bf16_routers_gradient_is_that_of_its_main_gradients_dtype():
+    router = Router(BASE, "r", Axis("tp"), biased=False, owner=True, dtype=torch.bfloat16, device="cpu")
+    initialize(router.weight, 1)
+    router.weight.main_grad = torch.zeros(E, H)
+    x, dy = torch.randn(5, H).bfloat16().requires_grad_(), torch.randn(5, E)
+    router.logits(x).backward(dy)
+    torch.testing.assert_close(router.weight.main_grad, dy.t() @ x.detach().float())
+
+
 def test_the_weight_half_of_the_backward_waits():
     router = Router(BASE, "r", Axis("tp"), biased=False, owner=True, dtype=torch.float64, device="cpu")
     initialize(router.weight, 1)
