@@ -1,14 +1,10 @@
-"""These kernels run in Triton's interpreter, which needs a process of its own, or on a GPU where there is one."""
+"""These kernels run in the interpreter or on a GPU; each needs a process of its own (`../test_in_processes.py`)."""
 
 import os
 
-import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = not INTERPRETED and torch.cuda.is_available()
-
-if INTERPRETED:
+if os.environ.get("TRITON_INTERPRET") == "1":
     from kernels.testing.interpreter_checks import install_checks
     from kernels.testing.interpreter_numbers import repair_numbers
     from kernels.testing.interpreter_types import make_types_once
@@ -16,14 +12,7 @@ if INTERPRETED:
     make_types_once()
     repair_numbers()
     install_checks()
-elif ON_GPU:  # faults are planted where they can do no harm, and processes that fork share no GPU
-    collect_ignore = ["test_interpreter_repair.py", "test_planted_faults.py", "test_overlap.py"]
+elif os.environ.get("MEGATRON5D_KERNELS") == "gpu":
+    torch.set_default_device("cuda")
 else:
     collect_ignore_glob = ["test_*.py"]
-
-
-@pytest.fixture(autouse=True)
-def on_gpu():
-    """On a GPU, where there is one, tensors are made that name no device."""
-    with torch.device("cuda" if ON_GPU else "cpu"):
-        yield

@@ -52,7 +52,7 @@ def errors(run, leaves, dy, wanted):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_at_least_as_close_as_torch(name):
     ours, theirs, shapes = OPERATIONS[name]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     leaves = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     exact = theirs(*wide)

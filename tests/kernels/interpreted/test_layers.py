@@ -39,11 +39,18 @@ def overwritten(monkeypatch):
     return found
 
 
+def rows_here(config):
+    """The same rows of tokens wherever the kernels run."""
+    with torch.device("cpu"):
+        rows = make_rows(config, 1)
+    return rows.to(torch.get_default_device())
+
+
 def numbers(config, in_place, monkeypatch):
     """Output and gradients of the first block, in place or with copies."""
-    model = Gpt(config, build_mesh(resolve(1), 0), "cpu")
+    model = Gpt(config, build_mesh(resolve(1), 0), torch.get_default_device())
     model.initialize(1)
-    block, rows = model.layers["0"], make_rows(config, 1)
+    block, rows = model.layers["0"], rows_here(config)
     assert block[0].rotates_in_place and is_quantized(block[1].feed_forward.down.weight) == (
         config.precision.fp8 != "none"
     )
@@ -87,14 +94,14 @@ def loss_and_gradients(dtype, fields):
     config = config_of("llama_gqa", gbs=1)
     model = dataclasses.replace(config.model, num_layers=1, head_dim=16, vocab_size=32, **fields)
     config = dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype=dtype))
-    gpt = Gpt(config, build_mesh(resolve(1), 0), "cpu")
+    gpt = Gpt(config, build_mesh(resolve(1), 0), torch.get_default_device())
     gpt.initialize(1)
     for weight in gpt.parameters():
         weight.grad = torch.zeros_like(weight)
     if gpt.balancer is not None:
         gpt.balancer.start_step(1, torch.tensor(float(config.train.seq_len)), Axis("dp_cp"), False)
     stage = WholeStage(gpt.phases)
-    loss = stage.forward(0, None, micro_batch(config, make_rows(config, 1)))
+    loss = stage.forward(0, None, micro_batch(config, rows_here(config)))
     stage.backward_input(0, torch.tensor([1.0, 0.0], dtype=loss.dtype))
     stage.backward_weight(0)
     return [loss, *(weight.grad for weight in gpt.parameters())]
