@@ -19,6 +19,8 @@ if __name__ == "__main__":
     faulthandler.enable()  # a rank killed by a signal prints where it was, such as a bus error in a truncated data file
     answer_help(sys.argv[1:])  # before the seconds that the imports below take
 
+from torch import OutOfMemoryError
+
 from megatron5d.model.hf import model_config_from_hf
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.topology.launcher import read_environment
@@ -63,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         refuse(error.faults, environment.rank, environment.local_rank)
     try:
         return _run(config)
-    except (OSError, ValueError, ArithmeticError, PipelineError) as error:
+    except (OSError, ValueError, ArithmeticError, OutOfMemoryError, PipelineError) as error:
         message = None if config.log.traceback else crash_message(error, environment.rank, environment.world)
         if message is None:
             raise

@@ -13,9 +13,11 @@ from megatron5d.config.fault import Fault
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import Config
+from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.plan.memory import RankMemory, gigabytes, table
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
+from megatron5d.train.crash import cause_of
 from megatron5d.train.device import device_faults
 from megatron5d.train.planning.fitting import changed, override_text, steps
 from megatron5d.train.planning.forecast import Forecaster, Target
@@ -54,7 +56,10 @@ def memory_faults(config: Config, world: int) -> list[Fault]:
         return []
     ranks = predict(config, world)
     lack = shortage(ranks, have)
-    return [] if lack is None else [Fault("memory", ("log.memory_check",), lack, _ways_out(config, world))]
+    if lack is None:
+        return []
+    fix = f"{_ways_out(config, world)}; log.memory_check=warn to try all the same"
+    return [Fault("memory", ("log.memory_check",), lack, fix)]
 
 
 def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
@@ -79,7 +84,7 @@ def _ways_out(config: Config, world: int) -> str:
         for step in steps(config)
         if (divides or "parallel.zero" not in step) and not broken_laws(changed(config, step), world, without=FILE_LAWS)
     ]
-    return ", ".join([*ways, "a larger parallel.pp or cp; log.memory_check=warn to try all the same"])
+    return ", ".join([*ways, "a larger parallel.pp or cp"])
 
 
 class MemoryReport:
@@ -137,12 +142,15 @@ class MemoryReport:
 
 @contextmanager
 def memory_snapshots(config: Config, process: Process) -> Iterator[MemorySnapshots]:
-    """Within, allocations are remembered and, should memory run out, written to `log.memory_snapshot`."""
+    """Within, allocations are remembered: for `log.memory_snapshot` when memory runs out. The error tells ways out."""
     snapshots = MemorySnapshots(config, process)
     try:
         yield snapshots
-    except torch.cuda.OutOfMemoryError:
-        snapshots.dump("oom")
+    except (torch.OutOfMemoryError, PipelineError) as error:
+        if isinstance(cause_of(error), torch.OutOfMemoryError):
+            path = snapshots.dump("oom")
+            error.add_note(f"fix: {_ways_out(config, process.world)}")
+            error.add_note(f"what was allocated: {path or 'log.memory_snapshot=FOLDER writes it'}")
         raise
 
 

@@ -15,6 +15,7 @@ from megatron5d.config.load import load_config
 from megatron5d.config.schema import LogConfig, RecomputeConfig
 from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs
+from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
 from megatron5d.pipeline_parallel.simulate import peak_memory
 from megatron5d.plan.memory import RankMemory, table
@@ -22,7 +23,8 @@ from megatron5d.plan.peak import Peak, find_peak
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Step, relay_trace
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.topology.process import Process
-from megatron5d.train.memory import MemorySnapshots, memory_faults, shortage
+from megatron5d.train.crash import crash_message
+from megatron5d.train.memory import MemorySnapshots, memory_faults, memory_snapshots, shortage
 from megatron5d.train.planning.fitting import changed, nearest_fit
 from megatron5d.train.planning.forecast import Forecaster, Target
 
@@ -246,6 +248,24 @@ def test_snapshots_say_that_a_cpu_has_none(tmp_path):
     config = dataclasses.replace(config_of(), log=LogConfig(memory_snapshot=str(tmp_path / "s")))
     taken = MemorySnapshots(config, Process(0, 1, 0, torch.device("cpu")))
     assert "GPUs" in taken.note and taken.dump("oom") is None and not (tmp_path / "s").exists()
+
+
+def test_memory_that_runs_out_in_a_step_is_written_and_ways_out_are_told(tmp_path, monkeypatch):
+    """The pipeline wraps what an action raises: the snapshot is taken all the same."""
+    path = tmp_path / "rank0_oom.pickle"
+    monkeypatch.setattr(MemorySnapshots, "dump", lambda self, name: path if name == "oom" else None)
+    for inside in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("another")):
+        with (
+            pytest.raises(PipelineError) as raised,
+            memory_snapshots(config_of(), Process(0, 1, 0, torch.device("cpu"))),
+        ):
+            raise PipelineError(f"action 0F0: {inside}") from inside
+        said = crash_message(raised.value, 0, 1)
+        if isinstance(inside, torch.OutOfMemoryError):
+            assert "action 0F0: CUDA out of memory\n  fix: " in said and "recompute.mode=full" in said
+            assert f"what was allocated: {path}" in said
+        else:
+            assert said is None
 
 
 def test_an_optimiser_on_the_host_costs_the_device_nothing():
