@@ -34,12 +34,12 @@ def gather_matmul_reference(x: Tensor, weight: Tensor, arrivals: Arrivals, rank:
 
 
 @jit
-def weight_tile(w_desc, step, tile_n, TURNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`[BLOCK_K, BLOCK_N]` of Wᵀ; turned: of W."""
+def weight_tile(w_desc, start, tile_n, TURNED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`[BLOCK_K, BLOCK_N]` of Wᵀ, from column `start` of W on; turned: of W, from that row on."""
     if TURNED:
-        tile = w_desc.load([step * BLOCK_K, tile_n * BLOCK_N])
+        tile = w_desc.load([start, tile_n * BLOCK_N])
     else:
-        tile = w_desc.load([tile_n * BLOCK_N, step * BLOCK_K]).T
+        tile = w_desc.load([tile_n * BLOCK_N, start]).T
     return tile
 
 
@@ -78,10 +78,11 @@ def _gather_matmul_kernel(
     # Ordinary loads, not the copy engine: it reads by a proxy of its own, which the flag's acquire does not order.
     x_row = x_ptr + source.to(tl.int64) * x_stride + row.to(tl.int64)[:, None] * k
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(tl.cdiv(k, BLOCK_K)):
-        column = step * BLOCK_K + tl.arange(0, BLOCK_K)
+    tl.assume(k > 0)  # a way round the loop would make the assembler wait for each product
+    for start in range(0, k, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_row + column[None, :], (row < rows)[:, None] & (column < k)[None, :], other=0.0)
-        total = tl.dot(x, weight_tile(w_desc, step, tile_n, TURNED, BLOCK_N, BLOCK_K), total)
+        total = tl.dot(x, weight_tile(w_desc, start, tile_n, TURNED, BLOCK_N), total)
     out = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     at = (source.to(tl.int64) * rows + row)[:, None] * n + out[None, :]
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), (row < rows)[:, None] & (out < n)[None, :])

@@ -79,9 +79,10 @@ def _matmul_scatter_kernel(
     owner = (rank + 1 + tl.program_id(0) // chunk_tiles) % size
     tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(tl.cdiv(k, BLOCK_K)):
-        x = x_desc.load([owner * rows + tile_m * BLOCK_M, step * BLOCK_K])
-        total = tl.dot(x, weight_tile(w_desc, step, tile_n, TURNED, BLOCK_N, BLOCK_K), total)
+    tl.assume(k > 0)  # a way round the loop would make the assembler wait for each product
+    for start in range(0, k, BLOCK_K):
+        x = x_desc.load([owner * rows + tile_m * BLOCK_M, start])
+        total = tl.dot(x, weight_tile(w_desc, start, tile_n, TURNED, BLOCK_N), total)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     box_ptr = tl.multiple_of(tl.load(box_addresses_ptr + owner).to(tl.pointer_type(DTYPE)), 16)

@@ -24,6 +24,7 @@ INSTRUCTIONS = {
     "system acquire": r"\bLDG\S*STRONG\.SYS",
     "system release": r"\bMEMBAR\S*\.SYS",
 }
+_CLOSED = re.compile(r"\b[HIQ]GMMA.*gsb0")
 
 
 def _run(tool: str, *arguments: str) -> str:
@@ -59,7 +60,8 @@ def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
         disassemble: whether to count instructions (slower).
 
     Returns:
-        registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction counts.
+        registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction counts, and
+        how many groups of asynchronous matrix products the assembler closes beyond those that the program commits.
     """
     asm = launch.compiled.asm
     if architecture.startswith("gfx"):
@@ -74,4 +76,5 @@ def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
         "stack": stack,
         "shared": launch.compiled.metadata.shared,
         "instructions": {name: n for name, n in counts.items() if n},
+        "serialised": max(0, len(_CLOSED.findall(listing)) - asm.get("ptx", "").count("wgmma.commit_group")),
     }

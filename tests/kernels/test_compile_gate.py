@@ -35,8 +35,8 @@ def test_every_kernel_is_within_its_budget(tmp_path):
 
 
 def report(**changes) -> dict:
-    launch = {"kernel": "k", "num_warps": 8, "registers": 100, "stack": 0, "shared": 1000, "instructions": {"wgmma": 4}}
-    return {"launches": [launch | changes]}
+    launch = {"kernel": "k", "num_warps": 8, "registers": 100, "stack": 0, "shared": 1000, "serialised": 0}
+    return {"launches": [launch | {"instructions": {"wgmma": 4}} | changes]}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,7 @@ def report(**changes) -> dict:
         ({"registers": 101}, "101 registers, the budget is 100"),
         ({"shared": 300 * 1024}, "wants 307200 bytes"),
         ({"instructions": {"mma": 4}}, "no kernel contains wgmma"),
+        ({"serialised": 3}, "waits for each of its matrix products"),
     ],
 )
 def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
