@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from kernels import tuning
-from kernels.flash_attention_mask import documents, key_spans, needs_spans, positions, query_spans, visible
+from kernels.flash_attention_mask import (
+    among_keys,
+    documents,
+    key_spans,
+    needs_spans,
+    positions,
+    query_spans,
+    up_to_last_key,
+    visible,
+)
 from kernels.flash_attention_plain import AttentionRule
 from kernels.flash_attention_tiles import (
     aligned,
@@ -248,7 +257,8 @@ def _collect_keys(
             k_at = positions(mask[2], key, num_keys, HAS_K_POSITIONS)[None, :]
             k_document = documents(mask[3], batch, key, num_keys, -2, HAS_DOCUMENTS)[None, :]
             seen = visible(q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS)
-            p = tl.where(seen & (key < num_keys)[None, :], p, 0.0)
+            seen = among_keys(seen, key, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
+            p = tl.where(seen, p, 0.0)
         dp = tl.dot(dout, v.T)
         ds = _uncapped(p * (dp - delta[:, None]), scores, softcap, HAS_SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq)
@@ -285,6 +295,7 @@ def _query_kernel(
     HAS_WINDOW: tl.constexpr = FLAGS[1]
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
     HAS_Q_POSITIONS: tl.constexpr = FLAGS[4]
+    HAS_K_POSITIONS: tl.constexpr = FLAGS[5]
     HAS_SPANS: tl.constexpr = FLAGS[6]
     num_queries, padded, num_heads = sizes[0], sizes[1], sizes[2]
     window = sizes[5]
@@ -300,6 +311,7 @@ def _query_kernel(
     lse = tl.load(rows[0] + row + query)
     delta = tl.load(rows[1] + row + query)
     q_at = positions(mask[0], query, num_queries, HAS_Q_POSITIONS)[:, None]
+    q_at = up_to_last_key(q_at, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
     q_document = documents(mask[1], batch, query, num_queries, -1, HAS_DOCUMENTS)[:, None]
     start = 0
     stop = num_keys

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from kernels import tuning
-from kernels.flash_attention_mask import documents, key_spans, needs_spans, positions, visible
+from kernels.flash_attention_mask import (
+    among_keys,
+    documents,
+    key_spans,
+    needs_spans,
+    positions,
+    up_to_last_key,
+    visible,
+)
 from kernels.flash_attention_plain import AttentionRule
 from kernels.flash_attention_tiles import (
     aligned,
@@ -72,7 +80,8 @@ def _attend(
             k_at = positions(k_at_ptr, key, num_keys, HAS_K_POSITIONS)[None, :]
             k_document = documents(k_document_ptr, batch, key, num_keys, -2, HAS_DOCUMENTS)[None, :]
             seen = visible(q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS)
-            scores = tl.where(seen & (key < num_keys)[None, :], scores, float("-inf"))
+            seen = among_keys(seen, key, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
+            scores = tl.where(seen, scores, float("-inf"))
         # The scale is positive: it may wait for the maximum, and then costs nothing beside the subtraction.
         factor = 1.0 if HAS_SOFTCAP else scale
         grown = tl.maximum(peak, tl.max(scores, 1) * factor)
@@ -137,6 +146,7 @@ def _forward_kernel(
     query = first + tl.arange(0, BLOCK_M)
     q = tile(q_source, q_layout, first, batch, head, BLOCK_M, D, REACH)
     q_at = positions(q_at_ptr, query, num_queries, HAS_Q_POSITIONS)[:, None]
+    q_at = up_to_last_key(q_at, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
     q_document = documents(q_document_ptr, batch, query, num_queries, -1, HAS_DOCUMENTS)[:, None]
 
     out = tl.zeros((BLOCK_M, DV), tl.float32)

@@ -21,10 +21,11 @@ def visible(
     HAS_DOCUMENTS: tl.constexpr,
 ):
     """The mask of a tile; positions and documents broadcast against each other, in either orientation."""
-    distance = q_at - k_at
-    seen = distance >= 0 if CAUSAL else distance == distance
-    if HAS_WINDOW:
-        seen &= tl.abs(distance) < window
+    seen = q_at >= k_at if CAUSAL else (q_at == q_at) & (k_at == k_at)
+    if HAS_WINDOW:  # one side of a comparison is made once for a row or a column, a distance for each score
+        seen &= q_at - window < k_at
+        if not CAUSAL:
+            seen &= k_at - window < q_at
     if HAS_DOCUMENTS:
         seen &= q_document == k_document
     return seen
@@ -34,6 +35,22 @@ def visible(
 def positions(pointer, index, count, GIVEN: tl.constexpr):
     """Positions of the tokens at `index`: read where they are given, the index itself where not."""
     return tl.load(pointer + index, index < count, other=0) if GIVEN else index
+
+
+@jit
+def up_to_last_key(q_at, num_keys, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_K_POSITIONS: tl.constexpr):
+    """Positions of queries, cut at the last key's, where a causal mask then hides what lies past it by itself."""
+    if CAUSAL and not (HAS_WINDOW or HAS_K_POSITIONS):
+        q_at = tl.minimum(q_at, num_keys - 1)
+    return q_at
+
+
+@jit
+def among_keys(seen, key, num_keys, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_K_POSITIONS: tl.constexpr):
+    """The mask of a tile without columns past the last key, where `up_to_last_key` has not hidden them."""
+    if HAS_WINDOW or HAS_K_POSITIONS or not CAUSAL:
+        seen &= (key < num_keys)[None, :]
+    return seen
 
 
 @jit

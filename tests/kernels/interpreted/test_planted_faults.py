@@ -128,7 +128,7 @@ FAULTS = {
         "stop = tl.minimum(num_keys, first + BLOCK_M)",
         "stop = tl.minimum(num_keys, first + BLOCK_M - BLOCK_N)",
     ),
-    "no causal mask": ("flash_attention_forward", attention_forward, "tl.where(seen & ", "tl.where((seen | True) & "),
+    "no causal mask": ("flash_attention_forward", attention_forward, "tl.where(seen, ", "tl.where(seen | True, "),
     "no rescaling": ("flash_attention_forward", attention_forward, "out = out * shrink[:, None]", "out = out * 1.0"),
     "no delta": ("flash_attention_backward", attention_backward, "(dp - delta[None, :])", "dp"),
     "late start": (
