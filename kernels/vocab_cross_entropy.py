@@ -82,6 +82,15 @@ def _exp(x):
 
 
 @jit
+def _join_lanes(z, lane_max, lane_sum):
+    """Add `[lanes, some]` logits to the lanes' maxima and sums: one exponential a logit, one more a lane."""
+    grown = tl.maximum(lane_max, tl.max(z, 1))
+    # A lane that has seen only padding has maximum -inf, and -inf - -inf is not a number.
+    base = tl.where(grown == float("-inf"), 0.0, grown)
+    return grown, lane_sum * _exp(lane_max - base) + tl.sum(_exp(z - base[:, None]), 1)
+
+
+@jit
 def _statistics_kernel(
     logits_ptr,
     labels_ptr,
@@ -93,18 +102,21 @@ def _statistics_kernel(
     num_valid_columns,
     BLOCK: tl.constexpr,
 ):
+    """One row. A lane is what a thread loads at once, 16 bytes, so that its maximum and sum cross no threads."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    lane_max = tl.full((BLOCK,), float("-inf"), tl.float32)
-    lane_sum = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, num_valid_columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    TOGETHER: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = BLOCK // TOGETHER
+    within = tl.arange(0, LANES)[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
+    lane_max = tl.full((LANES,), float("-inf"), tl.float32)
+    lane_sum = tl.zeros((LANES,), tl.float32)
+    whole = num_valid_columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        lane_max, lane_sum = _join_lanes(tl.load(logits_ptr + start + within).to(tl.float32), lane_max, lane_sum)
+    if whole < num_valid_columns:
+        column = whole + within
         z = tl.load(logits_ptr + column, column < num_valid_columns, other=float("-inf")).to(tl.float32)
-        grown = tl.maximum(lane_max, z)
-        # A lane that has seen only padding has maximum -inf, and -inf - -inf is not a number.
-        base = tl.where(grown == float("-inf"), 0.0, grown)
-        lane_sum = lane_sum * _exp(lane_max - base) + _exp(z - base)
-        lane_max = grown
+        lane_max, lane_sum = _join_lanes(z, lane_max, lane_sum)
     row_max = tl.max(lane_max, 0)
     row_sum = tl.sum(lane_sum * _exp(lane_max - row_max), 0)
     column = tl.load(labels_ptr + row) - vocab_start
