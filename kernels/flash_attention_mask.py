@@ -21,7 +21,12 @@ def visible(
     HAS_DOCUMENTS: tl.constexpr,
 ):
     """The mask of a tile; positions and documents broadcast against each other, in either orientation."""
-    seen = q_at >= k_at if CAUSAL else (q_at == q_at) & (k_at == k_at)
+    if not CAUSAL:
+        seen = (q_at == q_at) & (k_at == k_at)
+    elif q_at.shape[0] == 1 and not HAS_DOCUMENTS:  # rows of keys: the difference takes fewer registers there
+        seen = q_at - k_at >= 0
+    else:
+        seen = q_at >= k_at
     if HAS_WINDOW:  # one side of a comparison is made once for a row or a column, a distance for each score
         seen &= q_at - window < k_at
         if not CAUSAL:
