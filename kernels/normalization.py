@@ -103,13 +103,15 @@ def _backward_kernel(
     HAS_DTOTAL: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     column = tl.arange(0, WIDTH)
     column_is_live = column < width
     weight = tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
     dweight = tl.zeros((ROWS, WIDTH), tl.float32)
     dbias = tl.zeros((ROWS, WIDTH), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+    # In more than one stage, the next rows are on their way while these are worked on.
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         row_is_live = row < num_rows
         live = row_is_live[:, None] & column_is_live[None, :]

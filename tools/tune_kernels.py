@@ -95,7 +95,7 @@ SPACE: dict[
     "norm_backward": (
         "RMSNorm backward 16384x4096",
         "ours",
-        {"ELEMENTS": (4096, 8192), "PROGRAMS_PER_PROCESSOR": (1, 2, 4), "num_warps": (4, 8, 16)},
+        {"ELEMENTS": (4096, 8192), "PROGRAMS_PER_PROCESSOR": (1, 2, 4), "STAGES": (1, 2, 3), "num_warps": (4, 8, 16)},
     ),
     "swiglu": ("SwiGLU forward 8192x14336", "ours", {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}),
     "gelu": ("GELU forward 8192x14336", "ours", {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}),

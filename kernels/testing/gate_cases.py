@@ -225,5 +225,5 @@ CASES: dict[str, Case] = {
     "rope-128": Case(lambda: _rope(128, 128, False)),
     "rope-64-of-192-interleaved": Case(lambda: _rope(64, 192, True)),
     "vocabulary": Case(_vocabulary),
-    **{f"norms-{width}": Case(lambda width=width: _norms(width)) for width in (128, 8192, 16384, 53248)},
+    **{f"norms-{width}": Case(lambda width=width: _norms(width)) for width in (128, 4096, 8192, 16384, 53248)},
 }
