@@ -15,7 +15,7 @@ from megatron5d.config.schema import RecomputeConfig
 from megatron5d.expert_parallel import experts
 from megatron5d.model.gpt import Gpt
 from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.activations import RecomputedParts
+from megatron5d.precision.activations import ActivationPolicy, RecomputedParts
 from megatron5d.precision.offload import HostCopy
 from megatron5d.tensor_parallel import linear
 from megatron5d.topology.axis import Axis
@@ -184,6 +184,22 @@ def test_offloaded_phases_leave_the_device(parts, moe, monkeypatch):
     for one, other in zip(grads, again, strict=True):  # a BLAS may round by the address of what it reads
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15 * float(other.abs().max()))
     assert left < 0.35 * kept
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *others):
+        ctx.save_for_backward(x, x, *others)
+        return x.sum()
+
+
+def test_large_floats_that_are_no_weights_go_to_the_host_once():
+    phase, x = torch.nn.Linear(4, 8), torch.randn(8, 4, requires_grad=True)
+    policy = ActivationPolicy(host_bytes=8 * 4 * 4)  # as large as x and the weight
+    with policy.saving(phase) as copies:
+        _Saves.apply(x, phase.weight, torch.arange(100), torch.randn(31))
+    assert [copy.num_bytes for copy in copies] == [8 * 4 * 4]
+    assert torch.equal(copies[0].value(), x) and copies[0].value() is copies[0].value(), "fetched twice"
 
 
 def test_offloaded_inputs_of_recomputed_layers():
