@@ -102,7 +102,7 @@ from megatron5d.train.memory import shortage
 from megatron5d.train.planning.estimate import Estimator
 from megatron5d.train.planning.fitting import nearest_fit, override_text
 from megatron5d.train.planning.forecast import Forecaster, Target
-from megatron5d.train.planning.layouts import LIMIT, LayoutSearch
+from megatron5d.train.planning.layouts import LayoutSearch
 from megatron5d.train.planning.planned import planned_config, unplanned_config
 from megatron5d.train.schedule import micro_batch_counts
 
@@ -178,7 +178,7 @@ def _search(options: argparse.Namespace) -> int:
         candidates = search.candidates(have, bar.update)
     if not search.found_legal:
         planned_config(options.overrides, options.world)  # says what is wrong
-    with tqdm(desc="times and memory", total=LIMIT, unit="", leave=False, disable=None) as bar:
+    with tqdm(desc="layouts", unit="", leave=False, disable=None) as bar:
         found = search.best(candidates, have, options.count, bar.update)
     layouts = [(each, override_text(search.overrides(each))) for each in found]
     if options.json:
@@ -189,6 +189,10 @@ def _search(options: argparse.Namespace) -> int:
         print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {have / 1e9:.4g} GB each.")
     else:
         print(f"No layout that was looked at fits {have / 1e9:.4g} GB: try more ranks, or recompute.offload.")
+        least = min((each for each in candidates if each.needed), key=lambda each: each.needed, default=None)
+        if least is not None:
+            words = override_text(search.overrides(least)) or "as given"
+            print(f"The smallest of them needs {least.needed / 1e9:.1f} GB or more: {words}")
     return 0 if found else 1
 
 

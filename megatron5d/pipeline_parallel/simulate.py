@@ -139,6 +139,22 @@ def _held(program: Program, size_of: np.ndarray, takes: tuple[int, ...], frees: 
     return held
 
 
+def kept_between_slots(program: Program, activation: np.ndarray) -> np.ndarray:
+    """Return `[num_ranks]` the most that a rank's activations hold between two slots, from F until I or B has run.
+
+    It is less than `held_activations` where a slot's actions overlap: while one takes activations, the other frees its.
+
+    Args:
+        program: A complete Program.
+        activation: `[num_stages]` what a micro-batch keeps of a stage.
+    """
+    table = program.table
+    slot = np.repeat(np.arange(len(table.slot_start) - 1), np.diff(table.slot_start))
+    sign = (table.op == F).astype(int) - np.isin(table.op, (I, B))
+    change = np.bincount(slot, sign * activation[table.stage], minlength=len(table.slot_start) - 1)
+    return np.array([change[first:stop].cumsum().max(initial=0.0) for first, stop in _spans(table.rank_start)])
+
+
 def lower_bound(placement: Placement, costs: Costs | StageCosts, num_microbatches: int, memory: float) -> float:
     """Return an overhead that no Program of this placement goes below with `memory` activations per rank.
 

@@ -125,6 +125,11 @@ def outside_bytes(num_communicators: int) -> int:
     return CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES
 
 
+def least_needed(allocated: float) -> float:
+    """Bytes that a GPU must have, at least, for so many that tensors take at once."""
+    return allocated * (1 + FRAGMENTATION) + CONTEXT_BYTES
+
+
 def gigabytes(num_bytes: int) -> str:
     """A size as text, such as `12.34 GiB`; in MiB below a tenth of a GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"

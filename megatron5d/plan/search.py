@@ -1,14 +1,14 @@
 """Proposes layouts for a model and a world, and finds the fastest of those that fit.
 
 Layouts are proposed by size only. The caller's functions say which ones are legal, how long a step takes, and how much
-memory it needs. The expensive functions are called last, in the order of a cheap estimate, and rarely: a layout that
-needs more memory than one that was too large is skipped.
+memory it needs. The most expensive of them is asked last, and only of layouts that nothing else can overtake.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import product
 from typing import Any
 
@@ -27,9 +27,6 @@ SHORTEST_SLICE = 4096  # tokens of a sequence on one rank; cp is not tried where
 DEEPEST = 32  # most pipeline ranks
 MOST_EXPERTS = 32  # most experts of one rank
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-FAR = 1.5  # a layout that needs so many times the memory of a device fits with no schedule
-PATIENCE = 3  # how many times longer to search while fewer layouts fit than are wanted
-_WAYS = ("pipeline.schedule", "parallel.vpp")
 
 
 class Proposals:
@@ -96,19 +93,20 @@ class Proposals:
 
 @dataclass
 class Candidate:
-    """A legal layout.
+    """A layout that may be legal and may fit.
 
     Args:
         change: the values that it sets.
-        guess_s: cheap estimate of a step's seconds; candidates are tried in this order.
+        guess_s: cheap estimate of a step's seconds.
         cost: predicted cost of a step; None = not known yet.
-        needed: bytes of the rank that needs most; 0 = not known yet.
+        needed: bytes of the rank that needs most, or of any rank that needs more than a device has; at least so many
+            while `cost` is None. 0 = not known yet.
     """
 
     change: Change
     guess_s: float
     cost: StepCost | None = None
-    needed: int = 0
+    needed: float = 0
 
     @property
     def seconds(self) -> float:
@@ -119,54 +117,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Questions:
-    """The functions with which the search examines a candidate.
+    """The functions with which the search examines a candidate, the cheapest first.
 
     Args:
         runs: whether it is legal and has a Program.
+        least: bytes that the rank which needs most needs at least.
         price: cost of a step.
         need: bytes of the rank that needs most, or of any rank that needs more than a device has.
     """
 
     runs: Callable[[Change], bool]
+    least: Callable[[Change], float]
     price: Callable[[Change], StepCost]
-    need: Callable[[Change], int]
-
-
-@dataclass
-class Misfits:
-    """Layouts that were too large; others that need at least as much are known to be too large as well."""
-
-    _known: dict[tuple, list[tuple[int, int, int]]] = field(default_factory=dict)
-
-    def add(self, change: Change, excess: float) -> None:
-        """Adds a layout that was too large.
-
-        Args:
-            change: the layout.
-            excess: memory that it needs / memory of a device; above FAR, it is taken to be so with any schedule.
-        """
-        same, size = self._parts(change, anyhow=excess > FAR)
-        self._known.setdefault(same, []).append(size)
-
-    def cover(self, change: Change) -> bool:
-        """Whether a layout needs at least as much as one of them."""
-        for anyhow in (False, True):
-            same, size = self._parts(change, anyhow)
-            if any(all(a <= b for a, b in zip(small, size)) for small in self._known.get(same, ())):
-                return True
-        return False
-
-    def _parts(self, change: Change, anyhow: bool) -> tuple[tuple, tuple[int, int, int]]:
-        """(values that must be equal, sizes that grow with memory: micro-batch, recompute mode, unsharded state).
-
-        Args:
-            change: the layout.
-            anyhow: the schedule need not be equal.
-        """
-        sizes = {"train.mbs", "recompute.mode", "parallel.zero"} | ({*_WAYS} if anyhow else set())
-        same = tuple((key, value) for key, value in sorted(change.items()) if key not in sizes)
-        kept = len(MODES) - MODES.index(change["recompute.mode"])
-        return same, (change["train.mbs"], kept, 3 - change["parallel.zero"])
+    need: Callable[[Change], float]
 
 
 def best(
@@ -180,41 +143,37 @@ def best(
 ) -> list[Candidate]:
     """The fastest candidates that fit.
 
+    The candidate that is fastest by what is known so far is always examined next: first what it needs at least and what
+    a step costs, then, when none of the others looks faster than that, all that it needs. So these are the fastest of
+    all, as far as estimates are no slower than costs and `limit` reaches.
+
     Args:
-        candidates: to be examined.
+        candidates: to be examined; what is found out is written into them.
         questions: the functions that examine them.
         have: bytes of one device.
         count: how many are wanted.
-        limit: number of candidates to examine; PATIENCE times as many while fewer than `count` fit.
-        progress: called for each one examined.
+        limit: number of candidates of which all memory is asked for.
+        progress: called for each candidate that is examined.
 
     Returns:
         At most `count`, the fastest first.
     """
     found: list[Candidate] = []
-    misfits = Misfits()
-    looked = 0
-    for candidate in sorted(candidates, key=lambda each: each.guess_s):
-        if misfits.cover(candidate.change):
+    waiting = [(each.guess_s, place) for place, each in enumerate(candidates)]
+    heapify(waiting)
+    while waiting and len(found) < count and limit:
+        place = heappop(waiting)[1]
+        candidate = candidates[place]
+        if candidate.cost is None:
+            progress()
+            if questions.runs(candidate.change):
+                candidate.needed = questions.least(candidate.change)
+                if candidate.needed <= have:
+                    candidate.cost = questions.price(candidate.change)
+                    heappush(waiting, (candidate.seconds, place))
             continue
-        full = len(found) == count
-        if looked >= (limit if full else PATIENCE * limit) or (full and candidate.guess_s > 1.1 * found[-1].seconds):
-            break
-        if not questions.runs(candidate.change):
-            continue
-        looked += 1
-        progress()
-        if full and not _priced(candidate, questions, below=found[-1].seconds):
-            continue
+        limit -= 1
         candidate.needed = questions.need(candidate.change)
-        if candidate.needed > have:
-            misfits.add(candidate.change, candidate.needed / have)
-        elif full or _priced(candidate, questions):
-            found = sorted([*found, candidate], key=lambda each: each.seconds)[:count]
-    return found
-
-
-def _priced(candidate: Candidate, questions: Questions, below: float = float("inf")) -> bool:
-    """Sets the cost of a candidate; whether a step takes less than `below` seconds."""
-    candidate.cost = questions.price(candidate.change)
-    return candidate.seconds < below
+        if candidate.needed <= have:
+            found.append(candidate)
+    return sorted(found, key=lambda each: each.seconds)

@@ -53,6 +53,7 @@ class Work:
         made: how many.
         sent: by axis and operation.
         host_bytes: of tensors on their way to the host or back.
+        kept_bytes: on the device after the pass that were not there before; of a forward, what its backward needs.
     """
 
     products: tuple[Product, ...] = ()
@@ -61,6 +62,7 @@ class Work:
     made: int = 0
     sent: Sent = field(default_factory=dict)
     host_bytes: float = 0.0
+    kept_bytes: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -74,7 +76,7 @@ class Work:
         }
         products = tuple(replace(product, rows=product.rows * sequences) for product in self.products)
         return Work(products, self.core_flops * sequences, self.made_bytes * sequences, self.made, sent,
-                    self.host_bytes * sequences)  # fmt: skip
+                    self.host_bytes * sequences, self.kept_bytes * sequences)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,4 +151,5 @@ def together(works: Iterable[Work]) -> Work:
         sum(work.made for work in works),
         sent,
         sum(work.host_bytes for work in works),
+        sum(work.kept_bytes for work in works),
     )

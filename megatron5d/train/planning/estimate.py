@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import flops_per_token
 from megatron5d.model.partition import stage_specs
+from megatron5d.pipeline_parallel.simulate import kept_between_slots
 from megatron5d.plan.cluster import Cluster, cluster_of
 from megatron5d.plan.cost import Prices, StepCost, step_cost
+from megatron5d.plan.memory import least_needed
 from megatron5d.plan.sharding import Sharding
 from megatron5d.plan.traffic import sent_bytes
 from megatron5d.topology.mesh import lines_of, pair_lines_of
@@ -49,6 +53,28 @@ class Estimator:
         stages = self.workloads.stages(config, stage_specs(plan.layout), plan.shared)
         flops = flops_per_token(config.model, config.train.seq_len)
         return step_cost(Prices(self.cluster, config, lines, plan.shared), program, stages, world, flops)
+
+    def least_bytes(self, config: Config, world: int, plan: PipelinePlan | None = None) -> list[float]:
+        """For each pipeline rank, bytes that it needs at least: its state, and what passes keep between two slots.
+
+        What the forecast counts besides, temporary tensors and messages above all, is left out.
+
+        Args:
+            config: a lawful configuration.
+            world: number of ranks.
+            plan: as of `step`.
+        """
+        plan = plan or planned_pipeline(config, world)
+        program = plan.program_of(micro_batch_counts(config, world)[-1])
+        lines = _lines(config, world, plan)
+        sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, plan.shared)
+        stages = self.workloads.stages(config, stage_specs(plan.layout), plan.shared)
+        kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
+        allocated = kept_between_slots(program, kept)
+        for rank in range(program.num_ranks):
+            mine = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
+            allocated[rank] += sharding.state_bytes(mine)
+        return [least_needed(each) for each in allocated.tolist()]
 
 
 def bytes_on(config: Config, world: int, plan: PipelinePlan) -> tuple[Mapping[str, int], ...]:

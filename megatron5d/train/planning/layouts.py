@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,11 +12,11 @@ from megatron5d.config.context_cost import recommended
 from megatron5d.config.law import data_parallel
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
-from megatron5d.config.schema import Config, RecomputeConfig
+from megatron5d.config.schema import Config
 from megatron5d.plan.cluster import Cluster
 from megatron5d.plan.cost import Prices, StepCost
+from megatron5d.plan.memory import least_needed
 from megatron5d.plan.search import MODES, Candidate, Change, Proposals, Questions, best
-from megatron5d.plan.traffic import message_bytes
 from megatron5d.plan.work import Unit
 from megatron5d.topology.mesh import lines_of
 from megatron5d.train.build import sizes_of
@@ -25,13 +25,11 @@ from megatron5d.train.planning.fitting import changed
 from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.schedule import PipelinePlan, micro_batch_counts, planned_pipeline
 
-# Of the bytes that a forward makes, what a micro-batch keeps at least, times √tp: dense layers, mixtures. Measured on
-# four models at tp 1 to 8; what tp gathers is made whole and not kept.
-KEPT = {"none": (0.85, 0.45), "selective": (0.58, 0.38)}
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, about
+FIRST = 0.85  # of what 1F1B's first rank would keep with as many layers as the others: it may have fewer
 # Micro-batches that the fullest rank holds at least, of 1F1B's; what is searched or read from a file may hold any
 IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3, "auto": 0.0, "file": 0.0}
-LIMIT = 60  # layouts whose memory or exact time is asked for
+LIMIT = 60  # layouts whose memory is forecast
 
 
 class LayoutSearch:
@@ -60,6 +58,7 @@ class LayoutSearch:
         careful = config.moe.planned_imbalance if imbalance is None else imbalance
         self._target = Target(cluster.architecture, careful)
         self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
+        self._careful = self._estimator if imbalance == careful else Estimator(cluster, careful)
         self.found_legal = False
         self._plans: dict[tuple, PipelinePlan | None] = {}
 
@@ -98,7 +97,8 @@ class LayoutSearch:
             count: how many are wanted.
             progress: called for each layout that is looked at.
         """
-        questions = Questions(self._runs, self._price, lambda change: self._need(change, have))
+        need = partial(self._need, have=have)
+        questions = Questions(self._runs, lambda change: max(self._least(change)), self._price, need)
         return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
 
     def _given(self) -> Change:
@@ -140,15 +140,19 @@ class LayoutSearch:
             units = self._estimator.workloads.counted(laid)
             m = laid.train.gbs // (laid.train.mbs * dp)
             state = sum(count * prices.sharding.state_bytes([unit]) for unit, count, _ in units) / pp
-            kept = _kept_bytes(laid, prices, [(unit, n) for unit, n, is_layer in units if is_layer or pp == 1], m)
+            kept = sum(n * unit.passes["F"].kept_bytes for unit, n, is_layer in units if is_layer or pp == 1)
+            kept *= min(1.0, m / pp) * (1.0 if pp == 1 else FIRST)
             ways = [
                 way
                 for way in self._proposals.schedules(pp)
-                if state + kept * IN_FLIGHT.get(way["pipeline.schedule"].partition(":")[0], 1.0) <= have
+                if least_needed(state + kept * IN_FLIGHT.get(_name(way), 1.0)) <= have
             ]
-            passes = sum(count * _seconds(prices, unit) for unit, count, _ in units) / pp if ways else 0.0
+            if not ways:
+                continue
+            busy, a2a = (sum(each) / pp for each in zip(*(_seconds(prices, unit, n) for unit, n, _ in units)))
             for way in ways:
-                bubble = (pp - 1) * BUBBLES.get(way["pipeline.schedule"], 1.0) / way["parallel.vpp"]
+                bubble = (pp - 1) * BUBBLES.get(_name(way), 1.0) / way["parallel.vpp"]
+                passes = busy + (0.0 if _name(way).startswith("dualpipe") else a2a)  # which it hides
                 yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
 
     def _plan(self, config: Config) -> PipelinePlan | None:
@@ -168,15 +172,20 @@ class LayoutSearch:
         config = changed(self.config, change)
         return not broken_laws(config, self.world, without=FILE_LAWS) and self._plan(config) is not None
 
+    def _least(self, change: Change) -> list[float]:
+        """Bytes that each pipeline rank needs at least."""
+        config = changed(self.config, change)
+        return self._careful.least_bytes(config, self.world, self._plan(config))
+
     def _price(self, change: Change) -> StepCost:
         config = changed(self.config, change)
         return self._estimator.step(config, self.world, self._plan(config))
 
     def _need(self, change: Change, have: int) -> int:
-        """Bytes of the rank that needs most; the ends of the pipeline, which usually do, are asked first."""
-        config = changed(self.config, change)
-        forecaster, most = Forecaster(config, self.world, self._target, self._plan(config)), 0
-        for rank in dict.fromkeys((0, config.parallel.pp - 1, *range(config.parallel.pp))):
+        """Bytes of the rank that needs most; the one that looks so is asked first."""
+        config, least, most = changed(self.config, change), self._least(change), 0
+        forecaster = Forecaster(config, self.world, self._target, self._plan(config))
+        for rank in sorted(range(config.parallel.pp), key=lambda rank: -least[rank]):
             most = max(most, forecaster.rank(rank).needed)
             if most > have:
                 break
@@ -188,31 +197,12 @@ def _value(config: Config, key: str) -> Any:
     return getattr(getattr(config, group), name)
 
 
-def _seconds(prices: Prices, unit: Unit) -> float:
-    """One micro-batch's forward and backward of a unit, its all-to-alls with it."""
-    total = 0.0
-    for op in "FB":
-        kinds, a2a = prices.stage([unit], op)
-        total += sum(kinds.values()) + a2a
-    return total
+def _name(way: Change) -> str:
+    """The schedule, without the path of a file."""
+    return way["pipeline.schedule"].partition(":")[0]
 
 
-def _kept_bytes(config: Config, prices: Prices, units: Sequence[tuple[Unit, int]], m: int) -> float:
-    """What the first rank of 1F1B surely keeps of its micro-batches.
-
-    Args:
-        config: with the micro-batch and what is recomputed of it.
-        prices: of the layout.
-        units: that the rank may hold all of, and how many of each: the layers; without a pipeline also the ends.
-        m: micro-batches of a step.
-    """
-    mode, parts = config.recompute.mode, config.recompute.parts
-    if config.recompute.offload:
-        return 0.0
-    if mode == "full" or parts != RecomputeConfig().parts:  # of other parts no share was measured
-        of_one = message_bytes(prices.config) // prices.config.train.mbs  # the prices' own micro-batch is the given one
-        kept = float(config.model.num_layers * of_one * config.train.mbs)
-    else:
-        made = sum(count * unit.passes["F"].made_bytes * KEPT[mode][unit.expert > 0] for unit, count in units)
-        kept = made / math.sqrt(config.parallel.tp)
-    return kept * min(1.0, m / config.parallel.pp)
+def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
+    """One micro-batch's forward and backward of so many units, and their all-to-alls."""
+    both = [prices.stage([unit], op) for op in "FB"]
+    return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(a2a for _, a2a in both)

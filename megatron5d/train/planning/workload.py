@@ -53,15 +53,17 @@ class _Counter(MemoryWatch):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self.ledger, self.products = ledger, list[Product]()
-        self.made = self.made_bytes = self.host_bytes = 0
+        self.made = self.made_bytes = self.host_bytes = self.before = 0
 
     def _made(self, tensor: Tensor, operation: str) -> None:
+        super()._made(tensor, operation)
         self.made += 1
         self.made_bytes += tensor.nbytes
 
     def take(self, core_flops: float) -> Work:
         sent = dict(self.ledger.totals)
-        work = Work(tuple(self.products), core_flops, self.made_bytes, self.made, sent, self.host_bytes)
+        kept, self.before = self.live_bytes - self.before, self.live_bytes
+        work = Work(tuple(self.products), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
         self.ledger.clear()
         self.products, self.made, self.made_bytes, self.host_bytes = [], 0, 0, 0
         return work
@@ -124,7 +126,10 @@ class Workloads:
 
 def _sharing(unit: Unit, layers: int) -> Unit:
     """A layer that is traced as if alone, whose input is kept, there or on the host, once for so many layers."""
-    passes = {op: dataclasses.replace(work, host_bytes=work.host_bytes / layers) for op, work in unit.passes.items()}
+    passes = {
+        op: dataclasses.replace(work, host_bytes=work.host_bytes / layers, kept_bytes=work.kept_bytes / layers)
+        for op, work in unit.passes.items()
+    }
     return dataclasses.replace(unit, passes=passes)
 
 

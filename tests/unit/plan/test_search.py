@@ -10,14 +10,15 @@ from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.plan.cluster import cluster_called
-from megatron5d.plan.search import Candidate, Misfits, Proposals, Questions, best
+from megatron5d.plan.memory import CONTEXT_BYTES, FRAGMENTATION
+from megatron5d.plan.search import Candidate, Proposals, Questions, best
 from megatron5d.train.planning import layouts
 from megatron5d.train.planning.estimate import Estimator
 from megatron5d.train.planning.fitting import changed
 from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.planning.layouts import LayoutSearch
 from megatron5d.train.planning.planned import planned_config
-from megatron5d.train.schedule import pipeline_faults
+from megatron5d.train.schedule import pipeline_faults, planned_pipeline
 
 CLUSTER = dataclasses.replace(cluster_called("h100"), node=4)
 
@@ -61,7 +62,7 @@ def test_layouts_are_lawful_fit_and_keep_what_is_fixed():
     assert not search.best(candidates[:2], 10**8, 1)  # CUDA's own context takes more
 
 
-def proposed(change, have=150_000_000, **kept):
+def proposed(change, have=790_000_000, **kept):
     """Changes that are proposed besides the given layout; `kept` are axes that stay."""
     kept = {f"parallel.{name}": value for name, value in kept.items()}
     given = changed(config(), {"parallel.tp": 1, **kept, **change})
@@ -127,55 +128,58 @@ def test_the_best_is_no_worse_than_what_ships(experiment):
     assert found[0].seconds <= Estimator(cluster).step(shipped, world).step_s
 
 
-def layout(mode="none", mbs=1, zero=1, schedule="1f1b", tp=1):
-    return {
-        "recompute.mode": mode, "train.mbs": mbs, "parallel.zero": zero, "pipeline.schedule": schedule,
-        "parallel.vpp": 1, "parallel.tp": tp,
-    }  # fmt: skip
+def test_the_fastest_that_fit_are_found_and_few_are_asked_about():
+    """Each is (estimate, seconds, least bytes, bytes); a device has 50."""
+    known = {
+        "slower than estimated": (1.0, 3.0, 10, 20),
+        "surely too large": (1.1, 1.1, 60, 60),
+        "refused": (1.2, 1.2, 10, 10),
+        "too large": (1.3, 1.4, 40, 51),
+        "best": (1.5, 1.6, 40, 50),
+        "second": (1.7, 2.0, 10, 20),
+        "not looked at": (2.1, 2.1, 10, 20),
+    }
+    asked = {"runs": [], "least": [], "price": [], "need": []}
+
+    def answer(question, value):
+        def answered(change):
+            asked[question].append(change["name"])
+            return value(change["name"])
+
+        return answered
+
+    questions = Questions(
+        answer("runs", lambda name: name != "refused"),
+        answer("least", lambda name: known[name][2]),
+        answer("price", lambda name: SimpleNamespace(step_s=known[name][1])),
+        answer("need", lambda name: known[name][3]),
+    )
+
+    def found(**bounds):
+        candidates = [Candidate({"name": name}, known[name][0]) for name in reversed(known)]
+        return best(candidates, questions, have=50, **bounds)
+
+    first, second = found(count=2, limit=9)
+    assert (first.change["name"], first.seconds, first.needed) == ("best", 1.6, 50)
+    assert second.change["name"] == "second"
+    looked_at = [name for name in known if name != "not looked at"]
+    assert asked["runs"] == looked_at and asked["need"] == ["too large", "best", "second"]
+    assert asked["least"] == [name for name in looked_at if name != "refused"]
+    assert asked["price"] == [name for name in asked["least"] if name != "surely too large"]
+    assert [each.change["name"] for each in found(count=2, limit=2)] == ["best"]
+    assert [each.change["name"] for each in found(count=9, limit=9)] == [
+        "best", "second", "not looked at", "slower than estimated"
+    ]  # fmt: skip
 
 
-def test_what_keeps_more_than_a_misfit_is_one():
-    misfits = Misfits()
-    misfits.add(layout("selective", 2, 1), excess=1.2)
-    for more in (layout("selective", 2), layout("none", 2), layout("selective", 4), layout("none", 4, 0)):
-        assert misfits.cover(more)
-    for other in (layout("full", 2), layout("selective", 1), layout("selective", 2, 3), layout("none", 2, tp=2)):
-        assert not misfits.cover(other)
-    assert not misfits.cover(layout("none", 2, schedule="zb_v"))
-    misfits.add(layout("selective", 2, 1), excess=2.0)
-    assert misfits.cover(layout("none", 2, schedule="zb_v")) and not misfits.cover(layout("full", 2, schedule="zb_v"))
-
-
-def test_few_are_asked_about_and_the_best_is_found():
-    """Guesses are 10 % off at most: what is guessed to be slower than that is not looked at."""
-    asked = []
-    times = {1: 3.0, 2: 2.0, 4: 1.0, 8: 1.05, 16: 9.0}
-    candidates = [Candidate(layout(mbs=mbs, tp=mbs), seconds * 0.95) for mbs, seconds in times.items()]
-
-    def need(change):
-        asked.append(change["parallel.tp"])
-        return 100 if change["parallel.tp"] == 4 else 10
-
-    def price(change):
-        return SimpleNamespace(step_s=times[change["parallel.tp"]])
-
-    questions = Questions(lambda change: change["parallel.tp"] != 8, price, need)
-    found = best(candidates, questions, have=50, count=1, limit=10)
-    assert [each.change["parallel.tp"] for each in found] == [2] and asked == [4, 2]
-    assert (found[0].seconds, found[0].needed) == (2.0, 10)
-
-
-def test_what_is_guessed_to_be_a_little_slower_is_looked_at():
-    candidates = [Candidate(layout(tp=tp), guess) for tp, guess in ((1, 2.0), (2, 2.1), (4, 2.3))]
-    times, asked = {1: 2.0, 2: 1.9, 4: 1.0}, []
-
-    def need(change):
-        asked.append(change["parallel.tp"])
-        return 10
-
-    def price(change):
-        return SimpleNamespace(step_s=times[change["parallel.tp"]])
-
-    questions = Questions(lambda change: True, price, need)
-    (found,) = best(candidates, questions, have=50, count=1, limit=10)
-    assert found.change["parallel.tp"] == 2 and asked == [1, 2]
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe_v"])
+def test_a_rank_needs_a_little_more_than_what_it_is_said_to_need_at_least(schedule):
+    laid = changed(config(), {
+        "parallel.tp": 1, "parallel.pp": 2, "parallel.ep": 4, "train.gbs": 32, "pipeline.schedule": schedule,
+        "recompute.mode": "selective",
+    })  # fmt: skip
+    estimator, plan, target = Estimator(CLUSTER, 1.5), planned_pipeline(laid, 8), Target("sm_90", 1.5)
+    least = estimator.least_bytes(laid, 8, plan)
+    for rank, memory in Forecaster(laid, 8, target, plan).ranks().items():
+        fixed = memory.outside - CONTEXT_BYTES + (1 + FRAGMENTATION) * memory.library
+        assert 0.9 * (memory.needed - fixed) < least[rank] <= memory.needed - fixed
