@@ -164,7 +164,7 @@ def test_weights_are_quantised_once_until_they_change():
 MODELS = {
     "dense": {},
     "mixture": {"num_experts": 4, "shared_ffn_hidden_size": 32, "first_k_dense": 1},
-    "latent": {"attention": "mla", "q_lora_rank": 16, "kv_lora_rank": 16},
+    "latent": {"attention": "mla", "q_lora_rank": 16, "kv_lora_rank": 16, "hidden_size": 128},
     "latent, plain queries": {"attention": "mla", "kv_lora_rank": 16, "num_experts": 4, "moe_layers": [0]},
 }
 
@@ -176,6 +176,8 @@ def test_every_matrix_of_the_layers_and_no_other(model):
     gpt = Gpt(config, build_mesh(resolve(1), 0), device="meta")
     names = {spec_of(p).name.removesuffix(".weight") for p in gpt.parameters() if p.ndim >= 2}
     layers = {name for name in names if name.startswith("layers.") and not name.endswith("router")}
+    if not config.model.latents_travel:  # what tp sums before these is not rounded
+        layers = {name for name in layers if not name.endswith(("attention.q_down", "attention.kv_down"))}
     assert layers == set(matrices(config.model))
     chosen = set()
     for p in gpt.parameters():
