@@ -189,7 +189,8 @@ def _search(options: argparse.Namespace) -> int:
         print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {have / 1e9:.4g} GB each.")
     else:
         print(f"No layout that was looked at fits {have / 1e9:.4g} GB: try more ranks, or recompute.offload.")
-        least = min((each for each in candidates if each.needed), key=lambda each: each.needed, default=None)
+        too_large = [each for each in candidates if each.needed > have]  # the rest was not looked at to the end
+        least = min(too_large, key=lambda each: each.needed, default=None)
         if least is not None:
             words = override_text(search.overrides(least)) or "as given"
             print(f"The smallest of them needs {least.needed / 1e9:.1f} GB or more: {words}")

@@ -149,9 +149,8 @@ def kept_between_slots(program: Program, activation: np.ndarray) -> np.ndarray:
         activation: `[num_stages]` what a micro-batch keeps of a stage.
     """
     table = program.table
-    slot = np.repeat(np.arange(len(table.slot_start) - 1), np.diff(table.slot_start))
     sign = (table.op == F).astype(int) - np.isin(table.op, (I, B))
-    change = np.bincount(slot, sign * activation[table.stage], minlength=len(table.slot_start) - 1)
+    change = np.bincount(table.slot, sign * activation[table.stage], minlength=len(table.slot_start) - 1)
     return np.array([change[first:stop].cumsum().max(initial=0.0) for first, stop in _spans(table.rank_start)])
 
 

@@ -98,8 +98,8 @@ def steps(program: Program, rank: int) -> Iterator[Step]:
 
 
 def runs_with(program: Program, most: int) -> bool:
-    """Whether all ranks finish if each waits, after a slot, until of every flow it sends in all but the last `most`
-    messages have been asked for."""
+    """Whether all ranks finish if each waits, after every message that it sends, until the other end has asked for all
+    but the last `most` messages of that flow. The two actions of a slot have their inputs before either one sends."""
     asked: Counter[Flow] = Counter()
     sent: Counter[Flow] = Counter()
     here: set[Message] = set()
@@ -109,10 +109,11 @@ def runs_with(program: Program, most: int) -> bool:
             asked.update(message.flow for message in step.receives)
             while not here.issuperset(filter(None, (input_of(program, action) for action in step.slot))):
                 yield
-            here.update(step.sends)
-            sent.update(message.flow for message in step.sends)
-            while any(sent[message.flow] - asked[message.flow] > most for message in step.sends):
-                yield
+            for message in step.sends:
+                here.add(message)
+                sent[message.flow] += 1
+                while sent[message.flow] - asked[message.flow] > most:
+                    yield
 
     walks, before = [walk(rank) for rank in range(len(program.ranks))], (-1, -1)
     while walks and before != (before := (asked.total(), sent.total())):

@@ -99,8 +99,8 @@ class Candidate:
         change: the values that it sets.
         guess_s: cheap estimate of a step's seconds.
         cost: predicted cost of a step; None = not known yet.
-        needed: bytes of the rank that needs most, or of any rank that needs more than a device has; at least so many
-            while `cost` is None. 0 = not known yet.
+        needed: bytes of the rank that needs most, or of any rank that needs more than a device has; of a layout that
+            is not among the results, at least so many. 0 = not known yet.
     """
 
     change: Change

@@ -149,7 +149,7 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
             fix = _nearest_batch(config, world) or fix
         elif config.pipeline.schedule == "dualpipe" and config.parallel.pp % 2:
             fix = _pairs_of_ranks(config, world)
-        elif not fix and config.pipeline.schedule.startswith("file:"):
+        elif not fix and config.pipeline.schedule.startswith("file:") and knobs != ["pipeline.costs"]:
             fix = _nearest_batch(config, world) or (
                 "pipeline.schedule=1f1b, or file:PATH of a program that tools/schedule.py verify accepts"
             )

@@ -208,3 +208,16 @@ def test_a_file_that_is_no_schedule_of_this_run_gets_a_fix_of_its_own(tmp_path, 
     (fault,) = pipeline_faults(config, 2)
     assert fault.reason.startswith(f"pipeline.schedule = file:{path}") and reason in fault.reason
     assert fault.fix.startswith(fix)
+
+
+def test_costs_that_cannot_be_read_are_no_fault_of_the_schedules_file(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(write_program(build_program("1f1b", 2, 8)))
+    config = Config(
+        model=ModelConfig(num_layers=2),
+        parallel=ParallelConfig(pp=2),
+        pipeline=PipelineConfig(schedule=f"file:{path}", costs="F=1,F=2"),
+        train=TrainConfig(gbs=8, mbs=1),
+    )
+    (fault,) = pipeline_faults(config, 2)
+    assert (fault.reason, fault.fix) == ("pipeline.costs: F is given twice", "pipeline.costs=null")

@@ -6,7 +6,8 @@ import pytest
 
 from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.program import Action
-from megatron5d.pipeline_parallel.transfers import Flow, Message, flows, input_of, output_of, steps
+from megatron5d.pipeline_parallel.text import read_program
+from megatron5d.pipeline_parallel.transfers import Flow, Message, flows, input_of, output_of, runs_with, steps
 
 PROGRAMS = [(name, p, m) for name in schedule_names() for p, m in ((2, 4), (4, 9), (4, 16)) if "dual" not in name] + [
     ("dualpipe", 4, 16), ("dualpipe", 2, 4), ("dualpipe_v", 3, 7)]  # fmt: skip
@@ -71,3 +72,12 @@ def test_opposite_directions_share_no_flow():
             for message in step.sends:
                 own[message.flow].add(program.direction[message.microbatch])
     assert len(own) == 12 and all(len(directions) == 1 for directions in own.values())
+
+
+def test_a_rank_waits_after_the_first_of_two_overlapping_forwards_sends():
+    """Rank 0 would wait for 1F3's receive before it sends what 3F0 needs, which comes three slots before 1F3."""
+    first = "0F0,0F1,0F2,0F3,0F4,{},2F1,2F2,2F3,2F4,2F5\n1F0,1F1,3F0,3F1,1F2,1F3,3F2,3F3,1F4,1F5,3F4,3F5\n"
+    overlapped = read_program(first.format("(0F5;2F0)OVERLAP_F_B"), "overlapped", 2, 6)
+    apart = read_program(first.format("2F0,0F5"), "apart", 2, 6)
+    assert [runs_with(overlapped, most) for most in (2, 3)] == [False, True]
+    assert runs_with(apart, 2)
