@@ -77,9 +77,12 @@ class SliceOptimizer(ABC):
         owned, reduced = bucket.weight_slice, bucket.grad_slice
         wide = statistics_dtype(owned.dtype)
         rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
-        grads, master = reduced, owned if owned.dtype == wide or rounded else owned.to(wide)
         if self.config.offload:
-            grads, master = _host_like(reduced, wide), _host_like(owned, wide).copy_(owned)
+            grads, master = _host_like(reduced, wide), _host_like(owned, wide)
+            if not owned.is_meta:
+                master.copy_(owned.cpu())  # widened on the host: the device may have no room for another copy
+        else:
+            grads, master = reduced, owned if owned.dtype == wide or rounded else owned.to(wide)
         moments = {kind: torch.zeros_like(master, dtype=wide) for kind in self.kinds}
         return SliceState(bucket, bucket.segments(), master, grads, reduced, moments, rounded)
 

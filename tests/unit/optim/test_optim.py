@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.buckets import Bucket
@@ -165,6 +166,27 @@ def test_clipping_is_torchs_rule():
     assert clip_coefficient(2.0, 1.0) == pytest.approx(1 / (2 + 1e-6))
     assert clip_coefficient(0.5, 1.0) is None
     assert clip_coefficient(5.0, 0.0) is None
+
+
+class Calls(TorchDispatchMode):
+    """Remembers which operations were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.seen.append(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_masters_on_the_host_are_widened_there():
+    """The device may have no room for an fp32 copy of its weights, which is why they are on the host."""
+    leaves = [new_parameter(spec.shape, spec, torch.bfloat16, "cpu") for spec in map(spec_of, parameters())]
+    bucket = Bucket(leaves, Axis("dp_shard_cp"), Axis("dp_replicate"), torch.float32)
+    with Calls() as calls:
+        AdamW([bucket], OptimConfig(offload=True))
+    assert torch.ops.aten.copy_.default in calls.seen and torch.ops.aten._to_copy.default not in calls.seen
 
 
 def test_masters_on_the_host_take_weights_that_were_loaded():
