@@ -1,0 +1,80 @@
+"""The host's side of a run on GPUs, on GPUs that compute nothing (`tests/hollow`).
+
+Needs a build of torch for CUDA on a machine without a GPU; elsewhere `conftest.py` leaves this file out.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import write_corpus
+
+ROOT = Path(__file__).parents[2]
+HOLLOW = ROOT / "tests/hollow/run.py"
+SMALL = ["train.steps=3", "train.seq_len=1024", "train.gbs=4", "precision.dtype=bf16", "log.every=1"]
+DENSE = ["model=llama3_1b", "model.num_layers=2"]
+EXPERTS = ["model=qwen3_30b_a3b", "model.num_layers=4", "model.num_experts=16", "moe.planned_imbalance=1.0"]
+ONE_GPU = {
+    "dense": DENSE,
+    "blockwise": [*DENSE, "precision.fp8=blockwise"],
+    "tensorwise": [*DENSE, "precision.fp8=tensorwise"],
+    "recomputed": [*DENSE, "recompute.mode=full"],
+    "offloaded": [*DENSE, "recompute.offload=[attention,mlp]", "optim.offload=true"],
+    "muon": [*DENSE, "optim.name=muon"],
+    "documents": [*DENSE, "data.document_mask=true"],
+    "experts": [*EXPERTS, "precision.fp8=blockwise"],
+    "latent": ["model=deepseek_v2_lite", "model.num_layers=4"],
+}
+GPUS = {
+    "sequence": (2, [*DENSE, "parallel.tp=2", "parallel.sp=true"]),
+    "chunked": (2, [*DENSE, "parallel.tp=2", "parallel.sp=true", "parallel.tp_overlap=chunked"]),
+    "ring": (2, [*DENSE, "parallel.cp=2"]),
+    "zero_3": (2, [*DENSE, "parallel.zero=3", "precision.fp8=blockwise"]),
+    "dualpipe": (2, [*DENSE, "parallel.pp=2", "pipeline.schedule=dualpipe"]),
+    "experts": (2, [*EXPERTS, "parallel.ep=2", "precision.fp8=blockwise", "moe.fp8_dispatch=true"]),
+    "all": (8, [
+        *EXPERTS, "train.gbs=16", "parallel.tp=2", "parallel.sp=true", "parallel.cp=2", "parallel.pp=2",
+        "parallel.ep=2", "parallel.zero=1", "pipeline.schedule=zb_h1",
+    ]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return f"data.train=[{write_corpus(tmp_path_factory.mktemp('data') / 'tokens', vocab_size=500, documents=400)}]"
+
+
+def told(command, **environment):
+    """What a run prints that ended well, without a word of what a GPU would have refused."""
+    run = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0 and "HOLLOW FAULT" not in run.stderr, run.stdout[-2000:] + run.stderr[-4000:]
+    return run.stdout + run.stderr
+
+
+def assert_memory_as_predicted(said, tolerance):
+    """Each pipeline rank's prediction beside what torch's allocator counted."""
+    found = re.findall(r"pp \d+: predicted .*, measured .* \(([+-][\d.]+)%\)", said)
+    assert found and all(abs(float(percent)) <= tolerance for percent in found), said[-1000:]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("overrides", ONE_GPU.values(), ids=ONE_GPU)
+def test_one_gpu(overrides, tokens):
+    assert_memory_as_predicted(told([sys.executable, HOLLOW, "pretrain.py", tokens, *SMALL, *overrides]), 0.5)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks, overrides", GPUS.values(), ids=GPUS)
+def test_gpus(ranks, overrides, tokens):
+    """No rank calls NCCL otherwise than its peers."""
+    visible = ",".join(map(str, range(ranks)))
+    said = told(
+        ["bash", "launch/local.sh", str(ranks), tokens, *SMALL, *overrides],
+        CUDA_VISIBLE_DEVICES=visible, PYTHON=str(HOLLOW),
+    )  # fmt: skip
+    assert_memory_as_predicted(said, 3.0)

@@ -1,0 +1,97 @@
+"""Where the program looks at numbers that kernels would have computed, it is given some that they could have been.
+
+Python imports this file on its start (`../run.py`). Everything else of the program is left as it is.
+"""
+
+import importlib.abc
+import importlib.util
+import pickle
+import sys
+from collections import Counter
+
+
+def lively_steps(step):
+    """A step has targets, a finite norm, and nobody asks to stop."""
+    agree = step.Trainer._agree
+    step.round = lambda x: 1000
+    step.math = type("Roots", (), {"sqrt": staticmethod(lambda x: 1.0)})
+
+    def agreed(self, *args):
+        return step.replace(agree(self, *args), stop=False, skipped=None)
+
+    step.Trainer._agree = agreed
+
+
+def even_routing(dispatch):
+    """Every expert gets the same number of tokens from every rank."""
+    import torch
+
+    trip = dispatch.Dispatcher._trip
+
+    def even_trip(self, sent_places, counts):
+        if counts.is_cuda:
+            tokens, experts = sent_places.token.numel(), counts.shape[1]
+            row = [tokens // experts + (expert < tokens % experts) for expert in range(experts)]
+            counts = torch.tensor([row] * counts.shape[0]).to(counts.device)
+        return trip(self, sent_places, counts)
+
+    dispatch.Dispatcher._trip = even_trip
+
+
+def no_layer_figures(balance):
+    balance.Balancer.layer_figures = lambda self, *args: {}
+
+
+def objects_through_the_store(agreement):
+    """torch sends the lengths of pickled objects through kernels."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    calls = Counter()
+
+    def place(kind, group):
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        calls[kind, ranks] += 1
+        return f"hollow/{kind}/{ranks}/{calls[kind, ranks]}", ranks
+
+    def broadcast_object_list(objects, src=0, group=None, device=None):
+        key, _ = place("broadcast", group)
+        if dist.get_rank() == src:
+            _get_default_store().set(key, pickle.dumps(list(objects)))
+        else:
+            objects[:] = pickle.loads(_get_default_store().get(key))
+
+    def all_gather_object(gathered, mine, group=None):
+        key, ranks = place("gather", group)
+        _get_default_store().set(f"{key}/{dist.get_rank()}", pickle.dumps(mine))
+        gathered[:] = [pickle.loads(_get_default_store().get(f"{key}/{rank}")) for rank in ranks]
+
+    dist.broadcast_object_list, dist.all_gather_object = broadcast_object_list, all_gather_object
+
+
+AFTER_IMPORT = {
+    "megatron5d.train.step": lively_steps,
+    "megatron5d.expert_parallel.dispatch": even_routing,
+    "megatron5d.expert_parallel.balance": no_layer_figures,
+    "megatron5d.topology.agreement": objects_through_the_store,
+}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name not in AFTER_IMPORT:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            AFTER_IMPORT[name](module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())

@@ -1,0 +1,71 @@
+// Streams and events: who waits for whom.
+#include "streams.h"
+
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdio>
+#include <map>
+#include <mutex>
+
+static std::mutex mutex;
+static std::condition_variable changed;
+static std::map<void*, Marks> streams;
+
+static Marks unfinished(const Marks& marks) {
+  Marks left;
+  for (auto& mark : marks)
+    if (!mark->done) left.push_back(mark);
+  return left;
+}
+
+Marks pending_of(void* stream) {
+  std::lock_guard<std::mutex> guard(mutex);
+  return streams[stream] = unfinished(streams[stream]);
+}
+
+Marks pending_everywhere() {
+  std::lock_guard<std::mutex> guard(mutex);
+  Marks all;
+  for (auto& [stream, marks] : streams)
+    for (auto& mark : unfinished(marks)) all.push_back(mark);
+  return all;
+}
+
+void follow(void* stream, std::shared_ptr<Mark> work) {
+  std::lock_guard<std::mutex> guard(mutex);
+  streams[stream] = {work};
+}
+
+void join(void* stream, const Marks& marks) {
+  std::lock_guard<std::mutex> guard(mutex);
+  Marks all = unfinished(streams[stream]);
+  for (auto& mark : unfinished(marks)) all.push_back(mark);
+  streams[stream] = all;
+}
+
+void finish(const std::shared_ptr<Mark>& work) {
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    work->done = true;
+  }
+  changed.notify_all();
+}
+
+bool all_done(const Marks& marks) {
+  std::lock_guard<std::mutex> guard(mutex);
+  return unfinished(marks).empty();
+}
+
+void wait_for(const Marks& marks) {
+  std::unique_lock<std::mutex> guard(mutex);
+  changed.wait(guard, [&] { return unfinished(marks).empty(); });
+}
+
+void fault(const char* format, ...) {
+  char text[500];
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  fprintf(stderr, "HOLLOW FAULT: %s\n", text);
+}

@@ -1,0 +1,19 @@
+// What the work of a stream has to wait for. Kernels take no time here: only messages between ranks do, and what waits
+// for them.
+#pragma once
+#include <memory>
+#include <vector>
+
+struct Mark {
+  bool done = false;
+};
+using Marks = std::vector<std::shared_ptr<Mark>>;
+
+Marks pending_of(void* stream);                           // what the stream's next work must wait for
+void follow(void* stream, std::shared_ptr<Mark> work);    // `work`, which waits for all before it, is the stream's last
+void join(void* stream, const Marks& marks);              // the stream's next work waits for these, too
+Marks pending_everywhere();
+void finish(const std::shared_ptr<Mark>& work);
+bool all_done(const Marks& marks);
+void wait_for(const Marks& marks);
+void fault(const char* format, ...);  // what a GPU would have refused, or what would have hung, on stderr
