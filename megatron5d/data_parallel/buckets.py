@@ -266,9 +266,10 @@ class Bucket:
         return self.weights if self.eight_bits is None else self.eight_bits.whole
 
     def buffer_bytes(self) -> int:
-        """Bytes of the temporary buffers that are allocated now: whole weights, and main gradients."""
+        """Bytes of the temporary buffers that are allocated now: whole weights, main gradients, and a sum under way."""
         weights = self.gathered.nbytes if self.shards_weights and self.holds(wide=False) else 0
-        return weights + (self.grads.nbytes if self.shards_grads and self.holds_grads else 0)
+        grads = self.grads.nbytes if self.shards_grads and self.holds_grads else 0
+        return weights + grads + (0 if self._reducing is None else self.grad_slice.nbytes)
 
     def drop_weights(self) -> None:
         """Frees the whole weights and their 8-bit copies; the owned slice stays."""

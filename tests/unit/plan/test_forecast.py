@@ -202,6 +202,7 @@ def assert_predicted(config, world: int) -> dict[int, RankMemory]:
     return predicted
 
 
+TIED = {"model": "odd_vocab_tied", "fields": {"vocab_size": 4000}}  # the largest gradient waits for its sum
 LAYOUTS = {
     "one": (1, {}),
     "bf16-grads": (1, {"dtype": "bf16", "grads": "bf16"}),
@@ -214,7 +215,7 @@ LAYOUTS = {
     "zero3-zb_v": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_v"}),
     "zero3-zb_h1": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_h1"}),
     "zero3-1f1b": (4, {"zero": 3, "pp": 2, "gbs": 8, "dtype": "bf16", "recompute": "full"}),
-    "zero3-fp8": (2, {"zero": 3, "gbs": 4, "dtype": "bf16", "fp8": "tensorwise"}),
+    "zero3-fp8": (2, {"zero": 3, "gbs": 4, "dtype": "bf16", "fp8": "tensorwise", **TIED}),
     "zero3-moe": (2, {"ep": 2, "zero": 3, "gbs": 4, "fields": MOE}),
     "mla-sp": (2, {"model": "mla", "tp": 2, "sp": True}),
     "fused": (2, {"tp": 2, "sp": True, "tp_overlap": "fused", "recompute": RecomputeConfig("full", num_layers=1)}),
