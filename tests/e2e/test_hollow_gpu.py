@@ -49,9 +49,8 @@ def tokens(tmp_path_factory):
 
 def told(command, **environment):
     """What a run prints that ended well, without a word of what a GPU would have refused."""
-    run = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, capture_output=True, text=True
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     assert run.returncode == 0 and "HOLLOW FAULT" not in run.stderr, run.stdout[-2000:] + run.stderr[-4000:]
     return run.stdout + run.stderr
 
