@@ -31,6 +31,7 @@ ONE_GPU = {
 GPUS = {
     "sequence": (2, [*DENSE, "parallel.tp=2", "parallel.sp=true"]),
     "chunked": (2, [*DENSE, "parallel.tp=2", "parallel.sp=true", "parallel.tp_overlap=chunked"]),
+    "fused": (2, [*DENSE, "parallel.tp=2", "parallel.sp=true", "parallel.tp_overlap=fused"]),
     "ring": (2, [*DENSE, "parallel.cp=2"]),
     "zero_3": (2, [*DENSE, "parallel.zero=3", "precision.fp8=blockwise"]),
     "dualpipe": (2, [*DENSE, "parallel.pp=2", "pipeline.schedule=dualpipe"]),

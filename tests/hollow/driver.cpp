@@ -158,6 +158,16 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(
   return cudaSuccess;
 }
 
+// ------------------------------------------------------------------------------------- NVML: no fabric and no NVLink
+static const int NOT_SUPPORTED = 3;
+EXPORT int nvmlInit_v2() { return 0; }
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return *device = HANDLE, 0; }
+EXPORT int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 0; }  // its state stays 0: not supported
+EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return NOT_SUPPORTED; }
+EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return NOT_SUPPORTED; }
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { return *count = 0; }
+EXPORT int nvmlSystemGetCudaDriverVersion_v2(int* version) { return *version = CUDA_VERSION, 0; }
+
 // ------------------------------------------------------------------------- cuBLAS: what hands something to its caller
 EXPORT int cublasCreate_v2(void** handle) { return *handle = HANDLE, 0; }
 EXPORT int cublasGetMathMode(void*, int* mode) { return *mode = 0; }

@@ -51,6 +51,9 @@ def build(packages: Path) -> Path:
     subprocess.run([*command, *sources, str(others), "-ldl", "-lpthread"], check=True)
     others.unlink()
     made.rename(library)
+    management = library.with_name("libnvidia-ml.so.1")
+    if not management.is_symlink():
+        management.symlink_to(library.name)
     return library
 
 
