@@ -203,10 +203,13 @@ def _attach(x: Any, input_grads: Any) -> Any:
 
 
 def _arrived(input_grads: Any) -> Any:
-    """The gradients that a backward has left."""
+    """The gradients that a backward has left; the graph, which deferred weight gradients keep, lets them go."""
     if isinstance(input_grads, tuple):
         return tuple(map(_arrived, input_grads))
-    return input_grads.grad if isinstance(input_grads, _InputGrad) else input_grads
+    if not isinstance(input_grads, _InputGrad):
+        return input_grads
+    grad, input_grads.grad = input_grads.grad, None
+    return grad
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:

@@ -251,6 +251,7 @@ LAYOUTS = {
     "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
     "interleaved": (2, {"pp": 2, "vpp": 2, "gbs": 4, "schedule": "interleaved"}),
     "zb_v": (2, {"pp": 2, "gbs": 4, "schedule": "zb_v", "model": "odd_vocab_tied"}),
+    "v_min": (2, {"pp": 2, "gbs": 8, "schedule": "v_min"}),
     "zb_v-relay": (2, {"pp": 2, "gbs": 8, "schedule": "zb_v", "layout": [1, 0, 2, 1]}),
     "zero3-relays": (
         4,
