@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.fp8_matmul import scaled_sum, scales_of_tile, swizzled
+from kernels.fp8_matmul import scaled_sum, scales_of_tile, settles, swizzled, taken_out
 from kernels.fp8_quantize import GROUP, Quantized
 from kernels.grouped_matmul import ends_of, grouped_matmul_reference, launch_rows, readable
 from kernels.language import HAS_TRITON, cdiv, jit, next_power_of_2, tl
@@ -83,6 +83,7 @@ def _weight_grad_fp8_kernel(
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
     GROUP: tl.constexpr,
+    SETTLE: tl.constexpr,
 ):
     tile_n, tile_k = swizzled(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), BAND)
     expert = tl.program_id(1).to(tl.int64)
@@ -93,7 +94,7 @@ def _weight_grad_fp8_kernel(
     for group in range(begin, begin + count):
         dy = dy_desc.load([tile_n * BLOCK_N, group * GROUP])
         x = x_desc.load([tile_k * BLOCK_K, group * GROUP])
-        part = tl.dot(dy, x.T, out_dtype=tl.float32)
+        part = taken_out(tl.dot(dy, x.T, out_dtype=tl.float32), SETTLE)
         dy_scale = scales_of_tile(dy_scales, dy_strides, 0, out, n, group, 1, GROUP)
         x_scale = scales_of_tile(x_scales, x_strides, 0, column, k, group, 1, GROUP)
         total = scaled_sum(total, part, dy_scale, x_scale, 1, 1)
@@ -132,4 +133,5 @@ def grouped_weight_grad_fp8(dy: Quantized, x: Quantized, offsets: Tensor, main_g
     scales = (dy.scales, dy.scales.stride(), x.scales, x.scales.stride())
     inputs = (*descriptors, *scales, main_grad, offsets, n, k, experts)
     grid = (cdiv(n, block_n) * cdiv(k, block_k), experts)
-    _weight_grad_fp8_kernel[grid](*inputs, EXPERTS=next_power_of_2(experts), GROUP=GROUP, **config)
+    constants = {"EXPERTS": next_power_of_2(experts), "GROUP": GROUP, "SETTLE": settles(main_grad.device)}
+    _weight_grad_fp8_kernel[grid](*inputs, **constants, **config)

@@ -43,6 +43,24 @@ def scales_of_tile(scales, strides, first, index, count, group, ROWS: tl.constex
     return scale
 
 
+def settles(device: torch.device) -> bool:
+    """Whether products that are scaled one by one are taken out behind a barrier: on Blackwell.
+
+    There one thread starts a product, and its sums lie in memory of the whole program. Triton 3.6 and 3.7 let the next
+    product overwrite what other warps have not read (triton-lang/triton, pull request 10263, puts barriers there).
+    The price is that copies no longer run ahead.
+    """
+    return tuning.architecture(device) == "sm_100"
+
+
+@jit
+def taken_out(part, SETTLE: tl.constexpr):
+    """A product that every warp has taken out before one of them starts the next (`settles`)."""
+    if SETTLE:
+        tl.debug_barrier()
+    return part
+
+
 @jit
 def scaled_sum(total, part, a, b, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr):
     """total + part · a · b, with one multiplication and addition an element where only one side has a scale a row."""
@@ -78,6 +96,7 @@ def _fp8_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BAND: tl.constexpr,
     GROUP: tl.constexpr,
+    SETTLE: tl.constexpr,
 ):
     tile_m, tile_n = swizzled(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -86,7 +105,7 @@ def _fp8_matmul_kernel(
     for group in range(tl.cdiv(k, GROUP)):
         a = a_desc.load([tile_m * BLOCK_M, group * GROUP])
         b = b_desc.load([tile_n * BLOCK_N, group * GROUP])
-        part = tl.dot(a, b.T, out_dtype=tl.float32)
+        part = taken_out(tl.dot(a, b.T, out_dtype=tl.float32), SETTLE)
         a_scale = scales_of_tile(a_scales, a_strides, tile_m * BLOCK_M, row, m, group, A_ROWS, GROUP)
         b_scale = scales_of_tile(b_scales, b_strides, tile_n * BLOCK_N, column, n, group, B_ROWS, GROUP)
         total = scaled_sum(total, part, a_scale, b_scale, A_ROWS, B_ROWS)
@@ -153,6 +172,7 @@ def fp8_matmul(
         TensorDescriptor.from_tensor(b.values, [block_n, GROUP]),
     )
     kinds = {"A_ROWS": a.rows_per_scale, "B_ROWS": b.rows_per_scale, "ACCUMULATE": accumulate_into is not None}
+    kinds["SETTLE"] = settles(out.device)
     inputs = (*descriptors, a.scales, a.scales.stride(), b.scales, b.scales.stride(), out, m, n, k)
     grid = (cdiv(m, block_m) * cdiv(n, block_n),)
     _fp8_matmul_kernel[grid](*inputs, **kinds, GROUP=GROUP, **config)

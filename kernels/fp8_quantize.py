@@ -97,7 +97,7 @@ def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE
     if POWERS_OF_TWO:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
-    q = tl.minimum(tl.maximum(x * tl.div_rn(1.0, scale), -LARGEST), LARGEST)
+    q = tl.clamp(x * tl.div_rn(1.0, scale), -LARGEST, LARGEST, tl.PropagateNan.ALL)
     return tl.where(amax < float("inf"), q, float("nan")).to(DTYPE), scale
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.dispatch import first_order, statistics_dtype
 from kernels.flash_attention_tiles import DTYPES
-from kernels.fp8_matmul import swizzled
+from kernels.fp8_matmul import settles, swizzled, taken_out
 from kernels.language import HAS_TRITON, cdiv, jit, next_power_of_2, tl
 
 if HAS_TRITON:
@@ -91,6 +91,7 @@ def _rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
+    SETTLE: tl.constexpr,
 ):
     tile_m, tile_n = swizzled(tl.program_id(0), num_tiles, tl.cdiv(n, BLOCK_N), BAND)
     expert, first, last = expert_of(tile_m, offsets_ptr, num_experts, rows, BLOCK_M, EXPERTS)
@@ -104,7 +105,8 @@ def _rows_kernel(
     for step in range(tl.cdiv(k, BLOCK_K)):
         x = x_desc.load([first, step * BLOCK_K])
         if SCALED:
-            part = tl.dot(x, w_desc.load([base + column, step * BLOCK_K]).T, out_dtype=tl.float32)
+            w = w_desc.load([base + column, step * BLOCK_K])
+            part = taken_out(tl.dot(x, w.T, out_dtype=tl.float32), SETTLE)
             groups = tl.cdiv(k, BLOCK_K)
             scale = tl.load(x_scales_ptr + row.to(tl.int64) * groups + step, row < last, other=0.0)
             blocks = tl.cdiv(n, BLOCK_K)
@@ -177,6 +179,7 @@ def launch_rows(x, weight, offsets, n: int, k: int, turned: bool, scales: tuple 
     sizes = (num_tiles, experts, rows, n, k, weight.shape[1])
     flags = {"SCALED": scales is not None, "TURNED": turned, "CUT": turned and k % block_k != 0}
     flags["EXPERTS"] = next_power_of_2(experts + 1)  # a lane for the rows past the last offset
+    flags["SETTLE"] = settles(x.device)
     grid = (num_tiles * cdiv(n, block_n),)
     _rows_kernel[grid](x_desc, w_desc, x_scales, w_scales, y, offsets, *sizes, **flags, **config)
     return y

@@ -7,39 +7,13 @@
 """
 
 import numpy as np
-import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterOptions, TensorHandle
 
-_allowed: list[tuple[int, int]] = []
+from kernels.testing.bounds import allowed, storages
+
 _POISON = {8: 0x7F, 16: 0x7E00, 32: 0x7FC00000, 64: 0x7FF8 << 48}
-
-
-def _storages(argument):
-    """Byte ranges of every tensor an argument holds."""
-    if isinstance(argument, (tuple, list)):
-        for part in argument:
-            yield from _storages(part)
-    elif hasattr(argument, "base") and hasattr(argument, "block_shape"):
-        yield from _storages(argument.base)
-    elif isinstance(argument, torch.Tensor):
-        storage = argument.untyped_storage()
-        yield (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-
-
-class allow_memory:
-    """Let kernels touch these tensors too, though they reach them through an array of addresses."""
-
-    def __init__(self, *tensors: torch.Tensor):
-        self.ranges = list(_storages(tensors))
-
-    def __enter__(self):
-        _allowed.extend(self.ranges)
-
-    def __exit__(self, *_):
-        for one in self.ranges:
-            _allowed.remove(one)
 
 
 def _check(pointers: TensorHandle, mask: TensorHandle, what: str) -> None:
@@ -48,11 +22,11 @@ def _check(pointers: TensorHandle, mask: TensorHandle, what: str) -> None:
         return
     width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
     inside = np.zeros(live.shape, bool)
-    for start, stop in _allowed:
+    for start, stop in allowed:
         inside |= (live >= np.uint64(start)) & (live + np.uint64(width) <= np.uint64(stop))
     if not inside.all():
         first = int(live[~inside][0])
-        start, stop = min(_allowed, key=lambda r: min(abs(r[0] - first), abs(r[1] - first)), default=(0, 0))
+        start, stop = min(allowed, key=lambda r: min(abs(r[0] - first), abs(r[1] - first)), default=(0, 0))
         raise IndexError(
             f"{what} out of bounds: {int((~inside).sum())} of {live.size} lanes, the first at byte {first - start} "
             f"of an argument of {stop - start} bytes, in program {interpreter.interpreter_builder.grid_idx}"
@@ -73,12 +47,12 @@ def _poisoned(pointers: TensorHandle) -> TensorHandle:
 
 def _checked_call(original):
     def call(self, *args, **kwargs):
-        ranges = list(_storages(args)) + list(_storages(tuple(kwargs.values())))
-        _allowed.extend(ranges)
+        ranges = list(storages(args)) + list(storages(tuple(kwargs.values())))
+        allowed.extend(ranges)
         try:
             return original(self, *args, **kwargs)
         finally:
-            del _allowed[len(_allowed) - len(ranges) :]
+            del allowed[len(allowed) - len(ranges) :]
 
     return call
 

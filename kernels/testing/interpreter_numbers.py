@@ -4,7 +4,8 @@ The interpreter keeps bfloat16 and float8 as raw unsigned integers, then adds, c
 Its casts truncate or lose the carry of the mantissa. A right kernel looks wrong and a wrong one can look right. Here:
  - every cast is torch's own, to nearest even; float8 saturates at its largest value, as the GPU's conversion does;
  - arithmetic, comparison, reduction, scan, dot and atomics on narrow floats widen to float32 and round once after;
- - float16 dots accumulate in float32.
+ - float16 dots accumulate in float32;
+ - of a number and NaN, `tl.maximum` and `tl.minimum` give the number, unless they are told otherwise.
 """
 
 import numpy as np
@@ -154,6 +155,8 @@ def _bfloat16_constant(self, value):
 def repair_numbers() -> None:
     """Replace the interpreter's arithmetic; call once, before the first kernel runs."""
     builder = InterpreterBuilder
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     interpreter._convert_float = convert_float
     for name in f"{_UNARY} {_BINARY} {_TERNARY}".split():
         name = f"create_{name}"

@@ -1,10 +1,14 @@
-"""These kernels run in the interpreter or on a GPU; each needs a process of its own (`../test_in_processes.py`)."""
+"""Kernels run interpreted, emulated or on a GPU; each place has processes of its own (`../test_in_processes.py`)."""
 
 import os
 
 import torch
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+from kernels import tuning
+
+PLACE = os.environ.get("MEGATRON5D_KERNELS", "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "")
+collect_ignore = []
+if PLACE == "interpreter":
     from kernels.testing.interpreter_checks import install_checks
     from kernels.testing.interpreter_numbers import repair_numbers
     from kernels.testing.interpreter_types import make_types_once
@@ -12,7 +16,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     make_types_once()
     repair_numbers()
     install_checks()
-elif os.environ.get("MEGATRON5D_KERNELS") == "gpu":
+elif PLACE == "gpu":
     torch.set_default_device("cuda")
+elif PLACE:
+    from kernels.testing.emulated_gpu import install
+
+    install(PLACE, int(os.environ.get("MEGATRON5D_SEED", "0")))
 else:
     collect_ignore_glob = ["test_*.py"]
+if not PLACE.startswith("sm_"):
+    collect_ignore += ["test_emulated_gpu.py"]
+
+
+def pytest_collection_modifyitems(config, items):
+    """Kernels for 8-bit floats are tested where there is a table for them."""
+    if PLACE and "fp8_matmul" not in tuning.table(tuning.architecture(torch.empty(0).device)):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("eight_bits")])
+        items[:] = [item for item in items if not item.get_closest_marker("eight_bits")]

@@ -10,8 +10,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from kernels import tuning
-from kernels.testing import interpreter_checks
 from kernels.testing.benchmarks import BENCHMARKS
+from kernels.testing.bounds import allowed
 from tools import tune_kernels
 from tools.tune_kernels import SPACE, Search, candidates, results
 
@@ -24,7 +24,9 @@ NOTHING = {"num_warps", "num_stages"}  # of a configuration, what every launch h
 def quick(monkeypatch):
     """Nothing is compiled; kernels that follow addresses may (their own tests check the bounds)."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(interpreter_checks, "_allowed", [(0, 2**63)])
+    allowed.append((0, 2**63))
+    yield
+    allowed.pop()
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

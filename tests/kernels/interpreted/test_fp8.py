@@ -22,6 +22,8 @@ from kernels.fp8_quantize import (
 from kernels.fp8_tensor import quantize_tensor
 from kernels.fp8_turn import turn, turn_reference
 
+pytestmark = pytest.mark.eight_bits
+
 
 def by_definition(x, height, dtype, powers_of_two=False):
     """Group by group: scale = amax / largest, perhaps up to 2^n; values = nearest 8-bit float of x · 1/scale."""
@@ -194,9 +196,9 @@ def test_backwards_without_the_forward_are_those_with_it(rows, width):
         ours = kernels.rms_norm_backward(dy, x, weight, 1e-5, inverse, dx)
         centred = kernels.layer_norm_backward(dy, x, weight, bias, 1e-5, statistics, dx)
     wanted = torch.autograd.grad(kernels.add_rms_norm(x, None, weight, 1e-5), [x, weight], [dy, dx])
-    assert all(map(torch.equal, ours, wanted))
+    torch.testing.assert_close(ours, wanted)  # two compiled kernels need not add in the same order
     wanted = torch.autograd.grad(kernels.add_layer_norm(x, None, weight, bias, 1e-5), [x, weight, bias], [dy, dx])
-    assert all(map(torch.equal, centred, wanted))
+    torch.testing.assert_close(centred, wanted)
 
 
 def near(got, want):

@@ -20,6 +20,8 @@ from kernels.fp8_tensor import (
 )
 from kernels.fp8_turn import transposed
 
+pytestmark = pytest.mark.eight_bits
+
 
 def same(got, want):
     """Shape, layout, dtype and every bit."""

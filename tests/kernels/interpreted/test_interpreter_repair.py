@@ -34,6 +34,25 @@ def test_arithmetic(dtype):
 
 
 @triton.jit
+def extremes(x, y, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    a, b = tl.load(x + i), tl.load(y + i)
+    tl.store(out + i, tl.maximum(a, b))
+    tl.store(out + BLOCK + i, tl.minimum(a, b))
+    tl.store(out + 2 * BLOCK + i, tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_number_wins_against_nan_unless_told_otherwise(dtype):
+    nan = float("nan")
+    x, y = torch.tensor([1, nan, 3, nan], dtype=dtype), torch.tensor([2, 5, nan, nan], dtype=dtype)
+    out = torch.empty(12, dtype=dtype)
+    extremes[(1,)](x, y, out, BLOCK=4)
+    want = [torch.fmax(x, y), torch.fmin(x, y), torch.maximum(x, y)]
+    torch.testing.assert_close(out, torch.cat(want), rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
 def cast(x, out, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + i, tl.load(x + i).to(out.dtype.element_ty))

@@ -70,7 +70,13 @@ def numbers(config, in_place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "parts, fp8", [([], "none"), (["qkv"], "none"), (["attention", "mlp"], "none"), ([], "blockwise")]
+    "parts, fp8",
+    [
+        ([], "none"),
+        (["qkv"], "none"),
+        (["attention", "mlp"], "none"),
+        pytest.param([], "blockwise", marks=pytest.mark.eight_bits),
+    ],
 )
 def test_the_same_bits_in_place(parts, fp8, overwritten, monkeypatch):
     recompute = RecomputeConfig("selective", parts=parts) if parts else RecomputeConfig()

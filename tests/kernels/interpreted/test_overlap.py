@@ -14,7 +14,7 @@ from kernels import gather_matmul as gather
 from kernels import matmul_scatter as scatter
 from kernels import signals
 from kernels.signals import Arrivals, Patience, addresses_of, raise_flags, wait_flag
-from kernels.testing.interpreter_checks import allow_memory
+from kernels.testing.bounds import allow_memory
 
 SIZE, RANK = 2, 1
 SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]  # rows, n, k, turned
