@@ -208,7 +208,8 @@ class Bucket:
             self.grads.zero_()
             self.holds_grads = True
 
-    def _drop_grads(self) -> None:
+    def drop_grads(self) -> None:
+        """Frees the buffer of main gradients; the owned slice stays."""
         free(self.grads)
         self.holds_grads = False
 
@@ -228,7 +229,7 @@ class Bucket:
         reduced, self._reducing = self._reducing.wait(), None
         if self.shards_grads:
             self.grad_slice.add_(reduced)
-            self._drop_grads()
+            self.drop_grads()
         else:
             self.grad_slice.copy_(reduced)
 
@@ -264,12 +265,6 @@ class Bucket:
     def gathered(self) -> Tensor:
         """The buffer from which the phases read the weights."""
         return self.weights if self.eight_bits is None else self.eight_bits.whole
-
-    def buffer_bytes(self) -> int:
-        """Bytes of the temporary buffers that are allocated now: whole weights, main gradients, and a sum under way."""
-        weights = self.gathered.nbytes if self.shards_weights and self.holds(wide=False) else 0
-        grads = self.grads.nbytes if self.shards_grads and self.holds_grads else 0
-        return weights + grads + (0 if self._reducing is None else self.grad_slice.nbytes)
 
     def drop_weights(self) -> None:
         """Frees the whole weights and their 8-bit copies; the owned slice stays."""

@@ -284,13 +284,19 @@ class GradSync:
         """Waits until all gathers have finished."""
         self.weights.finish_gather()
 
-    def buffer_bytes(self) -> int:
-        """Bytes of the temporary buffers that are allocated now (ZeRO-2 and 3)."""
-        return sum(bucket.buffer_bytes() for bucket in self.buckets)
+    def allocate_grads(self, phase: nn.Module) -> None:
+        """Allocates what the phase's weight gradients go into, as the first of them does (ZeRO-2 and 3)."""
+        for index in self._uses[phase]:
+            if self.buckets[index].shards_grads:
+                self.buckets[index].allocate_grads()
 
-    def fetched_bytes(self, phase: nn.Module) -> int:
-        """Bytes of the weights that are gathered for the unit of a phase and freed after it (ZeRO-3)."""
-        return self.weights.fetched_bytes(phase)
+    def drop(self) -> None:
+        """Frees the temporary buffers (ZeRO-2 and 3), whatever they hold."""
+        for bucket in self.buckets:
+            if bucket.shards_weights:
+                bucket.drop_weights()
+            if bucket.shards_grads:
+                bucket.drop_grads()
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """A context in which all parameters can be read, as `GatheredWeights.whole`."""

@@ -172,15 +172,6 @@ class GatheredWeights:
         held = [i for i, bucket in enumerate(self._buckets) if bucket.shards_weights and bucket.holds(wide=False)]
         assert not held and not self._reserved, f"buckets {held} are still gathered, {self._reserved} were never used"
 
-    def fetched_bytes(self, phase: nn.Module) -> int:
-        """Bytes that are gathered for the unit of a phase and freed after each use; 0 with `per_step`."""
-        unit = [other for other, number in self._unit_of.items() if number == self._unit_of[phase]]
-        indices = {index for other in unit for index in self._uses[other]}
-        buckets = [self._buckets[index] for index in indices if not self._per_step]
-        return sum(
-            bucket.gathered.numel() * bucket.gathered.element_size() for bucket in buckets if bucket.shards_weights
-        )
-
     def start_gather(self) -> None:
         """After an update: drops the 8-bit copies of old weights, and below ZeRO-3 starts gathering the new weights.
 

@@ -91,15 +91,19 @@ class Pipeline:
 
         The order is the same on all ranks that hold copies of the same stages.
         """
-        program = self.executor(num_microbatches).program
-        counts: dict[nn.Module, int] = {}
-        local = sorted({stage for _, stage in self._stages}, key=lambda stage: _finish(program, stage))
-        for stage in local:
-            for direction, held in self._stages:
-                if held == stage:
-                    for phase in reversed(self._stages[direction, held].phases):
-                        counts[phase] = counts.get(phase, 0) + program.direction.count(direction)
-        return counts
+        phases = {key: stage.phases for key, stage in self._stages.items()}
+        return passes_of(self.executor(num_microbatches).program, phases)
+
+
+def passes_of(program: Program, phases: Mapping[tuple[int, int], Sequence[nn.Module]]) -> dict[nn.Module, int]:
+    """As `Pipeline.passes`, of the phases of every (direction, stage)."""
+    counts: dict[nn.Module, int] = {}
+    for stage in sorted({stage for _, stage in phases}, key=lambda stage: _finish(program, stage)):
+        for direction, held in phases:
+            if held == stage:
+                for phase in reversed(phases[direction, held]):
+                    counts[phase] = counts.get(phase, 0) + program.direction.count(direction)
+    return counts
 
 
 def _finish(program: Program, stage: int) -> tuple[int, int]:

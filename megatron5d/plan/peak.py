@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
 from megatron5d.pipeline_parallel.receipts import receipts
 from megatron5d.pipeline_parallel.transfers import Flow, input_of, output_of, steps
+from megatron5d.plan.replay import Replay
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Step
 
 Passage = tuple[int, int]
@@ -57,8 +58,7 @@ def find_peak(
     rank: int,
     traces: Mapping[int, StageTrace],
     message_bytes: int,
-    standing: int = 0,
-    reduced: Mapping[int, Sequence[int]] | None = None,
+    replay: Replay | None = None,
 ) -> Peak:
     """The worst moment of a step on one rank.
 
@@ -67,18 +67,15 @@ def find_peak(
         rank: the pipeline rank.
         traces: of every stage that the rank holds.
         message_bytes: of a message between stages.
-        standing: bytes of data parallelism's temporary buffers that stay between passes.
-        reduced: stage -> for each phase, last one first, the bytes that reducing its gradients leaves until the end of
-            the step, from the stage's last micro-batch on. None = nothing is left.
+        replay: data parallelism, inside its context; None = it has no temporary buffers.
     """
-    walk = _Walk(program, rank, traces, message_bytes, reduced or {})
-    if not walk.begins_empty:
-        walk.stages = walk.units = standing
+    walk = _Walk(program, rank, traces, message_bytes, replay)
     line = list(steps(program, rank))
     following = _following([step.slot for step in line], traces)
     for step, after in zip(line, following):
         walk.messages += message_bytes * len(step.receives)
-        walk.expected = list(after)
+        if replay is not None:
+            replay.expect(after)
         running = [walk.run(action) for action in step.slot]
         while running:
             running = [each for each in running if next(each, None) is not None]
@@ -96,7 +93,7 @@ def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[
 
 
 class _Walk:
-    """Counts the bytes alive on one rank while its slots run: `messages`, and `stages` for all other tensors."""
+    """Counts the bytes alive on one rank while its slots run: `messages`, and `stages` for what is not the replay's."""
 
     def __init__(
         self,
@@ -104,60 +101,44 @@ class _Walk:
         rank: int,
         traces: Mapping[int, StageTrace],
         message_bytes: int,
-        reduced: Mapping[int, Sequence[int]],
+        replay: Replay | None,
     ) -> None:
-        self.program, self.traces, self.message_bytes, self.reduced = program, traces, message_bytes, reduced
-        self.messages = self.stages = self.units = self.most = self.host = self.most_host = 0
+        self.program, self.traces, self.message_bytes, self.replay = program, traces, message_bytes, replay
+        self.messages = self.stages = self.most = self.host = self.most_host = 0
         self.peak = Peak()
-        self.expected: list[Action] = []
-        self._fetched: dict[Action, int] = {}  # action -> bytes of weights gathered before it begins
         self._proofs = receipts(program, rank)
         self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to have been sent
         self._settled: Counter[Flow] = Counter()
         self._local: dict[Passage, int] = {}  # bytes of outputs for another stage of this rank
         self._forward: dict[Passage, tuple[Step, ...]] = {}  # steps of F whose activations are alive
         self._stashed: dict[Passage, int] = {}
-        # what a step's first passes need is known for a single stage without split backward; else buffers always count
-        own = [stage for _, stage in program.placement.stages_of(rank)]
-        ops = {action.op for slot in program.ranks[rank] for action in slot}
-        self.begins_empty = len(own) == 1 and "B" in traces[own[0]].first and "I" not in ops
-        self._begun: set[str] = set()  # operations that have run, where it begins empty
         self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
-        self._owed = Counter(
-            action.stage for slot in program.ranks[rank] for action in slot if action.op in "BW"
-        )  # micro-batches whose weight gradients a stage has not made
 
     def run(self, action: Action) -> Iterator[bool]:
         """Runs one action, phase by phase."""
         op, stage, microbatch = action
         here, trace = (stage, microbatch), self.traces[stage]
         self._take(action)
-        passes = self._passes(trace, op)
-        forward, count = trace.passes["F"], len(passes)
-        self._owed[stage] -= op in "BW"
-        sums = iter(self.reduced.get(stage, ()) if op in "BW" and not self._owed[stage] else ())
-        self._fetch(-self._fetched.pop(action, 0))
-        for done, step in enumerate(passes):
-            if done == count - 1 - trace.last_unit.get(op, 0):
-                self._look_ahead(action, begun=True)
+        forward, place = trace.passes["F"], 0
+        for done, step in enumerate(trace.passes[op]):
             if op == "F":
                 self._keep(here, forward[:done])
-            self._see(action, step.rise)
-            self.stages += step.delta
-            self.units += step.buffers
-            if step.frees or (op == "W" and step.kind != BOUNDARY):
-                self._fetch(next(sums, 0))
+            if step.kind == BOUNDARY or self.replay is None:
+                self._see(action, step.rise)
+                self.stages += step.delta
+            else:
+                self._run_phase(action, step, place, self.replay)
+                place += 1
             if step.frees:  # the activations of this phase; with the last phase, also its output
                 self._keep(here, self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1])
             yield True
-        self._look_ahead(action, begun=False)
         if op == "F":
             self._keep(here, forward)
             if here in self._shared:
                 self.stages -= self.message_bytes
         elif op == "I":
             self._keep(here, None)
-            self._stashed[here] = sum(step.delta - step.buffers for op in "FI" for step in trace.passes[op])
+            self._stashed[here] = sum(step.delta for op in "FI" for step in trace.passes[op])
         else:
             self._keep(here, None)
             self._stashed.pop(here, None)
@@ -173,32 +154,17 @@ class _Walk:
         if steps is not None:
             self._forward[here] = steps
 
-    def _passes(self, trace: StageTrace, op: str) -> tuple[Step, ...]:
-        """The steps of one action; in the first forward and backward of a step no buffers are alive from before."""
-        if not self.begins_empty or op in self._begun:
-            return trace.passes[op]
-        self._begun.add(op)
-        return trace.first[op]
-
-    def _look_ahead(self, action: Action, begun: bool) -> None:
-        """Gathers the weights that the next actions read first.
-
-        Those of another stage are gathered when the last unit of this action begins. Those that this action reads
-        itself are there already, and stay when it has ended.
-        """
-        if action.op == "W":
-            return
-        for after in list(self.expected):
-            same = after.stage == action.stage and (action.op == "F") != (after.op == "F")
-            if begun != same:
-                self.expected.remove(after)
-                self._fetched[after] = self.traces[after.stage].ahead.get(after.op, 0)
-                self._fetch(self._fetched[after])
-
-    def _fetch(self, num_bytes: int) -> None:
-        """Counts bytes of data parallelism's temporary buffers."""
-        self.stages += num_bytes
-        self.units += num_bytes
+    def _run_phase(self, action: Action, step: Step, place: int, replay: Replay) -> None:
+        """One step of an action, counted from its first phase, with what data parallelism does before, in and after."""
+        replay.before(action, place)
+        self._see(action, max(step.rise, replay.peak_bytes - replay.live_bytes))
+        if step.late is not None:
+            replay.allocate(action, place)
+            self._see(action, step.late)
+        self.stages += step.delta
+        replay.forget_peak()
+        replay.after(action, place)
+        self._see(action, replay.peak_bytes - replay.live_bytes)
 
     def _take(self, action: Action) -> None:
         """The action takes its input, and messages that it proves to have arrived are freed (receipts.py)."""
@@ -234,7 +200,8 @@ class _Walk:
 
     def _see(self, action: Action, rise: int) -> None:
         """Records the present moment, with `rise` temporary bytes, if it needs more than any before."""
-        total = self.stages + self.messages + rise
+        units = 0 if self.replay is None else self.replay.live_bytes
+        total = self.stages + self.messages + units + rise
         if total <= self.most:
             return
         self.most = total
@@ -244,7 +211,7 @@ class _Walk:
         elsewhere = len([here for here in self._shared if here in self._forward]) * self.message_bytes
         kept[BOUNDARY] -= min(kept[BOUNDARY], elsewhere)
         stash = sum(self._stashed.values())
-        rest = total - sum(kept.values()) - stash - self.messages - self.units
+        rest = total - sum(kept.values()) - stash - self.messages - units
         # the phase that runs may have freed some of its activations already, or W of what was stashed
         freed, rest = max(0, -rest), max(0, rest)
         if action.op == "W":
@@ -254,14 +221,14 @@ class _Walk:
             freed -= min(count, freed)
         activations = {kind: count for kind, count in kept.items() if count}
         held = len(self._forward)
-        self.peak = Peak(activations, stash - freed, self.messages, self.units, rest, action, held)
+        self.peak = Peak(activations, stash - freed, self.messages, units, rest, action, held)
 
 
 def _kept(steps: Sequence[Step]) -> Counter[str]:
     """Class of phase -> bytes that these steps of a forward have left; what one frees is what those before it made."""
     made: list[tuple[str, int]] = []
     for step in steps:
-        change = step.delta - step.buffers
+        change = step.delta
         while change < 0 and made:
             kind, count = made.pop()
             change += count

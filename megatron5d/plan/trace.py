@@ -10,7 +10,7 @@ and the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from kernels.dispatch import statistics_dtype
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.pipeline_parallel.hooks import NoHooks
 from megatron5d.pipeline_parallel.stage import Stage, phase_groups
 from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.activations import policy_of
 
 BOUNDARY = "input"  # kind of the input and output of a stage
 
@@ -34,16 +34,17 @@ class Step:
         rise: the most that is alive during the phase, minus what was alive at its beginning.
         delta: what is alive at its end, minus what was alive at its beginning.
         frees: whether it is the backward of its phase, after which the activations are not needed any more.
-        buffers: the part of `delta` in data parallelism's temporary buffers (ZeRO-2 and 3).
         host: of a forward, bytes that are in the host's memory until the phase's backward; not part of `delta`.
+        late: as `rise`, from the first weight gradient on, for which data parallelism may have to allocate; `rise` is
+            until then. None = there is none.
     """
 
     kind: str
     rise: int
     delta: int
     frees: bool = False
-    buffers: int = 0
     host: int = 0
+    late: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,15 @@ class StageTrace:
     """The passes of one stage, phase by phase in the order in which they run.
 
     The stage's input and the gradient of its output count from the beginning of the pass that takes them. What a pass
-    passes on does not count any more at its end.
+    passes on does not count any more at its end. Data parallelism's buffers do not count (plan/replay.py).
 
     Args:
         passes: op (F, B, I, W) -> its steps.
         output_kept: whether the stage's last phase saves its output until the backward.
-        standing: bytes of data parallelism's buffers that stay between two passes: a unit whose sum has not finished,
-            and that sum.
-        first: the passes of a step's first micro-batch, when no weights are gathered yet; empty if they do not differ.
-        ahead: op -> bytes of the weights that it reads first, which are gathered during the last unit of the action
-            before.
-        last_unit: op -> how many of its steps, the final one aside, belong to its last unit.
     """
 
     passes: dict[str, tuple[Step, ...]]
     output_kept: bool
-    standing: int = 0
-    first: Mapping[str, tuple[Step, ...]] = field(default_factory=dict)
-    ahead: Mapping[str, int] = field(default_factory=dict)
-    last_unit: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_relay(self) -> bool:
@@ -95,17 +86,22 @@ class Tracer:
         dtype: of a message.
         batch: one micro-batch on the meta device.
         num_sums: length of the last stage's output.
-        hooks: data parallelism if it has temporary buffers, else None.
+        sync: data parallelism if it has temporary buffers, else None.
         split: trace the passes I and W as well.
         block: as in MemoryWatch.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, hooks: GradSync | None = None,
+        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, sync: GradSync | None = None,
         split: bool = True, block: int = 1,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.batch, self.num_sums = shape, dtype, batch, num_sums
-        self.hooks, self.split, self.block = hooks, split, block
+        self.split, self.block = split, block
+        self._hooks = NoHooks() if sync is None else _WeightsAlone(sync)
+        self._early: int | None = None  # the most bytes until the first weight gradient of the phase that runs
+        for bucket in [] if sync is None else sync.buckets:
+            for parameter in bucket.parameters if bucket.shards_grads else ():
+                parameter.allocate_main_grad = self._begin_grads  # type: ignore[attr-defined]
 
     def trace(
         self, units: Sequence[Sequence[nn.Module]], signatures: Sequence[Hashable], *, first: bool, last: bool
@@ -122,32 +118,16 @@ class Tracer:
         phases = [phase for index in chosen for phase in units[index]]
         times = {phase: count for index, count in zip(chosen, repeats) for phase in units[index]}
         passes: dict[str, tuple[Step, ...]] = {}
-        first_ones: dict[str, tuple[Step, ...]] = {}
-        standing = 0
-        with MemoryWatch(self.block) as watch:
+        with _LayersWatch(self.block) as self._watch:
             for split in (False, True) if self.split else (False,):
-                stage = Stage(phases, self.hooks)
-                if self.hooks is not None:  # the first micro-batch of a step differs: nothing is gathered yet
-                    first_time = self._cycle(watch, stage, times, first=first, last=last, split=split)
-                    standing += sum(step.delta for steps in first_time.values() for step in steps)
-                    first_ones = first_ones or first_time
-                passes |= self._cycle(watch, stage, times, first=first, last=last, split=split)
-        ahead, last_unit = {}, {}
-        if self.hooks is not None:
-            ends = {"F": (units[0], units[-1]), "B": (units[-1], units[0]), "I": (units[-1], units[0])}
-            ahead = {op: self.hooks.fetched_bytes(begin[0]) for op, (begin, _) in ends.items()}
-            again = {op: 1 + (op != "F" and policy_of(end[0]).group is not None) for op, (_, end) in ends.items()}
-            last_unit = {op: again[op] * len(end) for op, (_, end) in ends.items()}
-        return StageTrace(passes, passes["F"][-1].delta == 0, standing, first_ones, ahead, last_unit)
+                stage = Stage(phases, self._hooks)
+                passes |= self._cycle(self._watch, stage, times, first=first, last=last, split=split)
+        return StageTrace(passes, passes["F"][-1].delta == 0)
 
     def _cycle(
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], *, first: bool, last: bool, split: bool
     ) -> dict[str, tuple[Step, ...]]:
-        """Runs one micro-batch forward and backward.
-
-        The first weights of the next action are not gathered ahead here, which depends on the Program. Two units are
-        whole at once in any case.
-        """
+        """Runs one micro-batch forward and backward."""
         back = "I" if split else "B"
         passes = {
             "F": self._forward(watch, stage, times, first),
@@ -206,17 +186,39 @@ class Tracer:
         """
         steps = []
         for phase, frees in order:
-            before, whole, away = watch.forget_peak(), self._buffer_bytes(), host_bytes()
+            before, away, self._early = watch.forget_peak(), host_bytes(), None
             next(work)
-            rise, delta = watch.peak_bytes - before, watch.live_bytes - before
-            buffers, host = self._buffer_bytes() - whole, host_bytes() - away
-            steps.append(Step(type(phase).__name__, rise, delta, frees, buffers, host))
+            most, delta, host = watch.peak_bytes - before, watch.live_bytes - before, host_bytes() - away
+            rise, late = (most, None) if self._early is None else (self._early - before, most)
+            steps.append(Step(type(phase).__name__, rise, delta, frees, host, late))
         before = watch.forget_peak()
         assert next(work, None) is None
         return (*_expanded(steps, [times[phase] for phase, _ in order]), Step(BOUNDARY, 0, watch.live_bytes - before))
 
-    def _buffer_bytes(self) -> int:
-        return 0 if self.hooks is None else self.hooks.buffer_bytes()
+    def _begin_grads(self) -> None:
+        """Stands for the allocation of a unit's gradients."""
+        if self._early is None:
+            self._early = self._watch.peak_bytes
+            self._watch.forget_peak()
+
+
+class _WeightsAlone(NoHooks):
+    """Data parallelism gathers weights, and frees them with their 8-bit copies; gradients are not reduced."""
+
+    def __init__(self, sync: GradSync) -> None:
+        self.register, self.before, self._after = sync.register, sync.before, sync.after  # type: ignore[method-assign]
+
+    def after(self, phase: nn.Module, passing: str) -> None:
+        if passing != "weights":
+            self._after(phase, passing)
+
+
+class _LayersWatch(MemoryWatch):
+    """Leaves out what was made before and is resized: data parallelism's buffers."""
+
+    def _changed(self, storage: torch.UntypedStorage, before: int) -> None:
+        if storage in self._sizes:
+            super()._changed(storage, before)
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:

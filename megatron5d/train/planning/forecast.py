@@ -7,7 +7,6 @@ flight (plan/peak.py). No rank is started: any layout of any world can be asked 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -28,9 +27,10 @@ from megatron5d.model.moe import MoeDispatch
 from megatron5d.optim.clip import global_square_sum
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.pipeline_parallel.stage import Stage
+from megatron5d.pipeline_parallel.pipeline import passes_of
 from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, outside_bytes
-from megatron5d.plan.peak import find_peak
+from megatron5d.plan.peak import Peak, find_peak
+from megatron5d.plan.replay import Replay
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer, relay_trace
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.activations import policy_of
@@ -40,8 +40,6 @@ from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.shard import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.schedule import PipelinePlan, boundary_form, micro_batch_counts, planned_pipeline
-
-_ENDLESS = 10**6  # micro-batches of a step whose end no pass comes to
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Forecaster:
         for _, stage in self.plan.placement.stages_of(pp_rank):
             for step in self._traces[stage].passes["F"]:
                 if step.kind != BOUNDARY:
-                    kept[step.kind] += step.delta - step.buffers
+                    kept[step.kind] += step.delta
         return kept
 
     def _on(self, mesh: Mesh) -> RankMemory:
@@ -120,15 +118,12 @@ class Forecaster:
             weights = _bytes([tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch)
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
             state = _bytes([tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch)
-            end_of_step, sums = _end_of_step(model, sync, optimizer, watch)
+            update = _update(sync, optimizer, watch)
         set_load(model, self.target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, self.num_microbatches * self.sizes.dp)
-        sync.start_step(dict.fromkeys(model.phases, _ENDLESS))
         for stage in model.stages:
             self._traces[stage], self._boxes[stage] = self._trace(model, sync, stage, batch)
-        sums = {} if config.parallel.zero >= 2 else sums  # there the passes count them
-        reduced = {stage: [sums.get(phase, 0) for phase in reversed(model.phases_of(stage))] for stage in model.stages}
-        peak = find_peak(self._program, rank, self._traces, self._message_bytes(), self._standing(model), reduced)
+        peak, reduction = self._peak(model, sync, rank)
         # under ZeRO-3 they come and go with the weights, and the passes count them
         staying = model.parameters() if config.parallel.zero < 3 else []
         copies = sum(watch.rounded(quantized_copies_bytes(parameter)) for parameter in staying)
@@ -140,7 +135,7 @@ class Forecaster:
             buffers=resident - weights - gradients - state,
             inputs=self._inputs(batch, watch),
             peak=peak,
-            end_of_step=end_of_step,
+            end_of_step=max(reduction, update),
             setup=setup,
             library=GEMM_WORKSPACE.get(self.target.architecture or "", 0),
             boxes=max(self._boxes[stage] for stage in model.stages),
@@ -158,11 +153,17 @@ class Forecaster:
         message = torch.empty(form.shape, dtype=form.dtype, device="meta")
         return MemoryWatch(self.target.block).rounded(message.nbytes)
 
-    def _standing(self, model: Gpt) -> int:
-        """One bucket waits for its sum, whichever stage it is of; what stays whole for a step does in every stage."""
-        each = [self._traces[stage].standing for stage in model.stages]
-        parallel = self.config.parallel
-        return sum(each) if "per_step" in (parallel.reduce, parallel.regather) else max(each)
+    def _peak(self, model: Gpt, sync: GradSync, rank: int) -> tuple[Peak, int]:
+        """The worst moment of the passes, and the most that data parallelism holds while it ends its reductions."""
+        phases = {stage: model.phases_of(stage) for stage in model.stages}
+        held = {(direction, stage): phases[stage] for direction, stage in self.plan.placement.stages_of(rank)}
+        sync.drop()
+        with Replay(sync, phases, passes_of(self._program, held), self.target.block) as replay:
+            peak = find_peak(self._program, rank, self._traces, self._message_bytes(), replay)
+            replay.forget_peak()
+            sync.finish_reduce()
+            global_square_sum(sync.buckets)
+        return peak, replay.peak_bytes
 
     def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
         """The trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
@@ -175,13 +176,11 @@ class Forecaster:
             form = boundary_form(self.config, "meta")
             split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
             num_sums, hooks = len(loss_terms(self.config)), sync if self.config.parallel.zero >= 2 else None
-            tracer = Tracer(form.shape, form.dtype, batch, num_sums, hooks=hooks, split=split, block=self.target.block)
+            tracer = Tracer(form.shape, form.dtype, batch, num_sums, sync=hooks, split=split, block=self.target.block)
             trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
             boxes = model.overlap.box_bytes
             if boxes or self.config.precision.fp8 != "none":  # that pass made them, or weights' 8-bit copies: they stay
                 trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
-                standing = 0 if hooks is None else sync.buffer_bytes()
-                trace = dataclasses.replace(trace, standing=standing, first={})
             self._known[key] = trace, boxes
         return self._known[key]
 
@@ -255,32 +254,15 @@ def _on_host(optimizer: Optimizer, watch: MemoryWatch) -> int:
     return _bytes([t for state in away for t in (state.master, state.grads, *state.moments.values())], watch)
 
 
-def _end_of_step(
-    model: Gpt, sync: GradSync, optimizer: Optimizer, watch: MemoryWatch
-) -> tuple[int, dict[nn.Module, int]]:
-    """The most, above what stays, while gradients are reduced, the weights updated and gathered.
-
-    Also what is left until then of the reduction that each phase's backward starts.
-    """
-    for stage in model.stages:
-        Stage(model.phases_of(stage), sync)  # tells data parallelism the order of its phases
-    before = watch.forget_peak()
-    sync.start_step(dict.fromkeys(model.phases, 1))
-    sums = {}
-    for phase in reversed(model.phases):
-        live = watch.live_bytes
-        sync.after(phase, "weights")
-        sums[phase] = watch.live_bytes - live
-    sync.finish_reduce()
-    global_square_sum(sync.buckets)
-    rise = watch.peak_bytes - before
+def _update(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
+    """The most, above what stays, while the weights are updated and gathered."""
     before = watch.forget_peak()
     optimizer.allocate_temporaries()
     update = watch.peak_bytes - before
     before = watch.forget_peak()
     sync.start_gather()
     sync.finish_gather()
-    return max(rise, update, watch.peak_bytes - before), sums
+    return max(update, watch.peak_bytes - before)
 
 
 def _num_communicators(mesh: Mesh) -> int:

@@ -110,8 +110,7 @@ STAGES = [(0, {}), (1, {}), (2, {}), (3, {}), (3, PER_STEP)]
 
 
 def test_resident_bytes_are_what_the_stage_promises():
-    """Between steps, in bf16 with fp32 gradients; at no moment of a step more than two units are whole; and what is
-    gathered for a unit and freed after it is its own bucket, or nothing."""
+    """Between steps, in bf16 with fp32 gradients; at no moment of a step more than two units are whole."""
 
     def on_rank(rank, world):
         found = []
@@ -131,9 +130,6 @@ def test_resident_bytes_are_what_the_stage_promises():
             here.sync.finish_gather()
             numel = sum(bucket.numel for bucket in here.sync.buckets)
             peak = [max(column) for column in zip(*whole)]
-            fetched = [here.sync.fetched_bytes(phase) for phase in here.model.phases]
-            in_buckets = [2 * here.sync.buckets[here.sync._uses[phase][0]].numel for phase in here.model.phases]
-            assert fetched == (in_buckets if zero == 3 and not options else [0] * len(fetched))
             found.append((numel, here.resident(), peak, len(here.sync.buckets), [weights for weights, _ in whole]))
         return found
 

@@ -215,6 +215,12 @@ LAYOUTS = {
     "zero3-zb_v": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_v"}),
     "zero3-zb_h1": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "zb_h1"}),
     "zero3-1f1b": (4, {"zero": 3, "pp": 2, "gbs": 8, "dtype": "bf16", "recompute": "full"}),
+    "zero2-v_half": (4, {"zero": 2, "pp": 2, "gbs": 8, "schedule": "v_half", "reduce": "per_step"}),
+    "zero3-v_half": (4, {"zero": 3, "pp": 2, "gbs": 8, "schedule": "v_half", "regather": "per_step"}),
+    "zero3-latents": (
+        8,
+        {"zero": 3, "pp": 2, "gbs": 4, "schedule": "zb_h1", "model": "mla", "cp": 2, "cp_compress_kv": True},
+    ),
     "zero3-fp8": (2, {"zero": 3, "gbs": 4, "dtype": "bf16", "fp8": "tensorwise", **TIED}),
     "zero3-moe": (2, {"ep": 2, "zero": 3, "gbs": 4, "fields": MOE}),
     "mla-sp": (2, {"model": "mla", "tp": 2, "sp": True}),

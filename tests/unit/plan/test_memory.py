@@ -12,7 +12,7 @@ from kernels import dispatch, swiglu
 from kernels.fp8_tensor import amax_of, quantize_tensor_both_ways
 from kernels.planning import planned
 from megatron5d.config.load import load_config
-from megatron5d.config.schema import LogConfig, RecomputeConfig
+from megatron5d.config.schema import LogConfig
 from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.executor import PipelineError
@@ -20,6 +20,7 @@ from megatron5d.pipeline_parallel.program import Action, loop_placement, make_pr
 from megatron5d.pipeline_parallel.simulate import peak_memory
 from megatron5d.plan.memory import RankMemory, table
 from megatron5d.plan.peak import Peak, find_peak
+from megatron5d.plan.replay import Replay
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Step, relay_trace
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.topology.process import Process
@@ -51,11 +52,27 @@ def test_a_peak_is_made_of_what_is_there_and_of_what_runs():
     assert str(peak.action)[:2] == "0B" and peak.total == 27
 
 
+class SumsOf7(Replay):
+    """The first phase of a W starts a sum of 7 bytes; no weights are gathered."""
+
+    def __init__(self):
+        self.live_bytes = self.peak_bytes = 0
+
+    def expect(self, actions):
+        pass
+
+    def before(self, action, step):
+        pass
+
+    def after(self, action, step):
+        self.live_bytes = self.peak_bytes = 7 if action.op == "W" and step == 0 else self.live_bytes
+
+
 def test_what_a_weight_gradient_has_let_go_of_is_not_stashed_any_more():
     """W lets go of 6 of 10 bytes and starts a sum of 7: 11 there, and nothing of any forward's."""
     weights = Step("mlp", 0, -6), Step("mlp", 0, -4)
     trace = StageTrace({"F": (Step("mlp", 2, 2),), "I": (Step("mlp", 8, 8),), "W": weights}, output_kept=True)
-    peak = find_peak(build_program("zb_h1", 1, 1), 0, {0: trace}, message_bytes=0, reduced={0: (7, 0)})
+    peak = find_peak(build_program("zb_h1", 1, 1), 0, {0: trace}, message_bytes=0, replay=SumsOf7())
     assert (peak.total, peak.stash, peak.units, peak.workspace, peak.activations) == (11, 4, 7, 0, {})
 
 
@@ -68,16 +85,6 @@ def test_what_passes_between_recomputed_phases_is_no_activation():
         assert min(memory.kinds().values()) > 0, rank
         inputs = sum(forecaster.activations(rank).values())  # of one micro-batch through both of the rank's stages
         assert sum(memory.peak.activations.values()) <= memory.peak.in_flight * inputs
-
-
-def test_the_last_unit_of_a_backward_begins_where_its_layer_is_computed_again():
-    """There the weights of the next action are gathered."""
-    forecaster = Forecaster(config_of(pp=2, zero=3, gbs=4, recompute=RecomputeConfig("full")), 4, H100)
-    forecaster.rank(1)
-    trace = forecaster._traces[1]
-    *_, again, once_more, backward, and_backward, _ = trace.passes["B"]
-    assert [step.frees for step in (again, once_more, backward, and_backward)] == [False, False, True, True]
-    assert trace.last_unit == {"F": 1, "B": 4, "I": 4}
 
 
 def alone(*lines: str):
@@ -101,18 +108,6 @@ def test_what_two_stages_of_a_rank_share_is_there_until_both_have_let_go_of_it()
     assert peaks == [2 * (6 + 6) + 4 + 50] * 2  # of two micro-batches what both stages keep, and 1B1's own
 
 
-def test_relays_do_not_keep_weights_from_being_gathered_ahead():
-    passes = {op: (Step("mlp", 10, 0, op == "B"), Step(BOUNDARY, 0, 0)) for op in "FB"}
-    ahead = dict.fromkeys("FB", 7)
-    stage = StageTrace(passes, True, ahead=ahead, last_unit={"F": 1, "B": 1})
-    program = alone("0F0 1F0 2F0 2B0 1B0 0B0")
-    peaks = [
-        find_peak(program, 0, {0: stage, 1: relay_trace(0), 2: last}, message_bytes=0)
-        for last in (stage, dataclasses.replace(stage, ahead={}))
-    ]
-    assert [(peak.total, str(peak.action)) for peak in peaks] == [(17, "0F0"), (17, "2B0")]
-
-
 def test_what_a_relay_passes_on_stays_with_the_stage_before_it():
     """Which saves it: after 0F0 6 are kept, message included, and 60 are needed in 0F1."""
     forward = Step(BOUNDARY, 0, 0), Step("mlp", 60, 6), Step(BOUNDARY, 0, 0)
@@ -120,13 +115,6 @@ def test_what_a_relay_passes_on_stays_with_the_stage_before_it():
     traces = {0: StageTrace({"F": forward, "B": backward}, output_kept=True), 1: relay_trace(4)}
     peak = find_peak(alone("0F0 1F0 0F1 1F1 1B1 1B0 0B1 0B0"), 0, traces, message_bytes=4)
     assert (peak.total, str(peak.action)) == (66, "0F1")
-
-
-def test_weights_that_an_action_ends_with_are_not_gathered_again_for_the_next():
-    passes = {op: (Step("mlp", 10, 0, op == "B"), Step(BOUNDARY, 0, 0)) for op in "FB"}
-    stage = StageTrace(passes, True, ahead=dict.fromkeys("FB", 7), last_unit={"F": 1, "B": 1})
-    turned, again = (find_peak(alone(line), 0, {0: stage}, message_bytes=0).total for line in ("0F0 0B0", "0F0 0F1"))
-    assert (turned, again) == (10, 17)
 
 
 def test_kinds_add_up_to_what_is_needed():
