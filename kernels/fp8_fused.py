@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.activation import swiglu_reference
 from kernels.dispatch import rows_of
-from kernels.fp8_quantize import E4M3, GROUP, Quantized, magnitude, quantize_reference, quantize_rows, quantized
+from kernels.fp8_quantize import E4M3, GROUP, Quantized, largest, quantize_reference, quantize_rows, quantized
 from kernels.language import cdiv, jit, next_power_of_2, tl
 from kernels.normalization import launch_forward, layer_norm_reference, rms_norm_reference
 
@@ -40,7 +40,7 @@ def _swiglu_kernel(
     gate = tl.load(at, live, other=0.0).to(tl.float32)
     up = tl.load(at + width, live, other=0.0).to(tl.float32)
     y = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
-    amax = tl.max(magnitude(y), 1)[:, None]
+    amax = largest(y, 1)[:, None]
     values, scale = quantized(y, amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
     tl.store(values_ptr + row[:, None] * width + column[None, :], values, live)
     tl.store(scales_ptr + row[:, None] * tl.cdiv(width, GROUP) + group, scale, (row < rows)[:, None])
@@ -83,7 +83,7 @@ def _norm_kernel(
         y += tl.load(bias_ptr + column, column < width, other=0.0).to(tl.float32)[None, :]
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP))
-    amax = tl.max(magnitude(groups), 2)[:, :, None]
+    amax = largest(groups, 2)[:, :, None]
     values, scale = quantized(groups, amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
     values = tl.reshape(values, (ROWS, WIDTH))
     tl.store(values_ptr + row[:, None] * width + column[None, :], values, live)

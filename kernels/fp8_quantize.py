@@ -85,20 +85,25 @@ def quantize_reference(
 
 
 @jit
-def magnitude(x):
-    """|x|, and infinity where x is not a number, which a maximum would skip."""
-    return tl.where(x == x, tl.abs(x), float("inf"))
+def largest(x, axis: tl.constexpr):
+    """The largest |x| along an axis, x float32, and infinity where one is not a number.
+
+    It is found among the bits: as integers they are in the same order, NaN above infinity, and a warp compares integers
+    in one instruction.
+    """
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+    return tl.where(bits > 0x7F800000, float("inf"), bits.to(tl.float32, bitcast=True))
 
 
 @jit
 def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile over its scales (`amax` broadcasts), saturated; and the scales. The reference's arithmetic, bit by bit."""
+    """A tile over its scales (`amax` broadcasts), saturated by the cast; and the scales. The reference's bits."""
     scale = tl.div_rn(tl.maximum(amax, 7.888609052210118e-31), LARGEST)
     if POWERS_OF_TWO:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
-    q = tl.clamp(x * tl.div_rn(1.0, scale), -LARGEST, LARGEST, tl.PropagateNan.ALL)
-    return tl.where(amax < float("inf"), q, float("nan")).to(DTYPE), scale
+    factor = tl.where(amax < float("inf"), tl.div_rn(1.0, scale), float("nan"))
+    return (x * factor).to(DTYPE), scale
 
 
 @jit(do_not_specialize=["row_groups"])
@@ -129,13 +134,12 @@ def _quantize_kernel(
     column = column_group * GROUP + tl.arange(0, GROUP)
     live = (row < rows)[:, None] & (column < columns)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
-    size = magnitude(x)
     at = row[:, None] * columns + column[None, :]
     turned_at = column[None, :] * rows + row[:, None]
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     if BLOCKS:
         groups = matrix * row_groups * column_groups
-        amax = tl.max(tl.max(size, 1), 0)
+        amax = largest(largest(x, 1), 0)
         values, scale = quantized(x, amax, LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
         tl.store(scales_ptr + groups + row_group * column_groups + column_group, scale)
@@ -143,11 +147,11 @@ def _quantize_kernel(
             tl.store(turned_ptr + turned_at, values, live)
             tl.store(turned_scales_ptr + groups + column_group * row_groups + row_group, scale)
     else:
-        values, scale = quantized(x, tl.max(size, 1)[:, None], LARGEST, POWERS_OF_TWO, DTYPE)
+        values, scale = quantized(x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
         tl.store(scales_ptr + row[:, None] * column_groups + column_group, scale, (row < rows)[:, None])
         if TURNED:
-            values, scale = quantized(x, tl.max(size, 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
+            values, scale = quantized(x, largest(x, 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
             tl.store(turned_ptr + turned_at, values, live)
             tl.store(turned_scales_ptr + column[None, :] * row_groups + row_group, scale, (column < columns)[None, :])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels import dispatch, tuning
 from kernels.dispatch import rows_of
-from kernels.fp8_quantize import E4M3, Quantized, cast_scaled, magnitude, quantized, scales_of
+from kernels.fp8_quantize import E4M3, Quantized, cast_scaled, largest, quantized, scales_of
 from kernels.language import cdiv, jit, tl
 
 
@@ -66,13 +66,12 @@ def _tile(rows, columns, TILE: tl.constexpr):
 def _amax_kernel(x_ptr, parts_ptr, rows, columns, x_stride, BY_ROW: tl.constexpr, TILE: tl.constexpr):
     """The largest magnitude of one tile, or of each of its rows."""
     row, column, live = _tile(rows, columns, TILE)
-    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0)
-    size = magnitude(x.to(tl.float32))
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     if BY_ROW:
         across = tl.cdiv(columns, TILE)
-        tl.store(parts_ptr + row * across + tl.program_id(0) % across, tl.max(size, 1), row < rows)
+        tl.store(parts_ptr + row * across + tl.program_id(0) % across, largest(x, 1), row < rows)
     else:
-        tl.store(parts_ptr + tl.program_id(0), tl.max(tl.max(size, 1), 0))
+        tl.store(parts_ptr + tl.program_id(0), largest(largest(x, 1), 0))
 
 
 @jit

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.fp8_quantize import GROUP, Quantized, magnitude, quantize_reference, quantized
+from kernels.fp8_quantize import GROUP, Quantized, largest, quantize_reference, quantized
 from kernels.grouped_matmul import ends_of, expert_of
 from kernels.language import cdiv, jit, next_power_of_2, tl
 
@@ -85,7 +85,7 @@ def _turn_kernel(
         x = values.to(tl.float32)
         x *= tl.load(scales_ptr + row * column_groups + column_group, row < last, other=0.0)[:, None]
         DTYPE: tl.constexpr = turned_ptr.dtype.element_ty
-        values, scale = quantized(x, tl.max(magnitude(x), 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
+        values, scale = quantized(x, largest(x, 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
     place = group.to(tl.int64) * GROUP + tl.arange(0, GROUP)
     # The tile's dead rows are stored too: they are the zeros that fill the group. A mask with `row` in it, where an
     # expert's rows begin anywhere, would have every byte stored by itself.

@@ -297,6 +297,11 @@ void same(Warp& w, const Instruction& i, uint32_t mask) {  // cvta: address spac
   lanes(mask, [&](int l) { reg(w, i, 0)[l] = reg(w, i, 1)[l]; });
 }
 
+template <uint32_t KEPT, uint32_t TURNED>
+void signs(Warp& w, const Instruction& i, uint32_t mask) {  // of two floats of 16 bits
+  lanes(mask, [&](int l) { reg(w, i, 0)[l] = (uint32_t(reg(w, i, 1)[l]) & KEPT) ^ TURNED; });
+}
+
 void fill() {
 #define INTEGERS int16_t, uint16_t, int32_t, uint32_t, int64_t, uint64_t
 #define UNSIGNED uint16_t, uint32_t, uint64_t
@@ -333,6 +338,9 @@ void fill() {
                                                               : bits == 32 ? select<32>
                                                                            : select<64>;
   t["mov.pred"] = move_predicate;
+  for (const char* type : {"bf16x2", "f16x2"}) {
+    t[std::string("abs.") + type] = signs<0x7FFF7FFF, 0>, t[std::string("neg.") + type] = signs<~0u, 0x80008000>;
+  }
 }
 
 }  // namespace
