@@ -74,6 +74,7 @@ def find_peak(
     following = _following([step.slot for step in line], traces)
     for step, after in zip(line, following):
         walk.messages += message_bytes * len(step.receives)
+        walk.see(step.slot[0], 0)  # before its input has proved anything sent to have arrived
         if replay is not None:
             replay.expect(after)
         running = [walk.run(action) for action in step.slot]
@@ -124,7 +125,7 @@ class _Walk:
             if op == "F":
                 self._keep(here, forward[:done])
             if step.kind == BOUNDARY or self.replay is None:
-                self._see(action, step.rise)
+                self.see(action, step.rise)
                 self.stages += step.delta
             else:
                 self._run_phase(action, step, place, self.replay)
@@ -157,14 +158,14 @@ class _Walk:
     def _run_phase(self, action: Action, step: Step, place: int, replay: Replay) -> None:
         """One step of an action, counted from its first phase, with what data parallelism does before, in and after."""
         replay.before(action, place)
-        self._see(action, max(step.rise, replay.peak_bytes - replay.live_bytes))
+        self.see(action, max(step.rise, replay.peak_bytes - replay.live_bytes))
         if step.late is not None:
             replay.allocate(action, place)
-            self._see(action, step.late)
+            self.see(action, step.late)
         self.stages += step.delta
         replay.forget_peak()
         replay.after(action, place)
-        self._see(action, replay.peak_bytes - replay.live_bytes)
+        self.see(action, replay.peak_bytes - replay.live_bytes)
 
     def _take(self, action: Action) -> None:
         """The action takes its input, and messages that it proves to have arrived are freed (receipts.py)."""
@@ -198,7 +199,7 @@ class _Walk:
             self._sent[message.flow].append(extra)
         self.messages += extra
 
-    def _see(self, action: Action, rise: int) -> None:
+    def see(self, action: Action, rise: int) -> None:
         """Records the present moment, with `rise` temporary bytes, if it needs more than any before."""
         units = 0 if self.replay is None else self.replay.live_bytes
         total = self.stages + self.messages + units + rise

@@ -117,6 +117,13 @@ def test_what_a_relay_passes_on_stays_with_the_stage_before_it():
     assert (peak.total, str(peak.action)) == (66, "0F1")
 
 
+def test_receives_are_posted_before_a_slot_knows_what_has_arrived():
+    """Relays of bfs, before 2F1 has its input, which proves that 0F0's output has arrived: what 0F0, 0F1 and 2F0 have
+    sent, and room for what 2F1, 2B0 and 2B1 will take."""
+    peak = find_peak(build_program("bfs", 2, 2), 0, dict.fromkeys(range(4), relay_trace(4)), message_bytes=4)
+    assert (peak.total, peak.messages, str(peak.action)) == (6 * 4, 6 * 4, "2F1")
+
+
 def test_kinds_add_up_to_what_is_needed():
     peak = Peak({"Attention": 50, "Mlp": 70}, stash=3, messages=4, workspace=5)
     memory = RankMemory(10, 20, 60, 1, 2, peak, end_of_step=9, setup=95, library=8, outside=100)
