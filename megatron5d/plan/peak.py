@@ -132,7 +132,8 @@ class _Walk:
                 place += 1
             if step.frees:  # the activations of this phase; with the last phase, also its output
                 self._keep(here, self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1])
-            yield True
+            if step.kind != BOUNDARY or (done == 0 and trace.is_relay):  # as the executor: what passes on has no turn
+                yield True
         if op == "F":
             self._keep(here, forward)
             if here in self._shared:

@@ -263,6 +263,10 @@ LAYOUTS = {
         4,
         {"zero": 3, "pp": 2, "vpp": 3, "gbs": 8, "schedule": "interleaved", "layout": [1, 2, 0, 0, 1, 0]},
     ),
+    "overlap-relays": (
+        2,
+        {"pp": 2, "vpp": 2, "gbs": 8, "schedule": "interleaved_overlap", "recompute": "full", "layout": [0, 1, 0, 3]},
+    ),
     "dualpipe": (2, {"pp": 2, "gbs": 4, "schedule": "dualpipe", "model": "odd_vocab_tied"}),
     "dualpipe_v-tp": (4, {"pp": 2, "tp": 2, "sp": True, "gbs": 4, "schedule": "dualpipe_v"}),
 }
