@@ -229,6 +229,10 @@ LAYOUTS = {
     "documents": (2, {"cp": 2, "cp_method": "ulysses", "data": DataConfig(document_mask=True, eod=7)}),
     "ulysses": (2, {"cp": 2, "cp_method": "ulysses", "recompute": "full"}),
     "moe": (2, {"ep": 2, "fields": MOE}),
+    "moe-1f1b": (
+        2,
+        {"pp": 2, "gbs": 16, "dtype": "bf16", "recompute": "full", "fields": {**MOE, "first_k_dense": 0}},
+    ),
     "moe-tp-zero1": (4, {"ep": 4, "tp": 2, "etp": 1, "sp": True, "zero": 1, "fields": MOE, "recompute": "full"}),
     "capacity": (2, {"ep": 2, "fields": MOE, "moe": {"capacity_factor": 0.5}}),
     "ep-nodes": (4, {"ep": 4, "ep_inner": 2, "gbs": 4, "fields": MOE}),
