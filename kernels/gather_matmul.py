@@ -13,12 +13,9 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.flash_attention_tiles import DTYPES
 from kernels.fp8_matmul import swizzled
-from kernels.grouped_matmul import readable
-from kernels.language import HAS_TRITON, cdiv, jit, tl
+from kernels.language import cdiv, jit, tl
 from kernels.signals import Arrivals, wait_flag, wait_for
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from kernels.tiles import by_pointers, matrix, readable, tiles_of
 
 
 def gather_matmul_reference(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, turned: bool = False) -> Tensor:
@@ -34,25 +31,37 @@ def gather_matmul_reference(x: Tensor, weight: Tensor, arrivals: Arrivals, rank:
 
 
 @jit
-def weight_tile(w_desc, start, tile_n, TURNED: tl.constexpr, BLOCK_N: tl.constexpr):
+def weight_matrix(
+    w_tiles, n, k, TURNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, POINTERS: tl.constexpr
+):
+    """W `[n, k]`, or `[k, n]` when turned, for `weight_tile`."""
+    if TURNED:
+        weight = matrix(w_tiles, k, n, BLOCK_K, BLOCK_N, POINTERS)
+    else:
+        weight = matrix(w_tiles, n, k, BLOCK_N, BLOCK_K, POINTERS)
+    return weight
+
+
+@jit
+def weight_tile(weight, start, tile_n, TURNED: tl.constexpr, BLOCK_N: tl.constexpr):
     """`[BLOCK_K, BLOCK_N]` of Wᵀ, from column `start` of W on; turned: of W, from that row on."""
     if TURNED:
-        tile = w_desc.load([start, tile_n * BLOCK_N])
+        tile = weight.load([start, tile_n * BLOCK_N])
     else:
-        tile = w_desc.load([tile_n * BLOCK_N, start]).T
+        tile = weight.load([tile_n * BLOCK_N, start]).T
     return tile
 
 
-def described_weight(weight: Tensor, config: dict, turned: bool) -> "TensorDescriptor":
-    """What `weight_tile` loads from."""
+def weight_tiles(weight: Tensor, config: dict, turned: bool):
+    """What a kernel gives to `weight_matrix`."""
     block = [config["BLOCK_K"], config["BLOCK_N"]] if turned else [config["BLOCK_N"], config["BLOCK_K"]]
-    return TensorDescriptor.from_tensor(weight, block)
+    return tiles_of(weight, block)
 
 
 @jit(do_not_specialize=["epoch", "rank"])
 def _gather_matmul_kernel(
     x_ptr,
-    w_desc,
+    w_tiles,
     y_ptr,
     flags_ptr,
     patience,
@@ -68,6 +77,7 @@ def _gather_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
+    POINTERS: tl.constexpr,
 ):
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     chunk_tiles = tiles_m * tiles_n
@@ -78,11 +88,12 @@ def _gather_matmul_kernel(
     # Ordinary loads, not the copy engine: it reads by a proxy of its own, which the flag's acquire does not order.
     x_row = x_ptr + source.to(tl.int64) * x_stride + row.to(tl.int64)[:, None] * k
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    weight = weight_matrix(w_tiles, n, k, TURNED, BLOCK_N, BLOCK_K, POINTERS)
     tl.assume(k > 0)  # a way round the loop would make the assembler wait for each product
     for start in range(0, k, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_row + column[None, :], (row < rows)[:, None] & (column < k)[None, :], other=0.0)
-        total = tl.dot(x, weight_tile(w_desc, start, tile_n, TURNED, BLOCK_N), total)
+        total = tl.dot(x, weight_tile(weight, start, tile_n, TURNED, BLOCK_N), total)
     out = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     at = (source.to(tl.int64) * rows + row)[:, None] * n + out[None, :]
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), (row < rows)[:, None] & (out < n)[None, :])
@@ -115,10 +126,10 @@ def gather_matmul(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, turn
     n = weight.shape[1 if turned else 0]
     y = torch.empty(size, rows, n, dtype=x.dtype, device=x.device)
     config = tuning.select("gather_matmul", x.device)
-    w_desc = described_weight(weight, config, turned)
     grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
     patience, sizes = arrivals.patience, (arrivals.epoch, rank, size, rows, n, k, x.stride(0))
     waiting = (arrivals.flags, patience.kernel_arguments)
-    _gather_matmul_kernel[grid](x, w_desc, y, *waiting, *sizes, TURNED=turned, **config)
+    flags = {"TURNED": turned, "POINTERS": by_pointers(x.device)}
+    _gather_matmul_kernel[grid](x, weight_tiles(weight, config, turned), y, *waiting, *sizes, **flags, **config)
     patience.check()
     return y

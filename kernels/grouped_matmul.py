@@ -17,10 +17,8 @@ from kernels import dispatch, tuning
 from kernels.dispatch import first_order, statistics_dtype
 from kernels.flash_attention_tiles import DTYPES
 from kernels.fp8_matmul import settles, swizzled, taken_out
-from kernels.language import HAS_TRITON, cdiv, jit, next_power_of_2, tl
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from kernels.language import cdiv, jit, next_power_of_2, tl
+from kernels.tiles import by_pointers, matrix, readable, tiles_of
 
 
 def ends_of(offsets: Tensor, rows: int) -> list[int]:
@@ -71,8 +69,8 @@ def _store_rows(y_ptr, tile, row, last, column, n):
 
 @jit(do_not_specialize=["num_tiles", "rows"])  # which change with every batch of tokens
 def _rows_kernel(
-    x_desc,
-    w_desc,
+    x_tiles,
+    w_tiles,
     x_scales_ptr,
     w_scales_ptr,
     y_ptr,
@@ -92,6 +90,7 @@ def _rows_kernel(
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
     SETTLE: tl.constexpr,
+    POINTERS: tl.constexpr,
 ):
     tile_m, tile_n = swizzled(tl.program_id(0), num_tiles, tl.cdiv(n, BLOCK_N), BAND)
     expert, first, last = expert_of(tile_m, offsets_ptr, num_experts, rows, BLOCK_M, EXPERTS)
@@ -101,11 +100,16 @@ def _rows_kernel(
         _store_rows(y_ptr, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), row, last, column + tl.arange(0, BLOCK_N), n)
         return
     base = expert * w_rows
+    x_matrix = matrix(x_tiles, rows, k, BLOCK_M, BLOCK_K, POINTERS)
+    if TURNED:
+        w_matrix = matrix(w_tiles, num_experts * w_rows, n, BLOCK_K, BLOCK_N, POINTERS)
+    else:
+        w_matrix = matrix(w_tiles, num_experts * w_rows, k, BLOCK_N, BLOCK_K, POINTERS)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(tl.cdiv(k, BLOCK_K)):
-        x = x_desc.load([first, step * BLOCK_K])
+        x = x_matrix.load([first, step * BLOCK_K])
         if SCALED:
-            w = w_desc.load([base + column, step * BLOCK_K])
+            w = w_matrix.load([base + column, step * BLOCK_K])
             part = taken_out(tl.dot(x, w.T, out_dtype=tl.float32), SETTLE)
             groups = tl.cdiv(k, BLOCK_K)
             scale = tl.load(x_scales_ptr + row.to(tl.int64) * groups + step, row < last, other=0.0)
@@ -113,19 +117,19 @@ def _rows_kernel(
             block = (expert.to(tl.int64) * blocks + column // BLOCK_K) * groups + step
             total += part * (scale * tl.load(w_scales_ptr + block))[:, None]
         elif TURNED:
-            w = w_desc.load([base + step * BLOCK_K, column])
+            w = w_matrix.load([base + step * BLOCK_K, column])
             if CUT:  # the last tile ends in the next expert's rows: zeros of x times their infinities are not zero
                 w = tl.where((step * BLOCK_K + tl.arange(0, BLOCK_K) < k)[:, None], w, tl.zeros_like(w))
             total = tl.dot(x, w, total)
         else:
-            total = tl.dot(x, w_desc.load([base + column, step * BLOCK_K]).T, total)
+            total = tl.dot(x, w_matrix.load([base + column, step * BLOCK_K]).T, total)
     _store_rows(y_ptr, total, row, last, column + tl.arange(0, BLOCK_N), n)
 
 
 @jit
 def _weight_grad_kernel(
-    dy_desc,
-    x_desc,
+    dy_tiles,
+    x_tiles,
     grad_ptr,
     offsets_ptr,
     n,
@@ -134,22 +138,25 @@ def _weight_grad_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BAND: tl.constexpr,
+    POINTERS: tl.constexpr,
 ):
     tile_n, tile_k = swizzled(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), BAND)
     expert = tl.program_id(1).to(tl.int64)
     first = tl.load(offsets_ptr + expert).to(tl.int32)
     last = tl.load(offsets_ptr + expert + 1).to(tl.int32)
     whole = first + (last - first) // BLOCK_R * BLOCK_R
+    dy_matrix = matrix(dy_tiles, last, n, BLOCK_R, BLOCK_N, POINTERS)
+    x_matrix = matrix(x_tiles, last, k, BLOCK_R, BLOCK_K, POINTERS)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for row in range(first, whole, BLOCK_R):
-        dy = dy_desc.load([row, tile_n * BLOCK_N])
-        x = x_desc.load([row, tile_k * BLOCK_K])
+        dy = dy_matrix.load([row, tile_n * BLOCK_N])
+        x = x_matrix.load([row, tile_k * BLOCK_K])
         total = tl.dot(dy.T, x, total)
     if whole < last:
         # The rest of the tile is another expert's rows. Both sides are cleared: zero times infinity is not zero.
         mine = (whole + tl.arange(0, BLOCK_R) < last)[:, None]
-        dy = dy_desc.load([whole, tile_n * BLOCK_N])
-        x = x_desc.load([whole, tile_k * BLOCK_K])
+        dy = dy_matrix.load([whole, tile_n * BLOCK_N])
+        x = x_matrix.load([whole, tile_k * BLOCK_K])
         dy = tl.where(mine, dy, tl.zeros_like(dy))
         x = tl.where(mine, x, tl.zeros_like(x))
         total = tl.dot(dy.T, x, total)
@@ -160,11 +167,6 @@ def _weight_grad_kernel(
     tl.store(grad_ptr + at, tl.load(grad_ptr + at, live, other=0.0) + total, live)
 
 
-def readable(x: Tensor) -> bool:
-    """Whether the copy engine can read matrix x: neighbours in memory, rows 16 bytes apart."""
-    return x.stride(-1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-
-
 def launch_rows(x, weight, offsets, n: int, k: int, turned: bool, scales: tuple | None, out_dtype) -> Tensor:
     """y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when turned."""
     rows, experts = x.shape[0], weight.shape[0]
@@ -172,16 +174,15 @@ def launch_rows(x, weight, offsets, n: int, k: int, turned: bool, scales: tuple 
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     y = torch.empty(rows, n, dtype=out_dtype, device=x.device)
     w_tile = [block_k, block_n] if turned else [block_n, block_k]
-    x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])
-    w_desc = TensorDescriptor.from_tensor(weight.flatten(0, 1), w_tile)
+    operands = tiles_of(x, [block_m, block_k]), tiles_of(weight.flatten(0, 1), w_tile)
     num_tiles = cdiv(rows, block_m) + experts
     x_scales, w_scales = scales or (offsets, offsets)
     sizes = (num_tiles, experts, rows, n, k, weight.shape[1])
     flags = {"SCALED": scales is not None, "TURNED": turned, "CUT": turned and k % block_k != 0}
     flags["EXPERTS"] = next_power_of_2(experts + 1)  # a lane for the rows past the last offset
-    flags["SETTLE"] = settles(x.device)
+    flags |= {"SETTLE": settles(x.device), "POINTERS": by_pointers(x.device)}
     grid = (num_tiles * cdiv(n, block_n),)
-    _rows_kernel[grid](x_desc, w_desc, x_scales, w_scales, y, offsets, *sizes, **flags, **config)
+    _rows_kernel[grid](*operands, x_scales, w_scales, y, offsets, *sizes, **flags, **config)
     return y
 
 
@@ -226,10 +227,12 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tenso
         return
     experts, n, k = main_grad.shape
     config = tuning.select("grouped_weight_grad", dy.device)
-    dy_desc = TensorDescriptor.from_tensor(dy, [config["BLOCK_R"], config["BLOCK_N"]])
-    x_desc = TensorDescriptor.from_tensor(x, [config["BLOCK_R"], config["BLOCK_K"]])
+    operands = (
+        tiles_of(dy, [config["BLOCK_R"], config["BLOCK_N"]]),
+        tiles_of(x, [config["BLOCK_R"], config["BLOCK_K"]]),
+    )
     grid = (cdiv(n, config["BLOCK_N"]) * cdiv(k, config["BLOCK_K"]), experts)
-    _weight_grad_kernel[grid](dy_desc, x_desc, main_grad, offsets, n, k, **config)
+    _weight_grad_kernel[grid](*operands, main_grad, offsets, n, k, POINTERS=by_pointers(x.device), **config)
 
 
 class _GroupedMatmul(torch.autograd.Function):

@@ -16,14 +16,12 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.dispatch import statistics_dtype
 from kernels.fp8_matmul import swizzled
-from kernels.gather_matmul import described_weight, fast, weight_tile
-from kernels.grouped_matmul import readable
+from kernels.gather_matmul import fast, weight_matrix, weight_tile, weight_tiles
 from kernels.language import HAS_TRITON, cdiv, jit, tl
 from kernels.signals import Arrivals, raise_flag, raise_flags, wait_flag, wait_for
+from kernels.tiles import by_pointers, matrix, readable, tiles_of
 
 if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -56,8 +54,8 @@ def matmul_scatter_reference(x: Tensor, weight: Tensor, out: Outboxes, epoch: in
 
 @jit(do_not_specialize=["epoch", "rank"])
 def _matmul_scatter_kernel(
-    x_desc,
-    w_desc,
+    x_tiles,
+    w_tiles,
     box_addresses_ptr,
     flag_addresses_ptr,
     finished_ptr,
@@ -73,16 +71,19 @@ def _matmul_scatter_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
+    POINTERS: tl.constexpr,
 ):
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     chunk_tiles = tiles_m * tiles_n
     owner = (rank + 1 + tl.program_id(0) // chunk_tiles) % size
     tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    x_matrix = matrix(x_tiles, size * rows, k, BLOCK_M, BLOCK_K, POINTERS)
+    weight = weight_matrix(w_tiles, n, k, TURNED, BLOCK_N, BLOCK_K, POINTERS)
     tl.assume(k > 0)  # a way round the loop would make the assembler wait for each product
     for start in range(0, k, BLOCK_K):
-        x = x_desc.load([owner * rows + tile_m * BLOCK_M, start])
-        total = tl.dot(x, weight_tile(w_desc, start, tile_n, TURNED, BLOCK_N), total)
+        x = x_matrix.load([owner * rows + tile_m * BLOCK_M, start])
+        total = tl.dot(x, weight_tile(weight, start, tile_n, TURNED, BLOCK_N), total)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     box_ptr = tl.multiple_of(tl.load(box_addresses_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
@@ -125,13 +126,12 @@ def matmul_scatter(x: Tensor, weight: Tensor, out: Outboxes, epoch: int, rank: i
         return
     n = weight.shape[1 if turned else 0]
     config = tuning.select("matmul_scatter", x.device)
-    x_desc = TensorDescriptor.from_tensor(flat, [config["BLOCK_M"], config["BLOCK_K"]])
-    w_desc = described_weight(weight, config, turned)
+    operands = tiles_of(flat, [config["BLOCK_M"], config["BLOCK_K"]]), weight_tiles(weight, config, turned)
     grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
     tables = (out.box_addresses, out.flag_addresses, out.finished)
     sizes = (epoch, rank, size, rows, n, k)
-    flags = {"TURNED": turned, "DTYPE": _TRITON_DTYPES[x.dtype]}
-    _matmul_scatter_kernel[grid](x_desc, w_desc, *tables, *sizes, **flags, **config)
+    flags = {"TURNED": turned, "DTYPE": _TRITON_DTYPES[x.dtype], "POINTERS": by_pointers(x.device)}
+    _matmul_scatter_kernel[grid](*operands, *tables, *sizes, **flags, **config)
 
 
 def sum_arrived_reference(terms: Tensor, arrivals: Arrivals) -> Tensor:

@@ -177,7 +177,11 @@ def _moe() -> None:
 
 HOPPER_ATTENTION = {"sm_80": ("mma",), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
 FLAGS = ("system acquire", "system release")  # what orders the data of other ranks before their flags
-OVERLAP = {"sm_80": ("mma", *FLAGS), "sm_90": ("wgmma", "bulk load", *FLAGS), "sm_100": ("tcgen05", *FLAGS)}
+OVERLAP = {
+    "sm_80": ("mma", "async copy", *FLAGS),
+    "sm_90": ("wgmma", "bulk load", *FLAGS),
+    "sm_100": ("tcgen05", *FLAGS),
+}
 DOCUMENTS = {"documents": meta(2, 4096, dtype=torch.int64)}
 ATTENTION = {
     "64": (64, 64, {}),
@@ -210,7 +214,9 @@ CASES: dict[str, Case] = {
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
     "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8),
     "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its products take the plain path there
-    "grouped": Case(_grouped, {"sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}),
+    "grouped": Case(
+        _grouped, {"sm_80": ("mma", "async copy"), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
+    ),
     "grouped-fp8": Case(_grouped_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
     "grouped-fp8-weight-grad": Case(
         _grouped_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import kernels
 from kernels import dispatch
 from kernels.fp8_tensor import amax_of, quantize_tensor
-from kernels.grouped_matmul import readable
 from kernels.moe import top_k
+from kernels.tiles import readable
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
