@@ -8,6 +8,7 @@ PTX is where it ends: the assembler, real memory and time are a GPU's.
 
 import ctypes
 import hashlib
+import os
 import struct
 import subprocess
 from pathlib import Path
@@ -37,7 +38,7 @@ def library() -> ctypes.CDLL:
     made = BUILD / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
     if not made.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        unfinished = made.with_suffix(f".{id(text)}")
+        unfinished = made.with_suffix(f".{os.getpid()}")  # several processes may be here at once
         command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-o", str(unfinished)]
         subprocess.run([*command, *map(str, sources)], check=True)
         unfinished.rename(made)

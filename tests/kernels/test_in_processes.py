@@ -22,19 +22,18 @@ NOT_EMULATED = (*NOT_COMPILED, "test_benchmarks.py")
 ONLY_EMULATED = ("test_emulated_gpu.py",)
 
 
-def shares(place: str, left_out: tuple[str, ...], processes: int = PROCESSES, marks=()) -> list:
+def shares(place: str, left_out: tuple[str, ...], marks=()) -> list:
     files = [file for file in FILES if not file.endswith(left_out)]
-    parts = [files[i::processes] for i in range(processes)]
+    parts = [files[i::PROCESSES] for i in range(PROCESSES)]
     names = ["+".join(Path(file).stem for file in part) for part in parts]
     return [pytest.param(place, part, id=f"{place}-{name}", marks=marks) for part, name in zip(parts, names)]
 
 
 SHARES = shares("interpreter", ONLY_EMULATED)
+EMULATED = ["sm_80", "sm_90", "sm_100"] + ["sm_120"] * (os.environ.get("MEGATRON5D_ALL_KERNELS") == "1")
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulated GPU is built by g++")
-SHARES += shares("sm_90", NOT_EMULATED, PROCESSES, COMPILER)
-if os.environ.get("MEGATRON5D_ALL_KERNELS") == "1":
-    for other in ("sm_80", "sm_100", "sm_120"):
-        SHARES += shares(other, NOT_EMULATED, 1, COMPILER)
+for emulated in EMULATED:
+    SHARES += shares(emulated, NOT_EMULATED, COMPILER)
 if torch.cuda.is_available():
     SHARES += shares("gpu", NOT_COMPILED + ONLY_EMULATED)
 

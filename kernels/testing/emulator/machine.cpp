@@ -112,17 +112,10 @@ void release(Block& block) {
 }
 
 void run_block(Launch& launch, const std::array<uint32_t, 3>& at, uint32_t number) {
-  Block block{launch.program,
-              std::vector<uint8_t>(launch.shared),
-              std::vector<Warp>(launch.threads / LANES),
-              {},
-              {},
-              {},
-              {},
-              0,
-              {},
-              &launch.ranges,
-              std::mt19937(launch.seed * 7919 + number)};
+  Block block;
+  block.program = launch.program, block.ranges = &launch.ranges;
+  block.shared.resize(launch.shared), block.warps.resize(launch.threads / LANES);
+  block.chance.seed(launch.seed * 7919 + number);
   for (size_t n = 0; n < block.shared.size(); n += 2) {
     const uint16_t poison = uint16_t(POISON);
     std::memcpy(&block.shared[n], &poison, std::min<size_t>(2, block.shared.size() - n));

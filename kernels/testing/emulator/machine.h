@@ -85,8 +85,8 @@ struct Product {  // of a warp group, under way
 struct Block;
 
 struct Warp {
-  Block* block;
-  int index;
+  Block* block = nullptr;
+  int index = 0;
   std::vector<Register> registers;
   std::array<int, LANES> pc{};
   uint32_t live = ALL;
@@ -127,7 +127,7 @@ struct BlockProduct {  // of Blackwell, under way; or, with a barrier, the wish 
 };
 
 struct Block {
-  const Program* program;
+  const Program* program = nullptr;
   std::vector<uint8_t> shared;
   std::vector<Warp> warps;
   std::map<int, std::pair<int, int>> arrived;   // at each barrier: threads, and how many are awaited (0: all)
@@ -136,7 +136,7 @@ struct Block {
   std::vector<uint32_t> tensor_memory;          // 128 lanes of 512 columns
   uint32_t tensor_columns = 0;                  // allocated
   std::vector<BlockProduct> block_products;     // in their order
-  const std::vector<std::pair<uint64_t, uint64_t>>* ranges;  // of global memory, sorted
+  const std::vector<std::pair<uint64_t, uint64_t>>* ranges = nullptr;  // of global memory, sorted
   std::mt19937 chance;
 
   bool late() { return chance() & 1; }

@@ -72,6 +72,7 @@ def test_differentiable(name):
         assert grad is None or (grad.shape == x.shape and not grad.any())
 
 
+@pytest.mark.eight_bits
 def test_eight_bits():
     x, weight, offsets = torch.zeros(0, 256), torch.randn(130, 256), torch.zeros(3, dtype=torch.int64)
     rows, (straight, turned) = quantize_rows(x), quantize_rows_both_ways(x)
