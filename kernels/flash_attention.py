@@ -28,6 +28,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
         raise ValueError(f"a sliding window holds at least the token itself; {rule.window} < 1")
     if rule.documents is not None and rule.k_documents is None and k.shape[0] != q.shape[0]:
         raise ValueError(f"{q.shape[0]} queries and {k.shape[0]} keys: give k_documents beside documents")
+    (s, b), t = q.shape[:2], k.shape[0]
+    shapes = {"documents": (b, s), "k_documents": (b, t), "q_positions": (s,), "k_positions": (t,)}
+    for name, shape in shapes.items():  # kernels read as much as that, whatever is there
+        given = getattr(rule, name)
+        if given is not None and given.shape != shape:
+            raise ValueError(
+                f"{name} must be {shape} for q {tuple(q.shape)} and k {tuple(k.shape)}: {tuple(given.shape)}"
+            )
 
 
 def _open(rule: AttentionRule, s: int, t: int) -> AttentionRule:
