@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 import sys
@@ -50,9 +51,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     write.add_argument("--dtype", **dtype | {"help": f"{dtype['help']}; of a run in bf16, fp32 writes the masters"})
     write.add_argument("--tokenizer", type=Path, metavar="PATH", help="file or folder to put beside the weights "
                        "(default: the run's data.tokenizer)")  # fmt: skip
-    write.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="10^9 bytes a file (default 5)")
+    write.add_argument("--max-shard-gb", type=_amount, default=5.0, metavar="GB", help="10^9 bytes a file (default 5)")
     _add_upcycle(commands.add_parser("upcycle", help="a dense checkpoint becomes a mixture of experts"))
     return parser.parse_args(argv)
+
+
+def _amount(text: str) -> float:
+    """A number above 0."""
+    amount = float(text)
+    if not 0 < amount < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no amount above 0")
+    return amount
 
 
 def _add_upcycle(command: argparse.ArgumentParser) -> None:

@@ -57,11 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _refuse_nothing(options: argparse.Namespace) -> None:
     """Raise where an option of a subcommand is no amount of anything."""
-    for name in ("pp", "microbatches", "memory", "seconds", "evaluations", "activation_bytes", "layers", "width"):
+    for name in ("pp", "microbatches", "memory", "seconds", "activation_bytes", "layers", "width"):
         amount = getattr(options, name, None)
         if amount is not None and not amount > 0:
             raise ValueError(f"--{name.replace('_', '-')} {amount:g} is not above 0")
-    for name in ("activation_bytes", "embedding", "head", "dense", "seed"):
+    for name in ("activation_bytes", "embedding", "head", "dense", "evaluations", "seed"):
         amount = getattr(options, name, None)
         if amount is not None and not 0 <= amount < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {amount:g} is no finite number of at least 0")

@@ -81,8 +81,11 @@ def test_fused_experts_are_read_as_well(imported, tmp_path):
 def test_there_and_back_again(imported, tmp_path):
     """Export in small files: the same tensors under the same names, no key amiss, the same logits to the bit."""
     model, hf, checkpoints = imported
-    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(tmp_path), "--max-shard-gb", "2e-5"]
-    assert convert.main(words) == 0
+    words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(tmp_path), "--max-shard-gb"]
+    for nothing in ("0", "-1", "nan"):
+        with pytest.raises(SystemExit, match="2"):
+            convert.main([*words, nothing])
+    assert convert.main([*words, "2e-5"]) == 0
     written = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
     original = load_file(hf / "model.safetensors")
     assert written.keys() == original.keys()

@@ -158,7 +158,7 @@ def test_verify_a_file(capsys, tmp_path):
             ("simulate", "--schedule", "dualpipe_v", "--pp", "2", "--microbatches", "3"),
             "at least 2·pp = 4 micro-batches, ",
         ),
-        (("search", *SIZES, "--memory", "1", "--evaluations", "-1"), "--evaluations -1 is not above 0"),
+        (("search", *SIZES, "--memory", "1", "--evaluations", "-1"), "--evaluations -1 is no finite number"),
         (("search", *SIZES, "--evaluations", "1", "--seed", "-1"), "--seed -1 is no"),
         (("show", *NAMED, "--costs", "F=0,I=0,W=0"), "no action takes any time"),
         (("simulate", *NAMED, "--costs", "F=1,F=2"), "F is given twice"),
