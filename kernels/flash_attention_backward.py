@@ -13,10 +13,13 @@ from torch import Tensor
 from kernels import tuning
 from kernels.flash_attention_mask import (
     among_keys,
+    at_edges,
     documents,
+    key_range,
     key_spans,
     needs_spans,
     positions,
+    query_range,
     query_spans,
     up_to_last_key,
     visible,
@@ -91,8 +94,7 @@ def _collect_queries(
     rows,
     batch,
     head,
-    start,
-    stop,
+    span,
     sizes,
     mask,
     k_at,
@@ -104,7 +106,7 @@ def _collect_queries(
     DV: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """Add what the queries [start, stop) of one head give to dk and dv."""
+    """Add what queries of one head give to dk and dv: a span's edges where MASKED, else what lies between them."""
     num_queries, padded, num_heads, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
@@ -112,8 +114,12 @@ def _collect_queries(
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
     HAS_Q_POSITIONS: tl.constexpr = FLAGS[4]
     row = (batch.to(tl.int64) * num_heads + head) * padded
-    for first in tl.range(start, stop, BLOCK_M):
-        first = tl.multiple_of(first, BLOCK_M)
+    start, left, right, stop = span
+    SPLIT: tl.constexpr = HAS_WINDOW or FLAGS[6]
+    begin = start if MASKED else left
+    end = right if not MASKED else stop - (right - left) if SPLIT else left
+    for place in tl.range(begin, end, BLOCK_M):
+        first = tl.multiple_of(at_edges(place, left, right) if MASKED and SPLIT else place, BLOCK_M)
         query = first + tl.arange(0, BLOCK_M)
         q = tile(sources[0], layouts[0], first, batch, head, BLOCK_M, D, REACH)
         scores = capped(tl.dot(k, q.T), scale, softcap, HAS_SOFTCAP)
@@ -174,36 +180,22 @@ def _key_value_kernel(
     v = tile(sources[3], layouts[3], first, batch, k_head, BLOCK_N, DV, REACH)
     k_at = positions(mask[2], key, num_keys, HAS_K_POSITIONS)[:, None]
     k_document = documents(mask[3], batch, key, num_keys, -2, HAS_DOCUMENTS)[:, None]
-    start = 0
-    stop = num_queries
-    if HAS_SPANS:
-        start = tl.load(spans_ptr + batch * span_stride + block * 2)
-        stop = tl.load(spans_ptr + batch * span_stride + block * 2 + 1)
-        clear = stop
-    else:
-        if CAUSAL:
-            start = first // BLOCK_M * BLOCK_M
-        elif HAS_WINDOW:
-            start = tl.maximum(first - window + 1, 0) // BLOCK_M * BLOCK_M
-        if HAS_WINDOW:
-            stop = tl.minimum(num_queries, first + BLOCK_N - 1 + window)
-            clear = stop
-        else:
-            clear = tl.minimum((first + BLOCK_N + BLOCK_M - 2) // BLOCK_M * BLOCK_M, stop) if CAUSAL else start
+    span = query_range(
+        spans_ptr, span_stride, batch, block, num_queries, window, CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
+    )
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, DV), tl.float32)
     for member in range(group):
         head = k_head * group + member
         if CAUSAL or HAS_WINDOW or HAS_SPANS:
             dk, dv = _collect_queries(
-                dk, dv, k, v, sources, layouts, rows, batch, head, start, clear, sizes, mask, k_at, k_document,
+                dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
                 FLAGS, True, BLOCK_M, D, DV, REACH,
             )  # fmt: skip
-        if not HAS_SPANS and not HAS_WINDOW:
-            dk, dv = _collect_queries(
-                dk, dv, k, v, sources, layouts, rows, batch, head, clear, stop, sizes, mask, k_at, k_document,
-                FLAGS, False, BLOCK_M, D, DV, REACH,
-            )  # fmt: skip
+        dk, dv = _collect_queries(
+            dk, dv, k, v, sources, layouts, rows, batch, head, span, sizes, mask, k_at, k_document,
+            FLAGS, False, BLOCK_M, D, DV, REACH,
+        )  # fmt: skip
     row = (key.to(tl.int64) * num_batch + batch) * tl.num_programs(1) + k_head
     column, v_column = tl.arange(0, D), tl.arange(0, DV)
     is_key = (key < num_keys)[:, None]
@@ -225,8 +217,7 @@ def _collect_keys(
     delta,
     batch,
     k_head,
-    start,
-    stop,
+    span,
     num_keys,
     sizes,
     mask,
@@ -239,15 +230,19 @@ def _collect_keys(
     DV: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """Add what the keys [start, stop) give to dq."""
+    """Add what the keys of a span give to dq: its edges where MASKED, else what lies between them."""
     _, _, _, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
     HAS_SOFTCAP: tl.constexpr = FLAGS[2]
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
     HAS_K_POSITIONS: tl.constexpr = FLAGS[5]
-    for first in tl.range(start, stop, BLOCK_N):
-        first = tl.multiple_of(first, BLOCK_N)
+    start, left, right, stop = span
+    SPLIT: tl.constexpr = HAS_WINDOW or FLAGS[6]
+    begin = left if not MASKED else start if SPLIT else right
+    end = right if not MASKED else stop - (right - left) if SPLIT else stop
+    for place in tl.range(begin, end, BLOCK_N):
+        first = tl.multiple_of(at_edges(place, left, right) if MASKED and SPLIT else place, BLOCK_N)
         k = tile(sources[2], layouts[2], first, batch, k_head, BLOCK_N, D, REACH)
         v = tile(sources[3], layouts[3], first, batch, k_head, BLOCK_N, DV, REACH)
         scores = capped(tl.dot(q, k.T), scale, softcap, HAS_SOFTCAP)
@@ -313,30 +308,17 @@ def _query_kernel(
     q_at = positions(mask[0], query, num_queries, HAS_Q_POSITIONS)[:, None]
     q_at = up_to_last_key(q_at, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
     q_document = documents(mask[1], batch, query, num_queries, -1, HAS_DOCUMENTS)[:, None]
-    start = 0
-    stop = num_keys
-    if HAS_SPANS:
-        start = tl.load(spans_ptr + batch * span_stride + block * 2)
-        stop = tl.load(spans_ptr + batch * span_stride + block * 2 + 1)
-        clear = start
-    else:
-        if CAUSAL:
-            stop = tl.minimum(num_keys, first + BLOCK_M)
-        if HAS_WINDOW:
-            start = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
-            stop = tl.minimum(stop, first + BLOCK_M - 1 + window)
-            clear = start
-        else:
-            clear = tl.minimum(first if CAUSAL else num_keys, num_keys) // BLOCK_N * BLOCK_N
+    span = key_range(
+        spans_ptr, span_stride, batch, block, num_keys, window, CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
+    )
     dq = tl.zeros((BLOCK_M, D), tl.float32)
-    if not HAS_SPANS and not HAS_WINDOW:
-        dq = _collect_keys(
-            dq, q, dout, sources, layouts, lse, delta, batch, k_head, start, clear, num_keys, sizes, mask,
-            q_at, q_document, FLAGS, False, BLOCK_N, D, DV, REACH,
-        )  # fmt: skip
     dq = _collect_keys(
-        dq, q, dout, sources, layouts, lse, delta, batch, k_head, clear, stop, num_keys, sizes, mask,
+        dq, q, dout, sources, layouts, lse, delta, batch, k_head, span, num_keys, sizes, mask,
         q_at, q_document, FLAGS, True, BLOCK_N, D, DV, REACH,
+    )  # fmt: skip
+    dq = _collect_keys(
+        dq, q, dout, sources, layouts, lse, delta, batch, k_head, span, num_keys, sizes, mask,
+        q_at, q_document, FLAGS, False, BLOCK_N, D, DV, REACH,
     )  # fmt: skip
     column = tl.arange(0, D)
     at = ((query.to(tl.int64) * num_batch + batch) * num_heads + head)[:, None] * dims[0] + column[None, :]

@@ -13,7 +13,9 @@ from torch import Tensor
 from kernels import tuning
 from kernels.flash_attention_mask import (
     among_keys,
+    at_edges,
     documents,
+    key_range,
     key_spans,
     needs_spans,
     positions,
@@ -36,10 +38,23 @@ from kernels.language import cdiv, jit, next_power_of_2, tl
 
 
 @jit
+def _following(place, span, MASKED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First key of the block that is attended to after the one at `place`: the edges' blocks, then those between."""
+    _, left, right, stop = span
+    following = place + BLOCK_N
+    if MASKED:
+        if SPLIT:
+            following = at_edges(following, left, right)
+        following = tl.where(following < stop, following, left)
+    return tl.multiple_of(following, BLOCK_N)
+
+
+@jit
 def _attend(
     out,
     total,
     peak,
+    scores,
     q,
     k_source,
     k_layout,
@@ -47,8 +62,7 @@ def _attend(
     v_layout,
     batch,
     k_head,
-    start,
-    stop,
+    span,
     num_keys,
     q_at,
     q_document,
@@ -58,6 +72,8 @@ def _attend(
     softcap,
     window,
     MASKED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -68,19 +84,29 @@ def _attend(
     DV: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """Add the keys [start, stop) to the running out, total and peak."""
-    for first in tl.range(start, stop, BLOCK_N):
-        first = tl.multiple_of(first, BLOCK_N)
-        k = tile(k_source, k_layout, first, batch, k_head, BLOCK_N, D, REACH)
-        scores = tl.dot(q, k.T)
-        if HAS_SOFTCAP:
-            scores = capped(scores, scale, softcap, True)
+    """Add the keys of a span to the running out, total and peak: its edges where MASKED, else what lies between them.
+
+    With AHEAD `scores` are those of the first block of keys, and on return those of the block after the last one: while
+    the tensor cores multiply queries with the next block of keys, the other units take this one's exponentials.
+    """
+    start, left, right, stop = span
+    begin = left if not MASKED else start if SPLIT else right
+    end = right if not MASKED else stop - (right - left) if SPLIT else stop
+    for place in tl.range(begin, end, BLOCK_N):
+        first = tl.multiple_of(at_edges(place, left, right) if MASKED and SPLIT else place, BLOCK_N)
+        needed = _following(place, span, MASKED, SPLIT, BLOCK_N) if AHEAD else first
         if MASKED:
             key = first + tl.arange(0, BLOCK_N)
             k_at = positions(k_at_ptr, key, num_keys, HAS_K_POSITIONS)[None, :]
             k_document = documents(k_document_ptr, batch, key, num_keys, -2, HAS_DOCUMENTS)[None, :]
             seen = visible(q_at, k_at, q_document, k_document, window, CAUSAL, HAS_WINDOW, HAS_DOCUMENTS)
             seen = among_keys(seen, key, num_keys, CAUSAL, HAS_WINDOW, HAS_K_POSITIONS)
+        multiplied = tl.dot(q, tile(k_source, k_layout, needed, batch, k_head, BLOCK_N, D, REACH).T)
+        if not AHEAD:
+            scores = multiplied
+        if HAS_SOFTCAP:
+            scores = capped(scores, scale, softcap, True)
+        if MASKED:
             scores = tl.where(seen, scores, float("-inf"))
         # The scale is positive: it may wait for the maximum, and then costs nothing beside the subtraction.
         factor = 1.0 if HAS_SOFTCAP else scale
@@ -94,7 +120,8 @@ def _attend(
         v = tile(v_source, v_layout, first, batch, k_head, BLOCK_N, DV, REACH)
         out = tl.dot(p.to(v.dtype), v, out)
         peak = grown
-    return out, total, peak
+        scores = multiplied
+    return out, total, peak, scores
 
 
 @jit
@@ -131,6 +158,7 @@ def _forward_kernel(
     HAS_K_POSITIONS: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
@@ -156,31 +184,23 @@ def _forward_kernel(
         peak = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
         total += 1.0
 
-    stop = num_keys
-    start = 0
-    if HAS_SPANS:
-        start = tl.load(spans_ptr + batch * span_stride + block * 2)
-        stop = tl.load(spans_ptr + batch * span_stride + block * 2 + 1)
-        clear = start
-    else:
-        if CAUSAL:
-            stop = tl.minimum(num_keys, first + BLOCK_M)
-        if HAS_WINDOW:
-            start = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
-            stop = tl.minimum(stop, first + BLOCK_M - 1 + window)
-            clear = start
-        else:
-            clear = tl.minimum(first if CAUSAL else num_keys, num_keys) // BLOCK_N * BLOCK_N
-    if not HAS_SPANS and not HAS_WINDOW:
-        out, total, peak = _attend(
-            out, total, peak, q, k_source, k_layout, v_source, v_layout, batch, k_head, start, clear, num_keys, q_at,
-            q_document, k_at_ptr, k_document_ptr, scale, softcap, window, False, CAUSAL, HAS_WINDOW, HAS_SOFTCAP,
-            HAS_DOCUMENTS, HAS_K_POSITIONS, BLOCK_N, D, DV, REACH,
-        )  # fmt: skip
-    out, total, peak = _attend(
-        out, total, peak, q, k_source, k_layout, v_source, v_layout, batch, k_head, clear, stop, num_keys, q_at,
-        q_document, k_at_ptr, k_document_ptr, scale, softcap, window, True, CAUSAL, HAS_WINDOW, HAS_SOFTCAP,
-        HAS_DOCUMENTS, HAS_K_POSITIONS, BLOCK_N, D, DV, REACH,
+    span = key_range(
+        spans_ptr, span_stride, batch, block, num_keys, window, CAUSAL, HAS_WINDOW, HAS_SPANS, BLOCK_M, BLOCK_N
+    )
+    SPLIT: tl.constexpr = HAS_WINDOW or HAS_SPANS
+    scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if AHEAD:
+        needed = _following((span[0] if SPLIT else span[2]) - BLOCK_N, span, True, SPLIT, BLOCK_N)
+        scores = tl.dot(q, tile(k_source, k_layout, needed, batch, k_head, BLOCK_N, D, REACH).T)
+    out, total, peak, scores = _attend(
+        out, total, peak, scores, q, k_source, k_layout, v_source, v_layout, batch, k_head, span, num_keys, q_at,
+        q_document, k_at_ptr, k_document_ptr, scale, softcap, window, True, AHEAD, SPLIT, CAUSAL, HAS_WINDOW,
+        HAS_SOFTCAP, HAS_DOCUMENTS, HAS_K_POSITIONS, BLOCK_N, D, DV, REACH,
+    )  # fmt: skip
+    out, total, peak, scores = _attend(
+        out, total, peak, scores, q, k_source, k_layout, v_source, v_layout, batch, k_head, span, num_keys, q_at,
+        q_document, k_at_ptr, k_document_ptr, scale, softcap, window, False, AHEAD, SPLIT, CAUSAL, HAS_WINDOW,
+        HAS_SOFTCAP, HAS_DOCUMENTS, HAS_K_POSITIONS, BLOCK_N, D, DV, REACH,
     )  # fmt: skip
 
     saw_nothing = total == 0.0

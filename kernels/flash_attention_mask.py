@@ -67,6 +67,87 @@ def documents(pointer, batch, index, count, BEYOND: tl.constexpr, GIVEN: tl.cons
 
 
 @jit
+def key_range(
+    spans_ptr,
+    span_stride,
+    batch,
+    block,
+    num_keys,
+    window,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What a block of queries meets: the keys [start, stop); all its queries see all of [left, right)."""
+    if HAS_SPANS:
+        span = spans_ptr + batch * span_stride + block * 4
+        start, left, right, stop = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    else:
+        first = block * BLOCK_M
+        start = 0
+        left = 0
+        right = num_keys
+        stop = num_keys
+        if CAUSAL:
+            right = tl.minimum(right, first)
+            stop = tl.minimum(stop, first + BLOCK_M)
+        if HAS_WINDOW:
+            start = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
+            left = tl.cdiv(tl.maximum(first + BLOCK_M - window, 0), BLOCK_N) * BLOCK_N
+            right = tl.minimum(right, first + window)
+            stop = tl.minimum(stop, first + BLOCK_M - 1 + window)
+        right = tl.maximum(right // BLOCK_N * BLOCK_N, start)
+        left = tl.minimum(tl.maximum(left, start), right)
+    return start, left, right, stop
+
+
+@jit
+def query_range(
+    spans_ptr,
+    span_stride,
+    batch,
+    block,
+    num_queries,
+    window,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What a block of keys meets: the queries [start, stop); all of [left, right) see all its keys."""
+    if HAS_SPANS:
+        span = spans_ptr + batch * span_stride + block * 4
+        start, left, right, stop = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    else:
+        first = block * BLOCK_N
+        start = 0
+        left = 0
+        right = num_queries
+        stop = num_queries
+        if CAUSAL:
+            start = first // BLOCK_M * BLOCK_M
+            left = tl.cdiv(first + BLOCK_N - 1, BLOCK_M) * BLOCK_M
+        if HAS_WINDOW:
+            if not CAUSAL:
+                start = tl.maximum(first - window + 1, 0) // BLOCK_M * BLOCK_M
+                left = tl.cdiv(tl.maximum(first + BLOCK_N - window, 0), BLOCK_M) * BLOCK_M
+            right = tl.minimum(right, (first + window) // BLOCK_M * BLOCK_M)
+            stop = tl.minimum(stop, first + BLOCK_N - 1 + window)
+        right = tl.maximum(right, start)
+        left = tl.minimum(tl.maximum(left, start), right)
+    return start, left, right, stop
+
+
+@jit
+def at_edges(place, left, right):
+    """Where the `place`-th token is, counted without those in [left, right), which is where blocks are seen whole."""
+    return tl.where(place < left, place, place + right - left)
+
+
+@jit
 def _extremes(pointer, batch, index, count, BATCHED: tl.constexpr, GIVEN: tl.constexpr):
     """Least and greatest of the tokens of each row of `index`; the last token stands for those past it."""
     index = tl.minimum(index, count - 1)
@@ -98,6 +179,7 @@ def _spans_kernel(
 ):
     """What one block of queries (or of keys) may meet: from the first to past the last block of the other side.
 
+    Between them, from the first to past the last block that it sees entirely, if all blocks between are such.
     `own` and `other` are positions and documents of the block's side and of the other one.
     """
     block = tl.program_id(0)
@@ -107,24 +189,38 @@ def _spans_kernel(
     first_document, last_document = _extremes(own[1], batch, token, own_count, True, HAS_DOCUMENTS)
     blocks = tl.cdiv(other_count, OTHER_BLOCK)
     start = blocks + tl.zeros((1,), tl.int32)
-    stop = tl.zeros((1,), tl.int32)
+    left = start
+    right = tl.zeros((1,), tl.int32)
+    stop = right
+    clear_blocks = right
     for chunk in range(0, blocks, CHUNK):
         candidate = chunk + tl.arange(0, CHUNK)
         tokens = candidate[:, None] * OTHER_BLOCK + tl.arange(0, OTHER_BLOCK)[None, :]
         other_low, other_high = _extremes(other[0], batch, tokens, other_count, False, HAS_OTHER)
         meet = candidate < blocks
+        clear = candidate < other_count // OTHER_BLOCK
         if CAUSAL:
             meet &= other_low <= high if QUERIES else low <= other_high
+            clear &= other_high <= low if QUERIES else high <= other_low
         if HAS_WINDOW:
             meet &= (low - other_high < window) & (other_low - high < window)
+            clear &= (high - other_low < window) & (other_high - low < window)
         if HAS_DOCUMENTS:
             other_first, other_last = _extremes(other[1], batch, tokens, other_count, True, True)
             meet &= (first_document <= other_last) & (other_first <= last_document)
+            clear &= (first_document == other_last) & (other_first == last_document) & (other_first == other_last)
         start = tl.minimum(start, tl.min(tl.where(meet, candidate, blocks), 0))
+        left = tl.minimum(left, tl.min(tl.where(clear, candidate, blocks), 0))
+        right = tl.maximum(right, tl.max(tl.where(clear, candidate + 1, 0), 0))
         stop = tl.maximum(stop, tl.max(tl.where(meet, candidate + 1, 0), 0))
-    span = spans_ptr + (batch.to(tl.int64) * tl.num_programs(0) + block) * 2 + tl.zeros((1,), tl.int32)
-    tl.store(span, tl.where(stop > 0, start * OTHER_BLOCK, 0))
-    tl.store(span + 1, tl.minimum(stop * OTHER_BLOCK, other_count))
+        clear_blocks += tl.sum(clear.to(tl.int32), 0)
+    together = (clear_blocks > 0) & (right - left == clear_blocks)
+    start = tl.where(stop > 0, start, 0)
+    span = spans_ptr + (batch.to(tl.int64) * tl.num_programs(0) + block) * 4 + tl.zeros((1,), tl.int32)
+    tl.store(span, start * OTHER_BLOCK)
+    tl.store(span + 1, tl.where(together, left, start) * OTHER_BLOCK)
+    tl.store(span + 2, tl.where(together, right, start) * OTHER_BLOCK)
+    tl.store(span + 3, tl.minimum(stop * OTHER_BLOCK, other_count))
 
 
 def needs_spans(rule: AttentionRule) -> bool:
@@ -137,7 +233,7 @@ def _spans(
 ) -> Tensor:
     num_blocks = cdiv(counts[0], blocks[0])
     num_batch = 1 if rule.documents is None else rule.documents.shape[0]
-    spans = torch.empty(num_batch, num_blocks, 2, dtype=torch.int32, device=own[0].device)
+    spans = torch.empty(num_batch, num_blocks, 4, dtype=torch.int32, device=own[0].device)
     given = rule.q_positions is not None, rule.k_positions is not None
     _spans_kernel[(num_blocks, num_batch)](
         own, other, spans, *counts, rule.window or 0,
@@ -149,7 +245,7 @@ def _spans(
 
 
 def key_spans(rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, block_m: int, block_n: int) -> Tensor:
-    """For each block of queries the range of keys to visit, `[b|1, query blocks, 2]` int32; (0, 0) where there is none.
+    """For each block of queries `[b|1, query blocks, 4]` int32: what `key_range` gives; zeros where it sees no key.
 
     Args:
         inputs: int32 positions of queries and keys, documents of queries and keys.
@@ -159,6 +255,6 @@ def key_spans(rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, b
 
 
 def query_spans(rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, block_m: int, block_n: int) -> Tensor:
-    """For each block of keys the range of queries to visit, `[b|1, key blocks, 2]` int32, as `key_spans`."""
+    """For each block of keys `[b|1, key blocks, 4]` int32: what `query_range` gives, as `key_spans`."""
     q_at, k_at, q_documents, k_documents = inputs
     return _spans(rule, (k_at, k_documents), (q_at, q_documents), (t, s), (block_n, block_m), False)

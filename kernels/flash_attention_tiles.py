@@ -96,9 +96,10 @@ def kernel_scale(rule: AttentionRule) -> float:
 
 
 def tuning_key(d: int, dv: int, rule: AttentionRule) -> dict[str, int]:
-    """The shape keys of the configuration tables: a head dim that is cut, and masks from data, take more registers."""
+    """The shape keys of the configuration tables: head dims that are cut and masks at two edges take more registers."""
     cut = d != next_power_of_2(d) or dv != next_power_of_2(dv) or d != dv
-    return {"head_dim": max(d, dv), "cut": int(cut), "spans": int(needs_spans(rule))}
+    split = needs_spans(rule) or rule.window is not None
+    return {"head_dim": max(d, dv), "cut": int(cut), "split": int(split)}
 
 
 def flags(rule: AttentionRule) -> dict:

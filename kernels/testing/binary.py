@@ -24,6 +24,7 @@ INSTRUCTIONS = {
     "system acquire": r"\bLDG\S*STRONG\.SYS",
     "system release": r"\bMEMBAR\S*\.SYS",
 }
+BESIDE = "exp2 beside wgmma"
 _CLOSED = re.compile(r"\b[HIQ]GMMA.*gsb0")
 
 
@@ -43,6 +44,17 @@ def _nvidia(cubin: bytes, disassemble: bool) -> tuple[int, int, str]:
     return int(usage[1]), int(usage[2]), listing
 
 
+def _beside(listing: str) -> int:
+    """How many exponentials stand between a matrix product's start and the wait for it."""
+    found, waiting = 0, False
+    for operation in re.findall(r"\bHGMMA|\bWARPGROUP\.DEPBAR|\bMUFU\.EX2", listing):
+        if operation == "MUFU.EX2":
+            found += waiting
+        else:
+            waiting = operation == "HGMMA"
+    return found
+
+
 def _amd(assembly: str) -> tuple[int, int, str]:
     def value(name: str) -> int:
         found = re.search(rf"\.{name}: +(\d+)", assembly)
@@ -60,8 +72,9 @@ def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
         disassemble: whether to count instructions (slower).
 
     Returns:
-        registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction counts, and
-        how many groups of asynchronous matrix products the assembler closes beyond those that the program commits.
+        registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction counts
+        (BESIDE: exponentials taken while a matrix product is under way), and how many groups of asynchronous matrix
+        products the assembler closes beyond those that the program commits.
     """
     asm = launch.compiled.asm
     if architecture.startswith("gfx"):
@@ -69,6 +82,7 @@ def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
     else:
         registers, stack, listing = _nvidia(asm["cubin"], disassemble)
     counts = {name: len(re.findall(pattern, listing)) for name, pattern in INSTRUCTIONS.items()}
+    counts[BESIDE] = _beside(listing)
     return {
         "kernel": launch.name,
         "num_warps": launch.num_warps,

@@ -19,6 +19,7 @@ from kernels.grouped_matmul import grouped_input_grad, grouped_matmul
 from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 from kernels.signals import Arrivals, Patience, raise_flags, wait_flag
+from kernels.testing.binary import BESIDE
 
 ALL = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 HAVE_FP8 = ("sm_90", "sm_100", "sm_120")
@@ -85,6 +86,10 @@ def _attention(d: int, dv: int, dtype: torch.dtype = torch.bfloat16, **options) 
     q = meta(4096, 2, 16, d, dtype=dtype, grad=True)
     k, v = meta(4096, 2, 4, d, dtype=dtype, grad=True), meta(4096, 2, 4, dv, dtype=dtype, grad=True)
     forward_and_backward(kernels.attention(q, k, v, scale=d**-0.5, **options))
+
+
+def _attention_ahead(d: int, dv: int, **options) -> None:
+    kernels.attention(meta(4096, 2, 16, d), meta(4096, 2, 4, d), meta(4096, 2, 4, dv), scale=d**-0.5, **options)
 
 
 def _multi_tensor(grad_dtype: torch.dtype) -> None:
@@ -208,9 +213,21 @@ def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
     return {f"attention-{name}": case(*row) for name, row in table.items()}
 
 
+def _ahead_cases() -> dict[str, Case]:
+    """The forward alone, on Hopper: its exponentials are taken while the next product is under way."""
+
+    def case(d, dv, options):
+        return Case(lambda: _attention_ahead(d, dv, **options), {"sm_90": (BESIDE,)}, targets=("sm_90",))
+
+    table = {"64": (64, 64, {}), "128": (128, 128, {}), "128-window": (128, 128, {"window": 1024})}
+    table |= {"128-documents": (128, 128, DOCUMENTS), "192-128": (192, 128, {})}
+    return {f"attention-ahead-{name}": case(*row) for name, row in table.items()}
+
+
 CASES: dict[str, Case] = {
     **_attention_cases(ATTENTION, nightly=False),
     **_attention_cases(ATTENTION_NIGHTLY, nightly=True),
+    **_ahead_cases(),
     "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
     "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8),
     "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its products take the plain path there

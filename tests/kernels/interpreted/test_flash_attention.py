@@ -79,6 +79,20 @@ def test_every_rule(rule):
     check(*inputs(), **RULES[rule])
 
 
+TWO = torch.tensor([[0] * 400 + [1] * 120])
+ZIGZAG = torch.cat((torch.arange(0, 260), torch.arange(780, 1040)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "rule",
+    [{"window": 270}, {"documents": TWO}, {"documents": TWO, "window": 270}]
+    + [{"q_positions": ZIGZAG, "k_positions": ZIGZAG}, {"q_positions": ZIGZAG, "k_positions": ZIGZAG, "window": 300}],
+)
+def test_blocks_seen_whole_between_blocks_seen_in_part(rule, causal):
+    check(*inputs(s=520, b=1, a=1, d=16), causal=causal, **rule)
+
+
 @pytest.mark.parametrize("s, t", [(1, 1), (7, 7), (127, 127), (129, 129), (64, 32), (33, 130), (130, 33)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_odd_lengths(s, t, causal):
@@ -170,23 +184,29 @@ def test_the_kernel_really_runs(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in RULES if "documents" in name or "positions" in name])
 def test_spans_hold_what_is_visible(name):
-    """And no block more at either end, where documents are one after the other."""
+    """And no block more at either end, where documents are one after the other; blocks seen whole, if side by side."""
     rule = AttentionRule(0.1, **RULES[name])
     seen = rule.visible(slice(0, 97), 97, torch.get_default_device())[:, 0, 0]
     inputs = mask_inputs(rule, torch.zeros(1))
-    for sizes in ((32, 64), (64, 16)):
+    for sizes in ((32, 64), (64, 16), (8, 8)):
         for spans, visible, (own, other) in (
             (key_spans(rule, inputs, 97, 97, *sizes), seen, sizes),
             (query_spans(rule, inputs, 97, 97, *sizes), seen.mT, sizes[::-1]),
         ):
-            assert spans.dtype == torch.int32 and spans.shape == (len(seen), -(-97 // own), 2)
+            assert spans.dtype == torch.int32 and spans.shape == (len(seen), -(-97 // own), 4)
             for batch, block in itertools.product(range(len(seen)), range(spans.shape[1])):
-                met = visible[batch, block * own : (block + 1) * own].any(0).nonzero().flatten().tolist()
-                start, stop = spans[batch, block].tolist()
+                mine = visible[batch, block * own : (block + 1) * own]
+                met = mine.any(0).nonzero().flatten().tolist()
+                start, left, right, stop = spans[batch, block].tolist()
                 if met:
                     tight = met[0] // other * other, min((met[-1] // other + 1) * other, 97)
                     assert start <= tight[0] and stop >= tight[1]
                     assert batch or (start, stop) == tight or "documents" not in name
+                whole = [i * other for i in range(97 // other) if mine[:, i * other : (i + 1) * other].all()]
+                if whole and whole[-1] - whole[0] == (len(whole) - 1) * other:
+                    assert (left, right) == (whole[0], whole[-1] + other)
+                else:
+                    assert left == right == start
 
 
 @pytest.fixture

@@ -66,6 +66,13 @@ def attention_forward(module):
     return module.forward(q, k, v, rule, None)[0], kernels.attention_reference(*wide, rule)[0]
 
 
+def attention_in_a_window(module):
+    q, k, v = (torch.randn(300, 1, 1, 16).bfloat16() for _ in range(3))
+    rule = AttentionRule(0.2, window=150)
+    wide = (x.double() for x in (q, k, v))
+    return module.forward(q, k, v, rule, None)[0], kernels.attention_reference(*wide, rule)[0]
+
+
 def attention_backward(module):
     rule, inputs = AttentionRule(0.2), attention_inputs()
     wide = [x.double().requires_grad_() for x in inputs]
@@ -125,8 +132,32 @@ FAULTS = {
     "off-by-one tile": (
         "flash_attention_forward",
         attention_forward,
-        "stop = tl.minimum(num_keys, first + BLOCK_M)",
-        "stop = tl.minimum(num_keys, first + BLOCK_M - BLOCK_N)",
+        "stop - (right - left) if SPLIT else stop",
+        "stop - (right - left) if SPLIT else stop - BLOCK_N",
+    ),
+    "no mask on the last keys": (
+        "flash_attention_forward",
+        attention_forward,
+        "end = right if not MASKED",
+        "end = right + BLOCK_N if not MASKED",
+    ),
+    "scores not ahead": (
+        "flash_attention_forward",
+        attention_forward,
+        "following = place + BLOCK_N",
+        "following = place",
+    ),
+    "nothing but edges": (
+        "flash_attention_forward",
+        attention_in_a_window,
+        "place, left, right",
+        "place, right, right",
+    ),
+    "the edges' end": (
+        "flash_attention_forward",
+        attention_in_a_window,
+        "where(following < stop, following, left)",
+        "where(following < stop, following, right)",
     ),
     "no causal mask": ("flash_attention_forward", attention_forward, "tl.where(seen, ", "tl.where(seen | True, "),
     "no rescaling": ("flash_attention_forward", attention_forward, "out = out * shrink[:, None]", "out = out * 1.0"),
@@ -134,8 +165,8 @@ FAULTS = {
     "late start": (
         "flash_attention_backward",
         attention_backward,
-        "start = first // BLOCK_M * BLOCK_M",
-        "start = first // BLOCK_M * BLOCK_M + BLOCK_M",
+        "tl.range(begin, end, BLOCK_M)",
+        "tl.range(begin + BLOCK_M, end, BLOCK_M)",
     ),
     "missing promotion": ("fp8_matmul", float8, "total += part", "total = part"),
     "one side's scale": ("fp8_matmul", float8, "part * (a * b)[:, None]", "part * a[:, None]"),
