@@ -260,7 +260,7 @@ def _collect_keys(
     return dq
 
 
-@jit
+@jit(do_not_specialize=["num_keys"])  # of one key Triton 3.6 unrolls the loop, and reuses tensor memory too early
 def _query_kernel(
     q_source,
     dout_source,

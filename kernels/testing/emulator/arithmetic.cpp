@@ -155,6 +155,8 @@ struct MinMagnitude {  // of the smaller magnitude, negative where one of the tw
 };
 OPERATION(Max, return a > b ? a : b;, T a, T b);
 OPERATION(Min, return a < b ? a : b;, T a, T b);
+OPERATION(MaxOrZero, return std::max(std::max(a, b), T(0));, T a, T b);
+OPERATION(MinOrZero, return std::max(std::min(a, b), T(0));, T a, T b);
 OPERATION(Fma, if constexpr (SMALL_FLOAT) return rounded<T>(std::fma(float(a), float(b), float(c)));
           else return std::fma(a, b, c);, T a, T b, T c);
 OPERATION(MadLo, return T(a * b + c);, T a, T b, T c);
@@ -314,6 +316,7 @@ void fill() {
   unary<Not, UNSIGNED, bool>("not"), unary<Neg, int16_t, int32_t, int64_t, FLOATS, bf16, f16>("neg");
   unary<Abs, int16_t, int32_t, int64_t, bf16, f16>("abs"), unary<AbsFloat, FLOATS>("abs");
   binary<Max, INTEGERS>("max"), binary<Min, INTEGERS>("min");
+  binary<MaxOrZero, int32_t>("max.relu"), binary<MinOrZero, int32_t>("min.relu");
   binary<MaxFloat<false>, float, bf16, f16>("max"), binary<MinFloat<false>, float, bf16, f16>("min");
   binary<MaxFloat<true>, float, bf16, f16>("max.NaN"), binary<MinFloat<true>, float, bf16, f16>("min.NaN");
   binary<MinMagnitude, float>("min.NaN.xorsign.abs");

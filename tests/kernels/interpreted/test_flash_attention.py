@@ -58,6 +58,7 @@ RULES = {
     "causal": {},
     "full": {"causal": False},
     "window": {"window": 17},
+    "window_of_itself": {"window": 1},
     "window_of_everything": {"window": 2**31 - 1},
     "two_sided_window": {"causal": False, "window": 40},
     "documents": {"documents": torch.stack((DOCUMENTS, SHUFFLED))},
@@ -97,6 +98,11 @@ def test_blocks_seen_whole_between_blocks_seen_in_part(rule, causal):
 @pytest.mark.parametrize("causal", [True, False])
 def test_odd_lengths(s, t, causal):
     check(*inputs(s=s, t=t, b=1), causal=causal)
+
+
+def test_one_key():
+    """Beside itself a key has no gradient: what is left of p (dp - delta) shows."""
+    check(*inputs(s=8, t=1, b=2, a=2, g=2, d=128), causal=False)
 
 
 def test_more_keys_than_a_few_blocks():
