@@ -17,6 +17,7 @@ from kernels.flash_attention_mask import (
     documents,
     key_range,
     key_spans,
+    loop_bounds,
     needs_spans,
     positions,
     query_range,
@@ -114,12 +115,10 @@ def _collect_queries(
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
     HAS_Q_POSITIONS: tl.constexpr = FLAGS[4]
     row = (batch.to(tl.int64) * num_heads + head) * padded
-    start, left, right, stop = span
     SPLIT: tl.constexpr = HAS_WINDOW or FLAGS[6]
-    begin = start if MASKED else left
-    end = right if not MASKED else stop - (right - left) if SPLIT else left
+    begin, end = loop_bounds(span, MASKED, SPLIT, False)
     for place in tl.range(begin, end, BLOCK_M):
-        first = tl.multiple_of(at_edges(place, left, right) if MASKED and SPLIT else place, BLOCK_M)
+        first = tl.multiple_of(at_edges(place, span) if MASKED and SPLIT else place, BLOCK_M)
         query = first + tl.arange(0, BLOCK_M)
         q = tile(sources[0], layouts[0], first, batch, head, BLOCK_M, D, REACH)
         scores = capped(tl.dot(k, q.T), scale, softcap, HAS_SOFTCAP)
@@ -237,12 +236,10 @@ def _collect_keys(
     HAS_SOFTCAP: tl.constexpr = FLAGS[2]
     HAS_DOCUMENTS: tl.constexpr = FLAGS[3]
     HAS_K_POSITIONS: tl.constexpr = FLAGS[5]
-    start, left, right, stop = span
     SPLIT: tl.constexpr = HAS_WINDOW or FLAGS[6]
-    begin = left if not MASKED else start if SPLIT else right
-    end = right if not MASKED else stop - (right - left) if SPLIT else stop
+    begin, end = loop_bounds(span, MASKED, SPLIT, True)
     for place in tl.range(begin, end, BLOCK_N):
-        first = tl.multiple_of(at_edges(place, left, right) if MASKED and SPLIT else place, BLOCK_N)
+        first = tl.multiple_of(at_edges(place, span) if MASKED and SPLIT else place, BLOCK_N)
         k = tile(sources[2], layouts[2], first, batch, k_head, BLOCK_N, D, REACH)
         v = tile(sources[3], layouts[3], first, batch, k_head, BLOCK_N, DV, REACH)
         scores = capped(tl.dot(q, k.T), scale, softcap, HAS_SOFTCAP)

@@ -17,6 +17,7 @@ from kernels.flash_attention_mask import (
     documents,
     key_range,
     key_spans,
+    loop_bounds,
     needs_spans,
     positions,
     up_to_last_key,
@@ -40,12 +41,11 @@ from kernels.language import cdiv, jit, next_power_of_2, tl
 @jit
 def _following(place, span, MASKED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
     """First key of the block that is attended to after the one at `place`: the edges' blocks, then those between."""
-    _, left, right, stop = span
     following = place + BLOCK_N
     if MASKED:
         if SPLIT:
-            following = at_edges(following, left, right)
-        following = tl.where(following < stop, following, left)
+            following = at_edges(following, span)
+        following = tl.where(following < span[3], following, span[1])
     return tl.multiple_of(following, BLOCK_N)
 
 
@@ -89,11 +89,9 @@ def _attend(
     With AHEAD `scores` are those of the first block of keys, and on return those of the block after the last one: while
     the tensor cores multiply queries with the next block of keys, the other units take this one's exponentials.
     """
-    start, left, right, stop = span
-    begin = left if not MASKED else start if SPLIT else right
-    end = right if not MASKED else stop - (right - left) if SPLIT else stop
+    begin, end = loop_bounds(span, MASKED, SPLIT, True)
     for place in tl.range(begin, end, BLOCK_N):
-        first = tl.multiple_of(at_edges(place, left, right) if MASKED and SPLIT else place, BLOCK_N)
+        first = tl.multiple_of(at_edges(place, span) if MASKED and SPLIT else place, BLOCK_N)
         needed = _following(place, span, MASKED, SPLIT, BLOCK_N) if AHEAD else first
         if MASKED:
             key = first + tl.arange(0, BLOCK_N)
@@ -190,7 +188,8 @@ def _forward_kernel(
     SPLIT: tl.constexpr = HAS_WINDOW or HAS_SPANS
     scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if AHEAD:
-        needed = _following((span[0] if SPLIT else span[2]) - BLOCK_N, span, True, SPLIT, BLOCK_N)
+        begin, _ = loop_bounds(span, True, SPLIT, True)
+        needed = _following(begin - BLOCK_N, span, True, SPLIT, BLOCK_N)
         scores = tl.dot(q, tile(k_source, k_layout, needed, batch, k_head, BLOCK_N, D, REACH).T)
     out, total, peak, scores = _attend(
         out, total, peak, scores, q, k_source, k_layout, v_source, v_layout, batch, k_head, span, num_keys, q_at,

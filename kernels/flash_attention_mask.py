@@ -142,9 +142,28 @@ def query_range(
 
 
 @jit
-def at_edges(place, left, right):
+def at_edges(place, span):
     """Where the `place`-th token is, counted without those in [left, right), which is where blocks are seen whole."""
+    _, left, right, _ = span
     return tl.where(place < left, place, place + right - left)
+
+
+@jit
+def loop_bounds(span, MASKED: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr):
+    """[begin, end) of a loop over a span: over its edges where MASKED (`at_edges`), else over what lies between them.
+
+    Without SPLIT there is only one edge, and its places are the tokens themselves: LATE is that behind `right`.
+    """
+    start, left, right, stop = span
+    if not MASKED:
+        begin, end = left, right
+    elif SPLIT:
+        begin, end = start, stop - (right - left)
+    elif LATE:
+        begin, end = right, stop
+    else:
+        begin, end = start, left
+    return begin, end
 
 
 @jit
