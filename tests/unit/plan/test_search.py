@@ -9,15 +9,20 @@ from parity_configs import config_of
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import PrecisionConfig
+from megatron5d.model.partition import stage_specs
 from megatron5d.plan.cluster import cluster_called
 from megatron5d.plan.memory import CONTEXT_BYTES, FRAGMENTATION
 from megatron5d.plan.search import Candidate, Proposals, Questions, best
+from megatron5d.plan.sharding import Sharding
+from megatron5d.topology.mesh import lines_of
+from megatron5d.train.build import sizes_of
 from megatron5d.train.planning import layouts
 from megatron5d.train.planning.estimate import Estimator
 from megatron5d.train.planning.fitting import changed
 from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.planning.layouts import LayoutSearch
 from megatron5d.train.planning.planned import planned_config
+from megatron5d.train.planning.workload import Workloads
 from megatron5d.train.schedule import pipeline_faults, planned_pipeline
 
 CLUSTER = dataclasses.replace(cluster_called("h100"), node=4)
@@ -106,6 +111,20 @@ def test_nothing_that_fits_is_ruled_out_at_a_glance(tp):
         laid = changed(given, {"recompute.mode": mode})
         needed = max(memory.needed for memory in Forecaster(laid, 8, Target("sm_90")).ranks().values())
         assert mode in {each.change["recompute.mode"] for each in search.candidates(needed)[1:]}
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_state_seen_at_a_glance_is_the_forecasts(optim, zero):
+    """Weights, gradients and moments of one rank, but for what buffers add to them."""
+    words = ["model=llama3_8b", "model.num_layers=2", "train.gbs=8", "precision.dtype=bf16", f"parallel.zero={zero}"]
+    given = planned_config([*words, f"optim.name={optim}"], 8)
+    plan = planned_pipeline(given, 8)
+    lines = lines_of(sizes_of(given, 8), 0, given.model.num_kv_heads)
+    (units,) = Workloads(Target()).stages(given, stage_specs(plan.layout), plan.shared)
+    seen = Sharding(given, {name: len(ranks) for name, ranks in lines.items()}, plan.shared).state_bytes(units)
+    (memory,) = Forecaster(given, 8, Target("sm_90")).ranks().values()
+    assert seen == pytest.approx(memory.weights + memory.gradients + memory.optimizer, rel=0.01)
 
 
 @pytest.mark.parametrize("experiment", ["gpt2_124m", "llama3_8b"])
