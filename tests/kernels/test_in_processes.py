@@ -30,7 +30,7 @@ def shares(place: str, left_out: tuple[str, ...], marks=()) -> list:
 
 
 SHARES = shares("interpreter", ONLY_EMULATED)
-EMULATED = ["sm_80", "sm_90", "sm_100"] + ["sm_120"] * (os.environ.get("MEGATRON5D_ALL_KERNELS") == "1")
+EMULATED = ["sm_90", "sm_100"] + ["sm_80", "sm_120"] * (os.environ.get("MEGATRON5D_ALL_KERNELS") == "1")
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulated GPU is built by g++")
 for emulated in EMULATED:
     SHARES += shares(emulated, NOT_EMULATED, COMPILER)

@@ -56,7 +56,7 @@ def search(monkeypatch):
 
 def test_the_best_is_written_also_where_the_search_breaks_off(search, monkeypatch):
     monkeypatch.setattr(tune_kernels.random.Random, "shuffle", lambda self, every: None)
-    monkeypatch.setattr(tune_kernels, "candidates", lambda operation, architecture: [{"BLOCK": n} for n in (7, 3, 0, 1)])
+    monkeypatch.setattr(tune_kernels, "candidates", lambda *of: [{"BLOCK": n} for n in (7, 3, 0, 1)])
     with pytest.raises(RuntimeError, match="broken"):
         tune_kernels.tune("swiglu", 1.0, False)
     assert search == [("swiglu", {"BLOCK": 5}, {"BLOCK": 3})]
