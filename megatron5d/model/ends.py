@@ -75,7 +75,11 @@ class OutputMatrix(nn.Module):
         self.weight = tied
 
     def local_logits(self, normed: Tensor, defer: Defer = run_now) -> Tensor:
-        """`[s/cp/tp, b, h]` -> `[s/cp, b, v/tp]`, padding columns included."""
+        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> `[s/cp, b, v/tp]`, padding columns included.
+
+        Comm: with sp all_gather tp of s/cp·b·h elements / all_gather and reduce_scatter tp of as many, without sp
+        all_reduce tp.
+        """
         # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
         logits = column_linear(normed, self.weight, self.tp, self.sp, defer)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
@@ -140,7 +144,10 @@ class Head(nn.Module):
         return gather_last_dim(local, self.tp)[..., : self.output.vocab.vocab_size]
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
-        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> sums `[2]`, and with prediction blocks the normed x too."""
+        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> sums `[2]`, and with prediction blocks the normed x too.
+
+        Comm: that of OutputMatrix.losses.
+        """
         hidden = self.norm(x)  # [s/cp/tp, b, h]
         sums = self.output.losses(hidden, batch.labels, batch.loss_mask, self.z_loss, defer)
         return sums if self.is_last else (sums, hidden)

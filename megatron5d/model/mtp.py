@@ -68,6 +68,7 @@ class WithLossSums(nn.Module):
         self.phase, self.kind = phase, getattr(phase, "kind", None)
 
     def forward(self, state: tuple[Tensor, Any], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Any]:
+        """Sums `[terms]` as they are, x as the phase takes and returns it. Comm: that of the phase."""
         sums, x = state
         return sums, self.phase(x, batch, defer)
 
@@ -98,6 +99,7 @@ class MtpInput(nn.Module):
         )
 
     def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor]:
+        """Sums `[terms]` as they are, `[s/cp/tp, b, h]` -> `[s/cp/tp, b, h]`. Comm: that of the embedding."""
         sums, hidden = state
         assert batch.ahead_tokens is not None, "look_ahead makes what the prediction blocks read"
         embedded = self.tokens(batch.ahead_tokens[self.depth], defer)  # [s/cp/tp, b, h]  reduce_scatter tp
@@ -125,6 +127,10 @@ class MtpHead(nn.Module):
         self.output = output
 
     def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Any:
+        """Sums `[terms]`, `[s/cp/tp, b, h]` -> sums `[terms + 1]`, and but for the last the normed x.
+
+        Comm: that of OutputMatrix.losses.
+        """
         sums, x = state
         assert batch.ahead_labels is not None and batch.ahead_mask is not None
         hidden = self.norm(x)

@@ -19,12 +19,12 @@ from megatron5d.topology.axis import Axis
 
 
 def merge_statistics(local_max: Tensor, local_sum: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, sum and target logit `[n]` of this rank's columns -> of the whole vocabulary, `[n]`.
+    """Maximum, sum and target logit `[n]` of this rank's columns -> of the whole vocabulary, `[n]`, in their dtype.
 
-    Comm: 2× all_reduce tp, of n and 2·n elements.
+    Comm: 2× all_reduce tp, of n and 2·n elements; there is no backward.
     """
     row_max = all_reduce(local_max.clone(), tp, "max")  # [n]
-    row_sum, target = all_reduce(torch.stack((local_sum * torch.exp(local_max - row_max), target)), tp)
+    row_sum, target = all_reduce(torch.stack((local_sum * torch.exp(local_max - row_max), target)), tp)  # [2, n]
     return row_max, row_sum, target
 
 

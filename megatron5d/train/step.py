@@ -127,9 +127,16 @@ class Trainer:
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
         """Forward and backward of all micro-batches; once reduced, the owned slices hold the mean gradient.
 
+        Args:
+            batches: this rank's micro-batches of the step, on the host.
+            watched: as of `step`.
+
         Returns:
             fp64 `[terms + counts]`: this rank's share of the sums over target tokens, then of the numbers of targets.
             Added up over the world they are those of the global batch.
+
+        Comm: that of the layers, the pipeline and the reduction of gradients; all_reduce dp_cp of the numbers of
+        targets, where the loss is computed.
         """
         device = self.sync.buckets[0].weights.device
         self.sync.start_step(self.pipeline.passes(len(batches)))
@@ -156,7 +163,10 @@ class Trainer:
             balancer.finish_counting()
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Forward alone; returns what `accumulate` returns."""
+        """Forward alone, of micro-batches on the host; returns what `accumulate` returns.
+
+        Comm: that of the layers' forward and the pipeline.
+        """
         device = self.sync.buckets[0].weights.device
         loss = _SummedLoss(self.terms, device)
         batches = [replace(batch, samples=None) for batch in batches]  # without sample numbers nothing is random

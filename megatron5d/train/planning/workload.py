@@ -61,6 +61,7 @@ class _Counter(MemoryWatch):
         self.made_bytes += tensor.nbytes
 
     def take(self, core_flops: float) -> Work:
+        """What was counted since the last call; `core_flops` are those of attention, which are known by formula."""
         sent = dict(self.ledger.totals)
         kept, self.before = self.live_bytes - self.before, self.live_bytes
         work = Work(tuple(self.products), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
