@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron5d.train.planning import layouts
+from tools import plan
 from tools.plan import main
 
 RUN = ["memory", "--world", "8", "model=tiny", "train.gbs=8", "precision.dtype=bf16", "parallel.pp=2"]
@@ -16,6 +17,14 @@ def test_memory_of_every_pipeline_rank_as_json(capsys):
     assert sorted(told["ranks"]) == ["0", "1"]
     for rank in told["ranks"].values():
         assert sum(rank["bytes"].values()) == rank["needed"] > rank["allocated"] > rank["resident"]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_plan_without_triton_says_so(installed, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "HAS_TRITON", installed)
+    assert main([*RUN, "--json"]) == 0
+    told = capsys.readouterr()
+    assert ("Triton is not installed here" in told.err) is not installed and json.loads(told.out)
 
 
 def test_methods_of_context_parallelism_in_their_order(capsys):
