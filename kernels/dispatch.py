@@ -32,10 +32,12 @@ def runs_triton(x: Tensor) -> bool:
     Raises:
         ValueError: x lies on another GPU than the current one, where Triton would launch.
     """
-    if not HAS_TRITON or x.dtype == torch.float64 or x.numel() == 0:
+    if x.dtype == torch.float64 or x.numel() == 0:
         return False
     if x.is_meta:
         return PLANNED.get() is not None
+    if not HAS_TRITON:
+        return False
     if x.is_cuda:
         if x.get_device() != torch.cuda.current_device():
             raise ValueError(

@@ -5,10 +5,7 @@ from torch import Tensor
 
 from kernels.flash_attention_mask import needs_spans
 from kernels.flash_attention_plain import AttentionRule
-from kernels.language import HAS_TRITON, jit, next_power_of_2, tl
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from kernels.language import TensorDescriptor, jit, next_power_of_2, tl
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.bfloat16, torch.float16)
@@ -55,7 +52,7 @@ def sources(tensors: list[Tensor], blocks: list[int], mode: int) -> tuple[tuple,
     return tuple(_descriptor(x, block, mode) for x, block in zip(tensors, blocks)), layouts
 
 
-def _descriptor(x: Tensor, block: int, mode: int) -> "TensorDescriptor":
+def _descriptor(x: Tensor, block: int, mode: int) -> TensorDescriptor:
     s, b, heads, d = x.shape
     if mode == ROWS:
         width = (b - 1) * x.stride(1) + (heads - 1) * x.stride(2) + d

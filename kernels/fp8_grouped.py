@@ -14,11 +14,8 @@ from kernels import dispatch, tuning
 from kernels.fp8_matmul import scaled_sum, scales_of_tile, settles, swizzled, taken_out
 from kernels.fp8_quantize import GROUP, Quantized
 from kernels.grouped_matmul import ends_of, grouped_matmul_reference, launch_rows
-from kernels.language import HAS_TRITON, cdiv, jit, next_power_of_2, tl
+from kernels.language import TensorDescriptor, cdiv, jit, next_power_of_2, tl
 from kernels.tiles import readable
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def grouped_matmul_fp8(

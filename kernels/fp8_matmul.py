@@ -11,10 +11,7 @@ from torch import Tensor
 
 from kernels import dispatch, tuning
 from kernels.fp8_quantize import GROUP, Quantized
-from kernels.language import HAS_TRITON, cdiv, jit, tl
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from kernels.language import TensorDescriptor, cdiv, jit, tl
 
 
 def fp8_matmul_reference(a: Quantized, b: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

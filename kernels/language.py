@@ -1,27 +1,19 @@
-"""Triton where it is installed; otherwise names that let the kernels' files be imported for their plain paths."""
+"""Triton where it is installed; otherwise its names, so that plain paths run and a GPU can be planned for."""
+
+import torch
 
 try:
     import triton.language as tl
     from triton import cdiv, jit, next_power_of_2
+    from triton.runtime.jit import KernelInterface
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
 except ImportError:
+    from kernels.without_triton import KernelInterface, TensorDescriptor, cdiv, jit, next_power_of_2, tl
+
     HAS_TRITON = False
 
-    class _Absent:
-        def __getattr__(self, name):
-            return self
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-        def __call__(self, value=None, **options):
-            return self if options else value
-
-    tl = jit = _Absent()
-
-    def cdiv(x: int, y: int) -> int:  # these two are for plain paths as well
-        return -(-x // y)
-
-    def next_power_of_2(n: int) -> int:
-        return 1 << (n - 1).bit_length()
-
-
-__all__ = ["HAS_TRITON", "cdiv", "jit", "next_power_of_2", "tl"]
+__all__ = ["HAS_TRITON", "TRITON_DTYPES", "KernelInterface", "TensorDescriptor", "cdiv", "jit", "next_power_of_2", "tl"]

@@ -17,12 +17,9 @@ from kernels import dispatch, tuning
 from kernels.dispatch import statistics_dtype
 from kernels.fp8_matmul import swizzled
 from kernels.gather_matmul import fast, weight_matrix, weight_tile, weight_tiles
-from kernels.language import HAS_TRITON, cdiv, jit, tl
+from kernels.language import TRITON_DTYPES, cdiv, jit, tl
 from kernels.signals import Arrivals, raise_flag, raise_flags, wait_flag, wait_for
 from kernels.tiles import by_pointers, matrix, readable, tiles_of
-
-if HAS_TRITON:
-    _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def matmul_scatter(x: Tensor, weight: Tensor, out: Outboxes, epoch: int, rank: i
     grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
     tables = (out.box_addresses, out.flag_addresses, out.finished)
     sizes = (epoch, rank, size, rows, n, k)
-    flags = {"TURNED": turned, "DTYPE": _TRITON_DTYPES[x.dtype], "POINTERS": by_pointers(x.device)}
+    flags = {"TURNED": turned, "DTYPE": TRITON_DTYPES[x.dtype], "POINTERS": by_pointers(x.device)}
     _matmul_scatter_kernel[grid](*operands, *tables, *sizes, **flags, **config)
 
 

@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.language import HAS_TRITON, jit, tl
-
-_TRITON_DTYPES = (
-    {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if HAS_TRITON else {}
-)
+from kernels.language import TRITON_DTYPES, jit, tl
 
 
 @dataclass(frozen=True)
@@ -199,7 +195,7 @@ def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
     chunks = table.chunks(config["BLOCK"])
     parts = torch.empty(len(chunks), dtype=torch.float32, device=table.device)
     addresses = table.addresses[list(table.columns).index(column)]
-    dtype = _TRITON_DTYPES[table.dtype(column)]
+    dtype = TRITON_DTYPES[table.dtype(column)]
     flags = {"DTYPE": dtype, "ALIGNED": table.aligned}
     _squares_kernel[(len(chunks),)](addresses, chunks, table.sizes, parts, **flags, **config)
     return parts.double().sum()
@@ -248,8 +244,8 @@ def adamw_step(table: TensorTable, settings: AdamWSettings, factor: Tensor, weig
     config = tuning.select("adamw", table.device)
     chunks = table.chunks(config["BLOCK"])
     has_copy = "copy" in table.columns
-    copy = _TRITON_DTYPES[table.dtype("copy")] if has_copy else tl.float32
-    dtypes = {"GRAD": _TRITON_DTYPES[table.dtype("grad")], "COPY": copy, "HAS_COPY": has_copy, "ALIGNED": table.aligned}
+    copy = TRITON_DTYPES[table.dtype("copy")] if has_copy else tl.float32
+    dtypes = {"GRAD": TRITON_DTYPES[table.dtype("grad")], "COPY": copy, "HAS_COPY": has_copy, "ALIGNED": table.aligned}
     betas = (settings.beta1, settings.beta2, 1 - settings.beta1, 1 - settings.beta2)  # 1 - .999f would be off by 1e-5
     rates = (settings.lr, *betas, settings.eps, correction1, correction2**0.5)
     inputs = (table.addresses, chunks, table.sizes, factor, weight_decay, len(table.counts))

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import tuning
-from kernels.language import HAS_TRITON, jit, tl
-
-if HAS_TRITON:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+from kernels.language import TensorDescriptor, jit, tl
 
 _WITHOUT_COPY_ENGINE = ("sm_80", "gfx942")
 
@@ -27,7 +24,7 @@ def readable(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def tiles_of(x: Tensor, tile: list[int]) -> "TensorDescriptor | tuple[Tensor, int]":
+def tiles_of(x: Tensor, tile: list[int]) -> TensorDescriptor | tuple[Tensor, int]:
     """What a kernel gives to `matrix`: x `[rows, columns]`, which is `readable`."""
     return (x, x.stride(0)) if by_pointers(x.device) else TensorDescriptor.from_tensor(x, tile)
 

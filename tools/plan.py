@@ -90,7 +90,6 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from kernels.language import HAS_TRITON
 from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
 from megatron5d.config.fault import ConfigError
 from megatron5d.config.schema import Config
@@ -107,18 +106,11 @@ from megatron5d.train.planning.layouts import LayoutSearch
 from megatron5d.train.planning.planned import planned_config, unplanned_config
 from megatron5d.train.schedule import micro_batch_counts
 
-WITHOUT_TRITON = (
-    "plan.py: Triton is not installed here, so the device is planned as one without it: plain operations, which "
-    "take far longer between products, and more memory; `pip install triton` (no GPU is needed)"
-)
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one subcommand and returns the exit code."""
     options = _parser().parse_args(arguments)
     commands = {"memory": _memory, "context": _context, "step": _step, "search": _search}
-    if options.command != "context" and not HAS_TRITON:
-        print(WITHOUT_TRITON, file=sys.stderr)
     try:
         return commands[options.command](options)
     except (ConfigError, ValueError, OSError) as error:

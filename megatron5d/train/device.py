@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import tuning
+from kernels.language import HAS_TRITON
 from megatron5d.config.convert import value_of
 from megatron5d.config.fault import Fault
 from megatron5d.config.schema import Config
@@ -44,4 +45,7 @@ def device_faults(config: Config, world: int) -> list[Fault]:
     """What this process's GPU cannot do; nothing where there is none."""
     if not torch.cuda.is_available():
         return []
+    if not HAS_TRITON and config.precision.dtype != "fp64":
+        reason = f"precision.dtype = {config.precision.dtype} runs kernels on a GPU, and triton is not installed"
+        return [Fault("gpu-needs-triton", ("precision.dtype",), reason, "pip install triton", local=True)]
     return eight_bit_faults(config, tuning.architecture(torch.device("cuda")))

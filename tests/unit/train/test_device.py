@@ -9,6 +9,7 @@ from parity_configs import config_of
 import pretrain
 from kernels import tuning
 from megatron5d.config.schema import PrecisionConfig
+from megatron5d.train import device
 from megatron5d.train.device import device_faults
 from tools import plan
 
@@ -55,6 +56,14 @@ def test_nothing_is_refused_where_the_kernels_are_or_are_not_asked_for(gpu):
     for capability in ((9, 0), (10, 0), (12, 0)):
         gpu(*capability)
         assert device_faults(eight, 1) == []
+
+
+def test_a_gpu_without_triton_is_refused(gpu, monkeypatch):
+    gpu(9, 0)
+    monkeypatch.setattr(device, "HAS_TRITON", False)
+    assert device_faults(config_of(), 1) == [], "no kernel computes in float64"
+    config = dataclasses.replace(config_of(), precision=PrecisionConfig(dtype="bf16"))
+    assert [fault.id for fault in device_faults(config, 1)] == ["gpu-needs-triton"]
 
 
 def test_the_planner_refuses_alike(capsys):
