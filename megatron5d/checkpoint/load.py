@@ -36,9 +36,15 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
             the same command it would otherwise begin at the same step again after every time limit.
 
     Raises:
-        ValueError: a folder was named and holds no whole checkpoint.
+        ValueError: a folder was named and holds no whole checkpoint; or with auto, checkpoints are there and all are
+            damaged: to begin anew, and in time to save over them, is for the user to say.
     """
     own = newest(Path(directory)) if directory and (job or resume == "auto") else None
+    if directory and resume == "auto" and own is None and (torn := faults_of_newer(Path(directory))):
+        raise ValueError(
+            f"checkpoint.resume = auto: {torn[0]}, and no older checkpoint in {directory} is whole either; "
+            "checkpoint.resume=none begins anew"
+        )
     if resume == "auto" or (own is not None and read_run(own).get("job") == job):
         return own
     return None if resume == "none" else whole_checkpoint(resume, "checkpoint.resume")

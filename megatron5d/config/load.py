@@ -196,6 +196,9 @@ class _Spelling:
             self._fault("grammar", *_unreadable(text, str(error).splitlines()[0]))
             return None
         key = override.key_or_group
+        if not key:
+            self._fault("grammar", "", f"{text!r} names no key", "options are written key=value, without spaces")
+            return None
         if key in self.groups and not isinstance(override._value, dict):
             return self._choice(override)
         if key == "log.wandb" and not isinstance(override._value, dict):
@@ -273,7 +276,9 @@ def _unreadable(text: str, why: str) -> tuple[str, str, str]:
     head, equals, value = text.partition("=")
     key = head.lstrip("+~")
     default = value_of(Config(), key) if key in leaves() else "VALUE"
-    if equals and (key not in leaves() or isinstance(default, (str, list, type(None)))):
+    if len(words := text.split()) > 1 and all(word.find("=") > 0 for word in words):
+        fix = f"{text}, each option a word of its own"
+    elif equals and (key not in leaves() or isinstance(default, (str, list, type(None)))):
         fix = f"{key}='\"{value}\"', with quotes that the shell leaves in place"
     else:
         fix = f"{key}={default}"

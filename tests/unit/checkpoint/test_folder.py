@@ -276,6 +276,9 @@ def test_of_a_directory_without_a_whole_one_the_newest_is_blamed(tmp_path):
     assert faults_of_newer(tmp_path) == newest_first and "1 bytes where 100" in newest_first[0]
     with pytest.raises(ValueError, match="step-00000002/__0_0.distcp has 1 bytes"):
         find_checkpoint(None, str(tmp_path))
+    with pytest.raises(ValueError, match=r"step-00000002.* has 1 bytes .*checkpoint.resume=none begins anew"):
+        find_checkpoint(str(tmp_path), "auto")
+    assert find_checkpoint(str(tmp_path), "none") is None
     save(tmp_path, 1)
     assert faults_of_newer(tmp_path) == newest_first[:1]
 

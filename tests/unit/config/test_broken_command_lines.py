@@ -63,6 +63,11 @@ def test_broken_command_line_is_refused_and_helped(line, capsys):
     assert sorted(os.listdir()) == before
 
 
+def test_options_quoted_as_one_word_are_taken_apart(capsys):
+    text = told([*SOUND, "model=tiny train.steps=3"], capsys)
+    assert "fix: model=tiny train.steps=3, each option a word of its own" in text
+
+
 def test_all_that_is_broken_is_told_at_once(capsys):
     text = told(
         [*SOUND, "train.stepz=5", "model=llama4", "optim.lr=abc", "parallel.tp=3", "train.seq_len=0", "data.order=up",
