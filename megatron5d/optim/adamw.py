@@ -91,15 +91,18 @@ class AdamW(SliceOptimizer):
             {"params": groups[False], "weight_decay": 0.0},
         ]
         settings: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-        apex = apex_adam() if config.implementation in ("auto", "apex") and not config.offload else None
+        served = not config.offload and all(view.dtype == torch.float32 for view in states)
+        apex = apex_adam() if config.implementation in ("auto", "apex") and served else None
         if config.implementation == "apex" and apex is None:
             raise ValueError(
                 "optim.implementation = apex, but NVIDIA apex with amp_C.multi_tensor_adam and a CUDA device are not "
-                "both here, or optim.offload = true leaves the update to the CPU; use optim.implementation=torch"
+                "both here, or optim.offload = true leaves the update to the CPU, or precision.dtype = fp64 is none of "
+                "its types; use optim.implementation=torch"
             )
         param_groups = [group for group in param_groups if group["params"]] or param_groups[:1]
         if apex is not None:
-            optimizer = apex(param_groups, adam_w_mode=True, **settings)
+            counted = [{**group, "step": 0} for group in param_groups]  # it counts by group, from its first step on
+            optimizer = apex(counted, adam_w_mode=True, **settings)
         else:
             planned = all(view.is_meta for view in states)  # torch has no fused AdamW on the meta device
             optimizer = torch.optim.AdamW(param_groups, fused=not planned, **settings)
@@ -123,7 +126,8 @@ class AdamW(SliceOptimizer):
         self._attach_grads()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
+        if self._grads:  # apex takes no empty group
+            self._optimizer.step()
         self.step_count += 1
         self._detach_grads()
         for state in self.slices:
