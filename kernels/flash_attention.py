@@ -45,7 +45,7 @@ def _open(rule: AttentionRule, s: int, t: int) -> AttentionRule:
 
 
 def _aligned(rule: AttentionRule, s: int, t: int) -> AttentionRule:
-    """Drop the positions where they mean no more than an aligned causal mask, or none: the fast kernels know those."""
+    """Drops the positions where they mean no more than an aligned causal mask, or none: the fast kernels know those."""
     if not rule.causal or rule.window is not None or (rule.q_positions is None and rule.k_positions is None):
         return rule
     q_at = torch.arange(s) if rule.q_positions is None else rule.q_positions

@@ -107,7 +107,7 @@ def _collect_queries(
     DV: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """Add what queries of one head give to dk and dv: a span's edges where MASKED, else what lies between them."""
+    """Adds what queries of one head give to dk and dv: a span's edges where MASKED, else what lies between them."""
     num_queries, padded, num_heads, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]
@@ -229,7 +229,7 @@ def _collect_keys(
     DV: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """Add what the keys of a span give to dq: its edges where MASKED, else what lies between them."""
+    """Adds what the keys of a span give to dq: its edges where MASKED, else what lies between them."""
     _, _, _, scale, softcap, window = sizes
     CAUSAL: tl.constexpr = FLAGS[0]
     HAS_WINDOW: tl.constexpr = FLAGS[1]

@@ -84,7 +84,7 @@ def _attend(
     DV: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """Add the keys of a span to the running out, total and peak: its edges where MASKED, else what lies between them.
+    """Adds the keys of a span to the running out, total and peak: its edges where MASKED, else what lies between them.
 
     With AHEAD `scores` are those of the first block of keys, and on return those of the block after the last one: while
     the tensor cores multiply queries with the next block of keys, the other units take this one's exponentials.

@@ -106,7 +106,7 @@ def _sum_kernel(terms_ptr, y_ptr, flags_ptr, patience, epoch, size, count, strid
 
 
 def matmul_scatter(x: Tensor, weight: Tensor, out: Outboxes, epoch: int, rank: int, turned: bool = False) -> None:
-    """Write `x[owner] Wᵀ` into the owner's memory and raise its flag there, for every owner.
+    """Writes `x[owner] Wᵀ` into the owner's memory and raises its flag there, for every owner.
 
     Args:
         x: `[size, rows, k]`.

@@ -32,7 +32,7 @@ class Places:
 
 
 def places(experts: Tensor, num_experts: int) -> Places:
-    """Sort the choices by expert, stably, without a host synchronisation.
+    """Sorts the choices by expert, stably, without a host synchronisation.
 
     Args:
         experts: `[n, k]` integers, each token's choices.
@@ -187,7 +187,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def permute(x: Tensor, where: Places) -> Tensor:
-    """Copy each token to the rows of its experts, differentiable.
+    """Copies each token to the rows of its experts, differentiable.
 
     Args:
         x: `[n, h]`.
@@ -200,7 +200,7 @@ def permute(x: Tensor, where: Places) -> Tensor:
 
 
 def unpermute(rows: Tensor, probs: Tensor, where: Places) -> Tensor:
-    """Add up each token's rows weighted by its probabilities, differentiable in both.
+    """Adds up each token's rows weighted by its probabilities, differentiable in both.
 
     Args:
         rows: `[n·k, h]` sorted by expert.

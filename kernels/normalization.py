@@ -217,7 +217,7 @@ def _launch_backward(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each row to unit root mean square, then by `weight`.
+    """Scales each row to unit root mean square, then by `weight`.
 
     Args:
         x: `[..., h]`, any floating dtype.
@@ -273,7 +273,7 @@ def rms_norm_backward(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Centre each row and scale it to unit variance, then by `weight`, plus `bias`.
+    """Centres each row and scales it to unit variance, then by `weight`, plus `bias`.
 
     Args:
         x: `[..., h]`, any floating dtype.

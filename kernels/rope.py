@@ -50,7 +50,7 @@ def _turn_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Turn all heads of one token; those of `y` begin `head_dim` elements apart."""
+    """Turns all heads of one token; those of `y` begin `head_dim` elements apart."""
     j = tl.arange(0, HALF)[None, :]
     if INTERLEAVED:
         first, second = 2 * j, 2 * j + 1
@@ -137,7 +137,7 @@ def _launch(
     inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, backward: bool,
     interleaved: bool,
 ) -> None:  # fmt: skip
-    """Turn q and k into two tensors, or in place, in one launch, forwards or back; views are read where they lie.
+    """Turns q and k into two tensors, or in place, in one launch, forwards or back; views are read where they lie.
 
     Outputs have neighbours in memory along a head; heads of an output that is not its input have no gaps.
     """
@@ -199,7 +199,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Turn the first `dr` dims of every head of q and k by their token's angles; the rest passes through.
+    """Turns the first `dr` dims of every head of q and k by their token's angles; the rest passes through.
 
     Args:
         q: `[s, b, a, d]`.
@@ -221,7 +221,7 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 
 
 def _turn_ends(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> Tensor:
-    """Turn the last dims of q's heads where they lie; returns k turned."""
+    """Turns the last dims of q's heads where they lie; returns k turned."""
     ends = q[..., -k.shape[-1] :]
     if dispatch.runs_triton(q) and q.stride(-1) == 1:
         k_out = _like(k)
@@ -263,7 +263,7 @@ def _check_overwritten(x: Tensor, name: str) -> None:
 def apply_rope_to_ends(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turn the last `dr` dims of q's heads where they lie, and k, all of it, into a copy: what latent attention wants.
+    """Turns the last `dr` dims of q's heads where they lie, and k, all of it, into a copy: what latent attention wants.
 
     The old q is gone: autograd refuses a backward that needs it.
 
@@ -374,7 +374,7 @@ class _RopeOfProjection(torch.autograd.Function):
 def apply_rope_to_projection(
     qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn the heads of q and k where a projection has put them, and split it; backward, turn and join in one pass.
+    """Turns the heads of q and k where a projection has put them, and splits it; backward both in one pass.
 
     `apply_rope` instead writes turned copies, and a v that is kept for the backward keeps all of qkv beside them.
     The old qkv is gone: autograd refuses a backward that needs it.

@@ -90,7 +90,7 @@ class Arrivals:
 
 @jit
 def wait_for(flags_ptr, source, epoch, patience):
-    """Hold this program until a source's flag has reached the epoch; loads that follow see what was written before it.
+    """Holds this program until a source's flag has reached the epoch; loads that follow see what was written before it.
 
     `patience`: its polls and its note.
     """
@@ -109,7 +109,7 @@ def wait_for(flags_ptr, source, epoch, patience):
 
 @jit
 def raise_flag(flag_ptr, epoch):
-    """Set the flag to the epoch after everything that this program has written."""
+    """Sets the flag to the epoch after everything that this program has written."""
     tl.debug_barrier()
     tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
 
@@ -126,7 +126,7 @@ def _raise_kernel(addresses_ptr, epoch):
 
 
 def fence() -> None:
-    """Order this process's earlier reads and writes before its later ones, for other processes too.
+    """Orders this process's earlier reads and writes before its later ones, for other processes too.
 
     x86 keeps the order by itself; elsewhere the release of one locking and the acquisition of the next keep it.
     """
@@ -136,7 +136,7 @@ def fence() -> None:
 
 
 def wait_flag(arrivals: Arrivals, source: int) -> None:
-    """Wait until the flag of a source has reached the epoch.
+    """Waits until the flag of a source has reached the epoch.
 
     Raises:
         TimeoutError: on the CPU, where it has not in `patience.limit_s`; on a GPU `patience.check` raises it later.
@@ -157,7 +157,7 @@ def wait_flag(arrivals: Arrivals, source: int) -> None:
 
 
 def raise_flags(flags: Sequence[Tensor], addresses: Tensor, epoch: int) -> None:
-    """Set flags, in memory of other ranks, after everything that was written before.
+    """Sets flags, in memory of other ranks, after everything that was written before.
 
     Args:
         flags: one int32 each, as this process sees them.

@@ -83,7 +83,7 @@ def _exp(x):
 
 @jit
 def _join_lanes(z, lane_max, lane_sum):
-    """Add `[lanes, some]` logits to the lanes' maxima and sums: one exponential a logit, one more a lane."""
+    """Adds `[lanes, some]` logits to the lanes' maxima and sums: one exponential a logit, one more a lane."""
     grown = tl.maximum(lane_max, tl.max(z, 1))
     # A lane that has seen only padding has maximum -inf, and -inf - -inf is not a number.
     base = tl.where(grown == float("-inf"), 0.0, grown)

@@ -23,7 +23,7 @@ def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor) -> N
 
 
 def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Add the weight gradient `dyᵀ x` into `main_grad`, in place.
+    """Adds the weight gradient `dyᵀ x` into `main_grad`, in place.
 
     On a GPU the vendor's library does it in one call, where it can write float32 from narrower inputs.
 

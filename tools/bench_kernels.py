@@ -78,7 +78,7 @@ def because(error: Exception) -> dict[str, str]:
 
 
 def work(sets: int, repeats: int, names: Sequence[str], tell: Callable[[tuple], None]) -> None:
-    """Measure the device and the named rows, telling of each figure at once: the worker of `in_turn`."""
+    """Measures the device and the named rows, telling of each figure at once: the worker of `in_turn`."""
     torch._functorch.config.donated_buffer = False  # or what is compiled refuses to go back through its graph again
     limits = {"GB/s": copy_gb_s(), "TFLOP/s": gemm_tflop_s()}
     tell((None, {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "limits": limits}))
@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def report(told: Iterator[tuple], file: Path | None) -> None:
-    """Print rows as they end, and write all that is known to the file with each figure.
+    """Prints rows as they end, and writes all that is known to the file with each figure.
 
     Args:
         told: `(None, what the device is)`, `(row, provider, figures)`, and `(row, why it ended early)`.

@@ -212,7 +212,7 @@ def side(name: str, config: Config, device: torch.device, steps: int) -> Iterato
 def work(
     configs: dict[str, Config], kind: str, steps: int, pieces: Sequence[str], tell: Callable[[tuple], None]
 ) -> None:
-    """Measure pieces, `<case>: <provider>`, telling of each step at once: the worker of `in_turn`."""
+    """Measures pieces, `<case>: <provider>`, telling of each step at once: the worker of `in_turn`."""
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     what = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
     tell((None, {"device": what, "torch": torch.__version__}))
@@ -234,7 +234,7 @@ def work(
 
 
 def report(told: Iterator[tuple], found: dict[str, Any], file: Path | None) -> None:
-    """Print cases as they end, and write all that is known to the file with each step.
+    """Prints cases as they end, and writes all that is known to the file with each step.
 
     Args:
         told: `(None, what the device is)`, `(piece, sizes, figures)`, and `(piece, why it ended early)`.

@@ -73,7 +73,7 @@ def available_cores() -> int:
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Preprocess with a progress bar on stderr."""
+    """Preprocesses with a progress bar on stderr."""
     files = tuple(list_files(args.input, args.glob, args.exclude))
     recipe = Recipe(args.tokenizer, args.eod, args.append_eod, tuple(args.json_keys), args.skip_bad)
     job = Job(files, args.out, recipe, args.text_per, args.valid_fraction)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def main() -> int:
-    """Run and tell."""
+    """Runs and tells."""
     args = arguments()
     try:
         summary = run(args)

@@ -39,7 +39,7 @@ from megatron5d.pipeline_parallel.verify import verify
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one subcommand and return the exit code."""
+    """Runs one subcommand and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="schedule.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refuse_nothing(options: argparse.Namespace) -> None:
-    """Raise where an option of a subcommand is no amount of anything."""
+    """Raises where an option of a subcommand is no amount of anything."""
     for name in ("pp", "microbatches", "memory", "seconds", "activation_bytes", "layers", "width"):
         amount = getattr(options, name, None)
         if amount is not None and not amount > 0:
@@ -152,7 +152,7 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
-    """Return the costs for every way to deal the layers to stages that the options leave open."""
+    """Returns the costs for every way to deal the layers to stages that the options leave open."""
     ends = {name: getattr(options, name) for name in ("embedding", "head", "dense")}
     if options.layers is None:
         given = [f"--{name}" for name in (*ends, "balance") if getattr(options, name)]
@@ -166,7 +166,7 @@ def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
 
 
 def _stage_costs(options: argparse.Namespace, program: Program) -> tuple[StageCosts, list[int] | None]:
-    """Return the costs of the stages of a Program and, where whole layers are dealt to them, how many each has."""
+    """Returns the costs of the stages of a Program and, where whole layers are dealt to them, how many each has."""
     models, placement = _cost_models(options), program.placement
     deals = [model for model in models if isinstance(model, LayerCosts)]
     if not deals:
@@ -176,7 +176,7 @@ def _stage_costs(options: argparse.Namespace, program: Program) -> tuple[StageCo
 
 
 def _fitted(options: argparse.Namespace, program: Program, deals: list[LayerCosts]) -> list[int]:
-    """Return the layers of each stage for which the Program is fastest under the cap on activations, if any."""
+    """Returns the layers of each stage for which the Program is fastest under the cap on activations, if any."""
     from megatron5d.pipeline_parallel.search.fit import fitted  # numba, for which no other option should wait
 
     placement, starts = program.placement, []
@@ -222,7 +222,7 @@ def _program(options: argparse.Namespace) -> Program:
 def _figures(
     program: Program, costs: StageCosts, result: Simulation, layout: list[int] | None = None
 ) -> dict[str, Any]:
-    """Return what a program that reads our output wants to know, in the units of the costs."""
+    """Returns what a program that reads our output wants to know, in the units of the costs."""
     memory = float(result.peak_activations.max())
     return {
         "schedule": program.name,

@@ -74,7 +74,7 @@ def texts(files: Sequence[Path], keys: Sequence[str], max_bytes: float, skip_bad
 
 
 def train(args: argparse.Namespace) -> dict:
-    """Train and write PREFIX.model."""
+    """Trains and writes PREFIX.model."""
     started = time.monotonic()
     files = list_files(args.input, args.glob, args.exclude)
     path = train_sentencepiece(
@@ -86,7 +86,7 @@ def train(args: argparse.Namespace) -> dict:
 
 
 def show(args: argparse.Namespace) -> dict:
-    """Describe a tokenizer, and take a text there and back."""
+    """Describes a tokenizer, and takes a text there and back."""
     tokenizer = load_tokenizer(args.file)
     found = {"kind": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
     if args.text is None:
@@ -99,7 +99,7 @@ def show(args: argparse.Namespace) -> dict:
 
 
 def main() -> int:
-    """Run and tell."""
+    """Runs and tells."""
     args = arguments()
     try:
         result = train(args) if args.command == "train" else show(args)

@@ -198,7 +198,7 @@ class Search:
 
 
 def write_entry(architecture: str, operation: str, present: dict, best: dict) -> None:
-    """Replace the entry whose configuration is `present`, one entry a line."""
+    """Replaces the entry whose configuration is `present`, one entry a line."""
     path = tuning.DIRECTORY / f"{architecture}.json"
     entries = json.loads(path.read_text())
     for entry in entries[operation]:
@@ -212,7 +212,7 @@ def write_entry(architecture: str, operation: str, present: dict, best: dict) ->
 
 
 def tune(operation: str, minutes: float, dry_run: bool) -> None:
-    """Time the candidates, print the faster ones as they come, and write the best."""
+    """Times the candidates, prints the faster ones as they come, and writes the best."""
     architecture = tuning.architecture(torch.device("cuda"))
     search, until = Search(operation), time.monotonic() + 60 * minutes
     best, best_ms = search.present, search.present_ms

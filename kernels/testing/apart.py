@@ -25,7 +25,7 @@ def device_is_lost() -> bool:
 
 
 def write_whole(file: Path | None, found: object) -> None:
-    """Write JSON in the place of what the file holds, at once: an interrupt leaves the old figures or the new."""
+    """Writes JSON in the place of what the file holds, at once: an interrupt leaves the old figures or the new."""
     if file is not None:
         part = file.with_name(file.name + ".part")
         part.write_text(json.dumps(found, indent=1))

@@ -36,7 +36,7 @@ FRAME_BYTES = {"sm_120": 8}  # the assembler zeroes a slot beside each bulk copy
 
 
 def compile_case(name: str, target: str) -> dict:
-    """Compile one case in this process and report its launches and the configuration entries it selected."""
+    """Compiles one case in this process and reports its launches and the configuration entries it selected."""
     case = CASES[name]
     with capture(target) as (launches, selected):
         case.run()
@@ -117,7 +117,7 @@ def unselected(reports: dict[str, dict[str, dict]], target: str) -> list[str]:
 
 
 def _warm_up() -> None:
-    """Do what every child would do again, and take longer for than to compile."""
+    """Does what every child would do again, and take longer for than to compile."""
     for module in _IMPORTED_LATE:
         importlib.import_module(module)
     triton_key()  # a hash of the whole compiler, part of each key of its cache
@@ -140,7 +140,7 @@ def run_gate(targets: list[str], wanted: list[str], limit_s: float, jobs: int) -
 
 
 def write_budget(reports: dict[str, dict[str, dict]]) -> None:
-    """Grant every reported case what it takes now, keeping the entries of cases that were not run."""
+    """Grants every reported case what it takes now, keeping the entries of cases that were not run."""
     budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
     for name, by_target in reports.items():
         for target, report in by_target.items():

@@ -48,7 +48,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -
 
 
 def forward_and_backward(outputs) -> None:
-    """Send a gradient of every differentiable output back."""
+    """Sends a gradient of every differentiable output back."""
     outputs = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if t.requires_grad]
     torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
 

@@ -93,7 +93,7 @@ def _indexable(original):
 
 
 def install_checks() -> None:
-    """Add the checks to the interpreter; call once, after `repair_numbers`."""
+    """Adds the checks to the interpreter; call once, after `repair_numbers`."""
     builder = InterpreterBuilder
     GridExecutor.__call__ = _checked_call(GridExecutor.__call__)
     builder.create_masked_load = _checked_load(builder.create_masked_load)

@@ -153,7 +153,7 @@ def _bfloat16_constant(self, value):
 
 
 def repair_numbers() -> None:
-    """Replace the interpreter's arithmetic; call once, before the first kernel runs."""
+    """Replaces the interpreter's arithmetic; call once, before the first kernel runs."""
     builder = InterpreterBuilder
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)

@@ -76,7 +76,7 @@ def _patch_builtin(package, builder, scope) -> None:
 
 
 def make_types_once() -> None:
-    """Replace how the interpreter makes types; call once, before the first kernel runs."""
+    """Replaces how the interpreter makes types; call once, before the first kernel runs."""
     core.block_type.__init__ = _block_type
     core.tensor.__init__ = _tensor
     core.tuple.__init__ = _tuple

@@ -19,7 +19,7 @@ def make_micro_batch(
     eod_mask_loss: bool = False,
     document_starts: Sequence[np.ndarray] | None = None,
 ) -> MicroBatch:
-    """Cut rows of seq_len + 1 tokens into inputs and labels.
+    """Cuts rows of seq_len + 1 tokens into inputs and labels.
 
     The label of a document's last token is the first token of the next document. Its loss counts, as in Megatron,
     unless `eod_mask_loss` is set.

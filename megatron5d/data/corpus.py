@@ -89,7 +89,7 @@ def _excluded(name: str, excludes: Sequence[str]) -> bool:
 
 
 def units(files: Sequence[Path], text_per: str = "file", start: Cursor | None = None) -> Iterator[Unit]:
-    """Divide a corpus into units.
+    """Divides a corpus into units.
 
     Args:
         files: from `list_files`.
@@ -146,7 +146,7 @@ def _row_groups(path: Path, at: Cursor, done_before: int, size: int) -> Iterator
 
 
 def open_parquet(path: Path):
-    """Open a parquet file as a `pyarrow.parquet.ParquetFile`.
+    """Opens a parquet file as a `pyarrow.parquet.ParquetFile`.
 
     Raises:
         ValueError: it is no parquet file, or pyarrow is not installed.

@@ -27,7 +27,7 @@ Document = tuple[str, ...]  # one text per json key
 
 
 def documents(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
-    """Read the documents of a unit.
+    """Reads the documents of a unit.
 
     Args:
         unit: from `units`.

@@ -20,7 +20,7 @@ Arrays = dict[str, np.ndarray]
 def cached_arrays(
     folder: str | os.PathLike[str], inputs: dict, names: Collection[str], build: Callable[[], Arrays]
 ) -> Arrays:
-    """Return `build()`, from disk where somebody has built it before.
+    """Returns `build()`, from disk where somebody has built it before.
 
     Many ranks may call this at once: one builds under a lock while the others wait, and where the file system has no
     locks all build and the first to rename wins. A folder gets its final name when it is whole; where files have been
@@ -89,7 +89,7 @@ def _store(target: Path, arrays: Arrays, inputs: str) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an advisory lock that dies with its process; do nothing where there are no locks."""
+    """Holds an advisory lock that dies with its process; does nothing where there are no locks."""
     with path.open("a") as file:
         try:
             import fcntl

@@ -64,7 +64,7 @@ def file_error(path: Path, byte: int, what: str) -> ValueError:
 
 
 def read_index(path: Path) -> Index:
-    """Map an `.idx` file and check every number in it.
+    """Maps an `.idx` file and checks every number in it.
 
     Args:
         path: the `.idx` file.
@@ -83,7 +83,7 @@ def read_index(path: Path) -> Index:
 
 
 def map_index(path: Path) -> Index:
-    """Map an `.idx` file and check only its header and size, which takes no time however long the index is.
+    """Maps an `.idx` file and checks only its header and size, which takes no time however long the index is.
 
     Returns:
         The index; the numbers after the header are not checked.
@@ -144,7 +144,7 @@ def _read_header(path: Path, head: bytes) -> tuple[np.dtype, int, int]:
 
 
 def _check_sequences(path: Path, index: Index, lengths_at: int, pointers_at: int) -> None:
-    """Check that lengths are not negative and that each sequence starts where the one before it ends."""
+    """Checks that lengths are not negative and that each sequence starts where the one before it ends."""
     expected = 0
     for start in range(0, len(index.lengths), CHECK_CHUNK):
         lengths = index.lengths[start : start + CHECK_CHUNK].astype(np.int64)
@@ -166,7 +166,7 @@ def _check_sequences(path: Path, index: Index, lengths_at: int, pointers_at: int
 
 
 def _check_documents(path: Path, index: Index, documents_at: int) -> None:
-    """Check that document boundaries rise from 0 to the number of sequences."""
+    """Checks that document boundaries rise from 0 to the number of sequences."""
     boundaries, num_sequences = index.document_indices, len(index.lengths)
     if boundaries[0] != 0:
         raise file_error(path, documents_at, f"the first document starts at sequence {boundaries[0]}, not 0")

@@ -183,7 +183,7 @@ class IndexedWriter:
         return file
 
     def add_document(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append one document.
+        """Appends one document.
 
         Args:
             ids: token ids, `[tokens]`.
@@ -194,7 +194,7 @@ class IndexedWriter:
         self.add_documents(ids, [len(ids)])
 
     def add_documents(self, ids: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Append several documents at once.
+        """Appends several documents at once.
 
         Args:
             ids: token ids of all of them back to back, `[sum(lengths)]`.
@@ -217,25 +217,25 @@ class IndexedWriter:
         self.num_tokens += len(ids)
 
     def flush(self) -> None:
-        """Put everything added so far on disk; (num_documents, num_tokens) may then be another writer's `resume_at`."""
+        """Puts on disk what was added so far; (num_documents, num_tokens) may then be another writer's `resume_at`."""
         for file in (self._bin, self._lengths):
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Close the partial files as they are; a later writer may resume them."""
+        """Closes the partial files as they are; a later writer may resume them."""
         self._bin.close()
         self._lengths.close()
 
     def finalize(self) -> None:
-        """Write the index and rename both files to their final names, the `.idx` last."""
+        """Writes the index and renames both files to their final names, the `.idx` last."""
         self.flush()
         self.close()
         finish_partial(self.prefix, self.dtype)
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Take a file lock, which ends with this process.
+    """Takes a file lock, which ends with this process.
 
     Raises:
         ValueError: another process is writing the file.
@@ -251,7 +251,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
 
 
 def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype) -> None:
-    """Turn complete `*.partial` files into `.bin` and `.idx`; can be repeated after a kill at any point.
+    """Turns complete `*.partial` files into `.bin` and `.idx`; can be repeated after a kill at any point.
 
     Args:
         prefix: path without `.bin` and `.idx`.

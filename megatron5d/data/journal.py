@@ -47,7 +47,7 @@ class Journal:
         self.summary_path = with_suffix(prefix, ".preprocess.json")
 
     def discard(self) -> None:
-        """Remove everything at the prefix, finished or not."""
+        """Removes everything at the prefix, finished or not."""
         self.path.unlink(missing_ok=True)
         self.summary_path.unlink(missing_ok=True)
         for output in self.outputs:
@@ -94,7 +94,7 @@ class Journal:
         return Progress(**values)
 
     def save(self, progress: Progress) -> None:
-        """Replace the journal, all or nothing."""
+        """Replaces the journal, all or nothing."""
         temporary = self.path.with_name(self.path.name + ".new")
         with temporary.open("w") as file:
             json.dump(dataclasses.asdict(progress), file)
@@ -103,7 +103,7 @@ class Journal:
         os.replace(temporary, self.path)
 
     def close(self, summary: dict) -> None:
-        """Write the summary and remove the journal."""
+        """Writes the summary and removes the journal."""
         self.summary_path.write_text(json.dumps({"fingerprint": self.fingerprint, **summary}, indent=1) + "\n")
         self.path.unlink(missing_ok=True)
 

@@ -98,7 +98,7 @@ class Loader:
         return batches
 
     def close(self) -> None:
-        """End the thread. The loader cannot be used afterwards."""
+        """Ends the thread. The loader cannot be used afterwards."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -139,7 +139,7 @@ class Loader:
         return batch.pin_memory() if self._pin_memory else batch
 
     def _check_vocab(self, numbers: range, rows: np.ndarray) -> None:
-        """Refuse ids outside the vocabulary: an embedding that is cut over tp would return zeros for them."""
+        """Refuses ids outside the vocabulary: an embedding that is cut over tp would return zeros for them."""
         limit = self._vocab_size
         if limit is None or (int(rows.max()) < limit and int(rows.min()) >= 0):
             return

@@ -30,7 +30,7 @@ class SampleOrder:
 def build_sample_order(
     lengths: np.ndarray, sequences: tuple[int, int], seq_len: int, num_samples: int | None, seed: int
 ) -> SampleOrder:
-    """Build Megatron's document, sample and shuffle index.
+    """Builds Megatron's document, sample and shuffle index.
 
     Args:
         lengths: tokens of each sequence of the whole dataset, int32.

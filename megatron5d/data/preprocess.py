@@ -71,7 +71,7 @@ def preprocess(
     overwrite: bool = False,
     save_every_s: float = SAVE_EVERY_S,
 ) -> dict:
-    """Write the token files of a job, or continue an earlier run of it.
+    """Writes the token files of a job, or continues an earlier run of it.
 
     Args:
         job: what to do.
@@ -136,7 +136,7 @@ def _write(
     reporting: Reporting,
     save_every_s: float,
 ) -> None:
-    """Tokenise the rest of the corpus into partial files, and save the journal every `save_every_s`."""
+    """Tokenises the rest of the corpus into partial files, and saves the journal every `save_every_s`."""
     writers = [
         [IndexedWriter(prefix, dtype, resume_at=progress.written.get(prefix)) for prefix in parts]
         for parts in job.outputs()
@@ -169,7 +169,7 @@ def _write(
 
 
 def _count(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Reporting) -> None:
-    """Add the bad lines and empty documents of a unit to the progress; raises at a bad line unless they are skipped."""
+    """Counts the bad lines and empty documents of a unit; raises at a bad line unless they are skipped."""
     if result.bad and not skip_bad:
         raise ValueError(f"{result.bad[0]} (--skip-bad counts such lines and goes on)")
     for bad in result.bad:
@@ -188,7 +188,7 @@ def _held_out(first: int, count: int, fraction: float) -> np.ndarray:
 
 
 def _append(writers: list[list[IndexedWriter]], result: Tokenized, held_out: np.ndarray) -> None:
-    """Append the documents of a unit that are not empty, each to the writer of its json key and part."""
+    """Appends the documents of a unit that are not empty, each to the writer of its json key and part."""
     for parts, ids, lengths in zip(writers, result.ids, result.lengths):
         for part, writer in enumerate(parts):
             mine = held_out == bool(part)

@@ -93,7 +93,7 @@ def open_samples(
     part: str = "train",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Samples:
-    """Open token files as one sequence of samples.
+    """Opens token files as one sequence of samples.
 
     Args:
         sources: `weight prefix` or `prefix` (weight 1) of .bin/.idx pairs.

@@ -45,7 +45,7 @@ class LineStream:
 
 @contextmanager
 def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
-    """Open a plain, `.gz` or `.zst` file.
+    """Opens a plain, `.gz` or `.zst` file.
 
     Args:
         path: of the file.

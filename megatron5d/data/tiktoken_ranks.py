@@ -56,7 +56,7 @@ def looks_like_ranks(head: bytes) -> bool:
 
 
 def read_ranks(path: Path) -> tuple[dict[bytes, int], str, dict[str, int]]:
-    """Read a tiktoken file.
+    """Reads a tiktoken file.
 
     Args:
         path: of the file.

@@ -44,7 +44,7 @@ class Tokenized:
 
 
 def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
-    """Tokenise the documents of one unit.
+    """Tokenises the documents of one unit.
 
     Args:
         unit: from `units`.
@@ -79,7 +79,7 @@ def _tokenizer(path: str, eod: str | int | None) -> Tokenizer:
 
 
 def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[tuple[Unit, Tokenized]]:
-    """Tokenise units on several processes and yield the results in the order of the units.
+    """Tokenises units on several processes and yields the results in the order of the units.
 
     The processes are spawned, not forked: they inherit no threads, locks or open files of the caller, and importing
     what they need takes a third of a second.
@@ -119,7 +119,7 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
 
 
 def _follow_parent() -> None:
-    """Ignore interrupts, which the parent handles, and exit when the parent dies."""
+    """Ignores interrupts, which the parent handles, and exits when the parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

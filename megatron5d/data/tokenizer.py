@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | os.PathLike[str], eod: str | int | None = None) -> Tokenizer:
-    """Open a tokenizer file of any kind.
+    """Opens a tokenizer file of any kind.
 
     Args:
         path: a sentencepiece `.model`, a Hugging Face `tokenizer.json`, a tiktoken file of base64 ranks, or a folder

@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.PathLike[str]) -> Path:
-    """Train a tokenizer and write it.
+    """Trains a tokenizer and writes it.
 
     There is no normalisation and no added space, and all 256 bytes are in the vocabulary, so decode(encode(text)) is
     the text (except for U+2581, sentencepiece's own sign for a space). Line ends take part in merges, which suits

@@ -35,7 +35,7 @@ class LayerCosts:
     balance: str = "stages"
 
     def layout(self, placement: Placement) -> list[int]:
-        """Return the layers of each stage.
+        """Returns the layers of each stage.
 
         Raises:
             ValueError: fewer layers than ranks, or with `stages` than stages.
@@ -44,11 +44,11 @@ class LayerCosts:
         return split_layers(self.balance, [1.0] * self.num_layers, placement, self.embedding * unit, self.head * unit)
 
     def of(self, placement: Placement) -> StageCosts:
-        """Return the costs of every stage; raises as `layout`."""
+        """Returns the costs of every stage; raises as `layout`."""
         return self.dealt(self.layout(placement), placement)
 
     def dealt(self, layout: Sequence[int], placement: Placement) -> StageCosts:
-        """Return the costs of every stage for `[num_stages]` layers in each."""
+        """Returns the costs of every stage for `[num_stages]` layers in each."""
         unit = self.num_layers / placement.num_ranks
         above = np.cumsum(layout)  # layers up to the end of each stage
         layers = np.array(layout) / unit

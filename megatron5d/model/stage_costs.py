@@ -31,7 +31,7 @@ class ModelCosts:
     config: Config
 
     def of(self, placement: Placement) -> StageCosts:
-        """Return the costs of every stage.
+        """Returns the costs of every stage.
 
         Raises:
             ValueError: the model has too few layers for the placement.

@@ -11,12 +11,12 @@ from megatron5d.pipeline_parallel.registry import REGISTERED, Schedule
 
 
 def schedule_names() -> list[str]:
-    """Return the names of all registered schedules."""
+    """Returns the names of all registered schedules."""
     return list(_load())
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule called `name`.
+    """Returns the schedule called `name`.
 
     Raises:
         ValueError: No schedule is called so.
@@ -30,13 +30,13 @@ def find_schedule(name: str) -> Schedule:
 
 
 def build_program(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Program:
-    """Return the Program of a named schedule.
+    """Returns the Program of a named schedule.
 
     Args:
-        name: The schedule, as in `pipeline.schedule`.
-        num_ranks: Pipeline ranks (`parallel.pp`).
-        num_microbatches: Micro-batches of one step, over both directions where there are two.
-        chunks: Stages per rank and copy (`parallel.vpp`); None = as the schedule needs.
+        name: the schedule, as in `pipeline.schedule`.
+        num_ranks: pipeline ranks (`parallel.pp`).
+        num_microbatches: micro-batches of one step, over both directions where there are two.
+        chunks: stages per rank and copy (`parallel.vpp`); None = as the schedule needs.
 
     Raises:
         ValueError: An unknown name, or sizes that the schedule does not admit; it names the nearest legal value.

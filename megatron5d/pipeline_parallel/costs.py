@@ -15,7 +15,7 @@ class StageCosts:
     Args:
         compute: `[len(OPS), num_stages]` compute time of each op on each stage.
         a2a: `[len(OPS), num_stages]` time of its own all-to-all, which only an overlapped partner can hide.
-        comm: Latency of a message between neighbouring stages on different ranks.
+        comm: latency of a message between neighbouring stages on different ranks.
         activation: `[num_stages]` memory from F until W (or B) has run, in micro-batches of one rank's layers.
         stash: `[num_stages]` memory that a deferred W needs besides, from I until W has run, in the same unit.
     """
@@ -27,7 +27,7 @@ class StageCosts:
     stash: np.ndarray
 
     def plain(self) -> np.ndarray:
-        """Return `[len(OPS), num_stages]` the time of an action that nothing overlaps."""
+        """Returns `[len(OPS), num_stages]` the time of an action that nothing overlaps."""
         return self.compute + self.a2a
 
 
@@ -36,13 +36,13 @@ class Costs:
     """Times of one micro-batch through one rank's share (1/num_ranks) of the model; they divide over its chunks.
 
     Args:
-        F: Compute of a forward.
-        I: Compute of a backward of the input.
-        W: Compute of a backward of the weights; a full backward B costs I + W.
-        comm: Latency of a message between neighbouring stages on different ranks; it delays the receiver only.
-        a2aF: All-to-all inside F.
-        a2aB: All-to-all inside I, or inside B.
-        stage_scale: Time and activations of each stage relative to an even split; None = all 1.
+        F: compute of a forward.
+        I: compute of a backward of the input.
+        W: compute of a backward of the weights; a full backward B costs I + W.
+        comm: latency of a message between neighbouring stages on different ranks; it delays the receiver only.
+        a2aF: all-to-all inside F.
+        a2aB: all-to-all inside I, or inside B.
+        stage_scale: time and activations of each stage relative to an even split; None = all 1.
     """
 
     F: float = 1.0
@@ -54,7 +54,7 @@ class Costs:
     stage_scale: tuple[float, ...] | None = None
 
     def of(self, placement: Placement) -> StageCosts:
-        """Return the costs of every stage of `placement`.
+        """Returns the costs of every stage of `placement`.
 
         Raises:
             ValueError: `stage_scale` has another number of stages than the placement.
@@ -76,7 +76,7 @@ class Costs:
 
 
 def parse_costs(text: str, stage_scale: Sequence[float] | None = None) -> Costs:
-    """Return the Costs of a text such as `F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5`; what it omits keeps its default.
+    """Returns the Costs of a text such as `F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5`; what it omits is as by default.
 
     Raises:
         ValueError: An unknown key, a key twice, or a value that is no finite number of at least 0.

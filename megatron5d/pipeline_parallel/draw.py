@@ -20,13 +20,13 @@ NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "fu
 
 
 def draw_text(program: Program, result: Simulation, width: int = 160, coloured: bool = False) -> str:
-    """Return one line a rank, time from left to right; `·` is waiting, and a pair shares its time half and half.
+    """Returns one line a rank, time from left to right; `·` is waiting, and a pair shares its time half and half.
 
     Args:
-        program: The Program.
-        result: Its simulation.
-        width: Columns that the makespan is spread over.
-        coloured: Whether to colour the ops with terminal codes.
+        program: the Program.
+        result: its simulation.
+        width: columns that the makespan is spread over.
+        coloured: whether to colour the ops with terminal codes.
     """
     scale = width / result.makespan if result.makespan else 0.0
     lines = [_caption(program, result)]
@@ -44,13 +44,13 @@ def draw_text(program: Program, result: Simulation, width: int = 160, coloured: 
 
 
 def draw_svg(program: Program, result: Simulation, width: int = 1600, row: int = 26) -> str:
-    """Return the Program as an SVG picture; the pointer shows each action and its times.
+    """Returns the Program as an SVG picture; the pointer shows each action and its times.
 
     Args:
-        program: The Program.
-        result: Its simulation.
-        width: Pixels of the makespan.
-        row: Pixels of one rank's line.
+        program: the Program.
+        result: its simulation.
+        width: pixels of the makespan.
+        row: pixels of one rank's line.
     """
     scale = width / result.makespan if result.makespan else 0.0
     left, top = 60, 50
@@ -78,7 +78,7 @@ def draw_svg(program: Program, result: Simulation, width: int = 1600, row: int =
 
 
 def draw_png(program: Program, result: Simulation, path: Path) -> None:
-    """Write the Program as a PNG picture to `path`."""
+    """Writes the Program as a PNG picture to `path`."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -109,7 +109,7 @@ def draw_png(program: Program, result: Simulation, path: Path) -> None:
 
 
 def _svg_box(box: tuple[float, float, float, float], colour: str, tip: str, label: str) -> str:
-    """Return a rectangle (x, y, width, height), with its label where that fits."""
+    """Returns a rectangle (x, y, width, height), with its label where that fits."""
     x, y, width, height = box
     place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
     shape = f'<rect {place} fill="{colour}" stroke="#fff" stroke-width="0.6"><title>{tip}</title></rect>'
@@ -133,7 +133,7 @@ def _shade(program: Program, action: Action) -> int:
 
 
 def _cell(action: Action, columns: int, coloured: bool) -> list[str]:
-    """Return one string a column: the action's name as far as it fits."""
+    """Returns one string a column: the action's name as far as it fits."""
     name = f"{action.op}{action.microbatch}"
     shown = list(name.ljust(columns) if len(name) <= columns else action.op * columns)
     if coloured and shown:

@@ -15,11 +15,11 @@ class ProgramError(ValueError):
     """A Program is wrong at one place.
 
     Args:
-        program: The Program.
-        rank: The rank of the fault.
-        position: The slot on that rank; for a missing action, where it would be expected.
-        reason: What is wrong, in words.
-        others: Further (rank, position) to show, such as the other end of a channel.
+        program: the Program.
+        rank: the rank of the fault.
+        position: the slot on that rank; for a missing action, where it would be expected.
+        reason: what is wrong, in words.
+        others: further (rank, position) to show, such as the other end of a channel.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ProgramError(ValueError):
 
 
 def locate(program: Program, index: int) -> tuple[Action, int, int]:
-    """Return one action of the table with its rank and position."""
+    """Returns one action of the table with its rank and position."""
     table = program.table
     slot = int(np.searchsorted(table.slot_start, index, side="right")) - 1
     rank = int(np.searchsorted(table.rank_start, slot, side="right")) - 1
@@ -41,12 +41,12 @@ def locate(program: Program, index: int) -> tuple[Action, int, int]:
 
 
 def slot_name(program: Program, rank: int, position: int) -> str:
-    """Return the actions of one slot for a message."""
+    """Returns the actions of one slot for a message."""
     return "&".join(str(action) for action in program.ranks[rank][position])
 
 
 def _around(program: Program, rank: int, position: int) -> str:
-    """Return the slots around one place, the place itself in brackets; `[]` where something is missing at the end."""
+    """Returns the slots around one place, the place itself in brackets; `[]` where something is missing at the end."""
     cells = [slot_text(slot) for slot in program.ranks[rank]]
     before, here, after = cells[:position], "".join(cells[position : position + 1]), cells[position + 1 :]
     shown = ["…"] * (len(before) > SHOWN) + before[-SHOWN:] + [f"[{here}]"] + after[:SHOWN]

@@ -37,7 +37,7 @@ class Placement:
 
     Args:
         route: `route[direction][stage]` is the rank; one direction, or two where every stage has two copies.
-        num_ranks: Pipeline ranks, each of which holds equally many stages.
+        num_ranks: pipeline ranks, each of which holds equally many stages.
     """
 
     route: tuple[tuple[int, ...], ...]
@@ -58,30 +58,30 @@ class Placement:
         return self.num_stages // self.num_ranks
 
     def stages_of(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (direction, stage) pairs that `rank` holds, in this order: its local chunks."""
+        """Returns the (direction, stage) pairs that `rank` holds, in this order: its local chunks."""
         return [(d, s) for d, line in enumerate(self.route) for s, holder in enumerate(line) if holder == rank]
 
 
 def loop_placement(num_ranks: int, chunks: int = 1) -> Placement:
-    """Return the placement in which stage s lies on rank s mod num_ranks (0 1 2 3 0 1 2 3)."""
+    """Returns the placement in which stage s lies on rank s mod num_ranks (0 1 2 3 0 1 2 3)."""
     return Placement((tuple(range(num_ranks)) * chunks,), num_ranks)
 
 
 def zigzag_placement(num_ranks: int, chunks: int = 2) -> Placement:
-    """Return the placement that turns round at both ends (0 1 2 3 3 2 1 0 0 1 …); two chunks are the V."""
+    """Returns the placement that turns round at both ends (0 1 2 3 3 2 1 0 0 1 …); two chunks are the V."""
     down = tuple(range(num_ranks))
     legs = (down if chunk % 2 == 0 else down[::-1] for chunk in range(chunks))
     return Placement((tuple(rank for leg in legs for rank in leg),), num_ranks)
 
 
 def mirrored_placement(num_ranks: int) -> Placement:
-    """Return the bidirectional placement: stage s on rank s, and its copy on rank num_ranks − 1 − s."""
+    """Returns the bidirectional placement: stage s on rank s, and its copy on rank num_ranks − 1 − s."""
     down = tuple(range(num_ranks))
     return Placement((down, down[::-1]), num_ranks)
 
 
 def placement_name(placement: Placement) -> str:
-    """Return what a placement is called: loop, zigzag, mirrored, or its routes where it is none of them."""
+    """Returns what a placement is called: loop, zigzag, mirrored, or its routes where it is none of them."""
     num_ranks, chunks = placement.num_ranks, placement.chunks
     known = {
         "loop": loop_placement(num_ranks, chunks),
@@ -117,9 +117,9 @@ class Program:
     """What every pipeline rank does in one step, as an ordered list of slots.
 
     Args:
-        name: What the Program is called in tables and messages.
-        placement: Which rank holds which stage.
-        direction: The direction of each micro-batch; all 0 where every stage has one copy.
+        name: what the Program is called in tables and messages.
+        placement: which rank holds which stage.
+        direction: the direction of each micro-batch; all 0 where every stage has one copy.
         ranks: `ranks[r]` is the tuple of slots of rank r; a slot is one Action or two overlapped ones.
     """
 
@@ -149,7 +149,7 @@ class Program:
         return self.placement.chunks
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """Return the rank on which `microbatch` meets `stage`."""
+        """Returns the rank on which `microbatch` meets `stage`."""
         return self.placement.route[self.direction[microbatch]][stage]
 
     @cached_property
@@ -168,12 +168,12 @@ class Program:
 
 
 def make_program(name: str, placement: Placement, direction: Sequence[int], ranks: Iterable[Iterable[Slot]]) -> Program:
-    """Return a Program from any iterables of slots."""
+    """Returns a Program from any iterables of slots."""
     return Program(name, placement, tuple(direction), tuple(tuple(slots) for slots in ranks))
 
 
 def program_from_table(name: str, placement: Placement, direction: Sequence[int], table: Table) -> Program:
-    """Return the Program whose `table` is given: the way from compiled code back to readable slots."""
+    """Returns the Program whose `table` is given: the way from compiled code back to readable slots."""
     columns = (table.op.tolist(), table.stage.tolist(), table.microbatch.tolist())
     actions = [Action(OPS[op], stage, microbatch) for op, stage, microbatch in zip(*columns)]
     bounds = table.slot_start.tolist()

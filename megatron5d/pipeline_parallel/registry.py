@@ -14,10 +14,10 @@ class Schedule:
     """One registered generator.
 
     Args:
-        name: What `pipeline.schedule` calls it.
-        generator: The function that makes its Programs.
-        chunks: Stages per rank and copy where the user names none.
-        any_chunks: Whether the user may name another number of them (two or more).
+        name: what `pipeline.schedule` calls it.
+        generator: the function that makes its Programs.
+        chunks: stages per rank and copy where the user names none.
+        any_chunks: whether the user may name another number of them (two or more).
     """
 
     name: str
@@ -30,7 +30,7 @@ REGISTERED: dict[str, Schedule] = {}
 
 
 def schedule(name: str, chunks: int = 1, any_chunks: bool = False) -> Callable[[Generator], Generator]:
-    """Return the decorator that registers a generator under `name`; its arguments are those of `Schedule`."""
+    """Returns the decorator that registers a generator under `name`; its arguments are those of `Schedule`."""
 
     def register(generator: Generator) -> Generator:
         assert name not in REGISTERED or REGISTERED[name].generator.__module__ == generator.__module__, (

@@ -20,7 +20,7 @@ class Simulation:
     """What one step of a Program costs; times in the unit of the costs, per rank where an array.
 
     Args:
-        makespan: From the first action's start to the last one's end.
+        makespan: from the first action's start to the last one's end.
         overhead: makespan − the compute of the busiest rank.
         bubble: overhead / makespan.
         work: `[num_ranks]` compute without all-to-alls and without waiting.
@@ -45,11 +45,11 @@ class Simulation:
 
 
 def simulate(program: Program, costs: Costs | StageCosts) -> Simulation:
-    """Return times and memory of a Program under the given costs.
+    """Returns times and memory of a Program under the given costs.
 
     Args:
         program: A complete Program; `verify` says what is wrong with one that is not.
-        costs: Costs of an even split, or of every stage by itself.
+        costs: costs of an even split, or of every stage by itself.
 
     Raises:
         ValueError: An action waits for one that never runs, or that runs only after it.
@@ -82,7 +82,7 @@ def simulate(program: Program, costs: Costs | StageCosts) -> Simulation:
 
 
 def waiting_shares(program: Program, simulation: Simulation) -> list[float]:
-    """Return of every rank the share of the time from the step's beginning to its own last action in which it waits.
+    """Returns of every rank the share of the time from the step's beginning to its own last action in which it waits.
 
     It is what a run can measure of its bubble: a rank that is done sees nothing of the others' last actions.
     """
@@ -95,7 +95,7 @@ def waiting_shares(program: Program, simulation: Simulation) -> list[float]:
 
 
 def slot_times(program: Program, costs: StageCosts) -> tuple[np.ndarray, np.ndarray]:
-    """Return `[num_slots]` duration of every slot, and `[num_slots]` the compute in it."""
+    """Returns `[num_slots]` duration of every slot, and `[num_slots]` the compute in it."""
     table = program.table
     compute = costs.compute[table.op, table.stage]
     a2a = costs.a2a[table.op, table.stage]
@@ -108,7 +108,7 @@ def slot_times(program: Program, costs: StageCosts) -> tuple[np.ndarray, np.ndar
 
 
 def peak_memory(program: Program, costs: StageCosts) -> tuple[np.ndarray, np.ndarray]:
-    """Return `[num_ranks]` peaks of activations (F until W or B has run) and of stashes (I until W has run)."""
+    """Returns `[num_ranks]` peaks of activations (F until W or B has run) and of stashes (I until W has run)."""
     edges = program.table.rank_start
     held = held_activations(program, costs), held_stash(program, costs)
     activations, stash = (np.array([line[a:b].max(initial=0.0) for a, b in _spans(edges)]) for line in held)
@@ -116,12 +116,12 @@ def peak_memory(program: Program, costs: StageCosts) -> tuple[np.ndarray, np.nda
 
 
 def held_activations(program: Program, costs: StageCosts) -> np.ndarray:
-    """Return `[num_slots]` what a rank's activations hold during each of its slots, from F until W or B has run."""
+    """Returns `[num_slots]` what a rank's activations hold during each of its slots, from F until W or B has run."""
     return _held(program, costs.activation, (F,), (W, B))
 
 
 def held_stash(program: Program, costs: StageCosts) -> np.ndarray:
-    """Return `[num_slots]` what deferred weight gradients of a rank hold during each slot, from I until W has run."""
+    """Returns `[num_slots]` what deferred weight gradients of a rank hold during each slot, from I until W has run."""
     return _held(program, costs.stash, (I,), (W,))
 
 
@@ -140,7 +140,7 @@ def _held(program: Program, size_of: np.ndarray, takes: tuple[int, ...], frees: 
 
 
 def kept_between_slots(program: Program, activation: np.ndarray) -> np.ndarray:
-    """Return `[num_ranks]` the most that a rank's activations hold between two slots, from F until I or B has run.
+    """Returns `[num_ranks]` the most that a rank's activations hold between two slots, from F until I or B has run.
 
     It is less than `held_activations` where a slot's actions overlap: while one takes activations, the other frees its.
 
@@ -155,13 +155,13 @@ def kept_between_slots(program: Program, activation: np.ndarray) -> np.ndarray:
 
 
 def lower_bound(placement: Placement, costs: Costs | StageCosts, num_microbatches: int, memory: float) -> float:
-    """Return an overhead that no Program of this placement goes below with `memory` activations per rank.
+    """Returns an overhead that no Program of this placement goes below with `memory` activations per rank.
 
     A rank idles until its first forward can have arrived, and again until its first backward can have: before that
     it has only as many forwards to do as memory admits.
 
     Args:
-        memory: Peak activations in micro-batches of one rank's layers.
+        memory: peak activations in micro-batches of one rank's layers.
     """
     stage_costs = costs.of(placement) if isinstance(costs, Costs) else costs
     forward = _arrivals(placement, stage_costs)
@@ -179,7 +179,7 @@ def lower_bound(placement: Placement, costs: Costs | StageCosts, num_microbatche
 
 
 def _admitted(costs: StageCosts, stages: list[int], per_stage: float, memory: float) -> float:
-    """Return the most compute of forwards that memory admits on a rank: first of stages that hold little for long."""
+    """Returns the most compute of forwards that memory admits on a rank: first of stages that hold little for long."""
     admitted, size, compute = 0.0, costs.activation, costs.compute[F]
     for stage in sorted(stages, key=lambda stage: size[stage] / max(compute[stage], 1e-12)):
         count = min(per_stage, memory / size[stage]) if size[stage] else per_stage
@@ -188,7 +188,7 @@ def _admitted(costs: StageCosts, stages: list[int], per_stage: float, memory: fl
 
 
 def _arrivals(placement: Placement, costs: StageCosts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return for each direction the earliest start of a forward and of a backward on every stage."""
+    """Returns for each direction the earliest start of a forward and of a backward on every stage."""
     plain = costs.plain()
     found = []
     for line in placement.route:
@@ -201,7 +201,7 @@ def _arrivals(placement: Placement, costs: StageCosts) -> list[tuple[np.ndarray,
 
 
 def first_circle(program: Program) -> list[tuple[int, int]]:
-    """Return the (rank, position) of slots that wait for each other in a circle; empty where a Program runs through.
+    """Returns the (rank, position) of slots that wait for each other in a circle; empty where a Program runs through.
 
     Args:
         program: A complete Program, so that whatever an action waits for is made somewhere.
@@ -221,7 +221,7 @@ Timeline = tuple[list[float], list[float], list[float], dict[int, tuple[int, int
 
 
 def _run(program: Program, duration: np.ndarray, comm: float) -> Timeline:
-    """Return start, end and exposed message latency of every slot, and where a rank that hangs waits for which value.
+    """Returns start, end and exposed message latency of every slot, and where a rank that hangs waits for which value.
 
     Every rank runs on until an input is missing, and is woken by the action that makes it.
     """
@@ -264,7 +264,7 @@ def _run(program: Program, duration: np.ndarray, comm: float) -> Timeline:
 
 
 def wiring(program: Program, comm: float) -> tuple[list[int], list[float], list[int], int]:
-    """Return what every action waits for and makes, as numbers of values.
+    """Returns what every action waits for and makes, as numbers of values.
 
     A value is the output of a forward, of an input gradient or of a weight gradient of one (stage, micro-batch); the
     last value is there from the beginning. Every action has two inputs: its neighbour stage's output (with the

@@ -23,33 +23,33 @@ _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d
 
 
 def slot_text(slot: Slot) -> str:
-    """Return the cell of one slot."""
+    """Returns the cell of one slot."""
     if len(slot) < 2:
         return "".join(map(str, slot))
     return f"({';'.join(str(action) for action in slot)})OVERLAP_F_B"
 
 
 def write_program(program: Program) -> str:
-    """Return the Program as CSV, one row a rank."""
+    """Returns the Program as CSV, one row a rank."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([slot_text(slot) for slot in line] for line in program.ranks)
     return out.getvalue()
 
 
 def read_file(path: Path, num_ranks: int, num_microbatches: int) -> Program:
-    """Return the Program in a CSV file, called by its path; see `read_program`, also for what is refused."""
+    """Returns the Program in a CSV file, called by its path; see `read_program`, also for what is refused."""
     text = path.read_text(encoding="utf-8-sig", errors="replace")  # bytes that are no text end up in no action
     return read_program(text, str(path), num_ranks, num_microbatches)
 
 
 def read_program(text: str, name: str, num_ranks: int | None = None, num_microbatches: int | None = None) -> Program:
-    """Return the Program that a CSV describes, complete or not: `verify` judges it.
+    """Returns the Program that a CSV describes, complete or not: `verify` judges it.
 
     Args:
-        text: The file's contents.
-        name: What the Program is called in messages, such as the file's name.
+        text: the file's contents.
+        name: what the Program is called in messages, such as the file's name.
         num_ranks: pp, where known; otherwise the number of rows.
-        num_microbatches: Where known; otherwise the highest micro-batch + 1.
+        num_microbatches: where known; otherwise the highest micro-batch + 1.
 
     Raises:
         ValueError: A cell that is no action; a number of rows other than `num_ranks`; a micro-batch beyond
@@ -100,7 +100,7 @@ def _read_row(row: list[str], rank: int, name: str) -> list[Slot]:
 
 
 def _num_stages(actions: Iterable[Action]) -> int:
-    """Return the number of stages; one that appears far less often than the others is a slip for `verify` to find."""
+    """Returns the number of stages; one that appears far less often than the others is a slip for `verify` to find."""
     counts = Counter(action.stage for action in actions)
     most = max(counts.values())
     return 1 + max(stage for stage, count in counts.items() if 2 * count >= most)
@@ -109,7 +109,7 @@ def _num_stages(actions: Iterable[Action]) -> int:
 def _infer_routes(
     actions: list[tuple[int, Action]], num_ranks: int, num_stages: int, num_microbatches: int
 ) -> tuple[Placement, list[int]]:
-    """Return the placement and each micro-batch's direction, by majority, so that a misplaced action stands out."""
+    """Returns the placement and each micro-batch's direction, by majority, so that a misplaced action stands out."""
     holders: list[Counter[int]] = [Counter() for _ in range(num_stages)]
     meets: list[Counter[tuple[int, int]]] = [Counter() for _ in range(num_microbatches)]
     for rank, action in actions:
@@ -133,6 +133,6 @@ def _infer_routes(
 
 
 def _path(found: Counter[tuple[int, int]], num_stages: int) -> tuple[int, ...] | None:
-    """Return the rank of every stage for one micro-batch, or None where some stage has none or several."""
+    """Returns the rank of every stage for one micro-batch, or None where some stage has none or several."""
     rank_of = dict(found.keys())
     return tuple(rank_of[stage] for stage in range(num_stages)) if len(found) == num_stages == len(rank_of) else None

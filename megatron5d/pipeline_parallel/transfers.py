@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 
 def input_of(program: Program, action: Action) -> Message | None:
-    """Return the message that `action` waits for, or None where its input is made on the same rank or read as data."""
+    """Returns the message that `action` waits for, or None where its input is made on the same rank or read as data."""
     if action.op == "W" or (action.op == "F" and action.stage == 0):
         return None
     if action.op == "F":
@@ -62,7 +62,7 @@ def input_of(program: Program, action: Action) -> Message | None:
 
 
 def output_of(program: Program, action: Action) -> Message | None:
-    """Return the message that `action` sends, or None where its output stays on the rank or ends the chain."""
+    """Returns the message that `action` sends, or None where its output stays on the rank or ends the chain."""
     if action.op == "W" or (action.op == "F" and action.stage == program.num_stages - 1):
         return None
     if action.op == "F":
@@ -73,7 +73,7 @@ def output_of(program: Program, action: Action) -> Message | None:
 
 
 def flows(program: Program) -> list[Flow]:
-    """Return every flow of the Program in one order that is the same on all ranks, to create its channels in."""
+    """Returns every flow of the Program in one order that is the same on all ranks, to create its channels in."""
     found = set()
     for line in program.placement.route:
         for boundary, (near, far) in enumerate(zip(line, line[1:])):
@@ -83,11 +83,11 @@ def flows(program: Program) -> list[Flow]:
 
 
 def steps(program: Program, rank: int) -> Iterator[Step]:
-    """Yield the slots of `rank` with the receives to post before and the sends to issue after each.
+    """Yields the slots of `rank` with the receives to post before and the sends to issue after each.
 
     Args:
         program: A verified Program.
-        rank: The pipeline rank.
+        rank: the pipeline rank.
     """
     line = program.ranks[rank]
     inputs = [tuple(filter(None, (input_of(program, action) for action in slot))) for slot in line]

@@ -35,13 +35,13 @@ class Verified:
 def verify(
     program: Program, memory: float | Sequence[float] | None = None, costs: Costs | StageCosts | None = None
 ) -> Verified:
-    """Check a Program completely and return its peaks.
+    """Checks a Program completely and returns its peaks.
 
     Args:
-        program: The Program.
-        memory: The most activations a rank may hold, in micro-batches of one rank's layers; one number, or one for
+        program: the Program.
+        memory: the most activations a rank may hold, in micro-batches of one rank's layers; one number, or one for
             every rank. None = no cap.
-        costs: Whose activation sizes to use; None = even stages.
+        costs: whose activation sizes to use; None = even stages.
 
     Raises:
         ProgramError: The first fault, with its rank, position and action, and the schedule around it.
@@ -135,7 +135,7 @@ def _check_complete(program: Program) -> None:
 
 
 def _report_missing(program: Program, action: Action, split: bool) -> None:
-    """Raise at the place where the missing action is expected: among those of its kind on the same stage."""
+    """Raises at the place where the missing action is expected: among those of its kind on the same stage."""
     rank = program.rank_of(action.stage, action.microbatch)
     name = str(action) if split or action.op == "F" else f"{action._replace(op='B')} (or {action} and its W)"
     like = action.op if action.op == "F" else action.op + "B"

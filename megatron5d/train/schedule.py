@@ -158,7 +158,7 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
 
 
 def _reason_and_fix(config: Config, error: ValueError) -> tuple[str, str]:
-    """Split a message before its last clause, which is the fix; what is said of a Program has none."""
+    """Splits a message before its last clause, which is the fix; what is said of a Program has none."""
     whole = str(error)
     if whole.startswith(config.pipeline.schedule.removeprefix("file:")):  # what is said of a file begins with its path
         whole = f"pipeline.schedule = file:{whole}"

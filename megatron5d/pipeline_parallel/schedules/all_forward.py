@@ -6,7 +6,7 @@ from megatron5d.pipeline_parallel.registry import schedule
 
 @schedule("gpipe")
 def gpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return GPipe: all forwards, then all backwards.
+    """Returns GPipe: all forwards, then all backwards.
 
     Bubble (p − 1)(F + B); activations m.
     Source: Huang et al. 2019, GPipe (1811.06965), §2.3.
@@ -16,7 +16,7 @@ def gpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 @schedule("bfs", chunks=2, any_chunks=True)
 def breadth_first(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return the breadth-first schedule: all micro-batches through one chunk before any goes through the next.
+    """Returns the breadth-first schedule: all micro-batches through one chunk before any goes through the next.
 
     Bubble (p − 1)(F + B)/v where m ≥ p; activations m. It gathers and reduces each chunk's weights once a step.
     Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism (2211.05953), §4.

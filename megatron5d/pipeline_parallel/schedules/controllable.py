@@ -26,7 +26,7 @@ Times = list[list[list[int]]]
 
 @schedule("v_half", chunks=2)
 def v_half(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return V-Half: half of 1F1B's memory, and no more than half of its bubble where F = I = W.
+    """Returns V-Half: half of 1F1B's memory, and no more than half of its bubble where F = I = W.
 
     Bubble (p − 1)(F + B)/2 less up to two units of F, B = I + W; activations p/2 + 1, rounded down.
     Source: Qi et al. 2024 (2405.15362), §3.2, Table 1.
@@ -38,7 +38,7 @@ def v_half(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 @schedule("v_min", chunks=2)
 def v_min(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return V-Min: a third of 1F1B's memory, and two thirds of its bubble where F = I = W.
+    """Returns V-Min: a third of 1F1B's memory, and two thirds of its bubble where F = I = W.
 
     Bubble 2(p − 1)(F + B)/3 less up to one and a half units of F, B = I + W; activations (p + 1)/3 + 1, rounded down.
     Nothing slack is left in its period: where F, I and W differ, or a message takes time, every micro-batch waits.
@@ -50,12 +50,12 @@ def v_min(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 
 def _from_block(name: str, block: Sequence[Sequence[int]], num_microbatches: int) -> Program:
-    """Return the Program of a block.
+    """Returns the Program of a block.
 
     Args:
-        name: Of the schedule.
+        name: of the schedule.
         block: `[rank][pass]` the units of the first micro-batch.
-        num_microbatches: Of one step.
+        num_microbatches: of one step.
     """
     times = [[[unit + PERIOD * i for i in range(num_microbatches)] for unit in line] for line in block]
     times = _without_idling(_squeezed([[*line, _weights(line)] for line in times]))
@@ -66,7 +66,7 @@ def _from_block(name: str, block: Sequence[Sequence[int]], num_microbatches: int
 
 
 def _grid(line: list[list[int]]) -> list[int]:
-    """Return the pass in every unit of one rank, or IDLE."""
+    """Returns the pass in every unit of one rank, or IDLE."""
     grid = [IDLE] * (1 + max(units[-1] for units in line))
     for kind, units in enumerate(line):
         for unit in units:
@@ -75,7 +75,7 @@ def _grid(line: list[list[int]]) -> list[int]:
 
 
 def _weights(line: list[list[int]]) -> list[int]:
-    """Return the units of the weight gradients: the first idle ones behind their input gradients."""
+    """Returns the units of the weight gradients: the first idle ones behind their input gradients."""
     units, pending, grid = [], 0, _grid(line)
     for unit, kind in enumerate(grid):
         pending += kind in (I1, I0)
@@ -95,7 +95,7 @@ class _Rank:
             self.held[unit + 1], self.pending[unit + 1] = self._after(unit, kind)
 
     def _after(self, unit: int, kind: int, at: tuple[int, int] | None = None) -> tuple[int, int]:
-        """Return activations held and input gradients pending behind a unit."""
+        """Returns activations held and input gradients pending behind a unit."""
         held, pending = at or (self.held[unit], self.pending[unit])
         if kind in (F0, F1):
             return held + 1, pending
@@ -105,7 +105,7 @@ class _Rank:
         return held - freed, pending - freed
 
     def move(self, source: int, target: int, cap: int) -> bool:
-        """Move a pass to an earlier unit, unless the rank then holds more than `cap` chunks."""
+        """Moves a pass to an earlier unit, unless the rank then holds more than `cap` chunks."""
         kind = self.grid[source]
         moved = [kind, *self.grid[target + 1 : source], IDLE]
         states = [(self.held[target], self.pending[target])]
@@ -127,7 +127,7 @@ class _Rank:
 
 
 def _in_order(times: Times) -> list[tuple[int, int, int, int]]:
-    """Return (unit, rank, pass, micro-batch) of all passes by time."""
+    """Returns (unit, rank, pass, micro-batch) of all passes by time."""
     return sorted(
         (unit, rank, kind, i)
         for rank, line in enumerate(times)
@@ -137,7 +137,7 @@ def _in_order(times: Times) -> list[tuple[int, int, int, int]]:
 
 
 def _behind(times: Times, rank: int, kind: int, i: int) -> list[int]:
-    """Return the times of what a pass follows: its own rank's earlier passes, and the neighbour's that sends to it."""
+    """Returns the times of what a pass follows: its own rank's earlier passes, and the neighbour's that sends to it."""
     mine = times[rank]
     found = [mine[kind][i - 1]] if i else []
     if kind == WEIGHT:
@@ -151,7 +151,7 @@ def _behind(times: Times, rank: int, kind: int, i: int) -> list[int]:
 
 
 def _squeezed(times: Times) -> Times:
-    """Return the times in which passes of warm-up and cool-down have moved to idle units, as the memory admits.
+    """Returns the times in which passes of warm-up and cool-down have moved to idle units, as the memory admits.
 
     Where `times` has no weight gradients, these run in idle units, and only the cool-down moves.
     """
@@ -172,7 +172,7 @@ def _squeezed(times: Times) -> Times:
 
 
 def _without_idling(times: Times) -> Times:
-    """Return the earliest times that keep every rank's order, where every pass takes one unit."""
+    """Returns the earliest times that keep every rank's order, where every pass takes one unit."""
     found: Times = [[[0] * len(units) for units in line] for line in times]
     free = [0] * len(times)
     for _, rank, kind, i in _in_order(times):
@@ -183,7 +183,7 @@ def _without_idling(times: Times) -> Times:
 
 
 def _slots(rank: int, num_ranks: int, line: list[list[int]]) -> list[Slot]:
-    """Return what a rank runs: passes as timed, weight gradients in idle units, those of chunk 1 first."""
+    """Returns what a rank runs: passes as timed, weight gradients in idle units, those of chunk 1 first."""
     stages = rank, 2 * num_ranks - 1 - rank
     slots: list[Slot] = []
     done, weights, pending = [0] * WEIGHT, [0, 0], [0, 0]

@@ -11,7 +11,7 @@ from megatron5d.pipeline_parallel.schedules.phases import Phase, unroll
 
 @schedule("dualpipe")
 def dualpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return DualPipe: bidirectional, two copies of each stage on mirrored ranks.
+    """Returns DualPipe: bidirectional, two copies of each stage on mirrored ranks.
 
     Bubble (p/2 − 1)(F&B + B − 3W), B = I + W; activations p + 1; two copies of the parameters.
     Source: DeepSeek-V3 (2412.19437), §3.2.1, Table 2; phase counts as in github.com/deepseek-ai/DualPipe.
@@ -41,7 +41,7 @@ def dualpipe(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 @schedule("dualpipe_v", chunks=2)
 def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return DualPipeV: DualPipe cut in half and folded into a V, so that one copy of the parameters is enough.
+    """Returns DualPipeV: DualPipe cut in half and folded into a V, so that one copy of the parameters is enough.
 
     Bubble as DualPipe's with p counted in stages: (p − 1)(F&B + B − 3W) over half-rank costs on p ranks, B = I + W;
     activations p + 1/2.
@@ -61,12 +61,12 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 
 def _phases(length: int, from_end: int, num_microbatches: int) -> list[Phase]:
-    """Return the phases of one rank.
+    """Returns the phases of one rank.
 
     Args:
-        length: Ranks between an end and the turn.
-        from_end: How far this rank is from the end at which its chunk 0 begins.
-        num_microbatches: Micro-batches of one chunk.
+        length: ranks between an end and the turn.
+        from_end: how far this rank is from the end at which its chunk 0 begins.
+        num_microbatches: micro-batches of one chunk.
     """
     to_turn = length - 1 - from_end
     main = num_microbatches - 2 * length + from_end + 1

@@ -6,7 +6,7 @@ from megatron5d.pipeline_parallel.registry import schedule
 
 @schedule("1f1b")
 def one_forward_one_backward(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return 1F1B (PipeDream-Flush).
+    """Returns 1F1B (PipeDream-Flush).
 
     Bubble (p − 1)(F + B); activations p.
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training (2104.04473), §2.2.1.
@@ -20,7 +20,7 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, chunks: int)
 
 @schedule("interleaved", chunks=2, any_chunks=True)
 def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return interleaved (depth-first) 1F1B: v chunks a rank, taken in turns by groups of about p micro-batches.
+    """Returns interleaved (depth-first) 1F1B: v chunks a rank, taken in turns by groups of about p micro-batches.
 
     Bubble (p − 1)(F + B)/v where p divides m; activations p(1 + (p − 1)/(pv)).
     Source: Narayanan et al. 2021 (2104.04473), §2.2.2.
@@ -36,7 +36,7 @@ def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 @schedule("interleaved_overlap", chunks=2, any_chunks=True)
 def interleaved_overlap(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return interleaved 1F1B that overlaps the forward and the backward of its steady state.
+    """Returns interleaved 1F1B that overlaps the forward and the backward of its steady state.
 
     Bubble (p − 1)(F + B)/v where p divides m, and each pair hides the all-to-all of one under the compute of the other.
     It runs one forward further ahead than `interleaved`, since an overlapped F is done only when its B is: activations
@@ -56,7 +56,7 @@ def interleaved_overlap(num_ranks: int, num_microbatches: int, chunks: int) -> P
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Return how many micro-batches go through one chunk before the next chunk's turn.
+    """Returns how many micro-batches go through one chunk before the next chunk's turn.
 
     Groups hold p micro-batches where p divides m. Otherwise they are as many groups of at least p as there can be, as
     even as possible and the larger ones first, so that no rank waits for a group shorter than the pipeline. One group
@@ -70,7 +70,7 @@ def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
 def depth_first(
     rank: int, num_ranks: int, num_microbatches: int, chunks: int, backward: str = "B"
 ) -> tuple[list[Action], list[Action]]:
-    """Return the forwards and the backwards of one rank, each in its order: the chunks in turns, group by group."""
+    """Returns the forwards and the backwards of one rank, each in its order: the chunks in turns, group by group."""
     forwards, backwards, first = [], [], 0
     for size in group_sizes(num_ranks, num_microbatches):
         group = range(first, first + size)
@@ -81,7 +81,7 @@ def depth_first(
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Slot]:
-    """Return `ahead` forwards, then a forward and a backward in turns, then the backwards that are left."""
+    """Returns `ahead` forwards, then a forward and a backward in turns, then the backwards that are left."""
     ahead = min(ahead, len(forwards))
     slots: list[Slot] = [(action,) for action in forwards[:ahead]]
     for forward, backward in zip(forwards[ahead:], backwards):

@@ -9,15 +9,15 @@ Phase = tuple[int, str]
 
 
 def unroll(phases: Iterable[Phase], stages: Sequence[int], microbatches: Sequence[range]) -> list[Slot]:
-    """Return the slots that a rank runs.
+    """Returns the slots that a rank runs.
 
     In a pattern, `F1` is the next forward of the rank's chunk 1, `I1` and `B1` its next backward, `F0&B1` an
     overlapped pair, `W1` the oldest deferred weight gradient of chunk 1 and `W` the oldest of any chunk.
 
     Args:
-        phases: The phases in order. What lies beyond the last micro-batch is left out.
-        stages: The stage of each of the rank's chunks.
-        microbatches: The micro-batches of each chunk.
+        phases: the phases in order. What lies beyond the last micro-batch is left out.
+        stages: the stage of each of the rank's chunks.
+        microbatches: the micro-batches of each chunk.
     """
     forwards, backwards = [0] * len(stages), [0] * len(stages)
     deferred: list[tuple[int, Action]] = []

@@ -7,7 +7,7 @@ from megatron5d.pipeline_parallel.schedules.phases import unroll
 
 @schedule("zb_v", chunks=2)
 def zb_v(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return ZB-V: no bubble between a rank's first and last action where F = I = W, in 1F1B's memory.
+    """Returns ZB-V: no bubble between a rank's first and last action where F = I = W, in 1F1B's memory.
 
     What remains is the ranks' shifted starts, (p − 1)F/2. Activations p. Fewer than 2p − 1 micro-batches run the same
     pattern with the missing ones left out.

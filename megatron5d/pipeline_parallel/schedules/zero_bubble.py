@@ -9,7 +9,7 @@ from megatron5d.pipeline_parallel.schedules.one_forward_one_backward import dept
 
 @schedule("zb_h1")
 def zb_h1(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return ZB-H1: 1F1B's memory, a third of its bubble where F = I = W.
+    """Returns ZB-H1: 1F1B's memory, a third of its bubble where F = I = W.
 
     Bubble (p − 1)(F + B − 2W) with B = I + W; activations p.
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism (2401.10241), §2.1, Table 1.
@@ -24,7 +24,7 @@ def zb_h1(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 @schedule("zb_h2")
 def zb_h2(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return ZB-H2: no bubble between a rank's first and last action where F = I = W, for twice 1F1B's memory.
+    """Returns ZB-H2: no bubble between a rank's first and last action where F = I = W, for twice 1F1B's memory.
 
     Bubble (p − 1)(F + B − 3W) with B = I + W, if each rank may step its optimizer without waiting for the others
     (the paper validates afterwards); otherwise the ranks' shifted starts remain, (p − 1)F. Activations 2p − 1.
@@ -40,7 +40,7 @@ def zb_h2(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
 
 @schedule("interleaved_zb", chunks=2, any_chunks=True)
 def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Program:
-    """Return interleaved 1F1B with deferred weight gradients: ZB-H1's idea on v chunks a rank.
+    """Returns interleaved 1F1B with deferred weight gradients: ZB-H1's idea on v chunks a rank.
 
     Bubble (p − 1)(F + B − 2W)/v; activations p.
     Source: Qi et al. 2023 (2401.10241), §2.1, applied to the order of Narayanan et al. 2021 (2104.04473), §2.2.2.
@@ -56,7 +56,7 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Progra
 
 
 def _delay_weights(forwards: list[Action], backwards: list[Action], ahead: int, pending: int) -> list[Slot]:
-    """Return `ahead` forwards, then F and I in turns; after an I the oldest W if more than `pending` of them wait."""
+    """Returns `ahead` forwards, then F and I in turns; after an I the oldest W if more than `pending` of them wait."""
     ahead = min(ahead, len(forwards))
     slots: list[Slot] = [(action,) for action in forwards[:ahead]]
     waiting: deque[Action] = deque()

@@ -26,10 +26,10 @@ class Arm:
     """Evolution on one problem.
 
     Args:
-        problem: What policies are tried on.
-        starts: Policies to begin with, all tried where that takes milliseconds; evolution goes on around the best.
-        seed: Of the only source of chance.
-        clock: Counts what is tried here, and ends it.
+        problem: what policies are tried on.
+        starts: policies to begin with, all tried where that takes milliseconds; evolution goes on around the best.
+        seed: of the only source of chance.
+        clock: counts what is tried here, and ends it.
     """
 
     def __init__(self, problem: Problem, starts: Sequence[np.ndarray], seed: Sequence[int], clock: Clock) -> None:
@@ -47,7 +47,7 @@ class Arm:
         return self.elites[0][0]
 
     def generation(self) -> None:
-        """Try one generation, or what the clock allows of it."""
+        """Tries one generation, or what the clock allows of it."""
         before, makespans = self.best, []
         for numbers in self._evolution.ask():
             if self._clock.share() >= 1:
@@ -67,15 +67,15 @@ class Arm:
 
 
 def evolve(levels: Sequence[Sequence[Problem]], seed: int, clock: Clock, until: float, count: int) -> list[Contender]:
-    """Return the best Programs of the last level, called `auto`, the fastest first; nothing where all get stuck.
+    """Returns the best Programs of the last level, called `auto`, the fastest first; nothing where all get stuck.
 
     Args:
-        levels: The same problems in every level, from the smallest size to the one that is asked for; only those that
+        levels: the same problems in every level, from the smallest size to the one that is asked for; only those that
             one level does not drop are tried in the next.
-        seed: Of all chance.
-        clock: What may be spent.
-        until: Share of it that all levels together may spend; most of that goes to the first.
-        count: The most Programs to return.
+        seed: of all chance.
+        clock: what may be spent.
+        until: share of it that all levels together may spend; most of that goes to the first.
+        count: the most Programs to return.
     """
     pools = {index: starting_points(problem.num_lanes) for index, problem in enumerate(levels[0])}
     alive: list[Arm] = []
@@ -94,7 +94,7 @@ def evolve(levels: Sequence[Sequence[Problem]], seed: int, clock: Clock, until: 
 
 
 def _take_turns(alive: list[Arm], clock: Clock, until: float) -> list[Arm]:
-    """Let every arm try a generation in turn; return those that are not dropped.
+    """Lets every arm try a generation in turn; returns those that are not dropped.
 
     An arm that cannot come below what another one has is dropped at once.
     """

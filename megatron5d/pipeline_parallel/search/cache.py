@@ -23,7 +23,7 @@ FORMAT = 2
 
 
 def file_for(folder: Path, problems: Sequence[Problem], limits: Sequence[Any]) -> Path:
-    """Return where the result for these problems and limits lies, or would lie."""
+    """Returns where the result for these problems and limits lies, or would lie."""
     found = hashlib.sha256(json.dumps([FORMAT, *limits]).encode())
     for problem in problems:
         described = [problem.placement.route, problem.num_microbatches, problem.memory.tolist(), problem.pairs]
@@ -34,7 +34,7 @@ def file_for(folder: Path, problems: Sequence[Problem], limits: Sequence[Any]) -
 
 
 def store(file: Path, result: SearchResult) -> None:
-    """Write a result beside its place and rename it: it is there whole or not at all, whoever else writes it."""
+    """Writes a result beside its place and renames it: it is there whole or not at all, whoever else writes it."""
     program = result.program
     content = {
         **{name: value for name, value in vars(result).items() if name not in ("program", "peak")},
@@ -51,7 +51,7 @@ def store(file: Path, result: SearchResult) -> None:
 
 
 def load(file: Path) -> SearchResult:
-    """Return a result as it was stored."""
+    """Returns a result as it was stored."""
     content = json.loads(file.read_text())
     route, direction = content.pop("route"), content.pop("direction")
     name, text, peak, named = (content.pop(key) for key in ("name", "csv", "peak", "named"))

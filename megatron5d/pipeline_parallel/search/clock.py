@@ -7,8 +7,8 @@ class Clock:
     """Counts evaluations against two limits.
 
     Args:
-        seconds: The time limit; None = none.
-        evaluations: The most list schedules to try; None = no limit.
+        seconds: the time limit; None = none.
+        evaluations: the most list schedules to try; None = no limit.
     """
 
     def __init__(self, seconds: float | None, evaluations: int | None) -> None:
@@ -20,7 +20,7 @@ class Clock:
         return time.monotonic() - self._start
 
     def share(self) -> float:
-        """Return how much of the tighter limit is used up, 1 or more where one is reached."""
+        """Returns how much of the tighter limit is used up, 1 or more where one is reached."""
         by_time = 0.0 if self.seconds is None else self.elapsed_s / self.seconds if self.seconds else 1.0
         if self.limit is None:
             return by_time

@@ -22,7 +22,7 @@ LEARN_S = 600.0
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Add what only `search` knows to a parser that already has sizes and costs."""
+    """Adds what only `search` knows to a parser that already has sizes and costs."""
     parser.add_argument(
         "--memory", type=float, default=1.25, metavar="X", help="at most X·pp activations per rank (default 1.25)"
     )
@@ -41,7 +41,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_search(options: argparse.Namespace, costs: Sequence[CostModel]) -> SearchResult:
-    """Return the result of the search that the options ask for.
+    """Returns the result of the search that the options ask for.
 
     Raises:
         ValueError: Options that `search_program` refuses.
@@ -68,7 +68,7 @@ def run_search(options: argparse.Namespace, costs: Sequence[CostModel]) -> Searc
 
 
 def add_learn_options(parser: argparse.ArgumentParser) -> None:
-    """Add what only `learn` knows to a parser that already has sizes and costs."""
+    """Adds what only `learn` knows to a parser that already has sizes and costs."""
     parser.add_argument("--placement", required=True, help="such as mirrored, zigzag:2, loop:4")
     parser.add_argument("--memory", type=float, default=1.25, metavar="X", help="at most X·pp activations per rank")
     _add_limits(parser, LEARN_S)
@@ -77,7 +77,7 @@ def add_learn_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_learn(options: argparse.Namespace, costs: CostModel) -> Shipped:
-    """Write the file and return the new policy.
+    """Writes the file and returns the new policy.
 
     Raises:
         ValueError: Options that `learn` refuses.
@@ -104,7 +104,7 @@ def _seconds(options: argparse.Namespace, default: float) -> float | None:
 
 
 def search_figures(result: SearchResult) -> dict[str, Any]:
-    """Return what the search says beyond the figures of the Program itself."""
+    """Returns what the search says beyond the figures of the Program itself."""
     return {
         "placement": result.placement,
         "lower_bound": round(result.lower_bound, 9),

@@ -18,12 +18,12 @@ IS_COMPILED = _njit is not None
 
 
 def compiled(function: Function) -> Function:
-    """Return the function, compiled on its first call and kept on disk; it releases the interpreter lock."""
+    """Returns the function, compiled on its first call and kept on disk; it releases the interpreter lock."""
     return _compiled(function)
 
 
 def compiled_part(function: Function) -> Function:
-    """Return a function that compiled ones call and that allocates no array.
+    """Returns a function that compiled ones call and that allocates no array.
 
     Without the runtime for allocation, arrays are not reference-counted on the way in and out, and that counting took
     four fifths of the time of a list schedule.

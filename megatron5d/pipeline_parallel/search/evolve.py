@@ -14,8 +14,8 @@ class Evolution:
 
     Args:
         mean: `[n]` where the search starts.
-        step: Standard deviation of the first candidates in every dim.
-        rng: The only source of chance.
+        step: standard deviation of the first candidates in every dim.
+        rng: the only source of chance.
     """
 
     def __init__(self, mean: np.ndarray, step: float, rng: np.random.Generator) -> None:
@@ -38,13 +38,13 @@ class Evolution:
         self._normal = self._moves = np.zeros((0, n))
 
     def ask(self) -> np.ndarray:
-        """Return `[population, n]` the candidates of the next generation."""
+        """Returns `[population, n]` the candidates of the next generation."""
         self._normal = self.rng.standard_normal((self.population, len(self.mean)))
         self._moves = (self._normal * self._lengths) @ self._axes.T
         return self.mean + self.step * self._moves
 
     def tell(self, costs: np.ndarray) -> None:
-        """Learn `[population]` what the candidates of the last `ask` cost; only their order counts."""
+        """Learns `[population]` what the candidates of the last `ask` cost; only their order counts."""
         order = np.argsort(costs, kind="stable")[: len(self.weights)]
         moves = self._moves[order]
         move = self.weights @ moves

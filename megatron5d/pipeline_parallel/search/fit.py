@@ -22,14 +22,14 @@ def fitted(
     memory: float,
     tries: int = TRIES,
 ) -> list[int]:
-    """Return layers per stage for which a Program is the fastest found, of those within the cap or nearest to it.
+    """Returns layers per stage for which a Program is the fastest found, of those within the cap or nearest to it.
 
     Args:
         program: A legal Program.
-        costs_of: Layers of every stage -> costs.
-        starts: Some layers per stage, each a start of its own.
-        memory: The most activations a rank may hold, in micro-batches of one rank's layers; inf = any.
-        tries: Splits to look at from each start.
+        costs_of: layers of every stage -> costs.
+        starts: some layers per stage, each a start of its own.
+        memory: the most activations a rank may hold, in micro-batches of one rank's layers; inf = any.
+        tries: splits to look at from each start.
     """
     rng, holders = np.random.default_rng(0), _holders(program.placement)
     graph = graph_of(program, costs_of(starts[0]), np.full(program.num_ranks, memory), ())

@@ -20,7 +20,7 @@ def can_fold(placement: Placement, num_microbatches: int, memory: np.ndarray) ->
 
 
 def folded_lanes(lanes: Lanes, num_stages: int) -> Lanes:
-    """Return the lanes of the first half of the ranks: one a stage, in the order of the stages."""
+    """Returns the lanes of the first half of the ranks: one a stage, in the order of the stages."""
     half = len(lanes.cap) // 2
     table = lanes.table[lanes.table["rank"] < half]
     table["beside"] = np.where(table["beside"] < 0, -1, table["beside"] % num_stages)
@@ -29,7 +29,7 @@ def folded_lanes(lanes: Lanes, num_stages: int) -> Lanes:
 
 
 def unfolded_schedule(schedule: np.ndarray, num_stages: int) -> np.ndarray:
-    """Return `[num_ranks, slots, 2]` what all ranks do, on their own lanes, for what the first half does."""
+    """Returns `[num_ranks, slots, 2]` what all ranks do, on their own lanes, for what the first half does."""
     near, far = schedule.copy(), schedule[::-1].copy()
     behind = schedule["lane"] >= num_stages // 2
     near["lane"] += num_stages * behind
@@ -53,7 +53,7 @@ def is_mirrored(program: Program) -> bool:
 
 
 def folded(graph: Graph, run: Run, program: Program) -> tuple[Graph, Run]:
-    """Return the first half of a mirrored Program; a value and its mirror image are one."""
+    """Returns the first half of a mirrored Program; a value and its mirror image are one."""
     ranks, microbatches = program.num_ranks // 2, program.num_microbatches
     half, given = graph.rank_start[ranks], len(graph.makers) - 1
     numbers = _numbers(program)
@@ -72,7 +72,7 @@ def folded(graph: Graph, run: Run, program: Program) -> tuple[Graph, Run]:
 
 
 def unfolded(order: np.ndarray, joined: np.ndarray, rank_start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of all ranks and who is joined, where those of the second half follow their partners.
+    """Returns the order of all ranks and who is joined, where those of the second half follow their partners.
 
     Args:
         order: `[A / 2]` the action at every position of the first half.

@@ -47,14 +47,14 @@ def lanes_of(
     memory: float | np.ndarray,
     pairs: Collection[str] = PAIRS,
 ) -> Lanes:
-    """Return the lanes of a placement.
+    """Returns the lanes of a placement.
 
     Args:
-        placement: Which rank holds which stage.
-        costs: Of every stage.
-        direction: Of every micro-batch.
-        memory: The most activations a rank may hold, in micro-batches of one rank's layers; one number or one a rank.
-        pairs: Which of PAIRS may overlap; none does where there is no all-to-all to hide.
+        placement: which rank holds which stage.
+        costs: of every stage.
+        direction: of every micro-batch.
+        memory: the most activations a rank may hold, in micro-batches of one rank's layers; one number or one a rank.
+        pairs: which of PAIRS may overlap; none does where there is no all-to-all to hide.
     """
     num_stages, num_ranks, copies = placement.num_stages, placement.num_ranks, placement.copies
     lane = np.arange(copies * num_stages)

@@ -19,16 +19,16 @@ DECIMALS = 6
 def learn(
     name: str, pp: int, num_microbatches: int, costs: CostModel, memory: float, seed: int, clock: Clock
 ) -> Shipped:
-    """Return the best policy found for a placement, starting from those shipped already.
+    """Returns the best policy found for a placement, starting from those shipped already.
 
     Args:
-        name: Of the placement, such as `mirrored`.
-        pp: Pipeline ranks.
-        num_microbatches: Of one step.
-        costs: Of a rank's share.
-        memory: The most activations a rank may hold, in micro-batches of one rank's layers.
-        seed: Of all chance.
-        clock: What may be spent.
+        name: of the placement, such as `mirrored`.
+        pp: pipeline ranks.
+        num_microbatches: of one step.
+        costs: of a rank's share.
+        memory: the most activations a rank may hold, in micro-batches of one rank's layers.
+        seed: of all chance.
+        clock: what may be spent.
 
     Raises:
         ValueError: An unknown placement, or a memory under which every policy gets stuck.

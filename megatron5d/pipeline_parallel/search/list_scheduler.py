@@ -44,19 +44,19 @@ class State(NamedTuple):
 
 
 def empty_schedule(num_ranks: int, slots: int) -> np.ndarray:
-    """Return `[num_ranks, slots, 2]` of ENTRY without an action, to be filled by a list schedule."""
+    """Returns `[num_ranks, slots, 2]` of ENTRY without an action, to be filled by a list schedule."""
     schedule = np.zeros((num_ranks, slots, 2), dtype=ENTRY)
     schedule["op"] = -1
     return schedule
 
 
 def list_schedule(lanes: Lanes, rules: Rules, schedule: np.ndarray) -> float:
-    """Return the makespan under a policy, or more than STUCK.
+    """Returns the makespan under a policy, or more than STUCK.
 
     Args:
-        lanes: The problem.
-        rules: The policy, brought to the problem.
-        schedule: An `empty_schedule` with three slots for every micro-batch of a rank's lanes, which is filled; or one
+        lanes: the problem.
+        rules: the policy, brought to the problem.
+        schedule: an `empty_schedule` with three slots for every micro-batch of a rank's lanes, which is filled; or one
             for no rank, where only the makespan matters.
     """
     ranks = np.zeros(len(lanes.cap), dtype=RANK)
@@ -95,7 +95,7 @@ def _list_schedule(lanes, rules, schedule, ranks):
 
 @compiled_part
 def _run_events(lanes, rules, state, schedule):
-    """Let the rank that decides first decide, until none has anything left; return the number of actions run."""
+    """Lets the rank that decides first decide, until none has anything left; returns the number of actions run."""
     finished = 0
     while True:
         rank = 0
@@ -114,7 +114,7 @@ def _run_events(lanes, rules, state, schedule):
 
 @compiled_part
 def _decide(lanes, rules, state, rank, now):
-    """Return when the best slot starts and what it is: op, lane, second op or -1, second lane."""
+    """Returns when the best slot starts and what it is: op, lane, second op or -1, second lane."""
     phase = 1
     if state.ranks[rank].started == 0:
         phase = 0
@@ -146,7 +146,7 @@ def _decide(lanes, rules, state, rank, now):
 
 @compiled_part
 def _best_input(lanes, rules, state, rank, now, what):
-    """Return for F or I the best score, when its input is there, and the lane."""
+    """Returns for F or I the best score, when its input is there, and the lane."""
     phase, op = what
     rule = rules.inputs[op]
     idle, room = rules.phases[phase].idle, -state.ranks[rank].held
@@ -181,7 +181,7 @@ def _best_input(lanes, rules, state, rank, now, what):
 
 @compiled_part
 def _best_weight(lanes, rules, state, rank, phase):
-    """Return the best score of a W, and its lane."""
+    """Returns the best score of a W, and its lane."""
     best, best_lane = -NEVER, -1
     pressure = rules.phases[phase].pressure * state.ranks[rank].pending
     pressure += rules.phases[phase].rhythm[state.ranks[rank].last, W]
@@ -211,7 +211,7 @@ def _pair_time(lanes, one, one_lane, two, two_lane):
 
 @compiled_part
 def _commit(lanes, state, schedule, rank, now, slot):
-    """Run a slot and return how many actions it holds."""
+    """Runs a slot and returns how many actions it holds."""
     first, one, second, two = slot
     if second < 0:
         end = now + lanes.table[one].compute[first] + lanes.table[one].a2a[first]
@@ -229,7 +229,7 @@ def _commit(lanes, state, schedule, rank, now, slot):
 
 @compiled_part
 def _run(lanes, state, schedule, rank, now, action):
-    """Note one action of a slot, and send its output on its way."""
+    """Notes one action of a slot, and sends its output on its way."""
     end, place, op, lane = action
     record, here = lanes.table[lane], state.ranks[rank]
     here.last = op

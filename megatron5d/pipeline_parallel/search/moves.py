@@ -22,15 +22,15 @@ JUMP, JOIN, PART, GIVE, TAKE = 0, 1, 2, 3, 4
 
 @compiled
 def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: float, count: int, heat: float) -> float:
-    """Try some moves; return the makespan, without heat no longer than before.
+    """Tries some moves; returns the makespan, without heat no longer than before.
 
     Args:
-        graph: The problem.
-        run: The order, which changes.
-        times: Of the order as it stands; and room for those of another.
-        makespan: Of the order as it stands.
-        count: How many moves.
-        heat: By how much a move that stays may lengthen the makespan: an exponential chance with this mean.
+        graph: the problem.
+        run: the order, which changes.
+        times: of the order as it stands; and room for those of another.
+        makespan: of the order as it stands.
+        count: how many moves.
+        heat: by how much a move that stays may lengthen the makespan: an exponential chance with this mean.
     """
     now, trial = times
     for _ in range(count):
@@ -53,14 +53,14 @@ def try_moves(graph: Graph, run: Run, times: tuple[Times, Times], makespan: floa
 
 @compiled_part
 def _draw(run, below):
-    """Return an integer from 0 to below − 1."""
+    """Returns an integer from 0 to below − 1."""
     run.chance[0] = (run.chance[0] * 1103515245 + 12345) % 2147483648
     return (run.chance[0] >> 8) % below
 
 
 @compiled_part
 def _adopt(now, trial, since):
-    """Take over the times of a trial from `since` on."""
+    """Takes over the times of a trial from `since` on."""
     for action in range(len(now.start)):
         if now.start[action] >= since:
             now.start[action], now.end[action] = trial.start[action], trial.end[action]
@@ -79,19 +79,19 @@ def _rank_at(graph, position):
 
 @compiled_part
 def _slot_start(run, position):
-    """Return where the slot begins in which a position lies."""
+    """Returns where the slot begins in which a position lies."""
     return position - 1 if is_second(run, run.order[position]) else position
 
 
 @compiled_part
 def _slot_stop(run, position):
-    """Return where the slot ends that begins at a position."""
+    """Returns where the slot ends that begins at a position."""
     return position + (2 if run.joined[run.order[position]] else 1)
 
 
 @compiled_part
 def _critical(graph, run, times, makespan, kind):
-    """Return the position of a slot on a critical path to which a kind of move applies, drawn evenly, or -1."""
+    """Returns the position of a slot on a critical path to which a kind of move applies, drawn evenly, or -1."""
     rank = _draw(run, len(graph.cap))
     while times.free[rank] < makespan - EQUAL:
         rank = (rank + 1) % len(graph.cap)
@@ -122,7 +122,7 @@ def _critical(graph, run, times, makespan, kind):
 
 @compiled_part
 def _move(graph, run, times, makespan):
-    """Make a move; return the window that it rewrote, empty where none was possible."""
+    """Makes a move; returns the window that it rewrote, empty where none was possible."""
     kind = JUMP
     if graph.pairing:
         kind = max(0, _draw(run, 6) - 1)
@@ -151,7 +151,7 @@ def _move(graph, run, times, makespan):
 
 @compiled_part
 def _skip(run, position, stop, slots):
-    """Return the position so many slots on."""
+    """Returns the position so many slots on."""
     for _ in range(slots):
         if position < stop:
             position = _slot_stop(run, position)
@@ -167,7 +167,7 @@ def _keep(run, low, high):
 
 @compiled_part
 def _rotate(run, low, middle, high):
-    """Let what stands in low … middle − 1 and in middle … high − 1 change places."""
+    """Lets what stands in low … middle − 1 and in middle … high − 1 change places."""
     _keep(run, low, high)
     for k in range(high - low):
         action = run.kept[(k + middle - low) % (high - low)]
@@ -177,7 +177,7 @@ def _rotate(run, low, middle, high):
 
 @compiled_part
 def _part(run, position, stop, far):
-    """Take a pair apart; the one that comes second moves some slots on."""
+    """Takes a pair apart; the one that comes second moves some slots on."""
     one, two = run.order[position], run.order[position + 1]
     high = _skip(run, position + 2, stop, far)
     _keep(run, position, high)
@@ -202,7 +202,7 @@ def _gains(graph, one, two):
 
 @compiled_part
 def _hand_over(graph, run, position, first, stop):
-    """Let one action of a pair leave it for a single one nearby: the pair or the single one is what was drawn."""
+    """Lets one action of a pair leave it for a single one nearby: the pair or the single one is what was drawn."""
     other = position - REACH + _draw(run, 2 * REACH + 1)
     if other < first or other >= stop:
         return 0, 0
@@ -233,7 +233,7 @@ def _hand_over(graph, run, position, first, stop):
 
 @compiled_part
 def _join(graph, run, position, first, stop):
-    """Join a single action with another one of its rank, which moves to it."""
+    """Joins a single action with another one of its rank, which moves to it."""
     action = run.order[position]
     partner = position - REACH + _draw(run, 2 * REACH + 1)
     if partner < first or partner >= stop or partner == position:
@@ -260,7 +260,7 @@ def _join(graph, run, position, first, stop):
 
 @compiled_part
 def _in_turn(graph, run, low, high):
-    """Let the actions of every lane in a rewritten window take turns as before; return whether anything changed.
+    """Lets the actions of every lane in a rewritten window take turns as before; returns whether anything changed.
 
     So a forward that moves over others of its lane lets each of them begin a place sooner or later.
     """

@@ -17,14 +17,14 @@ LARGE = 1 << 14
 def best_named(
     pp: int, num_microbatches: int, costs: CostModel, memory: np.ndarray, placements: Collection[str]
 ) -> Program | None:
-    """Return the fastest named schedule that fits; None where none does.
+    """Returns the fastest named schedule that fits; None where none does.
 
     Args:
-        pp: Pipeline ranks.
-        num_microbatches: Of one step.
-        costs: Of every placement.
+        pp: pipeline ranks.
+        num_microbatches: of one step.
+        costs: of every placement.
         memory: `[pp]` the most activations a rank may hold.
-        placements: Names of those that may be used.
+        placements: names of those that may be used.
     """
     few = min(num_microbatches, 4 * pp) if pp * num_microbatches > LARGE else num_microbatches
     ranking = sorted(
@@ -49,7 +49,7 @@ def _all(pp, num_microbatches, costs, memory, placements) -> Iterator[tuple[floa
 
 
 def _built(name, pp, num_microbatches, chunks, costs, memory) -> Iterator[tuple[float, Program]]:
-    """Yield the Program of one schedule with its makespan, or nothing where the sizes or the memory refuse it."""
+    """Yields the Program of one schedule with its makespan, or nothing where the sizes or the memory refuse it."""
     try:
         program = build_program(name, pp, num_microbatches, chunks)
         stage_costs = costs.of(program.placement)

@@ -7,7 +7,7 @@ DEFAULT = ("loop:1", "loop:2", "loop:4", "zigzag:2", "zigzag:4", "mirrored")
 
 
 def placement_called(name: str, num_ranks: int) -> Placement:
-    """Return the placement of a name.
+    """Returns the placement of a name.
 
     Raises:
         ValueError: An unknown name, or a number of chunks or ranks that it does not admit.
@@ -28,7 +28,7 @@ def placement_called(name: str, num_ranks: int) -> Placement:
 
 
 def called(placement: Placement) -> str:
-    """Return the name of a placement, or its number of stages where it has none."""
+    """Returns the name of a placement, or its number of stages where it has none."""
     chunks, num_ranks = placement.chunks, placement.num_ranks
     for name in (f"loop:{chunks}", f"zigzag:{chunks}", "mirrored"):
         if (name != "mirrored" or num_ranks % 2 == 0) and placement_called(name, num_ranks) == placement:
@@ -37,5 +37,5 @@ def called(placement: Placement) -> str:
 
 
 def candidates(num_ranks: int, copies: int) -> list[str]:
-    """Return the names of the default placements that need no more copies and that this number of ranks admits."""
+    """Returns the names of the default placements that need no more copies and that this number of ranks admits."""
     return [name for name in DEFAULT if name != "mirrored" or (copies >= 2 and num_ranks % 2 == 0)]

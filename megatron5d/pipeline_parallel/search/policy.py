@@ -47,7 +47,7 @@ class Rules(NamedTuple):
 
 
 def rules_of(policy: Policy, lanes: Lanes) -> Rules:
-    """Return a policy's Rules for one problem."""
+    """Returns a policy's Rules for one problem."""
     num_ranks = lanes.span
     along = lanes.position[:, None]
     inputs, phases = np.zeros(2, dtype=INPUT), np.zeros(3, dtype=PHASE)
@@ -66,7 +66,7 @@ def rules_of(policy: Policy, lanes: Lanes) -> Rules:
 
 
 def shapes(num_lanes: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every field of a Policy for ranks of `num_lanes` lanes."""
+    """Returns the shape of every field of a Policy for ranks of `num_lanes` lanes."""
     return {
         "priority": (3, 3, num_lanes),
         "slope": (3, 3, num_lanes),
@@ -84,7 +84,7 @@ def shapes(num_lanes: int) -> dict[str, tuple[int, ...]]:
 
 
 def policy_of(numbers: np.ndarray, num_lanes: int) -> Policy:
-    """Return the Policy whose fields lie one after another in `numbers`."""
+    """Returns the Policy whose fields lie one after another in `numbers`."""
     fields, first = {}, 0
     for name, shape in shapes(num_lanes).items():
         size = int(np.prod(shape))
@@ -95,12 +95,12 @@ def policy_of(numbers: np.ndarray, num_lanes: int) -> Policy:
 
 
 def flat(policy: Policy) -> np.ndarray:
-    """Return the numbers of a policy one after another."""
+    """Returns the numbers of a policy one after another."""
     return np.concatenate([np.asarray(field, dtype=float).reshape(-1) for field in policy])
 
 
 def plain_policy(num_lanes: int) -> Policy:
-    """Return the policy that evolution can always start from: backwards first, deep lanes first, W in the gaps."""
+    """Returns the policy that evolution can always start from: backwards first, deep lanes first, W in the gaps."""
     depth = np.arange(num_lanes) / max(num_lanes - 1, 1)
     by_op = np.stack([1.0 + depth, 3.0 + depth, -1.0 + 0 * depth])
     return Policy(
@@ -120,7 +120,7 @@ def plain_policy(num_lanes: int) -> Policy:
 
 
 def resampled(policy: Policy, num_lanes: int) -> Policy:
-    """Return a policy for ranks of another number of lanes, by interpolation from the first to the last."""
+    """Returns a policy for ranks of another number of lanes, by interpolation from the first to the last."""
     here = policy.crowding.shape[0]
     if here == num_lanes:
         return policy

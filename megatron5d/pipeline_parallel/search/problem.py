@@ -25,13 +25,13 @@ class Problem:
     """What a policy is tried on.
 
     Args:
-        name: What the placement is called.
-        placement: Which rank holds which stage.
-        num_microbatches: Of one step, over both directions.
-        costs: Of every stage.
+        name: what the placement is called.
+        placement: which rank holds which stage.
+        num_microbatches: of one step, over both directions.
+        costs: of every stage.
         memory: `[num_ranks]` the most activations a rank may hold, in micro-batches of one rank's layers.
-        pairs: Which of PAIRS may overlap.
-        split: Which of several ways to deal the layers to stages these costs are of.
+        pairs: which of PAIRS may overlap.
+        split: which of several ways to deal the layers to stages these costs are of.
     """
 
     name: str
@@ -77,15 +77,15 @@ class Problem:
         return float(work) * self.num_microbatches / placement.copies + idle
 
     def promise(self, makespan: float) -> float:
-        """Return what to expect of a Program when the search goes on with it: one near the bound has little left."""
+        """Returns what to expect of a Program when the search goes on with it: one near the bound has little left."""
         return makespan - GAIN * (makespan - self.bound)
 
     def makespan(self, numbers: np.ndarray) -> float:
-        """Return the makespan under a policy; STUCK or more where the policy gets stuck."""
+        """Returns the makespan under a policy; STUCK or more where the policy gets stuck."""
         return self._run(numbers, NOWHERE)
 
     def program(self, numbers: np.ndarray) -> Program | None:
-        """Return the Program that a policy makes; None where it gets stuck."""
+        """Returns the Program that a policy makes; None where it gets stuck."""
         slots = int(self.lanes.table["count"][self.lanes.held_by].sum(axis=1).max()) * len(LANE_OPS)
         schedule = empty_schedule(len(self.lanes.cap), slots)
         return self._program(schedule) if self._run(numbers, schedule) < STUCK else None

@@ -34,15 +34,15 @@ MOVE = 1 / 32
 def refine(
     program: Program, costs: StageCosts, memory: np.ndarray, pairs: Collection[str], clock: Clock, until: float
 ) -> Program:
-    """Return a Program that is no slower, fits the same memory, and keeps every lane's order of micro-batches.
+    """Returns a Program that is no slower, fits the same memory, and keeps every lane's order of micro-batches.
 
     Args:
         program: A legal Program.
-        costs: Of its stages.
+        costs: of its stages.
         memory: `[num_ranks]` the most activations a rank may hold.
-        pairs: Which actions may be overlapped anew, such as F&I.
-        clock: Counts a move as MOVE evaluations.
-        until: Share of the clock at which to end.
+        pairs: which actions may be overlapped anew, such as F&I.
+        clock: counts a move as MOVE evaluations.
+        until: share of the clock at which to end.
     """
     graph, run = graph_of(program, costs, memory, pairs), begin(program)
     fold = can_fold(program.placement, program.num_microbatches, memory) and is_mirrored(program)

@@ -12,18 +12,18 @@ class SearchResult:
     """The best Program found, verified; times in the unit of the costs.
 
     Args:
-        program: Called `auto`, or by its name where a named schedule is the best.
-        makespan: From the first action's start to the last one's end.
+        program: called `auto`, or by its name where a named schedule is the best.
+        makespan: from the first action's start to the last one's end.
         overhead: makespan − the compute of the busiest rank.
         bubble: overhead / makespan.
         peak: `[num_ranks]` activations, in micro-batches of one rank's layers.
-        lower_bound: An overhead below which no Program of this placement goes with so many activations.
-        placement: Name of the placement.
-        evaluations: List schedules tried.
-        elapsed_s: Time taken.
-        compiled: Whether numba was there; without it a list schedule takes a hundred times as long.
-        named: The best named schedule that fits, and its makespan; None where none does.
-        split: Which of several ways to deal the layers to stages it is for.
+        lower_bound: an overhead below which no Program of this placement goes with so many activations.
+        placement: name of the placement.
+        evaluations: list schedules tried.
+        elapsed_s: time taken.
+        compiled: whether numba was there; without it a list schedule takes a hundred times as long.
+        named: the best named schedule that fits, and its makespan; None where none does.
+        split: which of several ways to deal the layers to stages it is for.
     """
 
     program: Program

@@ -50,22 +50,22 @@ def search_program(
     pairs: Collection[str] = PAIRS,
     cache: Path | None = None,
 ) -> SearchResult:
-    """Return the fastest Program found under a memory cap, never slower than the best named schedule that fits.
+    """Returns the fastest Program found under a memory cap, never slower than the best named schedule that fits.
 
     The result follows from the arguments alone where `evaluations` ends the search and not `seconds`.
 
     Args:
-        pp: Pipeline ranks.
-        num_microbatches: Of one step, over both directions where there are two.
-        splits: The costs under every way to deal the layers to stages, of which the search chooses one.
-        memory: The most activations a rank may hold, in micro-batches of one rank's layers.
-        copies: The most copies of every parameter; 2 admits the bidirectional placement.
-        seconds: Time limit of the evolution; None = none.
-        evaluations: The most list schedules to try (32 moves count as one); None = no limit, 0 = only known policies.
-        seed: Of all chance.
-        placements: Names such as `loop:4`, `zigzag:2`, `mirrored`; None = all usual ones.
-        pairs: Which actions may overlap, of PAIRS.
-        cache: Folder in which results are kept under a hash of all arguments, and taken from; None = neither.
+        pp: pipeline ranks.
+        num_microbatches: of one step, over both directions where there are two.
+        splits: the costs under every way to deal the layers to stages, of which the search chooses one.
+        memory: the most activations a rank may hold, in micro-batches of one rank's layers.
+        copies: the most copies of every parameter; 2 admits the bidirectional placement.
+        seconds: time limit of the evolution; None = none.
+        evaluations: the most list schedules to try (32 moves count as one); None = no limit, 0 = only known policies.
+        seed: of all chance.
+        placements: names such as `loop:4`, `zigzag:2`, `mirrored`; None = all usual ones.
+        pairs: which actions may overlap, of PAIRS.
+        cache: folder in which results are kept under a hash of all arguments, and taken from; None = neither.
 
     Raises:
         ValueError: Bad sizes, an unknown placement, or a cap that no schedule found fits.
@@ -88,7 +88,7 @@ def search_program(
 
 @keep
 def _compile() -> None:
-    """Have everything compiled before the clock starts; it takes seconds where numba has not kept it on disk yet."""
+    """Has everything compiled before the clock starts; it takes seconds where numba has not kept it on disk yet."""
     placement = loop_placement(2)
     problem = Problem("loop:1", placement, 2, Costs().of(placement), np.full(2, 2.0))
     program = problem.program(flat(plain_policy(1))) if IS_COMPILED else None
@@ -97,14 +97,14 @@ def _compile() -> None:
 
 
 def _checked(result: SearchResult, problems: Sequence[Problem]) -> SearchResult:
-    """Return a result from disk after `verify` has accepted its Program, as it does those found anew."""
+    """Returns a result from disk after `verify` has accepted its Program, as it does those found anew."""
     problem = next(p for p in problems if (p.placement, p.split) == (result.program.placement, result.split))
     verify(result.program, problem.memory.tolist(), problem.costs)
     return result
 
 
 def _problems(pp, num_microbatches, splits, memory, copies, placements, pairs) -> list[Problem]:
-    """Return a problem for every placement that has these stages and no more copies, and every split that differs."""
+    """Returns a problem for every placement that has these stages and no more copies, and every split that differs."""
     caps = np.full(pp, float(memory))
     names = list(placements) if placements is not None else candidates(pp, copies)
     problems: list[Problem] = []
@@ -135,7 +135,7 @@ def _check(pp: int, num_microbatches: int, copies: int, seconds: float | None, e
 
 
 def _named(problems: list[Problem], splits: Sequence[CostModel]) -> Iterator[Contender]:
-    """Yield the best named schedule for every split, if any fits."""
+    """Yields the best named schedule for every split, if any fits."""
     for split, costs in enumerate(splits):
         mine = {problem.name: problem for problem in problems if problem.split == split}
         for problem in list(mine.values())[:1]:
@@ -147,7 +147,7 @@ def _named(problems: list[Problem], splits: Sequence[CostModel]) -> Iterator[Con
 
 
 def _levels(problems: list[Problem], splits: Sequence[CostModel], num_microbatches: int) -> list[list[Problem]]:
-    """Return the problems at growing sizes, the last one as it is: what is learnt at small sizes serves large ones."""
+    """Returns the problems at growing sizes, the last one as it is: what is learnt at small sizes serves large ones."""
     pp = problems[0].placement.num_ranks
     sizes = [(pp, num_microbatches)]
     if num_microbatches > 8 * pp or (pp > SMALL_RANKS and num_microbatches > 4 * pp):
@@ -172,7 +172,7 @@ def _num_tried(problems: list[Problem]) -> int:
 
 
 def _most_promising(contenders: list[Contender], count: int) -> list[Contender]:
-    """Return the most promising of some Programs, each once, the best first."""
+    """Returns the most promising of some Programs, each once, the best first."""
     distinct: list[Contender] = []
     for contender in sorted(contenders, key=lambda contender: contender.promise):
         if len(distinct) < count and all(contender.program != other.program for other in distinct):
@@ -181,7 +181,7 @@ def _most_promising(contenders: list[Contender], count: int) -> list[Contender]:
 
 
 def _refined(tried: list[Contender], clock: Clock) -> list[Contender]:
-    """Return what the local search makes of some Programs, and then of the one that promises most."""
+    """Returns what the local search makes of some Programs, and then of the one that promises most."""
     begin, refined = clock.share(), list[Contender]()
     heats = tried if len(tried) > 1 else []
     for place, contender in enumerate(heats, 1):
@@ -196,13 +196,13 @@ def _moved_on(contender: Contender, clock: Clock, until: float) -> Contender:
 
 
 def _best(contenders: list[Contender], named: int, caps: np.ndarray, clock: Clock) -> SearchResult:
-    """Return the figures of the fastest contender, after `verify` has accepted it; the named one where they tie.
+    """Returns the figures of the fastest contender, after `verify` has accepted it; the named one where they tie.
 
     Args:
         contenders: A named one first.
-        named: How many of them are named ones, 0 or 1.
+        named: how many of them are named ones, 0 or 1.
         caps: `[pp]` the most activations a rank may hold.
-        clock: What was spent.
+        clock: what was spent.
     """
     if not contenders:
         pp = len(caps)

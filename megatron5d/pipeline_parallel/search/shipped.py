@@ -18,13 +18,13 @@ class Shipped:
     """A policy with the place where it was found.
 
     Args:
-        placement: Name of the placement.
-        costs: Text of the costs.
+        placement: name of the placement.
+        costs: text of the costs.
         num_ranks: pp.
-        num_microbatches: Of one step.
-        memory: Cap, in micro-batches of one rank's layers.
-        overhead: What it reached there.
-        policy: The numbers.
+        num_microbatches: of one step.
+        memory: cap, in micro-batches of one rank's layers.
+        overhead: what it reached there.
+        policy: the numbers.
     """
 
     placement: str
@@ -38,7 +38,7 @@ class Shipped:
 
 @cache
 def shipped_policies() -> tuple[Shipped, ...]:
-    """Return all policies of the file."""
+    """Returns all policies of the file."""
     if not FILE.exists():
         return ()
     return tuple(
@@ -47,13 +47,13 @@ def shipped_policies() -> tuple[Shipped, ...]:
 
 
 def starting_points(num_lanes: int) -> list[np.ndarray]:
-    """Return the numbers of every policy to start from, fitted to ranks of `num_lanes` lanes; the plain one first."""
+    """Returns the numbers of every policy to start from, fitted to ranks of `num_lanes` lanes; the plain one first."""
     found = [resampled(shipped.policy, num_lanes) for shipped in shipped_policies()]
     return [flat(policy) for policy in (plain_policy(num_lanes), *found)]
 
 
 def write_policies(policies: Iterable[Shipped], path: Path) -> None:
-    """Write the file, one line a field, six decimals a number: with three, schedules change."""
+    """Writes the file, one line a field, six decimals a number: with three, schedules change."""
     entries = [
         {
             **{name: value for name, value in vars(shipped).items() if name != "policy"},

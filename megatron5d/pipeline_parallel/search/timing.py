@@ -65,13 +65,13 @@ class Times(NamedTuple):
 
 
 def graph_of(program: Program, costs: StageCosts, memory: np.ndarray, pairs: Collection[str]) -> Graph:
-    """Return what stays of a Program while its slots move.
+    """Returns what stays of a Program while its slots move.
 
     Args:
         program: A legal Program.
-        costs: Of its stages.
+        costs: of its stages.
         memory: `[num_ranks]` the most activations a rank may hold.
-        pairs: Which actions may be overlapped anew, such as F&I; none are where there is no all-to-all to hide.
+        pairs: which actions may be overlapped anew, such as F&I; none are where there is no all-to-all to hide.
     """
     table = program.table
     inputs, latencies, outputs, num_values = wiring(program, costs.comm)
@@ -107,7 +107,7 @@ def graph_of(program: Program, costs: StageCosts, memory: np.ndarray, pairs: Col
 
 
 def priced(graph: Graph, program: Program, costs: StageCosts) -> Graph:
-    """Return the Graph of the same Program for other costs of its stages; latencies stay."""
+    """Returns the Graph of the same Program for other costs of its stages; latencies stay."""
     op, stage = program.table.op, program.table.stage
     size = costs.activation[stage]
     return graph._replace(
@@ -119,7 +119,7 @@ def priced(graph: Graph, program: Program, costs: StageCosts) -> Graph:
 
 
 def begin(program: Program) -> Run:
-    """Return the order in which a Program runs its slots."""
+    """Returns the order in which a Program runs its slots."""
     table = program.table
     positions = np.arange(len(table.op))
     joined = np.zeros(len(positions), dtype=np.bool_)
@@ -136,7 +136,7 @@ def begin(program: Program) -> Run:
 
 
 def empty_times(graph: Graph) -> Times:
-    """Return room for the times of one order."""
+    """Returns room for the times of one order."""
     num_actions, num_ranks, num_values = len(graph.op), len(graph.cap), len(graph.makers)
     return Times(
         start=np.zeros(num_actions),
@@ -154,7 +154,7 @@ def empty_times(graph: Graph) -> Times:
 
 @compiled_part
 def evaluate(graph, run, before, times, since, limit):
-    """Note when everything happens; return the makespan, or STUCK where it never ends or must exceed the limit.
+    """Notes when everything happens; returns the makespan, or STUCK where it never ends or must exceed the limit.
 
     What begins earlier than `since` under the order `before` stays as it is, and is not noted again.
     """
@@ -188,7 +188,7 @@ def evaluate(graph, run, before, times, since, limit):
 
 @compiled_part
 def _resume(graph, run, before, times, since):
-    """Bring every rank to its first slot that does not begin before `since`; return the number of actions passed."""
+    """Brings every rank to its first slot that does not begin before `since`; returns the number of actions passed."""
     for value in range(len(graph.makers)):
         maker = graph.makers[value]
         known = maker >= 0 and before.start[maker] < since
@@ -216,7 +216,7 @@ def _resume(graph, run, before, times, since):
 
 @compiled_part
 def _run_slot(graph, run, times, rank):
-    """Run the next slot of a rank; return the value that it still waits for, or -1."""
+    """Runs the next slot of a rank; returns the value that it still waits for, or -1."""
     position = times.cursor[rank]
     one = run.order[position]
     two = run.order[position + 1] if run.joined[one] else -1
