@@ -162,7 +162,7 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor, overwrite: bool = False) -> Ten
     Args:
         dy: `[..., f]`.
         gate_up: `[..., 2f]`.
-        overwrite: as of `swiglu`.
+        overwrite: as in `swiglu`.
 
     Returns:
         `[..., 2f]` in the dtype of gate_up.
@@ -187,7 +187,7 @@ def gelu(x: Tensor, approximate: str = "none", overwrite: bool = False) -> Tenso
     Args:
         x: any shape, any floating dtype.
         approximate: "none" (erf) or "tanh".
-        overwrite: as of `swiglu`.
+        overwrite: as in `swiglu`.
 
     Returns:
         The shape and dtype of `x`, computed in float32 (float64 for float64).
@@ -209,7 +209,7 @@ def activate(x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
     Args:
         x: `[..., 2f]` for swiglu, else `[..., f]`.
         kind: the activation.
-        overwrite: as of `swiglu`.
+        overwrite: as in `swiglu`.
 
     Returns:
         `[..., f]`.

@@ -309,7 +309,7 @@ def layer_norm_backward(
     """The gradients of what went into `layer_norm`, its bias too.
 
     Args:
-        dy, x, weight, eps, dtotal: as of `rms_norm_backward`.
+        dy, x, weight, eps, dtotal: as in `rms_norm_backward`.
         bias: `[h]`.
         statistics: mean and 1 / standard deviation of each row of x, `[rows]`; the plain path makes them again.
 

@@ -374,7 +374,7 @@ class _RopeOfProjection(torch.autograd.Function):
 def apply_rope_to_projection(
     qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns the heads of q and k where a projection has put them, and splits it; backward both in one pass.
+    """Turns the heads of q and k where a projection has put them, and splits it; the backward is one pass too.
 
     `apply_rope` instead writes turned copies, and a v that is kept for the backward keeps all of qkv beside them.
     The old qkv is gone: autograd refuses a backward that needs it.

@@ -153,7 +153,7 @@ class Search:
 
     Args:
         operation: a name of `SPACE`.
-        device, tiny: as of `Benchmark.calls`.
+        device, tiny: as in `Benchmark.calls`.
     """
 
     def __init__(self, operation: str, device: str = "cuda", tiny: bool = False):

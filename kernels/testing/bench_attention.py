@@ -64,7 +64,7 @@ def attention(
     window: int = 0,
     document: int = 0,
 ) -> Calls:
-    """Causal attention of a query heads over g key heads; window and documents as of so many tokens, 0 = none."""
+    """Causal attention of a query heads over g key heads; window and documents of so many tokens, 0 = none."""
     sizes = ((a, d), (g, d), (g, dv or d))
     q, k, v = (random(device, s, b, *heads, grad=backward) for heads in sizes)
     qh, kh, vh = tiles = tuple(x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k, v))

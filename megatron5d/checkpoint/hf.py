@@ -193,7 +193,7 @@ def load_shards(
 
 
 def check_names(stored: SafetensorsFolder, entries: Sequence[Entry], ignored: Sequence[str]) -> None:
-    """Compares the table with the folder; arguments and errors as of `load_shards`."""
+    """Compares the table with the folder; arguments and errors as in `load_shards`."""
     wanted = {entry.hf_name: entry for entry in entries}
     missing = [name for name in wanted if name not in stored.tensors]
     unexpected = [

@@ -31,8 +31,8 @@ def find_checkpoint(directory: str | None, resume: str, job: str = "") -> Path |
 
     Args:
         directory: checkpoint.dir.
-        resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as of `whole_checkpoint`.
-        job: as of `restarted_job`. The job goes on from what it has saved in `directory`, whatever `resume` says: with
+        resume: checkpoint.resume: auto (newest whole one, if any), none, or a folder as in `whole_checkpoint`.
+        job: as in `restarted_job`. The job goes on from what it has saved in `directory`, whatever `resume` says: with
             the same command it would otherwise begin at the same step again after every time limit.
 
     Raises:
@@ -54,7 +54,7 @@ def agreed_checkpoint(directory: str | None, resume: str, job: str = "") -> Path
     """`find_checkpoint`, the same on every rank; raises and communicates as `agreed`.
 
     Args:
-        directory: as of `find_checkpoint`, as is `resume`.
+        directory: as in `find_checkpoint`, as is `resume`.
         job: "" on some ranks counts as the job of the others: after a crash on one node torchrun may start the ranks of
             the other nodes again without counting it as a restart.
 

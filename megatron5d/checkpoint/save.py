@@ -60,7 +60,7 @@ class Saver:
 
         self._write_tensors, self._index = write, Index()
         self._group = StoreGroup(timeout_s)
-        self._written = b""  # what this rank wrote at its last save, as of `storage.write`
+        self._written = b""  # what this rank wrote at its last save, as in `storage.write`
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

@@ -199,7 +199,7 @@ class BoxExchange:
         """The tensors of one rank, once they are here; they may change after the next exchange has begun.
 
         Raises:
-            TimeoutError: as of `wait_flag`.
+            TimeoutError: as in `wait_flag`.
         """
         self._mailbox.axis.wait(partial(wait_flag, self.arrivals, source))
         return tuple(self.inbox(part)[source] for part in range(len(self._layout)))

@@ -158,7 +158,7 @@ def open_channels(
         links: the channels.
         axis: on which they run.
         device: on which messages will lie.
-        timeout_s: seconds after which a message is given up, as of `build_mesh`.
+        timeout_s: seconds after which a message is given up, as in `build_mesh`.
 
     Returns:
         One entry per link; None where this rank stands at neither end.

@@ -30,13 +30,17 @@ def _groups(num_kv_heads: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(edges, edges[1:])]
 
 
-def _gathered(own: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields (KV heads, blocks by rank), group after group; one group is gathered while the last is attended to."""
+def _gathered(block: Tensor, axis: Axis) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yields (KV heads, blocks by rank), group after group; one group is gathered while the last is attended to.
+
+    The heads of a group are gᵢ.
+    """
 
     def start(heads: slice) -> Pending:
-        return start_all_gather(own[:, :, heads], axis)  # [s/cp, b, g', d+dv] -> [s, b, g', d+dv]  all_gather cp_outer
+        # [s/cp, b, gᵢ, d+dv] -> [s, b, gᵢ, d+dv]  all_gather cp_outer
+        return start_all_gather(block[:, :, heads], axis)
 
-    groups = _groups(own.shape[2])
+    groups = _groups(block.shape[2])
     pending = start(groups[0])
     for i, heads in enumerate(groups):
         blocks = list(pending.wait().chunk(axis.size))
@@ -53,14 +57,14 @@ class AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, block, sinks, kv_format: KVFormat, plan: ContextPlan, axis: Axis, score: dict[str, Any]):
-        share = q.shape[2] // block.shape[2]
+        queries_per_kv = q.shape[2] // block.shape[2]
         outs, lses = [], []
         for heads, blocks in _gathered(block, axis):
-            own = slice(heads.start * share, heads.stop * share)
-            merge = Merge(q[:, :, own], kv_format.value_dim, None if sinks is None else sinks[own])
+            query_heads = slice(heads.start * queries_per_kv, heads.stop * queries_per_kv)
+            merge = Merge(q[:, :, query_heads], kv_format.value_dim, None if sinks is None else sinks[query_heads])
             for source, each in enumerate(blocks):
                 k, v = kv_format.unpack(each)
-                attend_block(merge, plan, source, q[:, :, own], k, v, **score)
+                attend_block(merge, plan, source, q[:, :, query_heads], k, v, **score)
             outs.append(merge.out.to(q.dtype))
             lses.append(merge.lse)
         out, lse = torch.cat(outs, 2), torch.cat(lses, 1)
@@ -73,20 +77,20 @@ class AllGatherAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, block, sinks, out, lse = ctx.saved_tensors
         kv_format, plan, axis, score = ctx.kv_format, ctx.plan, ctx.axis, ctx.score
-        share = q.shape[2] // block.shape[2]
+        queries_per_kv = q.shape[2] // block.shape[2]
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dblock = []
         for heads, blocks in _gathered(block, axis):
-            own = slice(heads.start * share, heads.stop * share)
-            saved = q[:, :, own], out[:, :, own], lse[:, own]
-            dq_own, dout_own = dq[:, :, own], dout[:, :, own].contiguous()
+            query_heads = slice(heads.start * queries_per_kv, heads.stop * queries_per_kv)
+            saved = q[:, :, query_heads], out[:, :, query_heads], lse[:, query_heads]
+            dq_part, dout_part = dq[:, :, query_heads], dout[:, :, query_heads].contiguous()
             parts = []
             for source, each in enumerate(blocks):
                 k, v = kv_format.unpack(each)
-                dk, dv = block_gradients(plan, source, saved, dout_own, k, v, dq_own, **score)
+                dk, dv = block_gradients(plan, source, saved, dout_part, k, v, dq_part, **score)
                 parts.append(kv_format.unpack_backward(each, dk, dv))
                 del dk, dv  # else they would live until the next block's are there
-            # partial [s, b, g', d+dv] -> [s/cp, b, g', d+dv]  reduce_scatter cp_outer
+            # partial [s, b, gᵢ, d+dv] -> [s/cp, b, gᵢ, d+dv]  reduce_scatter cp_outer
             dblock.append(reduce_scatter(torch.cat(parts), axis))
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
         return dq.to(q.dtype), torch.cat(dblock, 2).to(block.dtype), dsinks, None, None, None, None

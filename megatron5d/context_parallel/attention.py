@@ -69,16 +69,17 @@ class ContextAttention:
 
         Args:
             q, plan, scale, softcap, sinks: as above.
-            latents: `[s/cp, b, r]`.
+            latents: `[s/cp, b, r+dr]`.
             kv_format: computes keys and values of a/tp heads from latents.
 
         Returns:
             `[s/cp, b, a/tp, dv]`.
 
-        Comm: all_gather cp_inner / reduce_scatter, and the ring over cp_outer.
+        Comm: all_gather cp_inner of the latents / reduce_scatter; all_to_all cp_inner of q and of the output / the same
+            back; the ring over cp_outer.
         """
         assert self.method != "allgather", "it gathers groups of heads, and latents have no heads"
-        block = gather_from(latents, self.inner)  # [s/cp, b, r] -> [s/outer, b, r]  all_gather cp_inner
+        block = gather_from(latents, self.inner)  # [s/cp, b, r+dr] -> [s/outer, b, r+dr]  all_gather cp_inner
         kv_format = kv_format.for_heads(self.inner.rank, self.inner.size)
         return self._attend(RingAttention, q, block, kv_format, plan, sinks, scale, softcap)
 

@@ -120,7 +120,8 @@ class Call:
 
     Args:
         queries, keys: spans within the local rows of the two ranks.
-        causal: the two spans are the same rows, under a causal mask: the diagonal; else nothing behind a query is met.
+        causal: the two spans are the same positions, under a causal mask: the kernel hides later keys. False: no key is
+            later than a query, or later ones are seen too.
         masked: some, but not all, pairs are hidden by a window or by documents: pass positions and documents.
     """
 
@@ -166,10 +167,10 @@ def num_hops(layout: SequenceLayout, mask: Mask) -> int:
 def _meets(layout: SequenceLayout, mask: Mask) -> np.ndarray:
     """bool `[chunks, chunks]`: some query of the one sees some key of the other."""
     n, c = layout.seq_len // layout.num_chunks, np.arange(layout.num_chunks)
-    behind = c[:, None] - c[None]
-    seen = behind >= 0 if mask.causal else np.ones_like(behind, bool)
+    distance = c[:, None] - c[None]  # in chunks; positive where the keys come before the queries
+    seen = distance >= 0 if mask.causal else np.ones_like(distance, bool)
     if mask.window is not None:
-        seen = seen & ((np.abs(behind) - 1) * n + 1 < mask.window) | (behind == 0)
+        seen = (seen & ((np.abs(distance) - 1) * n + 1 < mask.window)) | (distance == 0)
     if mask.documents is not None:
         numbers = np.asarray(mask.documents)
         first, last = numbers[:, c * n], numbers[:, c * n + n - 1]  # [b, chunks]
@@ -223,7 +224,7 @@ def chunk_pairs(layout: SequenceLayout, mask: Mask) -> np.ndarray:
     return (end - first).sum(0).reshape(layout.num_chunks, -1).sum(1)
 
 
-def unmasked_pairs(layout: SequenceLayout, mask: Mask) -> list[int]:
+def visible_pairs(layout: SequenceLayout, mask: Mask) -> list[int]:
     """`chunk_pairs` of each outer rank's queries."""
     pairs = chunk_pairs(layout, mask)
     return [int(pairs[list(layout.held(rank))].sum()) for rank in range(layout.outer)]

@@ -16,7 +16,7 @@ from megatron5d.context_parallel.layout import (
     even_layout,
     num_hops,
     plan_calls,
-    unmasked_pairs,
+    visible_pairs,
 )
 
 
@@ -96,7 +96,7 @@ class Planner:
             outer_rank,
             plan_calls(layout, outer_rank, mask),
             num_hops(layout, mask),
-            unmasked_pairs(layout, mask),
+            visible_pairs(layout, mask),
             [torch.from_numpy(layout.outer_rows(outer)).to(self.device) for outer in range(layout.outer)],
             torch.from_numpy(layout.rows(self.rank)).to(self.device),
             None if documents is None else documents.to(self.device),
@@ -105,7 +105,7 @@ class Planner:
         )
 
 
-def balance(plans: Iterable[ContextPlan]) -> float:
+def imbalance(plans: Iterable[ContextPlan]) -> float:
     """How much longer attention takes than if all cp ranks had equally much to do; 1 = even.
 
     The ranks wait for each other in every layer, so the busiest one decides: the sum over micro-batches of the busiest

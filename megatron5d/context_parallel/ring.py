@@ -1,10 +1,11 @@
 """Ring attention: blocks of keys and values travel around the outer ranks while attention to the block at hand runs.
 
-forward    each block makes cp-1 hops: (cp-1)·(s/cp)·b·(g/tp)·(d+dv) elements per rank
+forward    each block makes outer-1 hops: (outer-1)·(s/outer)·b·g'·(d+dv) elements per rank
 backward   each block makes the same hops again, and its gradient (fp32) follows one hop behind, collecting what every
            rank adds, until it is back at its owner: twice as many transfers as forward
 If a window or document masks hide everything beyond fewer hops, no more are made, and gradients go straight home.
-Where latents travel instead (kv_format.py), each way takes (cp-1)·(s/cp)·b·(r+dr) elements.
+Where latents travel instead (kv_format.py), each way takes (outer-1)·(s/outer)·b·(r+dr) elements.
+a' and g' are the query and KV heads of one inner rank; without inner ranks outer is cp, a' is a/tp and g' is g/tp.
 Source: Liu et al. 2023 (arXiv:2310.01889).
 """
 
@@ -28,9 +29,8 @@ _KV, _DKV = 0, 1  # tags: a block and a gradient may be on their way at once
 class RingAttention(torch.autograd.Function):
     """`apply(q, block, sinks, kv_format, plan, axis, score)`.
 
-    q `[s/cp, b, a/tp, d]`, this rank's block `[s/cp, b, ...]` of keys and values -> `[s/cp, b, a/tp, dv]`.
-    `axis` is cp_outer, which is all of cp unless inner ranks have exchanged heads for sequence: then s/cp means
-    s/outer, a/tp means a/tp/inner and g/tp the KV heads of one inner rank.
+    q `[s/outer, b, a', d]`, this rank's block `[s/outer, b, ...]` of keys and values -> `[s/outer, b, a', dv]`.
+    `axis` is cp_outer, which is all of cp unless inner ranks have exchanged heads for sequence.
     """
 
     @staticmethod
@@ -38,12 +38,12 @@ class RingAttention(torch.autograd.Function):
         merge = Merge(q, kv_format.value_dim, sinks)
         block = own
         for step in range(plan.hops + 1):
-            shift = start_shift(block, axis, _KV) if step < plan.hops else None  # [s/cp, b, ...]  shift cp_outer
-            k, v = kv_format.unpack(block)  # [s/cp, b, g/tp, d], [s/cp, b, g/tp, dv] of the rank `step` behind
+            shift = start_shift(block, axis, _KV) if step < plan.hops else None  # [s/outer, b, ...]  shift cp_outer
+            k, v = kv_format.unpack(block)  # [s/outer, b, g', d], [s/outer, b, g', dv] of the rank `step` behind
             attend_block(merge, plan, (axis.rank - step) % axis.size, q, k, v, **score)
             if shift is not None:
                 block = shift.wait()
-        out = merge.out.to(q.dtype)  # [s/cp, b, a/tp, dv]
+        out = merge.out.to(q.dtype)  # [s/outer, b, a', dv]
         ctx.save_for_backward(q, own, sinks, out, merge.lse)
         ctx.kv_format, ctx.plan, ctx.axis, ctx.score = kv_format, plan, axis, score
         return out
@@ -58,9 +58,9 @@ class RingAttention(torch.autograd.Function):
 
         def gradient(block: Tensor, step: int) -> Tensor:
             source = (axis.rank - step) % axis.size
-            k, v = kv_format.unpack(block)  # [s/cp, b, g/tp, d], [s/cp, b, g/tp, dv] of the rank `step` behind
+            k, v = kv_format.unpack(block)  # [s/outer, b, g', d], [s/outer, b, g', dv] of the rank `step` behind
             dk, dv = block_gradients(plan, source, (q, out, lse), dout, k, v, dq, **score)
-            return kv_format.unpack_backward(block, dk, dv)  # [s/cp, b, ...] fp32
+            return kv_format.unpack_backward(block, dk, dv)  # [s/outer, b, ...] fp32
 
         hops = plan.hops
         shift = start_shift(block, axis, _KV) if hops else None
@@ -69,12 +69,12 @@ class RingAttention(torch.autograd.Function):
         for step in range(1, hops + 1):
             assert shift is not None
             block = shift.wait()
-            shift = start_shift(block, axis, _KV) if step < hops else None  # [s/cp, b, ...]  shift cp_outer
+            shift = start_shift(block, axis, _KV) if step < hops else None  # [s/outer, b, ...]  shift cp_outer
             grad = gradient(block, step)
             if travelling is not None:
                 grad += travelling.wait()  # what the ranks before this one have added for the same block
             distance = 1 if step < hops else -hops  # after the last hop, straight home
-            travelling = start_shift(grad, axis, _DKV, distance)  # [s/cp, b, ...]  shift cp_outer
+            travelling = start_shift(grad, axis, _DKV, distance)  # [s/outer, b, ...]  shift cp_outer
         if travelling is not None:
             own += travelling.wait()
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)

@@ -71,6 +71,9 @@ def counts_of(experts: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))[:num_experts]
 
 
+_DROPPED, _ENTROPY, _SQUARE, _WATCHED = range(4)  # columns of Balancer.figures
+
+
 class Balancer:
     """Balancing of all MoE layers that one rank holds.
 
@@ -99,7 +102,7 @@ class Balancer:
         self.watched = False
         self._counting = False
         self._num_microbatches = 1
-        self._tokens: Pending | None = None
+        self._num_tokens: Pending | None = None
 
     @property
     def counts_ahead(self) -> bool:
@@ -121,7 +124,7 @@ class Balancer:
             tensor.zero_()
         self.watched = watched
         self._num_microbatches = num_microbatches
-        self._tokens = start_all_reduce(num_tokens, dp_cp)
+        self._num_tokens = start_all_reduce(num_tokens, dp_cp)
 
     def start_counting(self) -> None:
         """From now on forwards without gradients count choices for global_aux."""
@@ -149,7 +152,7 @@ class Balancer:
             return
         self.chosen[row] += counts_of(experts, num_experts)
         if dropped is not None:
-            self.figures[row, 0] += dropped
+            self.figures[row, _DROPPED] += dropped
         if self.watched:
             self._watch(row, logits.detach(), tokens)
 
@@ -159,9 +162,9 @@ class Balancer:
             logprobs = normalised(logits, "sigmoid").clamp(min=1e-30).log()
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         real = entropy.numel() if tokens.real is None else tokens.real.sum()
-        self.figures[row, 1] += tokens.masked(entropy).sum()
-        self.figures[row, 2] += tokens.masked(logits.square().sum(-1)).sum()
-        self.figures[row, 3] += real
+        self.figures[row, _ENTROPY] += tokens.masked(entropy).sum()
+        self.figures[row, _SQUARE] += tokens.masked(logits.square().sum(-1)).sum()
+        self.figures[row, _WATCHED] += real
 
     def _plain_choice(self, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
         """The experts that would be chosen by the scores alone, without bias and groups; `num_experts` for padding."""
@@ -202,8 +205,8 @@ class Balancer:
             tokens: of these rows.
             counting: of int64 `[b, E]` plain choices per sequence of the whole micro-batch.
         """
-        assert self._tokens is not None, "start_step sets the scale of auxiliary gradients"
-        num_tokens = self._tokens.wait().to(logits.dtype).clamp(min=1)
+        assert self._num_tokens is not None, "start_step sets the scale of auxiliary gradients"
+        num_tokens = self._num_tokens.wait().to(logits.dtype).clamp(min=1)
         gradient = torch.zeros_like(logits)
         if self.kinds:
             counts = None if counting is None else counting.wait().to(logits.dtype)

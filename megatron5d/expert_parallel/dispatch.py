@@ -86,7 +86,8 @@ class TokenDispatcher(Protocol):
             all_sent: every choice is sent.
 
         Returns:
-            The ticket for `enter_node`, the weights for `send_back` and `combine`, and the trip.
+            The ticket for `enter_node`; for `send_back` and `combine` the weights or, over nodes, the ticket of those
+            under way; and the trip.
         """
 
 

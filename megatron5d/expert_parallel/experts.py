@@ -22,22 +22,22 @@ from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, parameter, offsets, experts: int, defer: Defer):
+    def forward(ctx, x, parameter, offsets, num_local: int, defer: Defer):
         gemms = expert_gemms_of(parameter)
         operand = recomputable(x, lambda x: gemms.operand(x, offsets))
         ctx.save_for_backward(offsets, *operand)
-        ctx.parameter, ctx.experts, ctx.defer = parameter, experts, defer
-        return gemms.forward(operand, parameter, experts, offsets)
+        ctx.parameter, ctx.num_local, ctx.defer = parameter, num_local, defer
+        return gemms.forward(operand, parameter, num_local, offsets)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
         offsets, *x = ctx.saved_tensors
-        parameter, experts = ctx.parameter, ctx.experts
+        parameter, num_local = ctx.parameter, ctx.num_local
         gemms = expert_gemms_of(parameter)
         dy = gemms.operand(dy, offsets, gradient=True)
-        dx = gemms.input_grad(dy, parameter, experts, offsets)
-        ctx.defer(lambda: gemms.weight_grad(parameter, dy, tuple(x), experts, offsets))
+        dx = gemms.input_grad(dy, parameter, num_local, offsets)
+        ctx.defer(lambda: gemms.weight_grad(parameter, dy, tuple(x), num_local, offsets))
         return dx, None, None, None, None
 
 
@@ -63,22 +63,23 @@ class Experts(nn.Module):
         first, inner = ep.rank * self.num_local, etp.divide(f, "model.moe_ffn_hidden_size")  # f/etp
         halves = 2 if config.activation == "swiglu" else 1
         if etp.size == 1:
-            rows: tuple[int, ...] = (self.num_local, halves * f, h)
-            pieces: tuple[Piece, ...] = (Piece((first, 0, 0), rows),)
+            local_shape: tuple[int, ...] = (self.num_local, halves * f, h)
+            pieces: tuple[Piece, ...] = (Piece((first, 0, 0), local_shape),)
         else:  # gate rows and up rows of an expert are two rectangles of the whole, so dim 0 stacks both of all experts
-            rows = (self.num_local * halves, inner, h)
+            local_shape = (self.num_local * halves, inner, h)
             pieces = tuple(
                 Piece((first + e, part * f + etp.rank * inner, 0), (1, inner, h), row=e * halves + part)
                 for e in range(self.num_local)
                 for part in range(halves)
             )
         shape, stack = (config.num_experts, halves * f, h), (f,) * halves
-        up = ShardSpec(f"{name}.up.weight", shape, pieces, True, init=config.init_std, stack=stack)
-        self.up = new_parameter(rows, up, **factory)
-        rows = (self.num_local, h, inner)
-        pieces = (Piece((first, 0, etp.rank * inner), rows),)
-        down = ShardSpec(f"{name}.down.weight", (config.num_experts, h, f), pieces, True, init=config.output_init_std)
-        self.down = new_parameter(rows, down, **factory)
+        up = ShardSpec(f"{name}.up.weight", shape, pieces, expert=True, init=config.init_std, stack=stack)
+        self.up = new_parameter(local_shape, up, **factory)
+        local_shape = (self.num_local, h, inner)
+        pieces = (Piece((first, 0, etp.rank * inner), local_shape),)
+        whole = (config.num_experts, h, f)
+        down = ShardSpec(f"{name}.down.weight", whole, pieces, expert=True, init=config.output_init_std)
+        self.down = new_parameter(local_shape, down, **factory)
 
     def forward(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         """

@@ -1,4 +1,4 @@
-"""What context parallelism means to the model: the rows of this rank, and the attention that reaches all others."""
+"""What context parallelism means to the model: this rank's positions, and the attention that reaches all others."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def context_attention(config: Config, mesh: Mesh) -> ContextAttention | None:
 
 
 class SequenceSharding:
-    """Turns a micro-batch of whole rows into what this cp rank's model reads; the loader calls it.
+    """Turns a micro-batch of whole sequences into what this cp rank's model reads; the loader calls it.
 
-    Multi-token prediction looks ahead while rows are whole. Then attention is planned and this rank's rows are taken.
+    Multi-token prediction looks ahead while sequences are whole; then attention is planned, and this rank's positions
+    are taken.
 
     Args:
         config: of the run (parallel.cp_method, cp_inner, train.seq_len, the model's masks and num_mtp_layers).
@@ -50,14 +51,14 @@ class SequenceSharding:
         """`[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
 
         Args:
-            batch: whole rows, on the CPU (the plan looks at where documents end).
+            batch: whole sequences, on the CPU (the plan looks at where documents end).
         """
         batch = look_ahead(batch, self.depths)
         if self.cp.size == 1:
             return batch
         plan = self._plan(batch.documents)
-        rows = torch.from_numpy(plan.layout.rows(self.cp.rank))  # [s/cp]: the positions that this rank holds
+        held = torch.from_numpy(plan.layout.rows(self.cp.rank))  # [s/cp]: the positions that this rank holds
         whole = {name: getattr(batch, name) for name in _SEQUENCES}
         # each [b, s] -> [b, s/cp]; what looks ahead [D, b, s] -> [D, b, s/cp]
-        local: dict[str, Any] = {name: None if values is None else values[..., rows] for name, values in whole.items()}
+        local: dict[str, Any] = {name: None if values is None else values[..., held] for name, values in whole.items()}
         return replace(batch, **local, documents=None, context=plan)

@@ -29,7 +29,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.tp, self.sp = mesh["tp"], sp and mesh["tp"].size > 1
         h, std = config.hidden_size, config.init_std
-        self.tokens = VocabParallelEmbedding(config.vocab_size, h, self.tp, sp=sp, init=std, **factory)
+        table = vocab_weight(config.vocab_size, h, TIED, self.tp, std, **factory)
+        self.tokens = VocabParallelEmbedding(table, config.vocab_size, self.tp, sp=sp)
         self.positions = None
         if config.position == "learned":
             self.positions = replicated_parameter(
@@ -84,34 +85,34 @@ class OutputMatrix(nn.Module):
         logits = column_linear(normed, self.weight, self.tp, self.sp, defer)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def losses(self, normed: Tensor, labels: Tensor, mask: Tensor, z_loss: float, defer: Defer) -> Tensor:
+    def losses(self, normed: Tensor, labels: Tensor, mask: Tensor, z_coef: float, defer: Defer) -> Tensor:
         """Sums over the tokens of a micro-batch.
 
         Args:
             normed: `[s/cp/tp, b, h]`.
             labels: int64 `[b, s/cp]`.
             mask: fp32 `[b, s/cp]`, 1 where a prediction counts.
-            z_loss: coefficient of the z-loss.
+            z_coef: coefficient of the z-loss (train.z_loss).
             defer: takes the weight-gradient half of the backward.
 
         Returns:
             `[2]`: Σ loss·mask, and Σ lse²·mask, the z-loss before its coefficient. The second is only for the log: the
-            gradient of the first already contains that of z_loss times the second.
+            gradient of the first already contains that of z_coef times the second.
 
         Comm: with sp all_gather tp, then 2× all_reduce tp / with sp all_gather and reduce_scatter tp, else all_reduce.
         """
         if self.slice_tokens is None:
             logits = self.local_logits(normed, defer)  # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
-            loss, lse = vocab_parallel_cross_entropy(logits, labels.t(), self.vocab, self.tp, z_loss)
+            loss, lse = vocab_parallel_cross_entropy(logits, labels.t(), self.vocab, self.tp, z_coef)
         else:
-            sliced = SlicedLoss(self.vocab, self.tp, self.sp, self.slice_tokens, z_loss, self.softcap)
+            sliced = SlicedLoss(self.vocab, self.tp, self.sp, self.slice_tokens, z_coef, self.softcap)
             loss, lse = sliced(normed, self.weight, labels.t(), defer)
         # loss and lse [s/cp, b], the same on every tp rank -> [2]
         return torch.stack(((loss * mask.t()).sum(), (lse.square() * mask.t()).sum().detach()))
 
 
 class Head(nn.Module):
-    """Phase: hidden states -> sums over this micro-batch's tokens, `[2]` as of OutputMatrix.losses.
+    """Phase: hidden states -> sums over this micro-batch's tokens, `[2]` as in OutputMatrix.losses.
 
     With multi-token prediction, whose blocks follow: (sums, normed hidden states).
 
@@ -119,17 +120,17 @@ class Head(nn.Module):
         config: the architecture.
         mesh: `tp` cuts the vocabulary.
         sp: hidden states arrive cut along the sequence.
-        z_loss: coefficient of the z-loss.
-        tied, slice_tokens: as of OutputMatrix.
+        z_coef: coefficient of the z-loss (train.z_loss).
+        tied, slice_tokens: as in OutputMatrix.
         factory: dtype and device of the parameters.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, *, sp: bool, z_loss: float, tied: nn.Parameter | None,
+        self, config: ModelConfig, mesh: Mesh, *, sp: bool, z_coef: float, tied: nn.Parameter | None,
         slice_tokens: int | None, **factory,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.tp, self.z_loss, self.is_last = mesh["tp"], z_loss, config.num_mtp_layers == 0
+        self.tp, self.z_coef, self.is_last = mesh["tp"], z_coef, config.num_mtp_layers == 0
         self.norm = Norm(
             config.norm, config.hidden_size, "final_norm", self.tp, partial_grad=sp, eps=config.norm_eps, **factory
         )
@@ -149,7 +150,7 @@ class Head(nn.Module):
         Comm: that of OutputMatrix.losses.
         """
         hidden = self.norm(x)  # [s/cp/tp, b, h]
-        sums = self.output.losses(hidden, batch.labels, batch.loss_mask, self.z_loss, defer)
+        sums = self.output.losses(hidden, batch.labels, batch.loss_mask, self.z_coef, defer)
         return sums if self.is_last else (sums, hidden)
 
 
@@ -159,13 +160,13 @@ class Term:
 
     Args:
         name: of the logged figure; terms of one name are added up.
-        count: index of the number that divides the sum (MicroBatch.target_counts).
+        count_index: of the number that divides the sum, in MicroBatch.target_counts.
         coefficient: of the mean in the objective.
         share: factor of the mean in the logged figure.
     """
 
     name: str
-    count: int = 0
+    count_index: int = 0
     coefficient: float = 0.0
     share: float = 1.0
 

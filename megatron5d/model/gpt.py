@@ -48,7 +48,7 @@ def block_maker(config: Config, mesh: Mesh, balancer: Balancer | None, common: d
     """Makes what all blocks of this rank share, and returns a function that builds one block.
 
     Args:
-        config, mesh: as of Gpt.
+        config, mesh: as in Gpt.
         balancer: of all MoE blocks of this rank; None = there are none.
         common: arguments of every phase: sp, and dtype and device of the parameters.
     """
@@ -138,7 +138,7 @@ class Gpt(nn.Module):
         if any(spec.head for spec in self.stages.values()):
             tied = self.embedding.tokens.weight if self.embedding is not None and model.tie_embeddings else None
             slice_tokens = config.recompute.logit_tokens
-            self.head = Head(model, mesh, z_loss=config.train.z_loss, tied=tied, slice_tokens=slice_tokens, **common)
+            self.head = Head(model, mesh, z_coef=config.train.z_loss, tied=tied, slice_tokens=slice_tokens, **common)
             self._add_mtp_blocks(config, mesh["tp"], block, common)
         self._mark_shared(shared)
         choose_gemms(self.parameters(), config, mesh)

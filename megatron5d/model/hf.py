@@ -28,7 +28,7 @@ def load_hf_weights(parameters: Iterable[torch.Tensor], config: ModelConfig, fol
 
     Args:
         parameters: local tensors with a ShardSpec, the routers' biases among them.
-        config, folder: as of `load_hf_shards`.
+        config, folder: as in `load_hf_shards`.
     """
     return load_hf_shards([(spec_of(each), sharded_parameter(each)) for each in parameters], config, folder)
 

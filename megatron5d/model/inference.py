@@ -86,7 +86,7 @@ class Source:
 def open_predictor(source: Source, config: Config, process: Process) -> Predictor:
     """Builds the model of a source on this rank and loads its weights.
 
-    Comm: group creation; as of `load_tensors` for a checkpoint of ours.
+    Comm: group creation; that of `load_tensors` for a checkpoint of ours.
     """
     sizes = resolve(process.world, tp=config.parallel.tp)
     mesh = build_mesh(sizes, process.rank, num_kv_heads=config.model.num_kv_heads, timeout_s=config.parallel.timeout_s)

@@ -59,7 +59,7 @@ class TokenShare:
 
     def __init__(self, tp: Axis, sp: bool) -> None:
         self.tp, self.sp = tp, sp and tp.size > 1
-        self._whole = cache(self._places_of)
+        self._tokens_of_whole = cache(self._tokens_at)
 
     def take(self, x: Tensor) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[n, h]`, n = s·b/(cp·tp), without sp rounded up.
@@ -71,7 +71,7 @@ class TokenShare:
             return flat
         return split_to(F.pad(flat, (0, 0, 0, -flat.shape[0] % self.tp.size)), self.tp)
 
-    def give(self, y: Tensor, like: Tensor) -> Tensor:
+    def restore(self, y: Tensor, like: Tensor) -> Tensor:
         """`[n, h]` -> what `take` was given, `like`. Comm: without sp all_gather tp / none."""
         if not self.sp and self.tp.size > 1:
             y = join_from(y, self.tp)[: like.shape[0] * like.shape[1]]
@@ -80,9 +80,9 @@ class TokenShare:
     def tokens(self, shape: torch.Size, batch: MicroBatch) -> Tokens:
         """Which tokens those are that `take` takes from hidden states of a shape."""
         if batch.context is None:
-            tokens = self._whole(shape[0], shape[1], batch.tokens.device)
+            tokens = self._tokens_of_whole(shape[0], shape[1], batch.tokens.device)
         else:
-            tokens = self._places_of(shape[0], shape[1], batch.tokens.device, batch.context.own_rows)
+            tokens = self._tokens_at(shape[0], shape[1], batch.tokens.device, batch.context.own_rows)
         tokens = replace(tokens, samples=batch.samples)
         if batch.padding is None:
             return tokens
@@ -92,7 +92,7 @@ class TokenShare:
         real = F.pad(real.flatten(), (0, -real.numel() % self.tp.size))
         return replace(tokens, real=local_slice(real, self.tp))
 
-    def _places_of(self, s: int, b: int, device, rows: Tensor | None = None) -> Tokens:
+    def _tokens_at(self, s: int, b: int, device, rows: Tensor | None = None) -> Tokens:
         """The tokens at sequence positions `rows`, those of this cp rank; None = all positions."""
         count = s * self.tp.size if self.sp else s
         rows = torch.arange(count, device=device) if rows is None else rows
@@ -242,5 +242,5 @@ class MoeCombine(nn.Module):
         Comm: without sp all_gather tp of n·h elements / none; the trip's `combine`.
         """
         x, ticket, weights, shared, trip = state
-        y = self.share.give(trip.combine(ticket, weights), x)  # [n, h] -> [s/cp/tp, b, h]
+        y = self.share.restore(trip.combine(ticket, weights), x)  # [n, h] -> [s/cp/tp, b, h]
         return x + y if shared is None else x + (y + shared)

@@ -1,4 +1,4 @@
-"""Multi-token prediction: blocks behind the last layer, each of which predicts one more token ahead; training only.
+"""Multi-token prediction: blocks after the last layer, each of which predicts one token further ahead; training only.
 
 With h⁰ the normed output of the last layer, for depth k = 1 ... D:
 
@@ -8,7 +8,7 @@ With h⁰ the normed output of the last layer, for depth k = 1 ... D:
 
 The objective gets train.mtp_loss times the average over the depths of their mean losses. On the last stage the blocks'
 phases follow the head; beside the hidden states they carry the sums of losses so far. If the embedding is on another
-stage, the last one holds a copy of it, as of a tied one.
+stage, the last one holds a copy of it, like that of a tied one.
 The order of the halves and the norm of h⁰ are those of the released weights. Source: DeepSeek-V3
 (arXiv:2412.19437), section 2.2; Megatron-Core's multi_token_prediction.py.
 """
@@ -39,11 +39,11 @@ def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
     in the same document.
 
     Args:
-        batch: whole rows.
+        batch: whole sequences.
         depths: model.num_mtp_layers.
 
     Returns:
-        The batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 behind the end of a row.
+        The batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end of a sequence.
     """
     if depths == 0:
         return batch
@@ -88,9 +88,7 @@ class MtpInput(nn.Module):
     def __init__(self, config: ModelConfig, depth: int, tp: Axis, *, sp: bool, table: nn.Parameter, **factory) -> None:
         super().__init__()
         self.depth, h, name = depth, config.hidden_size, f"layers.{config.num_layers + depth}.mtp"
-        self.tokens = VocabParallelEmbedding(
-            config.vocab_size, h, tp, sp=sp, init=config.init_std, weight=table, **factory
-        )
+        self.tokens = VocabParallelEmbedding(table, config.vocab_size, tp, sp=sp)
         norm = {"tp": tp, "partial_grad": sp, "eps": config.norm_eps, **factory}
         self.embedding_norm = Norm(config.norm, h, f"{name}.embedding_norm", **norm)
         self.hidden_norm = Norm(config.norm, h, f"{name}.hidden_norm", **norm)
@@ -108,7 +106,7 @@ class MtpInput(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> sums with this depth's Σ loss·mask behind.
+    """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> sums with this depth's Σ loss·mask appended.
 
     Args:
         config: the architecture.

@@ -30,7 +30,6 @@ class Norm(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.eps, self.parts = eps, parts
-        partial_grad = partial_grad and tp.size > 1
         self.weight = replicated_parameter(
             (size,), f"{name}.weight", tp, partial_grad=partial_grad, init="ones", **factory
         )
@@ -56,7 +55,7 @@ class Norm(nn.Module):
         them.
 
         Args:
-            x, gemms: as of `forward`.
+            x, gemms: as in `forward`.
         """
         return self._norm_and_input(x, gemms) if self.parts.keeps("norm") else (self(x, gemms), x)
 

@@ -72,7 +72,7 @@ class AdamW(SliceOptimizer):
             "grad": [state.grads[span] for state, _, span in spans],
             **{kind: [state.moments[kind][span] for state, _, span in spans] for kind in self.kinds},
         }
-        if all(state.has_master for state in self.slices):
+        if all(state.has_wider_master for state in self.slices):
             order["copy"] = [state.bucket.weight_slice[span] for state, _, span in spans]
         decay = [self.config.weight_decay * decays(each.spec, self.config.decay_exclude) for _, each, _ in spans]
         first = self.slices[0]

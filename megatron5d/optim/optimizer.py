@@ -80,8 +80,8 @@ def build_optimizer(
 
     Comm: for Muon as in `Assembly`, once.
     """
-    whole = [bucket for bucket in buckets if takes_muon(spec_of(bucket.parameters[0]), config)]
-    rest = [bucket for bucket in buckets if bucket not in whole]
-    parts: list[SliceOptimizer] = [AdamW(rest, config, rounding_seed)] if rest else []
-    parts += [Muon(whole, config, mesh, rounding_seed)] if whole else []
+    muon = [bucket for bucket in buckets if takes_muon(spec_of(bucket.parameters[0]), config)]
+    adamw = [bucket for bucket in buckets if bucket not in muon]
+    parts: list[SliceOptimizer] = [AdamW(adamw, config, rounding_seed)] if adamw else []
+    parts += [Muon(muon, config, mesh, rounding_seed)] if muon else []
     return Optimizer(config.name, parts)

@@ -39,7 +39,7 @@ class SliceState:
         return self.grads is not self.reduced
 
     @property
-    def has_master(self) -> bool:
+    def has_wider_master(self) -> bool:
         """Whether master weights are a separate, wider copy."""
         return self.master.dtype != self.bucket.weights.dtype
 
@@ -110,19 +110,19 @@ class SliceOptimizer(ABC):
     def masters_to_weights(self) -> None:
         """Rounds the master weights into the model's owned slices."""
         for state in self.slices:
-            if state.has_master or state.on_host:
+            if state.has_wider_master or state.on_host:
                 state.bucket.weight_slice.copy_(state.master)
 
     def weights_to_masters(self) -> None:
         """Copies the model's weights into the masters (after an import)."""
         for state in self.slices:
-            if state.has_master or state.on_host:
+            if state.has_wider_master or state.on_host:
                 state.master.copy_(state.bucket.weight_slice)
 
     def take_unsaved_masters(self) -> None:
         """After a resume: copies the weights into masters of the same dtype (offload), which are not saved."""
         for state in self.slices:
-            if state.on_host and not state.has_master:
+            if state.on_host and not state.has_wider_master:
                 state.master.copy_(state.bucket.weight_slice)
 
     def set_step_count(self, count: int) -> None:
@@ -132,7 +132,7 @@ class SliceOptimizer(ABC):
     def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
         """(kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
         for state in self.slices:
-            if state.has_master:
+            if state.has_wider_master:
                 yield "master", state.master, state
             for kind, moment in state.moments.items():
                 yield kind, moment, state

@@ -15,18 +15,19 @@ from torch import Tensor
 
 from megatron5d.comm.exposure import Exposure
 from megatron5d.comm.p2p import Form, Inbox, Outbox
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.program import Action, Program, make_program
 from megatron5d.pipeline_parallel.receipts import receipts
 from megatron5d.pipeline_parallel.stage import Relay, Stage
-from megatron5d.pipeline_parallel.transfers import Flow, Message, input_of, output_of, runs_with, steps
+from megatron5d.pipeline_parallel.transfers import Flow, Message, finishes_with, input_of, output_of, slot_messages
 
-Loss = Callable[[Any, Tensor], Tensor | None]
-"""(a micro-batch's data, output of the last stage) -> gradient of that output; None where only forwards run."""
+Loss = Callable[[MicroBatch, Tensor], Tensor | None]
+"""(a micro-batch, output of the last stage) -> gradient of that output; None where only forwards run."""
 
 Value = tuple[str, int, int]
 """What a stage is given: "F" its input or "B" the gradient of its output; the stage; the micro-batch."""
 
-UNPROVEN = 2  # messages of a channel that are under way where forwards run alone, and nothing proves their arrival
+MAX_UNPROVEN = 2  # messages of a channel that are under way where forwards run alone, and nothing proves their arrival
 
 _DONE = object()
 
@@ -42,19 +43,19 @@ class _Task:
 
     def __init__(self, action: Action, stage: Stage | Relay, num_stages: int) -> None:
         self.action, self.stage = action, stage
-        self.op, place, self.microbatch = action
+        self.op, index, self.microbatch = action  # index of the stage
         self.inbox: Inbox | None = None
         self.outbox: Outbox | None = None
         self.receipts: list[tuple[Outbox, int]] = []
         self.source: Value | None = None  # its input, if that is made on this rank
         self.target: Value | None = None  # its output, if that is used on this rank
-        self.is_last = self.op == "F" and place == num_stages - 1
+        self.is_last = self.op == "F" and index == num_stages - 1
         if self.op == "F":
-            self.source = ("F", place, self.microbatch) if place > 0 else None
-            self.target = ("B", place, self.microbatch) if self.is_last else ("F", place + 1, self.microbatch)
+            self.source = ("F", index, self.microbatch) if index > 0 else None
+            self.target = ("B", index, self.microbatch) if self.is_last else ("F", index + 1, self.microbatch)
         elif self.op != "W":
-            self.source = ("B", place, self.microbatch)
-            self.target = ("B", place - 1, self.microbatch) if place > 0 else None
+            self.source = ("B", index, self.microbatch)
+            self.target = ("B", index - 1, self.microbatch) if index > 0 else None
 
 
 class Executor:
@@ -83,13 +84,13 @@ class Executor:
         self.program, self.rank, self.name = program, rank, name or f"pipeline rank {rank}"
         self.training, self._waits = training, waits
         # bfs runs all micro-batches through one chunk before the next one takes any: their outputs have to be kept
-        self._most_sent = UNPROVEN if not training and runs_with(program, UNPROVEN) else None
+        self._most_sent = MAX_UNPROVEN if not training and finishes_with(program, MAX_UNPROVEN) else None
         self._stages = dict(stages)
         self._ends = list(channels.values())
         self._values: dict[Value, Tensor] = {}
         proofs = receipts(program, rank)
         self._slots: list[tuple[tuple[Inbox, ...], tuple[_Task, ...]]] = []
-        for receives, slot, _ in steps(program, rank):
+        for receives, slot, _ in slot_messages(program, rank):
             tasks = tuple(self._look_up(action, stages, channels, proofs) for action in slot)
             self._slots.append((tuple(_end(channels, message, Inbox) for message in receives), tasks))
         self._following = _following([tasks for _, tasks in self._slots])
@@ -105,7 +106,7 @@ class Executor:
         task.receipts = [(channels[flow], count) for flow, count in proofs.get(action, ())]
         return task
 
-    def run(self, batches: Sequence[Any], loss: Loss, form: Form) -> None:
+    def run(self, batches: Sequence[MicroBatch], loss: Loss, form: Form) -> None:
         """Runs the whole Program once, and waits until all its messages have arrived.
 
         Args:
@@ -138,19 +139,19 @@ class Executor:
         except Exception as error:
             raise self._failure(tasks[0].action, error) from error
 
-    def _advance(self, task: _Task, batches: Sequence[Any], loss: Loss) -> Iterator[None]:
+    def _advance(self, task: _Task, batches: Sequence[MicroBatch], loss: Loss) -> Iterator[None]:
         """One action, phase by phase."""
         try:
             y = None
-            for step in self._start(task, batches):
-                y = step
+            for output in self._start(task, batches):
+                y = output
                 yield None
             if y is not None:
                 self._hand_on(task, y, batches, loss)
         except Exception as error:
             raise self._failure(task.action, error) from error
 
-    def _start(self, task: _Task, batches: Sequence[Any]) -> Iterator[Tensor | None]:
+    def _start(self, task: _Task, batches: Sequence[MicroBatch]) -> Iterator[Tensor | None]:
         """The generator of the action's phases. The stage alone holds the input, and decides how long."""
         if task.op == "W":
             return task.stage.weight_steps(task.microbatch)
@@ -172,7 +173,7 @@ class Executor:
             outbox.settle(count)
         return x
 
-    def _hand_on(self, task: _Task, y: Tensor, batches: Sequence[Any], loss: Loss) -> None:
+    def _hand_on(self, task: _Task, y: Tensor, batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Passes the action's output on: to a channel, to another stage of this rank, or to the loss."""
         if task.outbox is not None:
             task.outbox.send(y)  # [s/cp/tp, b, h]  send pp
@@ -210,10 +211,10 @@ def _following(slots: Sequence[tuple[_Task, ...]]) -> list[tuple[_Task, ...]]:
     W reads none, and a relay has none.
     """
     needy = [any(each.op != "W" and not isinstance(each.stage, Relay) for each in tasks) for tasks in slots]
-    places = [place for place, needs in enumerate(needy) if needs]
+    positions = [position for position, needs in enumerate(needy) if needs]
     found: list[tuple[_Task, ...]] = [()] * len(slots)
-    for place, after in zip(places, places[1:]):
-        found[place] = slots[after]
+    for position, after in zip(positions, positions[1:]):
+        found[position] = slots[after]
     return found
 
 

@@ -14,20 +14,20 @@ IGNORED = -100  # a token or label that is padding; torch's cross_entropy ignore
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The sequences of one micro-batch on one data-parallel rank: b = mbs, s = seq_len (seq_len/cp under cp)."""
+    """The sequences of one micro-batch on one data-parallel rank, b = mbs; whole until model/context.py cuts them."""
 
-    tokens: Tensor  # int64 [b, s]: inputs; padding is 0
-    labels: Tensor  # int64 [b, s]: the token after each input; padding is IGNORED
-    loss_mask: Tensor  # fp32 [b, s]: 1 where the prediction counts, 0 where it does not
-    positions: Tensor  # int64 [b, s]: position in the row, or in its document under data.document_mask
-    documents: Tensor | None  # int64 [b, s]: number of the document within the row; None = attend to the whole row
-    padding: Tensor | None = None  # bool [b, s]: True where the input is padding; None = nowhere
+    tokens: Tensor  # int64 [b, s/cp]: inputs; padding is 0
+    labels: Tensor  # int64 [b, s/cp]: the token after each input; padding is IGNORED
+    loss_mask: Tensor  # fp32 [b, s/cp]: 1 where the prediction counts, 0 where it does not
+    positions: Tensor  # int64 [b, s/cp]: place in the sequence, or in its document under data.document_mask
+    documents: Tensor | None  # int64 [b, s]: document's number in its sequence; None = no such masks, or in `context`
+    padding: Tensor | None = None  # bool [b, s/cp]: True where the input is padding; None = nowhere
     samples: Tensor | None = None  # int64 [b], in training: numbers of the sequences among all that the run reads
     context: Any = None  # under cp: what attention computes on this rank (context_parallel.plan.ContextPlan)
     # with multi-token prediction of D depths (model/mtp.py: look_ahead):
-    ahead_tokens: Tensor | None = None  # int64 [D, b, s]: the token 1, 2, ... D places behind each input
-    ahead_labels: Tensor | None = None  # int64 [D, b, s]: the token after that
-    ahead_mask: Tensor | None = None  # fp32 [D, b, s]: 1 where the prediction counts
+    ahead_tokens: Tensor | None = None  # int64 [D, b, s/cp]: the token 1, 2, ... D places after each input
+    ahead_labels: Tensor | None = None  # int64 [D, b, s/cp]: the token after that
+    ahead_mask: Tensor | None = None  # fp32 [D, b, s/cp]: 1 where the prediction counts
 
     @property
     def num_targets(self) -> Tensor:

@@ -14,8 +14,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kernels.dispatch import first_order
 from megatron5d.pipeline_parallel.hooks import PhaseHooks
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.precision.activations import policy_of
-from megatron5d.precision.gradient import Closure, hand_over_grads
+from megatron5d.precision.gradient import Closure, hand_over_grads, run_now
 from megatron5d.precision.offload import HostCopy
 
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -32,7 +33,7 @@ class GroupPassage:
         hooks: told when phases begin and end.
     """
 
-    def __init__(self, phases: Sequence[nn.Module], batch: Any, recompute: bool, hooks: PhaseHooks) -> None:
+    def __init__(self, phases: Sequence[nn.Module], batch: MicroBatch, recompute: bool, hooks: PhaseHooks) -> None:
         self.phases, self.batch, self.recompute, self.hooks = phases, batch, recompute, hooks
         self.passages: list[Passage] = []
         self.x: Any = None  # recompute: the input, until the backward begins
@@ -46,7 +47,7 @@ class GroupPassage:
             self.hooks.before(phase, "forward")
             if self.recompute:
                 with torch.no_grad():
-                    x = phase(x, self.batch, None)
+                    x = phase(x, self.batch, run_now)
             else:
                 x = self._with_graph(phase, x)
             self.hooks.after(phase, "forward")
@@ -116,7 +117,7 @@ class Passage:
 
     __slots__ = ("phase", "batch", "input_grads", "output_edges", "copies", "weight_grads")
 
-    def __init__(self, phase: nn.Module, batch: Any) -> None:
+    def __init__(self, phase: nn.Module, batch: MicroBatch) -> None:
         self.phase, self.batch = phase, batch
         self.input_grads: Any = None  # state of the input, with an _InputGrad in place of each tensor with a gradient
         self.output_edges: Any = None  # state of the output, with its place in the graph instead of each such tensor

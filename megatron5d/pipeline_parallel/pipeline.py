@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
 from megatron5d.comm.exposure import Exposure
 from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.pipeline_parallel.executor import Executor, Loss, forward_only
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.stage import Relay, Stage
 from megatron5d.pipeline_parallel.transfers import flows
@@ -72,7 +72,7 @@ class Pipeline:
             )
         return self._executors[key]
 
-    def train(self, batches: Sequence[Any], loss: Loss) -> None:
+    def train(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Forward and backward of all micro-batches (see Executor.run)."""
         executor = self.executor(len(batches))
         self._runs.during(lambda: executor.run(batches, loss, self.form))
@@ -82,7 +82,7 @@ class Pipeline:
         waited, ran = self._waits.take(), self._runs.take()
         return waited / ran if ran else 0.0
 
-    def evaluate(self, batches: Sequence[Any], loss: Loss) -> None:
+    def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Forward of all micro-batches through the same pipeline."""
         self.executor(len(batches), training=False).run(batches, loss, self.form)
 

@@ -26,8 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron5d.pipeline_parallel.hooks import NoHooks, PhaseHooks
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.passage import GroupPassage
 from megatron5d.precision.activations import policy_of
+from megatron5d.precision.gradient import run_now
 
 
 class Stage:
@@ -51,7 +53,7 @@ class Stage:
         if op != "W":
             self.hooks.prefetch(self.phases[0 if op == "F" else -1], op == "F")
 
-    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Any]:
+    def forward_steps(self, microbatch: int, x: Tensor | None, batch: MicroBatch) -> Iterator[Any]:
         """F: yields after each phase with its output; the last one yielded is the stage's output, a tensor."""
         passages = self._in_flight[microbatch] = []
         for phases, recompute in self._groups:
@@ -88,12 +90,12 @@ class Stage:
         for passage in reversed(self._in_flight.pop(microbatch)):
             yield from passage.weight_steps()
 
-    def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
+    def evaluate(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Forward without gradients; nothing is kept."""
         with torch.no_grad():
             for phase in self.phases:
                 self.hooks.before(phase, "forward")
-                x = phase(x, batch, None)
+                x = phase(x, batch, run_now)
                 self.hooks.after(phase, "forward")
         assert x is not None
         return x
@@ -119,7 +121,7 @@ class Relay:
     def prefetch(self, op: str) -> None:
         pass
 
-    def forward_steps(self, microbatch: int, x: Tensor | None, batch: Any) -> Iterator[Any]:
+    def forward_steps(self, microbatch: int, x: Tensor | None, batch: MicroBatch) -> Iterator[Any]:
         """The input, in one step."""
         return iter((x,))
 
@@ -131,7 +133,7 @@ class Relay:
         """No weights, no steps."""
         return iter(())
 
-    def evaluate(self, x: Tensor | None, batch: Any) -> Tensor:
+    def evaluate(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         assert x is not None
         return x
 

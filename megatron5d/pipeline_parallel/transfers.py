@@ -42,7 +42,7 @@ class Message(NamedTuple):
     microbatch: int
 
 
-class Step(NamedTuple):
+class SlotMessages(NamedTuple):
     """One slot with its messages: post the receives, wait for the slot's own inputs, run it, send its outputs."""
 
     receives: tuple[Message, ...]
@@ -82,7 +82,7 @@ def flows(program: Program) -> list[Flow]:
     return sorted(found)
 
 
-def steps(program: Program, rank: int) -> Iterator[Step]:
+def slot_messages(program: Program, rank: int) -> Iterator[SlotMessages]:
     """Yields the slots of `rank` with the receives to post before and the sends to issue after each.
 
     Args:
@@ -94,25 +94,31 @@ def steps(program: Program, rank: int) -> Iterator[Step]:
     for position, slot in enumerate(line):
         due = inputs[position + SLOTS_AHEAD if position else 0 : position + SLOTS_AHEAD + 1]
         sends = tuple(filter(None, (output_of(program, action) for action in slot)))
-        yield Step(tuple(message for messages in due for message in messages), slot, sends)
+        yield SlotMessages(tuple(message for messages in due for message in messages), slot, sends)
 
 
-def runs_with(program: Program, most: int) -> bool:
-    """Whether all ranks finish if each waits, after every message that it sends, until the other end has asked for all
-    but the last `most` messages of that flow. The two actions of a slot have their inputs before either one sends."""
+def finishes_with(program: Program, unproven: int) -> bool:
+    """Whether all ranks finish if each waits, after every message, until the other end has asked for all but the last.
+
+    Args:
+        program: a verified Program.
+        unproven: so many of the last messages of a flow need not have been asked for yet.
+
+    The two actions of a slot have their inputs before either one sends.
+    """
     asked: Counter[Flow] = Counter()
     sent: Counter[Flow] = Counter()
     here: set[Message] = set()
 
     def walk(rank: int) -> Iterator[None]:
-        for step in steps(program, rank):
-            asked.update(message.flow for message in step.receives)
-            while not here.issuperset(filter(None, (input_of(program, action) for action in step.slot))):
+        for each in slot_messages(program, rank):
+            asked.update(message.flow for message in each.receives)
+            while not here.issuperset(filter(None, (input_of(program, action) for action in each.slot))):
                 yield
-            for message in step.sends:
+            for message in each.sends:
                 here.add(message)
                 sent[message.flow] += 1
-                while sent[message.flow] - asked[message.flow] > most:
+                while sent[message.flow] - asked[message.flow] > unproven:
                     yield
 
     walks, before = [walk(rank) for rank in range(len(program.ranks))], (-1, -1)

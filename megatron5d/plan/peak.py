@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
 from megatron5d.pipeline_parallel.receipts import receipts
-from megatron5d.pipeline_parallel.transfers import Flow, input_of, output_of, steps
+from megatron5d.pipeline_parallel.transfers import Flow, input_of, output_of, slot_messages
 from megatron5d.plan.replay import Replay
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Step
 
@@ -70,16 +70,16 @@ def find_peak(
         replay: data parallelism, inside its context; None = it has no temporary buffers.
     """
     walk = _Walk(program, rank, traces, message_bytes, replay)
-    line = list(steps(program, rank))
-    following = _following([step.slot for step in line], traces)
-    for step, after in zip(line, following):
-        walk.messages += message_bytes * len(step.receives)
-        walk.see(step.slot[0], 0)  # before its input has proved anything sent to have arrived
+    line = list(slot_messages(program, rank))
+    following = _following([each.slot for each in line], traces)
+    for each, after in zip(line, following):
+        walk.messages += message_bytes * len(each.receives)
+        walk.see(each.slot[0], 0)  # before its input has proved anything sent to have arrived
         if replay is not None:
             replay.expect(after)
-        running = [walk.run(action) for action in step.slot]
+        running = [walk.run(action) for action in each.slot]
         while running:
-            running = [each for each in running if next(each, None) is not None]
+            running = [action for action in running if next(action, None) is not None]
     return replace(walk.peak, host=walk.most_host)
 
 

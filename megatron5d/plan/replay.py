@@ -25,8 +25,8 @@ class Replay(MemoryWatch):
     Args:
         sync: of a rank, with nothing gathered and no gradients.
         phases: of every stage of the rank.
-        passes: as of `GradSync.start_step`.
-        block: as of MemoryWatch.
+        passes: as in `GradSync.start_step`.
+        block: as in MemoryWatch.
     """
 
     def __init__(

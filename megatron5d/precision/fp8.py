@@ -207,17 +207,17 @@ class BlockwiseExpertGemms(ExpertGemms):
             return super().activate(x, kind, overwrite)
         return eight_bit_swiglu(x, self.powers_of_two, overwrite)
 
-    def forward(self, x: Operand, parameter: Tensor, experts: int, offsets: Tensor) -> Tensor:
-        weight = self._weight(parameter, experts).plain
+    def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
+        weight = self._weight(parameter, num_local).plain
         return grouped_matmul_fp8(self._grouped(x), weight, offsets, parameter.dtype)
 
-    def input_grad(self, dy: Operand, parameter: Tensor, experts: int, offsets: Tensor) -> Tensor:
-        weight = self._weight(parameter, experts).transposed
+    def input_grad(self, dy: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
+        weight = self._weight(parameter, num_local).transposed
         return grouped_matmul_fp8(self._grouped(dy), weight, offsets, parameter.dtype)
 
-    def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, experts: int, offsets: Tensor) -> None:
+    def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
         a, b = (self._turned(self._grouped(each), offsets) for each in (dy, x))
-        grouped_weight_grad_fp8(a, b, offsets, by_expert(grad_buffer(parameter), experts))
+        grouped_weight_grad_fp8(a, b, offsets, by_expert(grad_buffer(parameter), num_local))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
         """As in BlockwiseGemms, `[E, down, across]`."""
@@ -238,10 +238,10 @@ class BlockwiseExpertGemms(ExpertGemms):
     def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
         return turn(x, offsets, powers_of_two=self.powers_of_two)
 
-    def _weight(self, parameter: Tensor, experts: int) -> QuantizedPair:
+    def _weight(self, parameter: Tensor, num_local: int) -> QuantizedPair:
         def make() -> QuantizedPair:
             return QuantizedPair(
-                *quantize_blocks(by_expert(parameter.detach(), experts), powers_of_two=self.powers_of_two)
+                *quantize_blocks(by_expert(parameter.detach(), num_local), powers_of_two=self.powers_of_two)
             )
 
         return quantized_weight(parameter, make)
@@ -266,10 +266,10 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         return ExpertGemms.activate(self, x, kind, overwrite)
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
-        rows, experts = x.shape[0], offsets.numel() - 1
+        rows, num_local = x.shape[0], offsets.numel() - 1
         expert = torch.searchsorted(offsets[1:].contiguous(), torch.arange(rows, device=x.device), right=True)
-        expert = expert.clamp(max=experts - 1)  # rows past the last offset are padding
-        amax = torch.zeros(experts, device=x.device)
+        expert = expert.clamp(max=num_local - 1)  # rows past the last offset are padding
+        amax = torch.zeros(num_local, device=x.device)
         if rows:
             amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")
         amax = self.over_parts(amax)[expert]
@@ -288,13 +288,13 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
     def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
         return turn(x, offsets, keep=True)
 
-    def _weight(self, parameter: Tensor, experts: int) -> QuantizedPair:
+    def _weight(self, parameter: Tensor, num_local: int) -> QuantizedPair:
         def make() -> QuantizedPair:
-            stack = by_expert(parameter.detach(), experts)
+            stack = by_expert(parameter.detach(), num_local)
             rows, height = stack.flatten(0, 1), stack.shape[1]
-            amax = self.over_parts(amax_of_rows(rows).view(experts, height).amax(1)).repeat_interleave(height)
+            amax = self.over_parts(amax_of_rows(rows).view(num_local, height).amax(1)).repeat_interleave(height)
             eight, each = quantize_by_row(rows, amax, powers_of_two=self.powers_of_two)
-            values, scales = eight.view(stack.shape), each.view(experts, height, 1)[:, :1]
+            values, scales = eight.view(stack.shape), each.view(num_local, height, 1)[:, :1]
             blocks = scales.expand(-1, *(-(-n // GROUP) for n in stack.shape[1:])).contiguous()
             other = Quantized(transposed(values), blocks.mT.contiguous(), GROUP)
             return QuantizedPair(Quantized(values, blocks, GROUP), other)

@@ -64,8 +64,8 @@ class Gemms:
 class ExpertGemms:
     """The products of a rank's experts in the dtype of the tensors.
 
-    Rows of x are sorted by expert; those of expert e are offsets[e] ... offsets[e+1]-1. `parameter` is a stack of all
-    experts' weights, `experts` their number E.
+    Rows of x are sorted by expert; those of expert e are offsets[e] ... offsets[e+1]-1. `parameter` is the stack of
+    this rank's experts, `num_local` their number E/ep.
     """
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
@@ -76,22 +76,22 @@ class ExpertGemms:
         """As in Gemms."""
         return activate(x, kind, overwrite)
 
-    def forward(self, x: Operand, parameter: Tensor, experts: int, offsets: Tensor) -> Tensor:
+    def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """`[r, in]` -> `[r, out]`."""
-        return grouped_matmul(x[0], by_expert(parameter.detach(), experts), offsets)
+        return grouped_matmul(x[0], by_expert(parameter.detach(), num_local), offsets)
 
-    def input_grad(self, dy: Operand, parameter: Tensor, experts: int, offsets: Tensor) -> Tensor:
+    def input_grad(self, dy: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """`[r, out]` -> `[r, in]`."""
-        return grouped_input_grad(dy[0], by_expert(parameter.detach(), experts), offsets)
+        return grouped_input_grad(dy[0], by_expert(parameter.detach(), num_local), offsets)
 
-    def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, experts: int, offsets: Tensor) -> None:
+    def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
         """grad(parameter) += dyᵀ·x, expert by expert."""
-        grouped_weight_grad(dy[0], x[0], offsets, by_expert(grad_buffer(parameter), experts))
+        grouped_weight_grad(dy[0], x[0], offsets, by_expert(grad_buffer(parameter), num_local))
 
 
-def by_expert(stack: Tensor, experts: int) -> Tensor:
-    """A local parameter, or its gradient, as `[experts, out, in]`."""
-    return stack.view(experts, -1, stack.shape[-1])
+def by_expert(stack: Tensor, num_local: int) -> Tensor:
+    """A local parameter, or its gradient, as `[E/ep, out, in]`."""
+    return stack.view(num_local, -1, stack.shape[-1])
 
 
 PLAIN = Gemms()

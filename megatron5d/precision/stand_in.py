@@ -15,11 +15,10 @@ from kernels import layer_norm_backward, rms_norm_backward, swiglu_backward
 from kernels.dispatch import first_order
 from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_quantize import Quantized
+from megatron5d.precision.gemms import Operand
 
-Carried = tuple[Tensor, ...]
 
-
-def stand_in(shape: torch.Size, dtype: torch.dtype, operand: Carried) -> Tensor:
+def stand_in(shape: torch.Size, dtype: torch.dtype, operand: Operand) -> Tensor:
     """A stand-in for an operand: a single NaN expanded to a shape.
 
     Args:
@@ -31,7 +30,7 @@ def stand_in(shape: torch.Size, dtype: torch.dtype, operand: Carried) -> Tensor:
     return nan.as_strided(shape, (0,) * len(shape))
 
 
-def carried_by(x: Tensor) -> Carried | None:
+def carried_by(x: Tensor) -> Operand | None:
     """The operand that x stands in for; None if x is an ordinary tensor."""
     return getattr(x.untyped_storage(), "operand", None)
 

@@ -71,24 +71,16 @@ class VocabParallelEmbedding(nn.Module):
     """Token ids to hidden states.
 
     Args:
+        weight: `[v/tp, h]`, made by `vocab_weight`; it may be another module's as well.
         vocab_size: true number of tokens; padding to equal shares is internal.
-        hidden_size: h.
         tp: axis that cuts the vocabulary.
         sp: the result leaves cut along the sequence.
-        init: standard deviation of the initialisation.
-        weight: an existing embedding's, to be shared; None = a new one.
-        factory: dtype and device.
     """
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, tp: Axis, *, sp: bool, init: float, weight: nn.Parameter | None = None,
-        **factory,
-    ) -> None:  # fmt: skip
+    def __init__(self, weight: nn.Parameter, vocab_size: int, tp: Axis, *, sp: bool) -> None:
         super().__init__()
         self.tp, self.sp = tp, sp and tp.size > 1
         self.vocab = VocabRange(vocab_size, tp)
-        if weight is None:
-            weight = vocab_weight(vocab_size, hidden_size, "embedding.weight", tp, init, **factory)
         self.weight = weight
 
     def forward(self, tokens: Tensor, defer: Defer = run_now) -> Tensor:

@@ -1,10 +1,10 @@
 """Linear layers cut over tp: columns (outputs) or rows (inputs), with the two GEMMs of the backward apart.
 
-                    forward                                   backward of the input (I)           weights (W)
-Column, sp          all_gather x; y = x·Wᵀ                    dx = dy·W; reduce_scatter dx        dW = dyᵀ·x
-Column, no sp       y = x·Wᵀ                                  dx = dy·W; all_reduce dx            dW = dyᵀ·x
-Row, sp             y = x·Wᵀ; reduce_scatter y                all_gather dy; dx = dy·W            dW = dyᵀ·x
-Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W                           dW = dyᵀ·x
+                    forward                                   backward of the input (I)         weights (W)
+Column, sp          all_gather x; y = x·Wᵀ                    dx = dy·W; reduce_scatter dx      all_gather x; dW = dyᵀ·x
+Column, no sp       y = x·Wᵀ                                  dx = dy·W; all_reduce dx          dW = dyᵀ·x
+Row, sp             y = x·Wᵀ; reduce_scatter y                all_gather dy; dx = dy·W          dW = dyᵀ·x
+Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W                         dW = dyᵀ·x
 
 W is handed to `defer`, which runs it at once, while dx's collective is under way, or keeps it for a schedule that
 splits the backward. With sp only the sharded x is kept for the backward, and gathered again while dx's GEMM runs.
@@ -81,7 +81,8 @@ def column_linear(x: Tensor, weight: Tensor, tp: Axis, sp: bool, defer: Defer = 
     Returns:
         `[s/cp, b, out/tp]`.
 
-    Comm: with sp all_gather tp of s/cp·b·in elements / reduce_scatter; else none / all_reduce.
+    Comm: with sp all_gather tp of s/cp·b·in elements / all_gather and reduce_scatter tp of as many; without sp none /
+        all_reduce tp.
     """
     return _ColumnLinear.apply(x, weight, tp, sp and tp.size > 1, defer)
 

@@ -67,7 +67,7 @@ def on_rank_0(act: Callable[[], T]) -> T:
         Its value, which must be picklable, on every rank.
 
     Raises:
-        Exception: on every rank, as of `on_every_rank`.
+        Exception: on every rank, as in `on_every_rank`.
 
     Comm: a broadcast of the value over the world.
     """

@@ -95,7 +95,7 @@ def build_run(config: Config, process: Process) -> Run:
 def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
     """Data parallelism, optimiser and pipeline around a model, whose weights may still have no values.
 
-    Comm: the pipeline's channels are opened; as of `build_optimizer`.
+    Comm: the pipeline's channels are opened; that of `build_optimizer`.
     """
     sync = build_sync(config, mesh, model)
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
@@ -126,7 +126,7 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
     Returns:
         Notes for the log: where loaded weights were trained as another function than this model computes.
 
-    Comm: below ZeRO-3 an all_gather of the slices; for a checkpoint as of `load_tensors`.
+    Comm: below ZeRO-3 an all_gather of the slices; for a checkpoint that of `load_tensors`.
     """
     init, held, notes = config.init, weight_shards(sync, model.weights(), writing=False), list[str]()
     if init.from_checkpoint is not None:

@@ -101,7 +101,7 @@ def train_loader(
         ValueError, OSError: on every rank, if one cannot read its files, or so many steps do not remain of an order
             that has an end.
 
-    Comm: as of `_opened`.
+    Comm: that of `_opened`.
     """
     train = config.train
     end = samples_of_steps(steps_left, train.gbs, train.gbs_ramp, consumed_samples)
@@ -117,7 +117,7 @@ def train_loader(
             )
         return samples
 
-    samples = _opened(config, mesh, reads, open_files)
+    samples = _opened(config, reads, open_files)
     prefetch = config.data.prefetch if reads else 0
     return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, prefetch)
 
@@ -145,7 +145,7 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
             cache_dir=data.cache_dir,
         )
 
-    return _loader(config, mesh, _opened(config, mesh, reads, open_files), 0, None, 0)
+    return _loader(config, mesh, _opened(config, reads, open_files), 0, None, 0)
 
 
 def first_rows(config: Config, steps: int) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _train_samples(config: Config) -> Samples:
     )
 
 
-def _opened(config: Config, mesh: Mesh, reads: bool, open_files: Callable[[], Samples]) -> Samples:
+def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> Samples:
     """Samples where they are read, blank ones elsewhere.
 
     Megatron's order is an index that takes long to build and lies on disk afterwards. Rank 0 builds it before anybody

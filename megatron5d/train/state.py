@@ -73,7 +73,7 @@ def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSp
 
 
 def weight_shards(sync: GradSync, weights: Iterable[Tensor], *, writing: bool) -> list[tuple[ShardSpec, ShardedTensor]]:
-    """What this rank owns of the model, in global coordinates; arguments as of `run_tensors`."""
+    """What this rank owns of the model, in global coordinates; arguments as in `run_tensors`."""
     return [*_weights(sync.buckets, writing), *_buffers(weights, writing)]
 
 
@@ -131,7 +131,7 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
 
 
 def _num_weights(saved: Mapping[str, Any]) -> int:
-    """Parameters and router biases of a saved configuration; as of `changed_keys`, keys gone since do not count."""
+    """Parameters and router biases of a saved configuration; as in `changed_keys`, keys gone since do not count."""
     known = to_dict(ModelConfig())
     model = from_dict({"model": {key: value for key, value in saved.get("model", {}).items() if key in known}}).model
     biased = model.router_bias or _balances_by_bias(saved)
@@ -149,7 +149,7 @@ def resume(
     Raises:
         ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it; on every rank.
 
-    Comm: a broadcast of run.json; as of `load_tensors`; below ZeRO-3 an all_gather of the weights.
+    Comm: a broadcast of run.json; that of `load_tensors`; below ZeRO-3 an all_gather of the weights.
     """
     record = on_rank_0(lambda: read_run(folder))
     if record["format"] > FORMAT:
@@ -223,7 +223,7 @@ def load_other_run(
     Raises:
         ValueError: no whole checkpoint there, or one that does not fit the model; on every rank.
 
-    Comm: as of `agreed` and `load_tensors`; a broadcast of run.json.
+    Comm: that of `agreed` and `load_tensors`; a broadcast of run.json.
     """
     found = agreed(lambda: whole_checkpoint(folder, "init.from_checkpoint"))
     assert found is not None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
 from megatron5d.config.schema import OptimConfig
-from megatron5d.context_parallel.plan import balance
+from megatron5d.context_parallel.plan import imbalance
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.expert_parallel.balance import Balancer
 from megatron5d.model.ends import Term
@@ -30,7 +31,7 @@ class StepResult:
     grad_norm: float  # before clipping
     num_targets: int  # target tokens of the global batch
     stop: bool  # some rank was asked to stop
-    cp_balance: float = 1.0  # context_parallel.plan.balance, mean over dp; 1 = even
+    cp_balance: float = 1.0  # context_parallel.plan.imbalance, mean over dp; 1 = even
     layers: dict[str, float] = field(default_factory=dict)  # what the routers did, layer by layer, if asked for
     zero_exposed_s: float = 0.0  # this rank: seconds in which it waited for weights and did nothing else
     bubble: float = 0.0  # this rank: share of the passes' time in which it waited for its pipeline neighbours
@@ -81,34 +82,37 @@ class Trainer:
         """
         sums = self.accumulate(batches, watched)
         self.sync.finish_reduce()  # the owned slices now hold the mean gradient
-        result = self._agree(sums, stop, cp_balance(batches))
+        result = self._agree(sums, stop, imbalance_of(batches))
         if result.skipped is None:
             self.optimizer.step(lr, clip_coefficient(result.grad_norm, self.clip))
             self.sync.start_gather()
             if self.balancer is not None:
                 self.balancer.finish_step()
-                result.layers.update(self.balancer.layer_figures(self.mesh["world"]) if watched else {})
+                if watched:
+                    result = replace(result, layers=self.balancer.layer_figures(self.mesh["world"]))
         return result
 
-    def _agree(self, sums: torch.Tensor, stop: bool, balance: float) -> StepResult:
+    def _agree(self, sums: torch.Tensor, stop: bool, cp_balance: float) -> StepResult:
         """The step's figures, the same on every rank, from each rank's share of them.
 
         Args:
             sums: as `accumulate` returned them.
             stop: this rank was asked to stop.
-            balance: `cp_balance` of this rank's micro-batches.
+            cp_balance: of this rank's micro-batches (`imbalance_of`).
 
         Comm: all_reduce world of a few numbers; more where the guard finds one that is not finite.
         """
         square_sum = global_square_sum(self.sync.buckets)
         router_losses = sums[:0] if self.balancer is None else self.balancer.values
         # not copied from the host, which would wait for the device
-        mine = sums.new_full((1,), float(stop)), sums.new_full((1,), balance)
-        shares = torch.cat((square_sum.view(1), router_losses, sums, *mine))
-        square_total, *totals, stops, balances = all_reduce(shares, self.mesh["world"]).tolist()
+        mine = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
+        parts = square_sum.view(1), router_losses, sums, *mine
+        summed = iter(all_reduce(torch.cat(parts), self.mesh["world"]).tolist())
+        (square_total,), router_totals, totals, (stops,), (balances,) = (
+            list(islice(summed, len(part))) for part in parts
+        )
         self.check_overlap()
         names = () if self.balancer is None else self.balancer.names
-        router_totals, totals = totals[: len(names)], totals[len(names) :]
         num_targets = round(totals[len(self.terms)])
         if num_targets == 0:
             raise ValueError("a global batch has no target token at all: its loss is masked everywhere")
@@ -129,7 +133,7 @@ class Trainer:
 
         Args:
             batches: this rank's micro-batches of the step, on the host.
-            watched: as of `step`.
+            watched: as in `step`.
 
         Returns:
             fp64 `[terms + counts]`: this rank's share of the sums over target tokens, then of the numbers of targets.
@@ -178,7 +182,7 @@ class Trainer:
         counts = totals[len(self.terms) :]
         found = {term.name: 0.0 for term in self.terms}
         for term, total in zip(self.terms, totals):
-            found[term.name] += term.share * total / max(counts[term.count], 1)
+            found[term.name] += term.share * total / max(counts[term.count_index], 1)
         return found
 
     def _counted_once(self, sums: torch.Tensor) -> torch.Tensor:
@@ -186,10 +190,10 @@ class Trainer:
         return sums * (self.mesh["tp"].rank == 0)
 
 
-def cp_balance(batches: Sequence[MicroBatch]) -> float:
-    """How evenly the attention of these micro-batches is dealt out over cp (`balance`); 1 where sequences are whole."""
+def imbalance_of(batches: Sequence[MicroBatch]) -> float:
+    """How much longer attention takes than if cp ranks had equally much to do; 1 = even, or sequences are whole."""
     plans = [batch.context for batch in batches if batch.context is not None]
-    return balance(plans) if plans else 1.0
+    return imbalance(plans) if plans else 1.0
 
 
 class _SummedLoss:
@@ -201,7 +205,7 @@ class _SummedLoss:
     """
 
     def __init__(self, terms: Sequence[Term], device: torch.device) -> None:
-        self._terms, num_counts = terms, max(term.count for term in terms) + 1
+        self._terms, num_counts = terms, max(term.count_index for term in terms) + 1
         self.sums = torch.zeros(len(terms) + num_counts, dtype=torch.float64, device=device)
         self._counting: Pending | None = None
         self._grad: torch.Tensor | None = None
@@ -218,6 +222,6 @@ class _SummedLoss:
         self.sums += torch.cat((y.double(), batch.target_counts))  # y: [terms], sums over this micro-batch's tokens
         if self._counting is not None:
             counts = self._counting.wait().clamp(min=1)
-            self._grad = torch.stack([term.coefficient / counts[term.count] for term in self._terms]).to(y.dtype)
+            self._grad = torch.stack([term.coefficient / counts[term.count_index] for term in self._terms]).to(y.dtype)
             self._counting = None
         return self._grad

@@ -62,7 +62,7 @@ class Estimator:
         Args:
             config: a lawful configuration.
             world: number of ranks.
-            plan: as of `step`.
+            plan: as in `step`.
         """
         plan = plan or planned_pipeline(config, world)
         program = plan.program_of(micro_batch_counts(config, world)[-1])

@@ -39,7 +39,7 @@ def unplanned_config(overrides: Sequence[str], world: int) -> Config:
     """What a command line says, before anybody has asked whether it could run: a layout is still to be found.
 
     Args:
-        overrides, world: as of `planned_config`.
+        overrides, world: as in `planned_config`.
 
     Raises:
         ConfigError: it is spelled wrong.

@@ -15,9 +15,9 @@ from megatron5d.context_parallel.layout import (
     even_layout,
     num_hops,
     plan_calls,
-    unmasked_pairs,
+    visible_pairs,
 )
-from megatron5d.context_parallel.plan import Planner, balance
+from megatron5d.context_parallel.plan import Planner, imbalance
 
 DOCUMENTS = [[0] * 5 + [1] * 1 + [2] * 20 + [3] * 22, [0] * 48]
 MASKS = [Mask(causal, window, documents) for causal in (True, False) for window, documents in
@@ -91,7 +91,7 @@ def test_blocks_that_a_mask_empties_are_skipped():
 def test_without_a_mask_the_work_is_even_and_in_few_calls():
     layout = SequenceLayout(64, 4)
     assert even_layout(layout, Mask()) == layout
-    assert len(set(unmasked_pairs(layout, Mask()))) == 1
+    assert len(set(visible_pairs(layout, Mask()))) == 1
     for rank in range(4):
         plan = plan_calls(layout, rank, Mask())
         assert [len(calls) for calls in plan] == [1] * rank + [3] + [1] * (3 - rank)
@@ -108,8 +108,8 @@ def test_where_zigzag_helps_nobody_ranks_hold_neighbours(mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_no_other_deal_of_two_chunks_a_rank_is_more_even(mask):
     layout = SequenceLayout(48, 3)
-    found = max(unmasked_pairs(even_layout(layout, mask), mask))
-    assert found == min(max(unmasked_pairs(replace(layout, order=order), mask)) for order in permutations(range(6)))
+    found = max(visible_pairs(even_layout(layout, mask), mask))
+    assert found == min(max(visible_pairs(replace(layout, order=order), mask)) for order in permutations(range(6)))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -118,7 +118,7 @@ def test_pairs_are_counted(mask):
     everything = mask.documents or [[0] * 48]
     counted = [sum(seen(q, k, mask, row) for row in everything for k in range(48)) for q in range(48)]
     assert chunk_pairs(layout, mask).tolist() == np.array(counted).reshape(6, 8).sum(1).tolist()
-    for rank, count in enumerate(unmasked_pairs(layout, mask)):
+    for rank, count in enumerate(visible_pairs(layout, mask)):
         assert count == sum(counted[q] for q in layout.outer_rows(rank))
 
 
@@ -133,16 +133,16 @@ def test_a_plan_of_128k_rows_costs_milliseconds():
     assert time.process_time() - start < 0.1
     in_document = (documents[0] == documents[0].unique()[:, None]).sum(1)
     assert sum(plan.visible_pairs) == (in_document * (in_document + 1) // 2).sum()
-    zigzag = unmasked_pairs(SequenceLayout(s, 16), Mask(documents=documents.numpy()))
+    zigzag = visible_pairs(SequenceLayout(s, 16), Mask(documents=documents.numpy()))
     assert max(plan.visible_pairs) < 0.8 * max(zigzag), "documents make zigzag uneven"
 
 
 def test_balance_is_the_waiting_time():
     """Two micro-batches of two ranks: 3 + 6 pairs of the busiest where 2 + 5 would do."""
     plan = Planner(SequenceLayout(8, 2), 0)(None)
-    assert balance([plan]) == 1
+    assert imbalance([plan]) == 1
     plans = [replace(plan, visible_pairs=[3, 1]), replace(plan, visible_pairs=[4, 6])]
-    assert balance(plans) == (3 + 6) / (2 + 5)
+    assert imbalance(plans) == (3 + 6) / (2 + 5)
     packed = Planner(SequenceLayout(8, 2), 0)(torch.tensor([[0, 0, 1, 2, 3, 4, 4, 4]]))
     assert sorted(packed.visible_pairs) == [3 + 2, 5 + 2]  # chunks of 1 + 2, 1 + 1, 1 + 1 and 2 + 3 pairs
-    assert balance([packed]) == 7 / 6
+    assert imbalance([packed]) == 7 / 6

@@ -7,7 +7,15 @@ import pytest
 from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.program import Action
 from megatron5d.pipeline_parallel.text import read_program
-from megatron5d.pipeline_parallel.transfers import Flow, Message, flows, input_of, output_of, runs_with, steps
+from megatron5d.pipeline_parallel.transfers import (
+    Flow,
+    Message,
+    finishes_with,
+    flows,
+    input_of,
+    output_of,
+    slot_messages,
+)
 
 PROGRAMS = [(name, p, m) for name in schedule_names() for p, m in ((2, 4), (4, 9), (4, 16)) if "dual" not in name] + [
     ("dualpipe", 4, 16), ("dualpipe", 2, 4), ("dualpipe_v", 3, 7)]  # fmt: skip
@@ -18,7 +26,7 @@ def test_both_ends_of_every_flow_agree(name, p, m):
     program = build_program(name, p, m)
     sent, received = defaultdict(list), defaultdict(list)
     for rank in range(p):
-        for step in steps(program, rank):
+        for step in slot_messages(program, rank):
             for message in step.sends:
                 assert message.flow.source == rank
                 sent[message.flow].append(message.microbatch)
@@ -37,7 +45,7 @@ def test_both_ends_of_every_flow_agree(name, p, m):
 def test_receives_are_posted_early_and_few_at_a_time(name, p, m):
     program = build_program(name, p, m)
     for rank in range(p):
-        posted, slots = {}, list(steps(program, rank))
+        posted, slots = {}, list(slot_messages(program, rank))
         for k, step in enumerate(slots):
             posted.update(dict.fromkeys(step.receives, k))
             for message in filter(None, (input_of(program, action) for action in step.slot)):
@@ -68,7 +76,7 @@ def test_opposite_directions_share_no_flow():
     program = build_program("dualpipe", 4, 8)
     own = defaultdict(set)
     for rank in range(4):
-        for step in steps(program, rank):
+        for step in slot_messages(program, rank):
             for message in step.sends:
                 own[message.flow].add(program.direction[message.microbatch])
     assert len(own) == 12 and all(len(directions) == 1 for directions in own.values())
@@ -79,5 +87,5 @@ def test_a_rank_waits_after_the_first_of_two_overlapping_forwards_sends():
     first = "0F0,0F1,0F2,0F3,0F4,{},2F1,2F2,2F3,2F4,2F5\n1F0,1F1,3F0,3F1,1F2,1F3,3F2,3F3,1F4,1F5,3F4,3F5\n"
     overlapped = read_program(first.format("(0F5;2F0)OVERLAP_F_B"), "overlapped", 2, 6)
     apart = read_program(first.format("2F0,0F5"), "apart", 2, 6)
-    assert [runs_with(overlapped, most) for most in (2, 3)] == [False, True]
-    assert runs_with(apart, 2)
+    assert [finishes_with(overlapped, most) for most in (2, 3)] == [False, True]
+    assert finishes_with(apart, 2)

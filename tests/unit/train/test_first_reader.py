@@ -13,7 +13,8 @@ from megatron5d.train.data import BlankSamples
 
 def test_rank_0_opens_the_files_first_and_its_fault_is_everybodys():
     def fn(rank, world):
-        mesh, opened = build_mesh(resolve(world), rank), []
+        build_mesh(resolve(world), rank)
+        opened = []
 
         def open_files():
             time.sleep(0.5 if rank == 0 else 0)
@@ -22,9 +23,9 @@ def test_rank_0_opens_the_files_first_and_its_fault_is_everybodys():
                 raise ValueError("a file is short")
             return BlankSamples(8)
 
-        data._opened(config, mesh, True, open_files)
+        data._opened(config, True, open_files)
         try:
-            data._opened(config, mesh, rank == 0, open_files)
+            data._opened(config, rank == 0, open_files)
         except ValueError as error:
             return opened, str(error)
 
