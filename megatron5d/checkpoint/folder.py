@@ -169,9 +169,7 @@ def commit(temporary: Path, keep: int, pinned: Path | None = None) -> Path:
     _reach_disk(temporary)
     final = temporary.with_suffix("")
     directory, step = final.parent, int(final.name.removeprefix("step-"))
-    for later in saved_after(directory, step):
-        folder = step_folder(directory, later)
-        folder.rename(_unused(folder, LEFT))
+    leave_later(directory, step)
     replaced = final.rename(_unused(final, _REPLACED)) if _exists(final) else None
     temporary.rename(final)
     _reach_disk(directory)
@@ -183,6 +181,13 @@ def commit(temporary: Path, keep: int, pinned: Path | None = None) -> Path:
         if pinned is None or folder.resolve() != pinned.resolve():
             _remove(folder)
     return final
+
+
+def leave_later(directory: Path, step: int) -> None:
+    """Renames the whole checkpoints of steps after this one, from before the run went back, to `.left`."""
+    for later in saved_after(directory, step):
+        folder = step_folder(directory, later)
+        folder.rename(_unused(folder, LEFT))
 
 
 def recover(directory: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron5d.checkpoint.folder import RUN, commit, step_folder
+from megatron5d.checkpoint.folder import RUN, commit, leave_later, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.store_group import StoreGroup
 from megatron5d.topology.agreement import failure_among, first_failure, on_rank_0
@@ -36,6 +36,8 @@ class Saver:
         timeout_s: seconds after which a save fails because a rank has not written its file.
         lock: of the directory, on rank 0; None where nobody else can be writing there.
         pinned: a checkpoint that is kept whatever `keep` says: the one that the command line names.
+        began: the step from which the run goes on. Checkpoints of later steps are another run's, or of this one before
+            it went back: the first save renames them, so that it neither replaces nor counts them.
 
     Raises:
         OSError: on every rank, if the directory cannot be written, or a rank sees another one under its name. So this
@@ -52,9 +54,10 @@ class Saver:
         timeout_s: float = 1800.0,
         lock: LockFile | None = None,
         pinned: Path | None = None,
+        began: int | None = None,
     ) -> None:
         self.directory, self.keep, self.background, self._lock = Path(directory), keep, background, lock
-        self._pinned = pinned
+        self._pinned, self._began = pinned, began
         _check_shared(self.directory)
         from megatron5d.checkpoint.storage import Index, write  # at the start of a run that saves, not hours later
 
@@ -112,7 +115,7 @@ class Saver:
         group.on_rank_0(self._check_lock)
         known, self._written = self._written, b""
         try:
-            group.on_rank_0(lambda: _begin(temporary, run))
+            group.on_rank_0(lambda: self._begin(temporary, run))
             try:
                 written = self._write_tensors(temporary, tensors, group.rank)
                 message = _DONE + (b"" if written == known else written)
@@ -125,6 +128,16 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
             raise OSError(f"the checkpoint of step {step} could not be written: {error}. {self._room()}") from error
         self._written = written
+
+    def _begin(self, temporary: Path, run: dict[str, Any]) -> None:
+        """On rank 0: makes the folder that all ranks write to."""
+        if self._began is not None:
+            leave_later(self.directory, self._began)
+            self._began = None
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        (temporary / RUN).write_text(json.dumps(run, indent=1))
 
     def _check_lock(self) -> None:
         if self._lock is not None:
@@ -202,11 +215,3 @@ def _described(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     cause = cause or error
     return f"{type(cause).__name__}: {cause}"
-
-
-def _begin(temporary: Path, run: dict[str, Any]) -> None:
-    """On rank 0: makes the folder that all ranks write to."""
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    (temporary / RUN).write_text(json.dumps(run, indent=1))

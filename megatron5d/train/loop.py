@@ -61,6 +61,7 @@ def _train(config: Config, process: Process, outputs: Outputs, snapshots: Memory
             config.parallel.timeout_s,
             outputs.lock,
             pinned=Path(c.resume),
+            began=run.progress.step,
         )
     reporter = on_every_rank(lambda: Reporter(run))
     try:

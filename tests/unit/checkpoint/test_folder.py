@@ -101,6 +101,20 @@ def test_a_run_that_went_back_keeps_what_it_saves_and_goes_on_from_it(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000050", *left]
 
 
+@pytest.mark.parametrize("keep", [0, 1])
+def test_what_a_run_went_back_behind_is_neither_replaced_nor_counted(tmp_path, keep):
+    """Its first save may be of a later step than those, or of the same."""
+    for step in (10, 15, 20):
+        save(tmp_path, step)
+    (tmp_path / "step-00000020" / "mine").write_text("of the first run")
+    saver = Saver(tmp_path, keep=keep, pinned=tmp_path / "step-00000010", began=10)
+    saver.save(20, {}, {})
+    saver.save(30, {}, {})
+    assert saved_steps(tmp_path) == ([10, 30] if keep else [10, 20, 30])
+    assert fault_of(tmp_path / "step-00000015.left") is None
+    assert (tmp_path / "step-00000020.left" / "mine").read_text() == "of the first run"
+
+
 def test_old_ones_that_cannot_be_removed_do_not_end_the_run(tmp_path, monkeypatch):
     """One that was moved elsewhere, a link being in its place, is left alone there."""
     save(tmp_path, 1).rename(tmp_path / "elsewhere")
