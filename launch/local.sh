@@ -27,7 +27,7 @@ shift
 
 gpus() {
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^ *-/,$d' | grep -c . || true # CUDA stops at an index below 0
     elif command -v nvidia-smi >/dev/null; then
         nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
     else

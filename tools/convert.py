@@ -64,6 +64,11 @@ def _amount(text: str) -> float:
     return amount
 
 
+def _noise(text: str) -> float:
+    """A number that is not below 0."""
+    return 0.0 if float(text) == 0 else _amount(text)
+
+
 def _add_upcycle(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
@@ -72,7 +77,7 @@ def _add_upcycle(command: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, required=True, metavar="K", help="experts that a token is sent to")
     add("--granularity", type=int, default=1, metavar="G", help="slices that a copy of the MLP is cut into (default 1)")
     add("--first-k-dense", type=int, default=0, metavar="N", help="layers at the bottom that stay dense (default 0)")
-    add("--noise", type=float, default=0.0, help="added to the experts, in standard deviations of the MLP's weights")
+    add("--noise", type=_noise, default=0.0, help="added to the experts, in standard deviations of the MLP's weights")
     add("--seed", type=int, default=1234, help="of routers and noise (default 1234)")
 
 

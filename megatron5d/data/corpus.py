@@ -18,6 +18,7 @@ UNIT_FILES = 256  # text files in a unit, at most
 JSONL = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 PARQUET = (".parquet",)
 TEXT = (".txt", ".md", ".txt.gz", ".txt.zst")
+JOURNALS = ("*.preprocess.json", "*.preprocess.partial.json*")  # of preprocessing itself (journal.py)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def list_files(inputs: Sequence[str], globs: Sequence[str] = (), excludes: Seque
     Args:
         inputs: files and folders (searched recursively).
         globs: patterns of the file names to take from folders; empty = the known suffixes of jsonl, parquet and text.
-        excludes: patterns; a file is left out if its path below the input, or any part of that path, matches.
+        excludes: patterns; a file is left out if its path below the input, or any part of that path, matches. So are
+            the journals and summaries of preprocessing, which may be written among the texts.
 
     Returns:
         Files in the order in which documents will be written.
@@ -69,7 +71,8 @@ def list_files(inputs: Sequence[str], globs: Sequence[str] = (), excludes: Seque
             files.append(path)
         elif path.is_dir():
             found = sorted((f.relative_to(path).as_posix(), f) for f in path.rglob("*") if f.is_file())
-            files += [f for name, f in found if _taken(name, globs) and not _excluded(name, excludes)]
+            excluded = [*excludes, *JOURNALS]
+            files += [f for name, f in found if _taken(name, globs) and not _excluded(name, excluded)]
         else:
             raise ValueError(f"--input {each}: no such file or folder")
     if not files:

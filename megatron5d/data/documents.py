@@ -46,7 +46,8 @@ def documents(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
         as_json = kind_of(Path(unit.path)) == "jsonl"
         for number, raw in enumerate(unit.lines.split(b"\n"), unit.first_line):
             if raw.strip():
-                yield _json_texts(unit.path, number, raw, keys) if as_json else _text(unit.path, number, raw)
+                line = raw.removesuffix(b"\r")
+                yield (_json_texts(unit.path, number, line, keys) if as_json else _text(unit.path, number, line))
 
 
 def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
@@ -98,10 +99,15 @@ def _rows(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
     """The documents of a parquet row group."""
     with open_parquet(Path(unit.path)) as parquet:
         columns = parquet.schema_arrow.names
+        if twice := [key for key in keys if columns.count(key) > 1]:
+            raise ValueError(f"{unit.path}: {columns.count(twice[0])} columns are called {twice[0]!r}")
         if missing := [key for key in keys if key not in columns]:
             raise ValueError(f"{unit.path}: no column {missing[0]!r} (--json-keys); it has {', '.join(columns)}")
         number = unit.first_line
-        for batch in parquet.iter_batches(1024, row_groups=[unit.row_group], columns=list(keys)):
-            for texts in zip(*(batch.column(key).to_pylist() for key in keys)):
-                yield _checked_texts(unit.path, number, list(texts), keys)
-                number += 1
+        try:
+            for batch in parquet.iter_batches(1024, row_groups=[unit.row_group], columns=list(keys)):
+                for texts in zip(*(batch.column(key).to_pylist() for key in keys)):
+                    yield _checked_texts(unit.path, number, list(texts), keys)
+                    number += 1
+        except (OSError, ValueError) as error:  # pyarrow's own names no file
+            raise ValueError(f"{unit.path}: row group {unit.row_group} cannot be read: {error}") from error

@@ -82,8 +82,15 @@ class IndexedDataset:
         return int(self.index.pointers[i]) // self.dtype.itemsize if i < self.num_sequences else self.num_tokens
 
     def document_start(self, i: int) -> int:
-        """Position of document `i` in the concatenated stream, in tokens; `i` = num_documents gives the end."""
-        return self.sequence_start(int(self.index.document_indices[i]))
+        """Position of document `i` in the concatenated stream, in tokens; `i` = num_documents gives the end.
+
+        Raises:
+            ValueError: the index is damaged.
+        """
+        first = int(self.index.document_indices[i])
+        if not 0 <= first <= self.num_sequences:
+            raise ValueError(f"{self.prefix}.idx: document {i} begins at sequence {first} of {self.num_sequences}")
+        return self.sequence_start(first)
 
     def document(self, i: int) -> np.ndarray:
         """The ids of document `i`.

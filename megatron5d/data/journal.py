@@ -62,10 +62,12 @@ class Journal:
         """
         if self.path.exists():
             return None
-        present = [with_suffix(output, ".idx") for output in self.outputs if with_suffix(output, ".idx").exists()]
+        summary = _read(self.summary_path) if self.summary_path.exists() else {}
+        # with another --valid-fraction the same prefix has other outputs
+        known = dict.fromkeys([*self.outputs, *summary.get("outputs", {})])
+        present = [path for output in known if (path := with_suffix(output, ".idx")).exists()]
         if not present:
             return None
-        summary = _read(self.summary_path) if self.summary_path.exists() else {}
         if summary.get("fingerprint") != self.fingerprint or len(present) < len(self.outputs):
             raise ValueError(f"{present[0]} is there already, from other inputs or settings; --overwrite replaces it")
         item_bytes = np.dtype(summary["dtype"]).itemsize

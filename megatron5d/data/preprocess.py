@@ -46,13 +46,13 @@ class Job:
         names = [self.prefix] if len(keys) == 1 else [f"{self.prefix}_{key}" for key in keys]
         return [[name + part for part in (["_train", "_valid"] if self.valid_fraction > 0 else [""])] for name in names]
 
-    def fingerprint(self) -> str:
-        """A hash of the inputs and of the settings that change the result."""
+    def fingerprint(self, eod: int | None) -> str:
+        """A hash of the inputs and of the settings that change the result; `eod` as the tokenizer resolves it."""
         files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
         # skip_bad is left out, so that a run that stopped at a bad line can continue with it
         recipe = dataclasses.asdict(dataclasses.replace(self.recipe, tokenizer="", skip_bad=False))
         tokenizer = hashlib.sha256(tokenizer_file(self.recipe.tokenizer).read_bytes()).hexdigest()
-        text = json.dumps([files, recipe, tokenizer, self.text_per, self.valid_fraction])
+        text = json.dumps([files, recipe, tokenizer, eod, self.text_per, self.valid_fraction])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -90,7 +90,8 @@ def preprocess(
     tokenizer = load_tokenizer(job.recipe.tokenizer, job.recipe.eod)
     if job.recipe.append_eod and tokenizer.eod is None:
         raise ValueError(f"--append-eod: {job.recipe.tokenizer} has no end-of-document token; name one with --eod")
-    journal = Journal(job.prefix, job.fingerprint(), [prefix for parts in job.outputs() for prefix in parts])
+    outputs = [prefix for parts in job.outputs() for prefix in parts]
+    journal = Journal(job.prefix, job.fingerprint(tokenizer.eod), outputs)
     if overwrite:
         journal.discard()
     if (summary := journal.finished()) is not None:

@@ -14,7 +14,9 @@ PARTS = ("train", "valid", "test")
 def normalised(weights: Sequence[float]) -> list[float]:
     """Weights divided by their sum, in Megatron's arithmetic (numpy fp64), so that ties are resolved as it does."""
     array = np.array(weights, dtype=np.float64)
-    return (array / np.sum(array)).tolist()
+    with np.errstate(over="ignore"):
+        total = np.sum(array)
+    return (array / total).tolist() if np.isfinite(total) else normalised(array / array.max())
 
 
 def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]:

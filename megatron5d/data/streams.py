@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,10 +56,12 @@ def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
         The stream.
 
     Raises:
-        ValueError: the package for `.zst` files is not installed.
+        ValueError: the package for `.zst` files is not installed, or a compressed file has no bytes at all.
     """
     with path.open("rb") as disk:
         name = path.name.lower()
+        if name.endswith((".gz", ".zst")) and not os.fstat(disk.fileno()).st_size:
+            raise ValueError(f"{path} is empty: a compressed file of nothing has a header still")
         content: io.BufferedIOBase | BinaryIO
         if name.endswith(".gz"):
             content = gzip.GzipFile(fileobj=disk)

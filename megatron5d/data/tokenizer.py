@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,10 @@ EOD_NAMES = (
     "<eos>",
     "<|im_end|>",
 )
+
+
+RUN = 25_000  # characters, as in Llama 3's own tokenizer
+_LONG_RUN = re.compile(rf"\s{{{RUN}}}|\S{{{RUN}}}")
 
 
 class Tokenizer(Protocol):
@@ -170,11 +175,17 @@ class TiktokenTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
-        return self._model.encode_ordinary(text)
+        return [i for part in _without_long_runs(text) for i in self._model.encode_ordinary(part)]
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids."""
         return self._model.decode([int(i) for i in ids if int(i) not in self._special])
+
+
+def _without_long_runs(text: str) -> list[str]:
+    """The text, cut after every RUN characters that are all blank or all not: in longer runs tiktoken's stack ends."""
+    cuts = [match.end() for match in _LONG_RUN.finditer(text)] if len(text) >= RUN else []
+    return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]
 
 
 def _find_eod(path: Path, wanted: str | int | None, known: dict[str, int], usual: int | None) -> int | None:

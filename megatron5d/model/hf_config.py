@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.checkpoint.hf import BLOCK
+from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import ModelConfig, RopeScaling
 from megatron5d.model.hf_families import ALIASES, COMPUTED, DEFAULTS, GELU, WINDOW_BY_LAYER
 from megatron5d.model.hf_mla import LATENT, mla_fields
@@ -37,7 +38,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, not an object of settings")
     family = config.get("model_type")
-    if family not in DEFAULTS:
+    if not isinstance(family, str) or family not in DEFAULTS:
         raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
     for other, key in ALIASES.get(family, {}).items():
         if other in config and config.setdefault(key, config[other]) != config.pop(other):
@@ -112,10 +113,8 @@ def _unknown_quantisation(config: dict[str, Any]) -> list[str]:
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
-    """`model_config_from_hf` as the typed object; raises what it raises."""
-    fields = model_config_from_hf(folder)
-    scaling = RopeScaling(**fields.pop("rope_scaling", {}))
-    return ModelConfig(**fields, rope_scaling=scaling)
+    """`model_config_from_hf` as the typed object; raises what it raises, and ValueError for a field of another type."""
+    return from_dict({"model": model_config_from_hf(folder)}).model
 
 
 def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
@@ -211,8 +210,11 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
     new, old = _flat(config.get("rope_parameters"), refused), _flat(config.get("rope_scaling"), refused)
     thetas = [rope.pop("rope_theta", None) for rope in (new, old)] + [config.get("rope_theta")]
     thetas = [theta for theta in thetas if theta is not None] or [config.get("default_theta", 10000.0)]
-    if len(set(thetas)) > 1:
+    if any(theta != thetas[0] for theta in thetas):
         refused.append(f"rope_theta is given as {' and as '.join(map(str, thetas))}")
+    if not isinstance(thetas[0], (int, float)):
+        refused.append(f"rope_theta = {thetas[0]!r}: only a number is supported")
+        return 0.0, RopeScaling()
     theta = float(thetas[0])
     if new and old and new != old:
         refused.append(f"rope_parameters {new} and rope_scaling {old} disagree")

@@ -42,10 +42,14 @@ def upcycled(
         troubles.append(f"the model has {dense.num_experts} experts already: give a dense one")
     if dense.mlp_bias:
         troubles.append("model.mlp_bias = true, and experts have no biases")
+    if granularity < 1:
+        raise ValueError(f"granularity = {granularity} is below 1")
     if f % granularity:
         troubles.append(f"granularity = {granularity} does not divide model.ffn_hidden_size = {f}")
     for name, value in (("num-experts", num_experts), ("top-k", top_k)):
-        if value < 1 or value % granularity:
+        if value < 1:
+            troubles.append(f"{name} = {value} is below 1")
+        elif value % granularity:
             nearest = max(granularity, value // granularity * granularity)
             troubles.append(f"{name} = {value} is not a multiple of granularity = {granularity}; nearest: {nearest}")
     if top_k > num_experts:

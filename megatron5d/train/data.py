@@ -11,9 +11,11 @@ import torch
 
 from megatron5d.config.schema import Config
 from megatron5d.config.sources import named_entries, source_of, split_shares
+from megatron5d.data.indexed import IndexedDataset
 from megatron5d.data.loader import Loader
 from megatron5d.data.sampler import samples_of_steps
 from megatron5d.data.samples import Samples, open_samples
+from megatron5d.data.sources import split_range
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.model.context import SequenceSharding
 from megatron5d.topology.agreement import on_every_rank, on_rank_0
@@ -55,6 +57,16 @@ def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
     parts = [("train", Part("data.train", config.data.train, config.data.split))]
     parts += [("valid", held) for held in held_out(config).values()]
     return [(knob, part, source_of(entry).prefix, split) for part, (knob, entries, split) in parts for entry in entries]
+
+
+def tokens_of_part(dataset: IndexedDataset, split: str | None, part: str) -> int:
+    """Tokens of the documents that `data.split` gives to train, valid or test.
+
+    Raises:
+        ValueError: it gives none, or the index is damaged.
+    """
+    begin, end = split_range(split, part, dataset.num_documents)
+    return dataset.document_start(end) - dataset.document_start(begin)
 
 
 def end_of_document(config: Config) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from os.path import exists, isfile
 
 from megatron5d.config.fault import Fault
 from megatron5d.config.schema import Config
 from megatron5d.data.indexed import IndexedDataset
 from megatron5d.data.sources import split_range
-from megatron5d.train.data import end_of_document, read_sources
+from megatron5d.train.data import end_of_document, read_sources, tokens_of_part
 
 
 def data_faults(config: Config, world: int) -> list[Fault]:
@@ -32,21 +33,24 @@ def data_faults(config: Config, world: int) -> list[Fault]:
 def _source_faults(config: Config, knob: str, prefix: str, split: str | None, part: str) -> list[Fault]:
     """What keeps one pair of .bin and .idx from giving samples."""
     example = f"{knob}=[{'NAME ' if knob == 'data.valid_sets' else ''}PREFIX]"
+    broken = partial(Fault, "data-broken", (knob,), fix=f"{example} of whole files, as tools/preprocess.py writes them")
     try:
         dataset = IndexedDataset(prefix, checked=False)
-    except ValueError as error:
-        fix = f"{example} of whole files, as tools/preprocess.py writes them"
-        return [Fault("data-broken", (knob,), f"{knob}: {error}", fix, True)]
+    except (ValueError, OSError) as error:
+        return [broken(f"{knob}: {error}", local=True)]
     if dataset.num_tokens == 0:
         return []  # which a law reports
     megatron = config.data.order == "megatron"
     try:
-        begin, end = split_range(split, part, dataset.num_sequences if megatron else dataset.num_documents)
+        split_range(split, part, dataset.num_sequences if megatron else dataset.num_documents)
     except ValueError as error:
         return [Fault("data-split-part", (knob, "data.split"), f"{prefix}: {error}", "data.split=null", True)]
     if megatron:
         return []  # its epochs are joined, so that few tokens are enough for any sample
-    tokens, seq_len = dataset.document_start(end) - dataset.document_start(begin), config.train.seq_len
+    try:
+        tokens, seq_len = tokens_of_part(dataset, split, part), config.train.seq_len
+    except ValueError as error:
+        return [broken(f"{knob}: {error}", local=True)]
     if tokens > seq_len:
         return []
     of_it = f"'s part for {part} (data.split = {split})" if split is not None else ""
@@ -60,7 +64,7 @@ def _tokenizer_faults(config: Config) -> list[Fault]:
     """Why a tokenizer's file does not say which token ends a document, where a setting needs it."""
     try:
         eod = end_of_document(config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fix = "data.tokenizer=FILE from tools/tokenizer.py or of a published model, or null"
         return [Fault("data-tokenizer-kind", ("data.tokenizer",), f"data.tokenizer: {error}", fix, True)]
     if eod is not None or not config.data.eod_mask_loss:

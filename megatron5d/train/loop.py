@@ -17,7 +17,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader
 from megatron5d.train.memory import MemorySnapshots, memory_snapshots
-from megatron5d.train.notes import small_vocabulary, unmarked_documents
+from megatron5d.train.notes import repeated_validation, small_vocabulary, unmarked_documents
 from megatron5d.train.outputs import Outputs, locked_outputs
 from megatron5d.train.profiler import Profiler
 from megatron5d.train.report import Reporter
@@ -48,7 +48,7 @@ def train(config: Config, process: Process) -> int:
 def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     run = build_run(config, process)
     run.notes += outputs.notes
-    run.notes += on_rank_0(lambda: unmarked_documents(config) + small_vocabulary(config))
+    run.notes += on_rank_0(lambda: unmarked_documents(config) + small_vocabulary(config) + repeated_validation(config))
     if snapshots.note:
         run.notes.append(snapshots.note)
     saver = None
@@ -181,7 +181,10 @@ def _mean_loss(run: Run, part: Part) -> float:
         share = run.trainer.evaluate(next(loader))
         total = share if total is None else total + share
     assert total is not None
-    return run.trainer.means(all_reduce(total, run.mesh["world"]).tolist())["loss"]
+    totals = all_reduce(total, run.mesh["world"]).tolist()
+    if not totals[len(run.trainer.terms)]:
+        raise ValueError(f"{part.knob}: what is evaluated has no target token at all: its loss is masked everywhere")
+    return run.trainer.means(totals)["loss"]
 
 
 def _save(run: Run, saver: Saver) -> None:

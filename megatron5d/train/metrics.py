@@ -41,14 +41,14 @@ class JsonLines:
     """One JSON object a step. Records of steps that a resumed run will do again are taken out first.
 
     Args:
-        path: of the file; one that is there already is renamed where the run is new.
+        path: of the file; one that is there already is renamed where the run is new, or where it is no log.
         done: steps already done; later records are dropped, and so is what is no record: a line cut off by a kill, or
             the zeros that a loss of power leaves.
     """
 
     def __init__(self, path: str | Path, done: int) -> None:
         self._path = path = Path(path)
-        if not done and path.exists() and path.stat().st_size:
+        if path.exists() and path.stat().st_size and (not done or not any(map(self._is_record, self._lines(path)))):
             self._set_aside(path)
         kept = [line for line in self._lines(path) if self._step_of(line) <= done]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class JsonLines:
             number += 1
             aside = path.with_name(f"{path.name}.left{number}")
         path.rename(aside)
-        print(f"a new run begins {path}; what was there is {aside}", file=sys.stderr, flush=True)
+        print(f"{path} begins anew; what was there is {aside}", file=sys.stderr, flush=True)
 
     def _open(self) -> TextIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +79,14 @@ class JsonLines:
     def _step_of(line: str) -> float:
         """Infinite where the line is no record."""
         try:
-            return json.loads(line)["step"] if line.endswith("}\n") else math.inf
+            step = json.loads(line)["step"] if line.endswith("}\n") else math.inf
         except (ValueError, KeyError, TypeError):
             return math.inf
+        return step if isinstance(step, (int, float)) else math.inf
+
+    @classmethod
+    def _is_record(cls, line: str) -> bool:
+        return cls._step_of(line) < math.inf
 
     def write(self, record: dict[str, Any]) -> None:
         """One line; JSON has no NaN and no infinity, which become null."""
@@ -111,6 +116,9 @@ class Wandb:
         log: mode, project, name, entity, folder.
         config: of the run, as nested dicts.
         run_id: of the run to continue; None starts one.
+
+    Raises:
+        ValueError: Weights & Biases cannot be reached, or knows no key.
     """
 
     def __init__(self, log: LogConfig, config: dict[str, Any], run_id: str | None) -> None:
@@ -119,17 +127,21 @@ class Wandb:
         folder = log.wandb.dir or log.dir
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=log.wandb.project,
-            name=log.wandb.name,
-            entity=log.wandb.entity,
-            mode=log.wandb.mode,  # type: ignore[arg-type]
-            dir=folder,
-            id=run_id,
-            resume="allow",
-            config=config,
-            settings=wandb.Settings(silent=log.wandb.mode == "offline", console="off"),
-        )
+        try:
+            self._run = wandb.init(
+                project=log.wandb.project,
+                name=log.wandb.name,
+                entity=log.wandb.entity,
+                mode=log.wandb.mode,  # type: ignore[arg-type]
+                dir=folder,
+                id=run_id,
+                resume="allow",
+                config=config,
+                settings=wandb.Settings(silent=log.wandb.mode == "offline", console="off"),
+            )
+        except wandb.Error as error:  # no key, no network
+            ways = "`wandb login`, or log.wandb.mode=offline"
+            raise ValueError(f"log.wandb.mode = {log.wandb.mode}: {error} ({ways})") from error
 
     @property
     def run_id(self) -> str:

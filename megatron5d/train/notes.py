@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
 from megatron5d.config.schema import Config
+from megatron5d.config.sources import source_of
 from megatron5d.data.indexed import IndexedDataset
-from megatron5d.train.data import end_of_document, eod_and_size, read_sources
+from megatron5d.data.sources import normalised
+from megatron5d.train.data import end_of_document, eod_and_size, held_out, read_sources, tokens_of_part
 
 LOOKED_AT = 64  # documents of a file
 LOOKED_AT_TOKENS = 1 << 16  # at the end of each
@@ -74,6 +77,25 @@ def small_vocabulary(config: Config) -> list[str]:
         f"data.tokenizer = {data.tokenizer} has {tokens} tokens, model.vocab_size is {size}: a higher id in the data "
         "will end the run"
     ]
+
+
+def repeated_validation(config: Config) -> list[str]:
+    """Which held-out files an evaluation goes through more than once, so that some samples count more than others."""
+    train = config.train
+    if config.data.order == "megatron":  # whose epochs are joined
+        return []
+    notes = []
+    for knob, entries, split in held_out(config).values():
+        sources = [source_of(entry) for entry in entries]
+        for source, share in zip(sources, normalised([source.weight for source in sources])):
+            tokens = tokens_of_part(IndexedDataset(source.prefix, checked=False), split, "valid")
+            samples, taken = (tokens - 1) // train.seq_len, math.ceil(share * train.eval_batches * train.gbs)
+            if samples < taken:
+                notes.append(
+                    f"{knob}: {source.prefix} holds {samples} samples, and an evaluation (train.eval_batches · "
+                    f"train.gbs) takes {taken} of it: some count more often than others"
+                )
+    return notes
 
 
 def idle_routers(config: Config) -> list[str]:

@@ -61,14 +61,15 @@ class Reporter:
         self._pending[name] = value
 
     def step(self, result: StepResult, lr: float) -> None:
-        """Records one step; written every `log.every` steps, at the first and at the last.
+        """Records one step; written every `log.every` steps, at the first and last, and where there is more to tell.
 
         Comm: at a record that of SlowRanks; once, after some steps: of MemoryReport and Expectation.
         """
         self._steps_here += 1
         config, step = self.run.config, self.run.progress.step
         last = config.train.stop_after or config.train.steps
-        written = step % config.log.every == 0 or step in (1, last) or result.stop or bool(self._pending)
+        more = bool(self._pending or result.layers)  # an evaluation, the routers
+        written = step % config.log.every == 0 or step in (1, last) or result.stop or more
         told, self._pending = self._pending, {}
         slow = list[str]()
         if written:

@@ -278,6 +278,13 @@ def test_more_ranks_than_gpus_run_on_cpus(tmp_path):
     assert "2 ranks but 1 GPU(s): running on CPUs" in done.stderr
 
 
+def test_hidden_gpus_are_none(tmp_path):
+    environment = environment_of(tmp_path) | {"CUDA_VISIBLE_DEVICES": "-1"}
+    command = ["bash", "launch/local.sh", "2", str(tmp_path), "finish"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "GPU" not in done.stderr, done.stderr
+
+
 def test_an_interpreter_that_is_not_there_is_not_replaced_by_another():
     environment = os.environ | {"PYTHON": "/nowhere/python"}
     command = ["bash", "launch/local.sh", "1"]

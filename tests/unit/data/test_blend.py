@@ -62,6 +62,10 @@ def greedy(weights, size):
     return result
 
 
+def test_weights_whose_sum_is_beyond_floats_are_shares_all_the_same():
+    assert normalised([1e308, 1e308, 5e307]) == pytest.approx([0.4, 0.4, 0.2])
+
+
 @pytest.mark.parametrize("weights", [[1], [1, 1], [3, 7], [1, 1, 1], [0.1, 0.2, 0.3, 0.4], [5, 0.001, 2], [1] * 7])
 def test_megatron_blend_is_the_greedy_rule(weights):
     weights = normalised(weights)

@@ -77,7 +77,7 @@ def test_resuming_after_any_unit_gives_the_rest(mixed, text_per):
 def test_text_files_are_whole_documents_or_lines(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\n\ntwo\r\nthree")
     assert read([tmp_path / "a.txt"]) == [("one\n\ntwo\r\nthree",)]
-    assert read([tmp_path / "a.txt"], text_per="line") == [("one",), ("two\r",), ("three",)]
+    assert read([tmp_path / "a.txt"], text_per="line") == [("one",), ("two",), ("three",)]
 
 
 def test_folders_are_searched_in_order_and_filtered(tmp_path):
@@ -136,6 +136,19 @@ def test_bad_rows_of_parquet_are_named(tmp_path):
         read([tmp_path / "b.parquet"])
 
 
+def test_what_parquet_cannot_give_is_named(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice\.parquet: 2 columns are called 'text'"):
+        read([tmp_path / "twice.parquet"])
+    write_parquet(tmp_path / "torn.parquet", {"text": ["a"] * 100})
+    whole = (tmp_path / "torn.parquet").read_bytes()
+    (tmp_path / "torn.parquet").write_bytes(whole[:10] + b"\x55" * 20 + whole[30:])
+    with pytest.raises(ValueError, match=r"torn\.parquet: row group 0 cannot be read"):
+        read([tmp_path / "torn.parquet"])
+
+
 def test_text_that_is_not_utf8_is_named_by_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"fine\nfine\nbr\xe9ve\n")
     [bad] = read([tmp_path / "a.txt"])
@@ -150,6 +163,9 @@ def test_cut_and_damaged_compression_is_refused(tmp_path, suffix):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=rf"a\.jsonl\{suffix}: byte \d+: cannot be decompressed"):
             read([path])
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"a\.jsonl\{suffix} is empty"):
+        read([path])
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])

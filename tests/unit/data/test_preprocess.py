@@ -77,6 +77,38 @@ def test_a_second_run_has_nothing_to_do_and_another_job_is_refused(tmp_path, tok
     assert summary_of(*arguments, "--append-eod", "--overwrite")["up_to_date"] is False
 
 
+def test_another_share_for_validation_is_another_job(tmp_path, tokenizer_file, corpus_file):
+    """Its outputs have other names; the summary has one."""
+    arguments = ["--input", corpus_file, "--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--workers", 1]
+    assert summary_of(*arguments, "--valid-fraction", 0.2)["up_to_date"] is False
+    refused = tool(*arguments)
+    assert refused.returncode == 2 and "o_train.idx is there already" in refused.stderr
+    assert summary_of(*arguments, "--valid-fraction", 0.2)["up_to_date"] is True
+
+
+def test_outputs_among_the_inputs_are_not_taken_for_texts(tmp_path, tokenizer_file, corpus_file):
+    arguments = ["--input", tmp_path, "--tokenizer", tokenizer_file, "--out", tmp_path / "o", "--workers", 1]
+    first = summary_of(*arguments)
+    (tmp_path / "other.preprocess.partial.json").write_text("{}")
+    assert summary_of(*arguments)["up_to_date"] is True and first["files"] == 1
+
+
+def test_another_end_of_document_is_another_job(tmp_path, corpus_file):
+    """It may be said beside the tokenizer's file, which is the same."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path / "tok"
+    folder.mkdir()
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<a>": 0, "<b>": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    model.save(str(folder / "tokenizer.json"))
+    job = preprocess.Job((corpus_file,), str(tmp_path / "o"), Recipe(str(folder), append_eod=True))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<a>"}')
+    assert preprocess.preprocess(job, workers=1)["eod"] == 0
+    assert preprocess.preprocess(job, workers=1)["up_to_date"] is True
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<b>"}')
+    with pytest.raises(ValueError, match="is there already, from other inputs or settings"):
+        preprocess.preprocess(job, workers=1)
+
+
 def test_a_result_that_has_lost_its_tokens_is_made_again(tmp_path, tokenizer_file, corpus_file):
     """Its .idx alone would be taken for the result, by a copy that stopped half-way as well."""
     job = preprocess.Job((corpus_file,), str(tmp_path / "o"), Recipe(str(tokenizer_file)), valid_fraction=0.1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron5d.data.tiktoken_ranks import CL100K_PATTERN, GPT2_PATTERN, O200K_PATTERN
-from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.data.tokenizer import RUN, load_tokenizer
 from megatron5d.data.train_tokenizer import train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,6 +125,18 @@ def test_eos_of_the_config_beside_it_wins(hugging_face_file, tmp_path):
     assert load_tokenizer(tmp_path, eod=7).eod == load_tokenizer(tmp_path, eod="7").eod == 7  # id 7, not the digit
     with pytest.raises(ValueError, match="'<nope>' is not in the vocabulary; it has .*<|endoftext|>"):
         load_tokenizer(tmp_path, eod="<nope>")
+
+
+def test_tiktoken_takes_runs_of_any_length(tiktoken_file):
+    """Where they are longer than RUN they are cut; in a million blanks its own stack ends, and the process with it."""
+    tokenizer = load_tokenizer(tiktoken_file)
+    text = "ab " * 20000 + "a" + " " * 1_100_000 + "b" * (2 * RUN + 1)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("cd" + "ab" * (RUN // 2)) == tokenizer.encode(
+        "cd" + "ab" * (RUN // 2 - 1)
+    ) + tokenizer.encode("ab")
+    within = "ab" * (RUN // 2 - 1) + " ab"
+    assert tokenizer.encode(within) == tokenizer._model.encode_ordinary(within)
 
 
 def test_tiktoken_merges_by_rank(tiktoken_file):

@@ -208,6 +208,19 @@ def test_a_damaged_file_is_named(text, said, tmp_path):
         model_config_from_hf(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("intermediate_size", None), ("num_key_value_heads", "x"), ("rope_theta", []), ("model_type", [])],
+)
+def test_a_value_of_another_kind_is_named(key, value, tmp_path):
+    config = transformers.AutoConfig.for_model("llama").to_dict()
+    rope = {"rope_parameters": None} if key == "rope_theta" else {}
+    (tmp_path / "config.json").write_text(json.dumps(config | rope | {key: value}))
+    theirs = {"intermediate_size": "model.ffn_hidden_size", "num_key_value_heads": "model.num_kv_heads"}
+    with pytest.raises(ValueError, match=theirs.get(key, key)):
+        read_model_config(tmp_path)
+
+
 def test_all_refusals_together(tmp_path):
     save_config(transformers.GPT2Config(), tmp_path, activation_function="relu", scale_attn_weights=False)
     with pytest.raises(ValueError, match=r"(?s)activation_function.*scale_attn_weights"):

@@ -10,6 +10,7 @@ from megatron5d.config.schema import (
     DataConfig,
     LogConfig,
     ModelConfig,
+    MoeConfig,
     ParallelConfig,
     PipelineConfig,
     TrainConfig,
@@ -99,3 +100,17 @@ def test_the_first_and_the_last_step_are_recorded_whatever_log_every_says(tmp_pa
     )
     assert train_on_ranks(config, 1) == [0]
     assert [record["step"] for record in records(tmp_path / "log.jsonl")] == [1, 3, 5]
+
+
+def test_what_routers_did_is_recorded_whatever_log_every_says(tmp_path):
+    config = Config(
+        model=ModelConfig(num_layers=1, vocab_size=64, num_experts=4, top_k=2, moe_ffn_hidden_size=32),
+        moe=MoeConfig(log_every=2),
+        train=TrainConfig(steps=5, gbs=2, seq_len=16),
+        data=DataConfig(train=[write_corpus(tmp_path / "toy", vocab_size=64)], prefetch=0),
+        parallel=ParallelConfig(ep=2),
+        log=LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False, every=100),
+    )
+    assert train_on_ranks(config, 2) == [0] * 2
+    watched = {record["step"]: "moe/layer_0/load" in record for record in records(tmp_path / "log.jsonl")}
+    assert watched == {1: True, 2: True, 4: True, 5: False}

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import wandb
 
 from megatron5d.config.schema import LogConfig, ModelConfig, WandbConfig
 from megatron5d.model.flops import flops_per_token, parameter_count
@@ -64,6 +65,14 @@ def test_what_a_loss_of_power_leaves_is_no_record(tmp_path):
     assert [record["step"] for record in lines(path)] == [1, 3]
 
 
+def test_a_file_that_is_no_log_is_set_aside_by_a_resumed_run_too(tmp_path, capsys):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": "precious"}\n{"step": null}\n')
+    JsonLines(path, done=3).close()
+    assert path.read_text() == "" and "precious" in (tmp_path / "corpus.jsonl.left").read_text()
+    assert f"what was there is {path}.left" in capsys.readouterr().err
+
+
 def test_in_a_file_progress_is_a_line_now_and_then(capsys, monkeypatch):
     clock = iter([60, *range(64, 120, 4)])  # seconds: the first step takes long
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))
@@ -116,6 +125,15 @@ def wandb_records(folder):
 
 def items(entries):
     return {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in entries}
+
+
+def test_what_keeps_wandb_from_starting_is_one_message(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ValueError, match=r"log.wandb.mode = online: No API key configured.*log.wandb.mode=offline"):
+        Wandb(LogConfig(dir=str(tmp_path), wandb=WandbConfig(mode="online")), {}, None)
 
 
 def test_wandb_offline_holds_what_the_log_holds_and_a_resumed_run_keeps_its_id(tmp_path):

@@ -1,15 +1,19 @@
 """What an evaluation reads: the held-out documents, in the order of the file, the same at every evaluation."""
 
+import os
+import shutil
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from runs import records, write_corpus
 
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.schema import Config, DataConfig, LogConfig, ModelConfig, TrainConfig
-from megatron5d.data.indexed import IndexedDataset
+from megatron5d.data.indexed import IndexedDataset, IndexedWriter
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.train import data as data_module
@@ -17,7 +21,7 @@ from megatron5d.train.build import sizes_of
 from megatron5d.train.data import held_out, train_loader, valid_loader
 from megatron5d.train.data_faults import data_faults
 from megatron5d.train.loop import train
-from megatron5d.train.notes import small_vocabulary, unmarked_documents
+from megatron5d.train.notes import repeated_validation, small_vocabulary, unmarked_documents
 
 DOCUMENTS, SEQ = 60, 16
 
@@ -118,6 +122,49 @@ def test_what_an_evaluation_found_is_written_at_its_step(corpus, tmp_path):
     assert train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
     found = {record["step"]: "valid_loss" in record for record in records(tmp_path / "log.jsonl")}
     assert found == {1: False, 3: True, 4: True}  # the first and the last in any case
+
+
+def test_an_evaluation_of_padding_alone_is_no_loss_of_zero(corpus, tmp_path):
+    with closing(IndexedWriter(tmp_path / "padding", np.int32)) as writer:
+        writer.add_document([0] * 200)
+        writer.finalize()
+    np.full(200, -100, np.int32).tofile(tmp_path / "padding.bin")
+    config = Config(
+        model=ModelConfig(num_layers=1, vocab_size=43, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2),
+        train=TrainConfig(steps=1, gbs=1, mbs=1, seq_len=8, eval_batches=1),
+        data=DataConfig([corpus], valid=[str(tmp_path / "padding")], prefetch=0),
+        log=LogConfig(progress=False, memory_check="off"),
+    )
+    with pytest.raises(ValueError, match="data.valid: what is evaluated has no target token at all"):
+        train(config, Process(0, 1, 0, torch.device("cpu")))
+
+
+def test_what_an_evaluation_takes_more_than_once_is_told(corpus):
+    tokens = IndexedDataset(corpus).num_tokens
+    samples = (tokens - 1) // SEQ
+    for batches, told in ((samples // 2, False), (samples, True)):
+        train = TrainConfig(gbs=2, seq_len=SEQ, eval_batches=batches)
+        notes = repeated_validation(Config(train=train, data=DataConfig([corpus], valid=[corpus])))
+        assert [f"holds {samples} samples, and an evaluation" in note for note in notes] == [True] * told
+
+
+def test_files_that_cannot_be_read_are_refused(corpus, tmp_path, monkeypatch):
+    for ending in (".bin", ".idx"):
+        shutil.copy(corpus + ending, tmp_path / f"copy{ending}")
+    config = Config(data=DataConfig([str(tmp_path / "copy")]))
+    with (tmp_path / "copy.idx").open("r+b") as index:
+        index.seek(-8, os.SEEK_END)
+        index.write((-1_000_000).to_bytes(8, "little", signed=True))
+    (fault,) = data_faults(config, 1)
+    assert fault.id == "data-broken" and "copy.idx: document 60 begins at sequence -1000000" in fault.reason
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "copy.idx")
+
+    monkeypatch.setattr("megatron5d.train.data_faults.IndexedDataset", refuse)
+    monkeypatch.setattr("megatron5d.train.data_faults.end_of_document", refuse)
+    tokenizer = replace(config, data=replace(config.data, tokenizer=__file__))
+    assert [fault.id for fault in data_faults(tokenizer, 1)] == ["data-broken", "data-tokenizer-kind"]
 
 
 def test_a_run_reads_its_tokenizer_once(corpus, tmp_path, monkeypatch):
