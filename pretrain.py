@@ -34,7 +34,7 @@ from megatron5d.train.schedule import pipeline_faults, schedule_faults
 from megatron5d.train.state import checkpoint_faults
 
 
-@EndOnSignals()
+@EndOnSignals()  # for those that import main, too
 def main(argv: Sequence[str]) -> int:
     """Runs one rank of a job.
 
