@@ -8,6 +8,7 @@ import torch
 
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.optim import adamw
 from megatron5d.optim.adamw import AdamW
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard import ShardSpec, new_parameter, whole
@@ -41,7 +42,11 @@ def apex(monkeypatch):
     modules["amp_C"].multi_tensor_adam = lambda: None
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with monkeypatch.context() as with_gpu:
+        with_gpu.setattr(torch.cuda, "is_available", lambda: True)
+        found = adamw.apex_adam()
+    assert found is FusedAdam
+    monkeypatch.setattr(adamw, "apex_adam", lambda: found)
 
 
 def bucket_of(dtype):
