@@ -149,8 +149,9 @@ def memory_snapshots(config: Config, process: Process) -> Iterator[MemorySnapsho
     except (torch.OutOfMemoryError, PipelineError) as error:
         if isinstance(cause_of(error), torch.OutOfMemoryError):
             path = snapshots.dump("oom")
-            error.add_note(f"fix: {_ways_out(config, process.world)}")
-            error.add_note(f"what was allocated: {path or 'log.memory_snapshot=FOLDER writes it'}")
+            ways = f"fix: {_ways_out(config, process.world)}"
+            seen = f"what was allocated: {path or 'log.memory_snapshot=FOLDER writes it'}"
+            error.__notes__ = [*getattr(error, "__notes__", []), ways, seen]  # type: ignore[union-attr]  # of Python 3.11
         raise
 
 
