@@ -18,6 +18,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
+def _seed(text: str) -> int:
+    """A number that torch takes as one."""
+    if not -(2**63) <= int(text) < 2**64:
+        raise argparse.ArgumentTypeError(f"{text} has more than 64 bits")
+    return int(text)
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -27,7 +34,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to add (default 64)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 = likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=50, metavar="K", help="draw among K tokens; 0 = all (default 50)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the draws (default 0)")
     parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="sentencepiece, tokenizer.json or tiktoken file")
     parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"], help="of the computation (default: the source's)")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")

@@ -58,6 +58,8 @@ def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
         raise ValueError(f"--tokens {path} cannot be read: {error.strerror or error}") from error
     except (ValueError, EOFError) as error:
         raise ValueError(f"--tokens {path} is not a .npy file of numbers: {error}") from error
+    if not isinstance(ids, np.ndarray):
+        raise ValueError(f"--tokens {path} is not a .npy file of numbers but several, as .npz")
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
         raise ValueError(f"--tokens {path} holds {ids.dtype} {list(ids.shape)}; wanted are integers [b, s]")
     ids = ids.reshape(-1, ids.shape[-1])

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -106,7 +107,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _complete(options: argparse.Namespace) -> None:
+    """Fills in what depends on the precision, and refuses amounts that are none."""
+    if options.certificate and options.certificate.is_dir():
+        raise ValueError(f"--certificate {options.certificate} is a folder; name a file")
     if options.certificate and not os.access(options.certificate.absolute().parent, os.W_OK):
         raise ValueError(f"--certificate {options.certificate}: no folder in which it could be written")
     if options.steps is None:
@@ -115,6 +119,14 @@ def _compare(options: argparse.Namespace) -> int:
         raise ValueError(f"--steps {options.steps}: at least 1")
     if options.tolerance is None:
         options.tolerance = TOLERANCES[options.precision]
+    if not 0 <= options.tolerance < math.inf:
+        raise ValueError(f"--tolerance {options.tolerance}: a number from 0 on")
+    if not 0 < options.timeout < math.inf:
+        raise ValueError(f"--timeout {options.timeout}: seconds above 0")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    _complete(options)
     asked = planned_config(options.overrides, options.world, () if options.data else FILE_LAWS)
     config = exact(asked, options.steps)
     if options.data:

@@ -20,6 +20,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -92,6 +93,7 @@ from tqdm import tqdm
 
 from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
 from megatron5d.config.fault import ConfigError
+from megatron5d.config.load import keys_given
 from megatron5d.config.schema import Config
 from megatron5d.plan.conventions import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
 from megatron5d.plan.memory import RankMemory, gigabytes, table
@@ -166,14 +168,12 @@ def _step(options: argparse.Namespace) -> int:
 
 def _search(options: argparse.Namespace) -> int:
     cluster = _cluster(options)
-    for name, value in (("--device-gb", options.device_gb), ("--count", options.count)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{name} {value:g} is not above 0")
-    have = cluster.memory_bytes if options.device_gb is None else round(options.device_gb * 1e9)
+    if options.count < 1:
+        raise ValueError(f"--count {options.count} is not above 0")
+    have = _bytes_given(options, cluster.memory_bytes)
     config = unplanned_config(options.overrides, options.world)
     _check_eight_bits(config, cluster.architecture)
-    fixed = {override.lstrip("+").partition("=")[0] for override in options.overrides}
-    search = LayoutSearch(config, options.world, cluster, options.imbalance, fixed)
+    search = LayoutSearch(config, options.world, cluster, options.imbalance, keys_given(options.overrides))
     with tqdm(desc="shapes", unit="", leave=False, disable=None) as bar:
         candidates = search.candidates(have, bar.update)
     if not search.found_legal:
@@ -201,8 +201,6 @@ def _memory(options: argparse.Namespace) -> int:
     config = planned_config(options.overrides, options.world)
     imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
     _check_imbalance(imbalance)
-    if options.device_gb is not None and not options.device_gb > 0:
-        raise ValueError(f"--device-gb {options.device_gb:g} is not above 0")
     target, have = _machine(options, imbalance)
     if target.architecture is not None:
         _check_eight_bits(config, target.architecture)
@@ -239,16 +237,25 @@ def _memory(options: argparse.Namespace) -> int:
 
 def _machine(options: argparse.Namespace, imbalance: float) -> tuple[Target, int | None]:
     """The device that is planned for, and its bytes where they are known."""
-    device, have = options.device, None
+    device, known = options.device, None
     if device in CLUSTERS or device in SHORT_NAMES:
         named = cluster_called(device)
-        device, have = named.architecture, named.memory_bytes
-    target = Target(None if device == "cpu" else device, imbalance)
+        device, known = named.architecture, named.memory_bytes
+    target, have = Target(None if device == "cpu" else device, imbalance), _bytes_given(options, known)
     try:
         with target.paths():
-            return target, have if options.device_gb is None else round(options.device_gb * 1e9)
+            return target, have
     except ValueError as error:
         raise ValueError(f"--device {device}: {error}, and cpu; by name there are {', '.join(CLUSTERS)}") from error
+
+
+def _bytes_given(options: argparse.Namespace, known: Any) -> Any:
+    """What --device-gb says; without it what is known of the device."""
+    if options.device_gb is None:
+        return known
+    if not 0 < options.device_gb < 1e9:
+        raise ValueError(f"--device-gb {options.device_gb:g} is not above 0, or no device's")
+    return round(options.device_gb * 1e9)
 
 
 def _context(options: argparse.Namespace) -> int:

@@ -62,19 +62,19 @@ def read_curve(path: Path) -> Curve:
     """
     train: list[tuple[int, float]] = []
     valid: dict[str, list[tuple[int, float]]] = {}
-    whole, _, _ = path.read_text().rpartition("\n")
+    whole, _, _ = path.read_text(errors="replace").rpartition("\n")
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             record: dict[str, Any] = json.loads(line)
-            tokens = record["tokens"]
+            tokens = int(record["tokens"])
             if record["loss"] is not None:  # as is a loss that was not finite
-                train.append((tokens, record["loss"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+                train.append((tokens, float(record["loss"])))
+            for key, loss in sorted(record.items()):  # those before training first
+                field = key.removeprefix("initial_")
+                if field.partition("/")[0] == "valid_loss" and loss is not None:
+                    valid.setdefault(field, []).append((tokens if field == key else 0, float(loss)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number}: not a record of a step with tokens and loss ({error!r})") from error
-        for key, loss in sorted(record.items()):  # those before training first
-            field = key.removeprefix("initial_")
-            if field.partition("/")[0] == "valid_loss" and loss is not None:
-                valid.setdefault(field, []).append((tokens if field == key else 0, loss))
     if not train:
         raise ValueError(f"{path} holds no record: has the run made a step?")
     return Curve(path.resolve().parent.name, train, valid)

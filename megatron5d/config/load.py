@@ -83,6 +83,12 @@ def load_config(
     return config
 
 
+def keys_given(overrides: Sequence[str]) -> set[str]:
+    """The dotted keys that readable overrides give a value, those inside of a mapping too."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return {name for each in parsed for name in (each.key_or_group, *_nested(each.key_or_group, each._value))}
+
+
 def answer_help(argv: Sequence[str]) -> None:
     """If the command line has `--help`, prints its text and ends the process.
 

@@ -62,7 +62,7 @@ def upcycled(
     return replace(
         dense, num_experts=num_experts, top_k=top_k, moe_ffn_hidden_size=f // granularity, first_k_dense=first_k_dense,
         moe_interval=1, moe_layers=None, router_score="softmax", norm_topk_prob=True,
-        routed_scaling_factor=float(granularity),
+        routed_scaling_factor=float(granularity), num_groups=1, top_groups=1, group_score="max",
     )  # fmt: skip
 
 

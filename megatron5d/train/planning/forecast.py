@@ -206,6 +206,7 @@ def _signature(unit: list[nn.Module]) -> tuple:
             tuple(type(getattr(parameter, "gemms", None)) for parameter in phase.parameters()),
             _keeping(phase),
             None if group is None else groups.index(group),
+            getattr(phase, "depth", None),  # prediction blocks: each adds a term to the sums that it hands on
         )
         for phase, group in zip(unit, groups)
     )

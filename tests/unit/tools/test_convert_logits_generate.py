@@ -146,6 +146,7 @@ def test_no_more_than_one_tensor_is_read_at_a_time(imported, tmp_path, monkeypat
 
 REFUSED = {
     "is not a .npy file": lambda hf, tmp: ["--tokens", hf / "config.json"],
+    "but several, as .npz": lambda hf, tmp: ["--tokens", tmp / "many.npz"],
     "absent.npy cannot be read: No such file": lambda hf, tmp: ["--tokens", tmp / "absent.npy"],
     "id 61 at row 0, column 2 is outside the vocabulary 0 ... 60": lambda hf, tmp: ["--tokens", tmp / "far.npy"],
     "holds float64": lambda hf, tmp: ["--tokens", tmp / "real.npy"],
@@ -159,6 +160,7 @@ def test_logits_refuses(imported, tmp_path, reason, capsys):
     _, hf, _, _ = imported
     np.save(tmp_path / "far.npy", np.array([[0, 60, 61]]))
     np.save(tmp_path / "real.npy", np.array([[0.5]]))
+    np.savez(tmp_path / "many.npz", np.array([[1]]))
     words = ["--hf", hf, "--out", tmp_path / "out.npy", *REFUSED[reason](hf, tmp_path)]
     assert logits.main([str(word) for word in words]) == 2
     assert reason in capsys.readouterr().err

@@ -52,6 +52,8 @@ def test_methods_of_context_parallelism_in_their_order(capsys):
 
 def test_a_device_that_is_too_small(capsys):
     assert main([*RUN, "--device-gb", "80"]) == 0 and "It fits 80 GB" in capsys.readouterr().out
+    for size in ("0", "nan", "inf", "1e300"):
+        assert main([*RUN, "--device-gb", size]) == 2 and "is not above 0, or no device's" in capsys.readouterr().err
     assert main([*RUN, "--device-gb", "0.001"]) == 1 and "WARNING: pipeline rank" in capsys.readouterr().out
 
 
@@ -157,6 +159,9 @@ def test_search_for_layouts(capsys, monkeypatch):
     line = found[0]["overrides"].split()
     assert main(["step", *SEARCH[1:], "parallel.tp=2", *line, "--json"]) == 0  # as it can be pasted
     assert json.loads(capsys.readouterr().out)["step_time_s"] == pytest.approx(found[0]["step_time_s"])
+    assert main([*SEARCH, "parallel={tp: 2, sp: true}", "--count", "2", "--json"]) == 0  # which fixes the same
+    alike = json.loads(capsys.readouterr().out)["layouts"]
+    assert alike and all("parallel.tp" not in each["overrides"] for each in alike)
     assert main([*SEARCH, "--device-gb", "0.7"]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("No layout that was looked at fits 0.7 GB")

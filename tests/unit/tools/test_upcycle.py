@@ -20,7 +20,8 @@ from tools import convert, logits
 DENSE = {"hidden_size": 16, "ffn_hidden_size": 24, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 64}
 MODELS = {
     "swiglu": ModelConfig(**DENSE, num_layers=3, init_std=0.3, init_scale_output=False),
-    "gelu, mtp": ModelConfig(**DENSE, activation="gelu", num_mtp_layers=1, init_std=0.3),
+    # groups mean nothing to a dense model, and to its mixture neither
+    "gelu, mtp": ModelConfig(**DENSE, activation="gelu", num_mtp_layers=1, init_std=0.3, num_groups=4, top_groups=2),
 }
 
 

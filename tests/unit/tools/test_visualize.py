@@ -83,6 +83,9 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
         (lambda p: run_folder(run_folder(p, "a.jsonl"), "b.jsonl"), "a.jsonl, b.jsonl"),
         (lambda p: (p / "a.jsonl").write_text('{"loss": 1}\n') and p, "a.jsonl:1: not a record"),
         (lambda p: (p / "a.jsonl").write_text('{"tokens": 1, "loss": 1}\n{"tok\n') and p, "a.jsonl:2: not a record"),
+        (lambda p: (p / "a.jsonl").write_text('{"tokens": null, "loss": 1}\n') and p, "a.jsonl:1: not a record"),
+        (lambda p: (p / "a.jsonl").write_text('{"tokens": 1, "loss": {"a": 1}}\n') and p, "a.jsonl:1: not a record"),
+        (lambda p: (p / "a.jsonl").write_bytes(b"\xff\n") and p, "a.jsonl:1: not a record"),
         (lambda p: (p / "a.jsonl").touch() or p, "holds no record"),
     ],
 )
