@@ -284,11 +284,9 @@ class GradSync:
         """Waits until all gathers have finished."""
         self.weights.finish_gather()
 
-    def allocate_grads(self, phase: nn.Module) -> None:
-        """Allocates what the phase's weight gradients go into, as the first of them does (ZeRO-2 and 3)."""
-        for index in self._uses[phase]:
-            if self.buckets[index].shards_grads:
-                self.buckets[index].allocate_grads()
+    def buckets_of(self, phase: nn.Module) -> Sequence[int]:
+        """Indices of the buckets that hold the phase's parameters."""
+        return self._uses[phase]
 
     def drop(self) -> None:
         """Frees the temporary buffers (ZeRO-2 and 3), whatever they hold."""

@@ -160,9 +160,9 @@ class _Walk:
         """One step of an action, counted from its first phase, with what data parallelism does before, in and after."""
         replay.before(action, place)
         self.see(action, max(step.rise, replay.peak_bytes - replay.live_bytes))
-        if step.late is not None:
-            replay.allocate(action, place)
-            self.see(action, step.late)
+        for bucket, most in step.late:
+            replay.allocate(action, place, bucket)
+            self.see(action, most)
         self.stages += step.delta
         replay.forget_peak()
         replay.after(action, place)

@@ -61,9 +61,12 @@ class Replay(MemoryWatch):
         self.forget_peak()
         self._sync.before(*self._moves[action.op, action.stage][step])
 
-    def allocate(self, action: Action, step: int) -> None:
-        """The step's phase makes its first weight gradient."""
-        self._sync.allocate_grads(self._moves[action.op, action.stage][step][0])
+    def allocate(self, action: Action, step: int, place: int) -> None:
+        """The step's phase makes its first weight gradient for a bucket, given by its place among the phase's."""
+        phase, _ = self._moves[action.op, action.stage][step]
+        bucket = self._sync.buckets[self._sync.buckets_of(phase)[place]]
+        if bucket.shards_grads:
+            bucket.allocate_grads()
 
     def after(self, action: Action, step: int) -> None:
         """The step has run."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ class Step:
         delta: what is alive at its end, minus what was alive at its beginning.
         frees: whether it is the backward of its phase, after which the activations are not needed any more.
         host: of a forward, bytes that are in the host's memory until the phase's backward; not part of `delta`.
-        late: as `rise`, from the first weight gradient on, for which data parallelism may have to allocate; `rise` is
-            until then. None = there is none.
+        late: (place, most) for each bucket of the phase in the order of its first weight gradient, for which data
+            parallelism may have to allocate: its place among the phase's buckets, and as `rise` from there until the
+            next. `rise` is until the first.
     """
 
     kind: str
@@ -44,7 +46,7 @@ class Step:
     delta: int
     frees: bool = False
     host: int = 0
-    late: int | None = None
+    late: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,13 @@ class Tracer:
         self.shape, self.dtype, self.batch, self.num_sums = shape, dtype, batch, num_sums
         self.split, self.block = split, block
         self._hooks = NoHooks() if sync is None else _WeightsAlone(sync)
-        self._early: int | None = None  # the most bytes until the first weight gradient of the phase that runs
-        for bucket in [] if sync is None else sync.buckets:
+        self._begun: dict[
+            int, int
+        ] = {}  # bucket -> the most bytes until its first weight gradient, from the one before
+        self._sync = sync
+        for index, bucket in enumerate([] if sync is None else sync.buckets):
             for parameter in bucket.parameters if bucket.shards_grads else ():
-                parameter.allocate_main_grad = self._begin_grads  # type: ignore[attr-defined]
+                parameter.allocate_main_grad = partial(self._begin_grads, index)  # type: ignore[attr-defined]
 
     def trace(
         self, units: Sequence[Sequence[nn.Module]], signatures: Sequence[Hashable], *, first: bool, last: bool
@@ -186,19 +191,20 @@ class Tracer:
         """
         steps = []
         for phase, frees in order:
-            before, away, self._early = watch.forget_peak(), host_bytes(), None
+            before, away, self._begun = watch.forget_peak(), host_bytes(), {}
             next(work)
-            most, delta, host = watch.peak_bytes - before, watch.live_bytes - before, host_bytes() - away
-            rise, late = (most, None) if self._early is None else (self._early - before, most)
-            steps.append(Step(type(phase).__name__, rise, delta, frees, host, late))
+            rise, *later = (most - before for most in (*self._begun.values(), watch.peak_bytes))
+            places = [self._sync.buckets_of(phase).index(bucket) for bucket in self._begun] if self._sync else []
+            delta, host = watch.live_bytes - before, host_bytes() - away
+            steps.append(Step(type(phase).__name__, rise, delta, frees, host, tuple(zip(places, later))))
         before = watch.forget_peak()
         assert next(work, None) is None
         return (*_expanded(steps, [times[phase] for phase, _ in order]), Step(BOUNDARY, 0, watch.live_bytes - before))
 
-    def _begin_grads(self) -> None:
-        """Stands for the allocation of a unit's gradients."""
-        if self._early is None:
-            self._early = self._watch.peak_bytes
+    def _begin_grads(self, bucket: int) -> None:
+        """Stands for the allocation of a bucket's gradients."""
+        if bucket not in self._begun:
+            self._begun[bucket] = self._watch.peak_bytes
             self._watch.forget_peak()
 
 

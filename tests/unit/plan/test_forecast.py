@@ -258,6 +258,8 @@ LAYOUTS = {
     "blockwise-moe": (2, {**BLOCKWISE, "fields": MOE_BLOCKS, "ep": 2}),
     "sixteen": (16, {"pp": 4, "tp": 2, "sp": True, "zero": 2, "gbs": 8, "dtype": "bf16"}),
     "mtp": (1, {"fields": {"num_mtp_layers": 2}, "recompute": "full"}),
+    # the worst moment is in a phase of two buckets: the prediction layer's, and the vocabulary's, which comes first
+    "mtp-zero2": (4, {"pp": 2, "zero": 2, "gbs": 4, "recompute": "selective", "fields": {"num_mtp_layers": 1}}),
     "mtp-5": (2, {"pp": 2, "gbs": 4, "fields": {"num_mtp_layers": 5}}),
     "1f1b": (2, {"pp": 2, "gbs": 4, "recompute": "full"}),
     "interleaved": (2, {"pp": 2, "vpp": 2, "gbs": 4, "schedule": "interleaved"}),
