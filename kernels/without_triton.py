@@ -4,7 +4,6 @@ Files of kernels can be imported for their plain paths, and on the meta device, 
 (`planning.py`), the code around a kernel is what it is with Triton.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ class KernelInterface:
     """A kernel that nobody can compile: it has a name, and is launched on no grid."""
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, kernel)
+        self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         """`kernel[grid]`, which `planning.py` puts another in place of.

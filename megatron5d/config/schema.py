@@ -212,7 +212,7 @@ class PrecisionConfig:
     fp8_skip_first: int = 0  # first layers whose matrices are multiplied in dtype
     fp8_skip_last: int = 0  # last layers whose matrices are multiplied in dtype
     fp8_exclude: list[str] = field(default_factory=list)  # globs of other matrices that are multiplied in `dtype`
-    fp8_gather: bool = True  # zero 3 gathers these matrices in 8 bits, which changes no number; False: in dtype
+    fp8_gather: bool = True  # zero 3 gathers these matrices in 8 bits, the same numbers; False: in dtype
     master_weights: bool = (
         True  # fp32 copies of bf16 weights are updated; False: bf16 weights, with stochastic rounding
     )

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from kernels.fp8_quantize import E4M3, scales_of
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather
+from megatron5d.comm.exposure import Exposure
 from megatron5d.data_parallel.flat_memory import allocate, free
 from megatron5d.precision.fp8_weights import (
-    QuantizedPair,
     block_maxima,
     blocks_in,
     hold_quantized,
     quantize_slice,
     stack_of,
+    stored_pair,
 )
 from megatron5d.topology.axis import Axis
 
@@ -96,12 +97,9 @@ class EightBitWeights:
         if not self.is_held:
             allocate(self.whole)
             self.is_held = True
-        for parameter, offset, stack, scales, gemms in zip(
-            self._parameters, self._offsets, self._stacks, self.scales, self.gemms()
-        ):
-            shape = stack if parameter.spec.expert else stack[1:]  # type: ignore[attr-defined]
-            values = self.whole[offset : offset + parameter.numel()].view(E4M3).view(shape)
-            hold_quantized(parameter, QuantizedPair(gemms.stored(values, scales)))
+        for parameter, offset, scales in zip(self._parameters, self._offsets, self.scales):
+            values = self.whole[offset : offset + parameter.numel()]
+            hold_quantized(parameter, stored_pair(parameter, values, scales))
         return start_all_gather(self.slice, self.shard, out=self.whole)
 
     def drop(self) -> None:
@@ -110,8 +108,12 @@ class EightBitWeights:
         self.is_held = False
 
 
-def requantize(stale: Sequence[EightBitWeights]) -> None:
+def requantize(stale: Sequence[EightBitWeights], exposure: Exposure) -> None:
     """Quantises the slices of weights that have changed, with one reduction of maxima for all of them.
+
+    Args:
+        stale: the weights.
+        exposure: measures the waits for other ranks.
 
     Comm: all_reduce over each shard axis of a number for every 128×128 block; tensorwise, another over tp (experts:
     etp) of a number for every matrix.
@@ -119,18 +121,18 @@ def requantize(stale: Sequence[EightBitWeights]) -> None:
     maxima = [each.maxima() for each in stale]
     for axis in dict.fromkeys(each.shard for each in stale):
         views = [most for each, found in zip(stale, maxima) if each.shard is axis for most in found]
-        _reduce_together(views, partial(all_reduce, axis=axis, op="max"))
+        _reduce_together(views, partial(all_reduce, axis=axis, op="max"), exposure)
     gemms = [each.gemms() for each in stale]
     for_scales = [[g.weight_maxima(most) for g, most in zip(*pair)] for pair in zip(gemms, maxima)]
     for recipe in dict.fromkeys(chain.from_iterable(gemms)):
         views = [most for pair in zip(gemms, for_scales) for g, most in zip(*pair) if g is recipe]
-        _reduce_together(views, recipe.over_ranks)
+        _reduce_together(views, recipe.over_ranks, exposure)
     for each, found in zip(stale, for_scales):
         each.quantize(found)
 
 
-def _reduce_together(views: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> None:
+def _reduce_together(views: list[Tensor], reduce: Callable[[Tensor], Tensor], exposure: Exposure) -> None:
     """Reduces several tensors, in place, with one call of `reduce`."""
-    reduced = reduce(torch.cat([view.flatten() for view in views]))
+    reduced = exposure.during(partial(reduce, torch.cat([view.flatten() for view in views])))
     for view, part in zip(views, reduced.split([view.numel() for view in views])):
         view.copy_(part.view(view.shape))

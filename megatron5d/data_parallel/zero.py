@@ -153,7 +153,7 @@ class GatheredWeights:
         """Quantises the slices of all units whose weights have changed since; done at the first gather of a step."""
         stale = [bucket.eight_bits for bucket in self._buckets if bucket.eight_bits and bucket.eight_bits.is_stale]
         if stale:
-            requantize(stale)
+            requantize(stale, self.exposure)
 
     def _release(self, index: int) -> None:
         """Removes a user from a bucket, and frees the bucket if nobody needs it."""

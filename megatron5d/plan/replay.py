@@ -1,12 +1,14 @@
 """Data parallelism's part in a step, on the meta device: the Program's walk (plan/peak.py) tells it what runs.
 
 The GradSync that would train gathers, allocates, reduces and frees its buffers as phases begin and end, and its bytes
-are counted. So there is no second account of when a unit is whole.
+are counted. So there is no second account of when a unit is whole. The 8-bit copies of gathered weights are made here
+when a phase first reads them, and go with the unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -14,6 +16,8 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.program import Action
 from megatron5d.pipeline_parallel.stage import Stage, phase_groups
 from megatron5d.plan.watch import MemoryWatch
+from megatron5d.precision.fp8 import is_quantized
+from megatron5d.precision.fp8_weights import planned_pair, quantized_weight
 
 Move = tuple[nn.Module, str]
 """A phase, and how it is passed (hooks.py)."""
@@ -34,6 +38,8 @@ class Replay(MemoryWatch):
     ) -> None:
         super().__init__(block)
         self._sync, self._passes, self._phases = sync, passes, phases
+        gathered = [weight for bucket in sync.buckets if bucket.shards_weights for weight in bucket.parameters]
+        self._in_copies = set(filter(is_quantized, gathered))  # weights that are gathered, and multiplied in 8 bits
         self._moves: dict[tuple[str, int], list[Move]] = {}
         for stage, own in phases.items():
             Stage(own, sync)  # tells data parallelism the order of its phases
@@ -59,7 +65,13 @@ class Replay(MemoryWatch):
     def before(self, action: Action, step: int) -> None:
         """A step of an action, counted from its first phase, is about to run."""
         self.forget_peak()
-        self._sync.before(*self._moves[action.op, action.stage][step])
+        phase, passing = self._moves[action.op, action.stage][step]
+        self._sync.before(phase, passing)
+        for weight in phase.parameters() if passing != "weights" else ():
+            if weight in self._in_copies:
+                pair = quantized_weight(weight, partial(planned_pair, weight))
+                if passing == "backward":
+                    assert pair.transposed is not None  # made when read
 
     def allocate(self, action: Action, step: int, place: int) -> None:
         """The step's phase makes its first weight gradient for a bucket, given by its place among the phase's."""

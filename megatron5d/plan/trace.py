@@ -3,13 +3,14 @@
 A pass is the work of one action of a schedule: F, B, I or W of one micro-batch. It runs phase by phase as in training,
 on tensors without memory, while every storage is counted. So there are no formulas to keep in step with the layers:
 what they keep for the backward, pass to each other or need temporarily is counted where it happens, buffers of
-collectives included. Of many equal layers in a row only three are run; the middle one stands for all between the first
-and the last.
+collectives included. Weights are whole; what data parallelism does with them and with their 8-bit copies is another
+matter (plan/replay.py). Of many equal layers in a row only three are run; the middle one stands for all between the
+first and the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.hooks import NoHooks
 from megatron5d.pipeline_parallel.stage import Stage, phase_groups
 from megatron5d.plan.watch import MemoryWatch
+from megatron5d.precision.fp8_weights import forget_quantized
 
 BOUNDARY = "input"  # kind of the input and output of a stage
 
@@ -88,21 +90,23 @@ class Tracer:
         dtype: of a message.
         batch: one micro-batch on the meta device.
         num_sums: length of the last stage's output.
-        sync: data parallelism if it has temporary buffers, else None.
+        sync: data parallelism if gradients have temporary buffers, else None.
+        rehearse: run a micro-batch before the one that counts: it makes what stays, such as 8-bit copies of weights.
+        anew: weights whose 8-bit copies are made in every pass that reads them, with the temporary tensors of that.
         split: trace the passes I and W as well.
         block: as in MemoryWatch.
     """
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, sync: GradSync | None = None,
-        split: bool = True, block: int = 1,
+        rehearse: bool = False, anew: Iterable[nn.Parameter] = (), split: bool = True, block: int = 1,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.batch, self.num_sums = shape, dtype, batch, num_sums
-        self.split, self.block = split, block
-        self._hooks = NoHooks() if sync is None else _WeightsAlone(sync)
-        self._begun: dict[
-            int, int
-        ] = {}  # bucket -> the most bytes until its first weight gradient, from the one before
+        self.block = block
+        self._splits = (False,) * rehearse + ((False, True) if split else (False,))
+        self._hooks = _Requantized(anew)
+        # bucket -> the most bytes until its first weight gradient, from the one before
+        self._begun: dict[int, int] = {}
         self._sync = sync
         for index, bucket in enumerate([] if sync is None else sync.buckets):
             for parameter in bucket.parameters if bucket.shards_grads else ():
@@ -123,8 +127,8 @@ class Tracer:
         phases = [phase for index in chosen for phase in units[index]]
         times = {phase: count for index, count in zip(chosen, repeats) for phase in units[index]}
         passes: dict[str, tuple[Step, ...]] = {}
-        with _LayersWatch(self.block) as self._watch:
-            for split in (False, True) if self.split else (False,):
+        with MemoryWatch(self.block) as self._watch:
+            for split in self._splits:
                 stage = Stage(phases, self._hooks)
                 passes |= self._cycle(self._watch, stage, times, first=first, last=last, split=split)
         return StageTrace(passes, passes["F"][-1].delta == 0)
@@ -208,23 +212,17 @@ class Tracer:
             self._watch.forget_peak()
 
 
-class _WeightsAlone(NoHooks):
-    """Data parallelism gathers weights, and frees them with their 8-bit copies; gradients are not reduced."""
+class _Requantized(NoHooks):
+    """Drops 8-bit copies of weights where a pass will make them anew."""
 
-    def __init__(self, sync: GradSync) -> None:
-        self.register, self.before, self._after = sync.register, sync.before, sync.after  # type: ignore[method-assign]
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+        self._weights = set(weights)
+        self._has_copies: nn.Module | None = None  # a phase that ran again, and goes backward next
 
-    def after(self, phase: nn.Module, passing: str) -> None:
-        if passing != "weights":
-            self._after(phase, passing)
-
-
-class _LayersWatch(MemoryWatch):
-    """Leaves out what was made before and is resized: data parallelism's buffers."""
-
-    def _changed(self, storage: torch.UntypedStorage, before: int) -> None:
-        if storage in self._sizes:
-            super()._changed(storage, before)
+    def before(self, phase: nn.Module, passing: str) -> None:
+        if passing != "weights" and phase is not self._has_copies:
+            forget_quantized(weight for weight in phase.parameters() if weight in self._weights)
+        self._has_copies = phase if passing == "again" else None
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:

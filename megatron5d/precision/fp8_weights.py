@@ -83,6 +83,27 @@ def stack_of(parameter: Tensor) -> tuple[int, int, int]:
     return len(held), prod(parameter.shape) // (len(held) * columns), columns
 
 
+def stored_pair(weight: Tensor, values: Tensor, scales: Tensor) -> QuantizedPair:
+    """The 8-bit copies of a weight as its products read them; the transpose is made when first read.
+
+    Args:
+        weight: the parameter.
+        values: its elements in e4m3 as bytes, flat.
+        scales: of every block, `[matrices, blocks down, blocks across]` float32.
+    """
+    stack = stack_of(weight)
+    shape = stack if spec_of(weight).expert else stack[1:]
+    return QuantizedPair(weight.gemms.stored(values.view(E4M3).view(shape), scales))  # type: ignore[attr-defined]
+
+
+def planned_pair(weight: Tensor) -> QuantizedPair:
+    """Both 8-bit copies of a weight without values, for a plan."""
+    values = torch.empty(weight.numel(), dtype=torch.uint8, device="meta")
+    pair = stored_pair(weight, values, torch.empty(blocks_in(stack_of(weight)), device="meta"))
+    assert pair.transposed is not None
+    return pair
+
+
 def blocks_in(stack: tuple[int, int, int]) -> tuple[int, int, int]:
     """The number of 128×128 blocks of a stack: (matrices, blocks down, blocks across)."""
     count, rows, columns = stack

@@ -124,8 +124,8 @@ class Forecaster:
         for stage in model.stages:
             self._traces[stage], self._boxes[stage] = self._trace(model, sync, stage, batch)
         peak, reduction = self._peak(model, sync, rank)
-        # under ZeRO-3 they come and go with the weights, and the passes count them
-        staying = model.parameters() if config.parallel.zero < 3 else []
+        # those of gathered weights come and go with them, and `_peak` counts them
+        staying = [parameter for bucket in sync.buckets if not bucket.shards_weights for parameter in bucket.parameters]
         copies = sum(watch.rounded(quantized_copies_bytes(parameter)) for parameter in staying)
         on_gpu = self.target.architecture is not None
         return RankMemory(
@@ -167,22 +167,29 @@ class Forecaster:
 
     def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
         """The trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
-        units, spec = _units(model.units_of(stage)), model.stages[stage]
+        config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
             return relay_trace(self._message_bytes()), 0
         signatures = tuple(map(_signature, units))
         key = (signatures, spec.embedding, spec.head, model.embedding is not None and model.head is not None)
         if key not in self._known:
-            form = boundary_form(self.config, "meta")
+            form = boundary_form(config, "meta")
             split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
-            num_sums, hooks = len(loss_terms(self.config)), sync if self.config.parallel.zero >= 2 else None
-            tracer = Tracer(form.shape, form.dtype, batch, num_sums, sync=hooks, split=split, block=self.target.block)
+            tracer = Tracer(
+                form.shape, form.dtype, batch, len(loss_terms(config)), split=split, block=self.target.block,
+                sync=sync if config.parallel.zero >= 2 else None, anew=self._requantized(sync),
+                rehearse=config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused",
+            )  # fmt: skip
             trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
-            boxes = model.overlap.box_bytes
-            if boxes or self.config.precision.fp8 != "none":  # that pass made them, or weights' 8-bit copies: they stay
-                trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
-            self._known[key] = trace, boxes
+            self._known[key] = trace, model.overlap.box_bytes
         return self._known[key]
+
+    def _requantized(self, sync: GradSync) -> list[nn.Parameter]:
+        """Weights that are gathered in the model's dtype for every pass, and their 8-bit copies made then."""
+        if self.config.parallel.regather == "per_step":
+            return []
+        wide = [bucket for bucket in sync.buckets if bucket.shards_weights and bucket.eight_bits is None]
+        return [weight for bucket in wide for weight in bucket.parameters]
 
 
 def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:

@@ -1,6 +1,7 @@
 """ZeRO stages: what travels in a step, what stays resident, and that all of them train the same bits."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -66,9 +67,12 @@ RECOMPUTE = {
 }
 
 
-def config(zero: int, micro_batches: int, *, world: int = 2, dtype: str = "fp32", recompute: str = "none", **parallel):
+def config(
+    zero: int, micro_batches: int, *, world: int = 2, recompute: str = "none", dtype: str = "fp32", fp8: str = "none",
+    fp8_gather: bool = True, **parallel,
+):  # fmt: skip
     made = config_of(zero=zero, gbs=micro_batches * world, recompute=RECOMPUTE[recompute], **parallel)
-    return dataclasses.replace(made, precision=PrecisionConfig(dtype=dtype))
+    return dataclasses.replace(made, precision=PrecisionConfig(dtype, fp8, fp8_gather=fp8_gather))
 
 
 # (stage, micro-batches, options) -> (gathers, reductions) in units of Ψ·(n-1)/n; what turning saves comes off
@@ -100,10 +104,32 @@ def test_elements_per_step_are_what_the_formula_says():
             turns = m * numels[-1] + (m - 1) * numels[0] if gathers == 2 * m else 0
             elements = gathers * sum(numels) - turns, reductions * sum(numels)
             assert sent == tuple(count * (world - 1) // world for count in elements), (zero, m, options)
-            assert (exposed > 0) == (zero == 3), (
-                zero,
-                exposed,
-            )  # the first step of ZeRO-1 and 2 has nothing to wait for
+            # the first step of ZeRO-1 and 2 has nothing to wait for
+            assert (exposed > 0) == (zero == 3), (zero, exposed)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("fp8", ["none", "blockwise"])
+def test_a_wait_for_a_late_rank_is_exposed(fp8):
+    """In 8 bits the first wait of a step is not for weights, but for the largest magnitudes of their blocks."""
+
+    def on_rank(rank, world):
+        whole_blocks = {"hidden_size": 256, "ffn_hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+        made = config(3, 1)
+        model = dataclasses.replace(made.model, **whole_blocks)
+        here = OnRank(dataclasses.replace(made, model=model, precision=PrecisionConfig("bf16", fp8)), rank, world)
+        start_step = here.sync.weights.start_step
+
+        def late(passes):
+            start_step(passes)
+            time.sleep(0.5 * rank)
+
+        here.step()
+        here.sync.weights.start_step = late
+        return here.step().zero_exposed_s
+
+    waited, late = run_ranks(on_rank, 2)
+    assert waited > 0.4 and late < 0.3
 
 
 STAGES = [(0, {}), (1, {}), (2, {}), (3, {}), (3, PER_STEP)]
@@ -144,14 +170,17 @@ def test_resident_bytes_are_what_the_stage_promises():
 
 
 def test_stages_train_the_same_bits_where_they_reduce_alike():
-    """One micro-batch: all, as long as ZeRO-0, whose norm adds up other pieces, does not clip by it (two ranks have but
-    one order to add up in). More micro-batches: those that reduce equally often."""
+    """One micro-batch: all (two ranks have but one order to add up in), as long as ZeRO-0 and ZeRO-3 that gathers in 8
+    bits, whose norms add up other pieces, do not clip by them. More micro-batches: those that reduce equally often."""
     free = {"optim": {"clip": 0.0}}
+    wide = {"fp8": "blockwise", "fp8_gather": False}
     alike = [
         [(1, 1, free), (0, 1, free), (3, 1, free)],
         [(1, 1, {}), (2, 1, {}), (3, 1, {}), (3, 1, {"recompute": "full"}), (3, 1, {"recompute": "pairs"})],
         [(1, 3, {}), (2, 3, {"reduce": "per_step"}), (3, 3, {"reduce": "per_step"}), (3, 3, PER_STEP)],
         [(2, 3, {}), (3, 3, {}), (3, 3, {"regather": "per_step"})],
+        [(1, 1, wide), (2, 1, wide), (3, 1, wide)],
+        [(1, 1, {"fp8": "blockwise", **free}), (3, 1, {"fp8": "blockwise", **free})],
     ]
 
     def on_rank(rank, world):
@@ -168,7 +197,8 @@ def test_stages_train_the_same_bits_where_they_reduce_alike():
         for cases in alike:
             (losses, weights), *others = [next(runs) for _ in cases]
             for case, (their_losses, theirs) in zip(cases[1:], others):
-                norms = 1 if case[0] == 0 else 2
+                zero, _, options = case
+                norms = 1 if zero == 0 or (zero == 3 and "fp8" in options and "fp8_gather" not in options) else 2
                 assert [each[:norms] for each in their_losses] == [each[:norms] for each in losses], case
                 assert all((a == b).all() for a, b in zip(theirs, weights)), case
 

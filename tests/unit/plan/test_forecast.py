@@ -45,7 +45,7 @@ def away(mode, phases, **options):
 
 def large(
     model="llama_gqa", *, schedule=None, layout=None, recompute="none", dtype="fp32", grads="fp32", fp8="none",
-    seq_len=128, **options,
+    fp8_gather=True, seq_len=128, **options,
 ):  # fmt: skip
     """Tensors that dwarf the scalars beside them; `fields` are of the model."""
     fields, moe = options.pop("fields", {}), options.pop("moe", {})
@@ -56,7 +56,7 @@ def large(
         model=dataclasses.replace(config.model, **{"vocab_size": 160, "num_layers": 4, **fields}),
         train=dataclasses.replace(config.train, seq_len=seq_len),
         moe=dataclasses.replace(config.moe, **moe),
-        precision=dataclasses.replace(config.precision, dtype=dtype, grad_dtype=grads, fp8=fp8),
+        precision=dataclasses.replace(config.precision, dtype=dtype, grad_dtype=grads, fp8=fp8, fp8_gather=fp8_gather),
         pipeline=PipelineConfig(schedule, layout) if schedule else PipelineConfig(),
     )
 
@@ -141,8 +141,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     with sync.whole_weights():
         kept = _activations(config, model, batches[0])
     weights, *others = (sum(each.values()) for each in storages)
-    # made by every step's first use of a weight, and there until the weights change; with zero 3 until they are freed
-    copies = _copies(model) if config.parallel.zero < 3 else 0
+    copies = _copies(model)  # of weights that are not gathered: made by every step's first use, there until they change
     return Counted(
         mesh["pp"].rank,
         sum(mesh[name].rank for name in ("dp", "cp", "tp")),
@@ -234,6 +233,7 @@ LAYOUTS = {
         {"pp": 2, "gbs": 16, "dtype": "bf16", "recompute": "full", "fields": {**MOE, "first_k_dense": 0}},
     ),
     "moe-tp-zero1": (4, {"ep": 4, "tp": 2, "etp": 1, "sp": True, "zero": 1, "fields": MOE, "recompute": "full"}),
+    "moe-zero2": (4, {"ep": 2, "zero": 2, "gbs": 4, "fields": MOE}),
     "capacity": (2, {"ep": 2, "fields": MOE, "moe": {"capacity_factor": 0.5}}),
     "ep-nodes": (4, {"ep": 4, "ep_inner": 2, "gbs": 4, "fields": MOE}),
     "zero2-parts": (2, {"zero": 2, "gbs": 4, "reduce": "per_step", "recompute": RecomputeConfig("selective", PARTS)}),
@@ -256,6 +256,15 @@ LAYOUTS = {
     "tensorwise-zero2": (2, {"fp8": "tensorwise", "dtype": "bf16", "zero": 2, "gbs": 4, "seq_len": 64}),
     "blockwise-zero1": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 1, "gbs": 4}),
     "blockwise-moe": (2, {**BLOCKWISE, "fields": MOE_BLOCKS, "ep": 2}),
+    # 8-bit copies of weights that are kept for a step, that are not gathered at all, or only some, and of 16-bit ones
+    "zero3-fp8-step": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 3, "gbs": 4, "regather": "per_step"}),
+    "zero3-fp8-replicas": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 3, "dp_replicate": 2}),
+    "zero3-fp8-experts": (2, {**BLOCKWISE, "fields": MOE_BLOCKS, "zero": 3, "ep": 2, "regather": "per_step"}),
+    "zero3-fp8-wide": (2, {**BLOCKWISE, "fields": BLOCKS, "zero": 3, "fp8_gather": False, "seq_len": 16}),
+    "zero3-fp8-wide-step": (
+        2,
+        {**BLOCKWISE, "fields": BLOCKS, "zero": 3, "gbs": 4, "fp8_gather": False, "regather": "per_step"},
+    ),
     "sixteen": (16, {"pp": 4, "tp": 2, "sp": True, "zero": 2, "gbs": 8, "dtype": "bf16"}),
     "mtp": (1, {"fields": {"num_mtp_layers": 2}, "recompute": "full"}),
     # the worst moment is in a phase of two buckets: the prediction layer's, and the vocabulary's, which comes first
