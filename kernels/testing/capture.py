@@ -7,6 +7,7 @@ signatures, constants and configurations.
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -31,7 +32,7 @@ class Launch:
 
     name: str
     num_warps: int
-    compiled: object
+    compiled: Any
 
 
 class _AbsentDriver:

@@ -52,9 +52,10 @@ def _distinct(reports: list[dict]) -> list[dict]:
 def _causes(error: BaseException) -> str:
     """The error and what led to it: Triton wraps the reason in one compilation error per call."""
     said = []
-    while error is not None:
-        said.append(f"{type(error).__name__}: {str(error)[-600:]}")
-        error = error.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        said.append(f"{type(cause).__name__}: {str(cause)[-600:]}")
+        cause = cause.__cause__
     return " <- ".join(said)
 
 
@@ -130,7 +131,7 @@ def run_gate(targets: list[str], wanted: list[str], limit_s: float, jobs: int) -
     work = [(n, t) for n in wanted for t in targets if t in CASES[n].targets]
     with ThreadPoolExecutor(jobs) as pool:
         answers = []
-        for (name, target), answer in zip(work, pool.map(lambda item: _in_child(*item, limit_s), work)):
+        for (name, target), answer in zip(work, pool.map(lambda item: _in_child(item[0], item[1], limit_s), work)):
             print(f"compiled {name} {target} in {answer['seconds']} s", file=sys.stderr, flush=True)
             answers.append(answer)
     reports: dict[str, dict[str, dict]] = {}

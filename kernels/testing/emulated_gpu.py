@@ -159,7 +159,7 @@ def _parameter_block(library: ctypes.CDLL, program: int, values: list):
     block = ctypes.create_string_buffer(pairs[2 * count - 2] + pairs[2 * count - 1])
     for n, value in enumerate(values):
         offset, size = pairs[2 * n], pairs[2 * n + 1]
-        block[offset : offset + size] = _bytes(value, size)
+        block[offset : offset + size] = _bytes(value, size)  # type: ignore[call-overload]
     return block
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -219,7 +220,7 @@ def _ahead_cases() -> dict[str, Case]:
     def case(d, dv, options):
         return Case(lambda: _attention_ahead(d, dv, **options), {"sm_90": (BESIDE,)}, targets=("sm_90",))
 
-    table = {"64": (64, 64, {}), "128": (128, 128, {}), "128-window": (128, 128, {"window": 1024})}
+    table: dict[str, tuple] = {"64": (64, 64, {}), "128": (128, 128, {}), "128-window": (128, 128, {"window": 1024})}
     table |= {"128-documents": (128, 128, DOCUMENTS), "192-128": (192, 128, {})}
     return {f"attention-ahead-{name}": case(*row) for name, row in table.items()}
 
@@ -248,5 +249,5 @@ CASES: dict[str, Case] = {
     "rope-128": Case(lambda: _rope(128, 128, False)),
     "rope-64-of-192-interleaved": Case(lambda: _rope(64, 192, True)),
     "vocabulary": Case(_vocabulary),
-    **{f"norms-{width}": Case(lambda width=width: _norms(width)) for width in (128, 4096, 8192, 16384, 53248)},
+    **{f"norms-{width}": Case(partial(_norms, width)) for width in (128, 4096, 8192, 16384, 53248)},
 }
