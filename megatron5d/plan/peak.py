@@ -128,7 +128,7 @@ class _Walk:
                 self.see(action, step.rise)
                 self.stages += step.delta
             else:
-                self._run_phase(action, step, place, self.replay)
+                self._run_phase(action, done, place, self.replay)
                 place += 1
             if step.frees:  # the activations of this phase; with the last phase, also its output
                 self._keep(here, self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1])
@@ -156,9 +156,18 @@ class _Walk:
         if steps is not None:
             self._forward[here] = steps
 
-    def _run_phase(self, action: Action, step: Step, place: int, replay: Replay) -> None:
-        """One step of an action, counted from its first phase, with what data parallelism does before, in and after."""
-        replay.before(action, place)
+    def _run_phase(self, action: Action, done: int, place: int, replay: Replay) -> None:
+        """One step of an action, with what data parallelism does before, in and after it.
+
+        Args:
+            action: the action.
+            done: steps before this one.
+            place: the same, counted from the action's first phase.
+            replay: data parallelism.
+        """
+        trace = self.traces[action.stage]
+        makes_copies = replay.before(action, place)
+        step = (trace.making if makes_copies else trace.passes)[action.op][done]
         self.see(action, max(step.rise, replay.peak_bytes - replay.live_bytes))
         for bucket, most in step.late:
             replay.allocate(action, place, bucket)

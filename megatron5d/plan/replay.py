@@ -2,13 +2,12 @@
 
 The GradSync that would train gathers, allocates, reduces and frees its buffers as phases begin and end, and its bytes
 are counted. So there is no second account of when a unit is whole. The 8-bit copies of gathered weights are made here
-when a phase first reads them, and go with the unit.
+too, when a phase reads them, and go with the unit; copies of other weights are made once a step, and not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from torch import nn
 
@@ -16,8 +15,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.program import Action
 from megatron5d.pipeline_parallel.stage import Stage, phase_groups
 from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.fp8 import is_quantized
-from megatron5d.precision.fp8_weights import planned_pair, quantized_weight
+from megatron5d.precision.fp8 import is_quantized, quantized_copies
 
 Move = tuple[nn.Module, str]
 """A phase, and how it is passed (hooks.py)."""
@@ -38,8 +36,9 @@ class Replay(MemoryWatch):
     ) -> None:
         super().__init__(block)
         self._sync, self._passes, self._phases = sync, passes, phases
-        gathered = [weight for bucket in sync.buckets if bucket.shards_weights for weight in bucket.parameters]
-        self._in_copies = set(filter(is_quantized, gathered))  # weights that are gathered, and multiplied in 8 bits
+        # weights that are not gathered, and whose 8-bit copies are still to be made
+        staying = [weight for bucket in sync.buckets if not bucket.shards_weights for weight in bucket.parameters]
+        self._staying, self._unused = set(staying), set(staying)
         self._moves: dict[tuple[str, int], list[Move]] = {}
         for stage, own in phases.items():
             Stage(own, sync)  # tells data parallelism the order of its phases
@@ -62,16 +61,30 @@ class Replay(MemoryWatch):
             phases = self._phases[action.stage]
             self._sync.prefetch(phases[0 if action.op == "F" else -1], action.op == "F")
 
-    def before(self, action: Action, step: int) -> None:
-        """A step of an action, counted from its first phase, is about to run."""
+    def before(self, action: Action, step: int) -> bool:
+        """A step of an action, counted from its first phase, is about to run.
+
+        Returns:
+            Whether it makes 8-bit copies of its weights.
+        """
         self.forget_peak()
         phase, passing = self._moves[action.op, action.stage][step]
         self._sync.before(phase, passing)
-        for weight in phase.parameters() if passing != "weights" else ():
-            if weight in self._in_copies:
-                pair = quantized_weight(weight, partial(planned_pair, weight))
-                if passing == "backward":
-                    assert pair.transposed is not None  # made when read
+        return passing != "weights" and self._make_copies(phase, passing == "backward")
+
+    def _make_copies(self, phase: nn.Module, backward: bool) -> bool:
+        """Makes the 8-bit copies that a phase reads and that are not there; returns whether it makes both."""
+        makes = False
+        for weight in filter(is_quantized, phase.parameters()):
+            if weight in self._staying:
+                makes = makes or weight in self._unused
+                self._unused.discard(weight)
+                continue
+            makes = makes or not hasattr(weight, "quantized")
+            pair = quantized_copies(weight)
+            if backward:
+                assert pair.transposed is not None  # it is made when it is first read
+        return makes
 
     def allocate(self, action: Action, step: int, place: int) -> None:
         """The step's phase makes its first weight gradient for a bucket, given by its place among the phase's."""

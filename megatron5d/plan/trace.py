@@ -10,8 +10,8 @@ first and the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -61,10 +61,13 @@ class StageTrace:
     Args:
         passes: op (F, B, I, W) -> its steps.
         output_kept: whether the stage's last phase saves its output until the backward.
+        making: as `passes`, where each phase makes the 8-bit copies of its weights. The temporary tensors of that
+            count, the copies do not (plan/replay.py).
     """
 
     passes: dict[str, tuple[Step, ...]]
     output_kept: bool
+    making: dict[str, tuple[Step, ...]] = field(default_factory=dict)
 
     @property
     def is_relay(self) -> bool:
@@ -91,20 +94,17 @@ class Tracer:
         batch: one micro-batch on the meta device.
         num_sums: length of the last stage's output.
         sync: data parallelism if gradients have temporary buffers, else None.
-        rehearse: run a micro-batch before the one that counts: it makes what stays, such as 8-bit copies of weights.
-        anew: weights whose 8-bit copies are made in every pass that reads them, with the temporary tensors of that.
+        rehearse: the first micro-batch makes what stays (8-bit copies of weights, boxes): others are counted.
         split: trace the passes I and W as well.
         block: as in MemoryWatch.
     """
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, sync: GradSync | None = None,
-        rehearse: bool = False, anew: Iterable[nn.Parameter] = (), split: bool = True, block: int = 1,
+        rehearse: bool = False, split: bool = True, block: int = 1,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.batch, self.num_sums = shape, dtype, batch, num_sums
-        self.block = block
-        self._splits = (False,) * rehearse + ((False, True) if split else (False,))
-        self._hooks = _Requantized(anew)
+        self.rehearse, self.split, self.block = rehearse, split, block
         # bucket -> the most bytes until its first weight gradient, from the one before
         self._begun: dict[int, int] = {}
         self._sync = sync
@@ -126,25 +126,26 @@ class Tracer:
         chosen, repeats = _abridged(signatures)
         phases = [phase for index in chosen for phase in units[index]]
         times = {phase: count for index, count in zip(chosen, repeats) for phase in units[index]}
-        passes: dict[str, tuple[Step, ...]] = {}
+        making: dict[str, tuple[Step, ...]] = {}
         with MemoryWatch(self.block) as self._watch:
-            for split in self._splits:
-                stage = Stage(phases, self._hooks)
-                passes |= self._cycle(self._watch, stage, times, first=first, last=last, split=split)
-        return StageTrace(passes, passes["F"][-1].delta == 0)
+            if self.rehearse:
+                self._cycle(phases, times, NoHooks(), first, last)
+                making = self._cycle(phases, times, _Requantized(), first, last)
+            passes = self._cycle(phases, times, NoHooks(), first, last)
+        return StageTrace(passes, passes["F"][-1].delta == 0, making)
 
     def _cycle(
-        self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], *, first: bool, last: bool, split: bool
+        self, phases: Sequence[nn.Module], times: Mapping[nn.Module, int], hooks: NoHooks, first: bool, last: bool
     ) -> dict[str, tuple[Step, ...]]:
-        """Runs one micro-batch forward and backward."""
-        back = "I" if split else "B"
-        passes = {
-            "F": self._forward(watch, stage, times, first),
-            back: self._backward(watch, stage, times, last, split),
-        }
-        if split:
-            order = [(phase, False) for phase in stage.phases[::-1]]
-            passes["W"] = self._record(watch, stage.weight_steps(0), order, times)
+        """Runs one micro-batch forward and backward, and if backwards are split, another."""
+        watch, passes = self._watch, dict[str, tuple[Step, ...]]()
+        for split in (False, True) if self.split else (False,):
+            stage = Stage(phases, hooks)
+            passes["F"] = self._forward(watch, stage, times, first)
+            passes["I" if split else "B"] = self._backward(watch, stage, times, last, split)
+            if split:
+                order = [(phase, False) for phase in stage.phases[::-1]]
+                passes["W"] = self._record(watch, stage.weight_steps(0), order, times)
         return passes
 
     def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
@@ -213,16 +214,11 @@ class Tracer:
 
 
 class _Requantized(NoHooks):
-    """Drops 8-bit copies of weights where a pass will make them anew."""
-
-    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
-        self._weights = set(weights)
-        self._has_copies: nn.Module | None = None  # a phase that ran again, and goes backward next
+    """Drops the 8-bit copies of weights, so that a pass makes them anew."""
 
     def before(self, phase: nn.Module, passing: str) -> None:
-        if passing != "weights" and phase is not self._has_copies:
-            forget_quantized(weight for weight in phase.parameters() if weight in self._weights)
-        self._has_copies = phase if passing == "again" else None
+        if passing != "weights":  # which reads none
+            forget_quantized(phase.parameters())
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:

@@ -23,7 +23,6 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevici
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -41,10 +40,11 @@ from kernels.fp8_quantize import (
 )
 from kernels.fp8_tensor import amax_of, amax_of_rows, quantize_by_row, quantize_tensor, quantize_tensor_both_ways
 from kernels.fp8_turn import transposed, turn
-from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight
+from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_of
 from megatron5d.precision.gemms import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.precision.gradient import grad_buffer
 from megatron5d.precision.stand_in import carried_by, eight_bit_layer_norm, eight_bit_rms_norm, eight_bit_swiglu
+from megatron5d.topology.shard import spec_of
 
 Reduce = Callable[[Tensor], Tensor]
 """The maximum, over some ranks, of a float32 tensor."""
@@ -55,14 +55,10 @@ def is_quantized(weight: Tensor) -> bool:
     return isinstance(getattr(weight, "gemms", None), (BlockwiseGemms, TensorwiseGemms, BlockwiseExpertGemms))
 
 
-def quantized_copies_bytes(weight: Tensor) -> int:
-    """Bytes of a weight's 8-bit copies, values and scales; 0 where it is not quantised."""
-    if not is_quantized(weight):
-        return 0
-    *stack, out_features, in_features = weight.shape
-    blocks = math.prod(stack) * -(-out_features // GROUP) * -(-in_features // GROUP)
-    scales = 1 if isinstance(weight.gemms, TensorwiseGemms) else 2 * blocks  # type: ignore[attr-defined]
-    return 2 * weight.numel() + 4 * scales
+def quantized_copies(weight: Tensor) -> QuantizedPair:
+    """The 8-bit copies of a weight for which `is_quantized`, made where they are not there."""
+    experts = (stack_of(weight)[0],) if spec_of(weight).expert else ()
+    return weight.gemms.copies(weight, *experts)  # type: ignore[attr-defined]
 
 
 def _flat(x: Operand) -> tuple[Tensor, Tensor]:
@@ -106,10 +102,10 @@ class BlockwiseGemms(Gemms):
         return eight_bit_layer_norm(x, weight, bias, eps, self.powers_of_two)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
-        return self._product(x, self._weight(weight).plain, weight.dtype)
+        return self._product(x, self.copies(weight).plain, weight.dtype)
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        return self._product(dy, self._weight(weight).transposed, weight.dtype)
+        return self._product(dy, self.copies(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
         a, b = (turn(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two) for each in (dy, x))
@@ -131,7 +127,8 @@ class BlockwiseGemms(Gemms):
         y = fp8_matmul(Quantized(*_flat(x), 1), weight, out_dtype=dtype)
         return y.view(*x[0].shape[:-1], -1)
 
-    def _weight(self, weight: Tensor) -> QuantizedPair:
+    def copies(self, weight: Tensor) -> QuantizedPair:
+        """The 8-bit copies of a weight, made where they are not there."""
         return quantized_weight(
             weight, lambda: QuantizedPair(*quantize_blocks(weight.detach(), powers_of_two=self.powers_of_two))
         )
@@ -155,10 +152,10 @@ class TensorwiseGemms(Gemms):
         return q.values, q.scales.expand(*x.shape[:-1], 1).contiguous()
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
-        return self._product(x, self._weight(weight).plain, weight.dtype)
+        return self._product(x, self.copies(weight).plain, weight.dtype)
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        return self._product(dy, self._weight(weight).transposed, weight.dtype)
+        return self._product(dy, self.copies(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
         a, b = (Quantized(transposed(values), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
@@ -180,7 +177,9 @@ class TensorwiseGemms(Gemms):
         values, scales = _flat(x)
         return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(*x[0].shape[:-1], -1)
 
-    def _weight(self, weight: Tensor) -> QuantizedPair:
+    def copies(self, weight: Tensor) -> QuantizedPair:
+        """As in BlockwiseGemms."""
+
         def make() -> QuantizedPair:
             amax = self.of_weight(amax_of(weight.detach()))
             both = quantize_tensor_both_ways(weight.detach(), powers_of_two=self.powers_of_two, amax=amax)
@@ -208,11 +207,11 @@ class BlockwiseExpertGemms(ExpertGemms):
         return eight_bit_swiglu(x, self.powers_of_two, overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
-        weight = self._weight(parameter, num_local).plain
+        weight = self.copies(parameter, num_local).plain
         return grouped_matmul_fp8(self._grouped(x), weight, offsets, parameter.dtype)
 
     def input_grad(self, dy: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
-        weight = self._weight(parameter, num_local).transposed
+        weight = self.copies(parameter, num_local).transposed
         return grouped_matmul_fp8(self._grouped(dy), weight, offsets, parameter.dtype)
 
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
@@ -238,7 +237,9 @@ class BlockwiseExpertGemms(ExpertGemms):
     def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
         return turn(x, offsets, powers_of_two=self.powers_of_two)
 
-    def _weight(self, parameter: Tensor, num_local: int) -> QuantizedPair:
+    def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
+        """As in BlockwiseGemms."""
+
         def make() -> QuantizedPair:
             return QuantizedPair(
                 *quantize_blocks(by_expert(parameter.detach(), num_local), powers_of_two=self.powers_of_two)
@@ -288,7 +289,7 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
     def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
         return turn(x, offsets, keep=True)
 
-    def _weight(self, parameter: Tensor, num_local: int) -> QuantizedPair:
+    def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
         def make() -> QuantizedPair:
             stack = by_expert(parameter.detach(), num_local)
             rows, height = stack.flatten(0, 1), stack.shape[1]

@@ -41,6 +41,11 @@ class QuantizedPair:
             self._transposed = Quantized(values, scales, self.plain.rows_per_scale)
         return self._transposed
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """Values and scales of both."""
+        return [part for each in (self.plain, self.transposed) for part in (each.values, each.scales)]
+
 
 def _state(weight: Tensor) -> tuple[int, int]:
     """Changes when a weight is changed through torch."""
@@ -94,14 +99,6 @@ def stored_pair(weight: Tensor, values: Tensor, scales: Tensor) -> QuantizedPair
     stack = stack_of(weight)
     shape = stack if spec_of(weight).expert else stack[1:]
     return QuantizedPair(weight.gemms.stored(values.view(E4M3).view(shape), scales))  # type: ignore[attr-defined]
-
-
-def planned_pair(weight: Tensor) -> QuantizedPair:
-    """Both 8-bit copies of a weight without values, for a plan."""
-    values = torch.empty(weight.numel(), dtype=torch.uint8, device="meta")
-    pair = stored_pair(weight, values, torch.empty(blocks_in(stack_of(weight)), device="meta"))
-    assert pair.transposed is not None
-    return pair
 
 
 def blocks_in(stack: tuple[int, int, int]) -> tuple[int, int, int]:

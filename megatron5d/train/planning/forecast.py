@@ -34,7 +34,7 @@ from megatron5d.plan.replay import Replay
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer, relay_trace
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.activations import policy_of
-from megatron5d.precision.fp8 import quantized_copies_bytes
+from megatron5d.precision.fp8 import is_quantized, quantized_copies
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.shard import without_memory
@@ -126,7 +126,8 @@ class Forecaster:
         peak, reduction = self._peak(model, sync, rank)
         # those of gathered weights come and go with them, and `_peak` counts them
         staying = [parameter for bucket in sync.buckets if not bucket.shards_weights for parameter in bucket.parameters]
-        copies = sum(watch.rounded(quantized_copies_bytes(parameter)) for parameter in staying)
+        parts = [part for weight in filter(is_quantized, staying) for part in quantized_copies(weight).parts]
+        copies = _bytes(parts, watch)
         on_gpu = self.target.architecture is not None
         return RankMemory(
             weights=weights + copies,
@@ -177,19 +178,12 @@ class Forecaster:
             split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
             tracer = Tracer(
                 form.shape, form.dtype, batch, len(loss_terms(config)), split=split, block=self.target.block,
-                sync=sync if config.parallel.zero >= 2 else None, anew=self._requantized(sync),
+                sync=sync if config.parallel.zero >= 2 else None,
                 rehearse=config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused",
             )  # fmt: skip
             trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
             self._known[key] = trace, model.overlap.box_bytes
         return self._known[key]
-
-    def _requantized(self, sync: GradSync) -> list[nn.Parameter]:
-        """Weights that are gathered in the model's dtype for every pass, and their 8-bit copies made then."""
-        if self.config.parallel.regather == "per_step":
-            return []
-        wide = [bucket for bucket in sync.buckets if bucket.shards_weights and bucket.eight_bits is None]
-        return [weight for bucket in wide for weight in bucket.parameters]
 
 
 def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:

@@ -155,10 +155,9 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
 
 
 def _copies(model) -> int:
-    pairs = [each.quantized[1] for each in model.parameters() if hasattr(each, "quantized")]
-    both = [quantized for pair in pairs for quantized in (pair.plain, pair.transposed)]
-    parts = [part.untyped_storage() for each in both for part in (each.values, each.scales)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in parts}.values())
+    parts = [part for each in model.parameters() if hasattr(each, "quantized") for part in each.quantized[1].parts]
+    storages = [part.untyped_storage() for part in parts]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _activations(config, model, batch) -> Counter[str]:

@@ -146,15 +146,15 @@ def test_experts_that_no_token_chose(recipe, powers_of_two, activation):
 def test_weights_are_quantised_once_until_they_change():
     weight = torch.nn.Parameter(torch.randn(128, 128))
     gemms, made = fp8.BlockwiseGemms(True), []
-    pairs = [gemms._weight(weight) for _ in range(2)]
+    pairs = [gemms.copies(weight) for _ in range(2)]
     made += [pairs[0] is pairs[1]]
     with torch.no_grad():
         weight.mul_(2)  # through the parameter: noticed
-    pairs.append(gemms._weight(weight))
+    pairs.append(gemms.copies(weight))
     weight.data.mul_(2)  # through its memory: must be said
-    assert gemms._weight(weight) is pairs[2]
+    assert gemms.copies(weight) is pairs[2]
     forget_quantized([weight])
-    pairs.append(gemms._weight(weight))
+    pairs.append(gemms.copies(weight))
     assert made == [True]
     for factor, pair in zip((2, 4), pairs[2:]):
         assert torch.equal(pair.plain.dequantize(), factor * pairs[0].plain.dequantize())
@@ -206,6 +206,6 @@ def test_an_experts_scale_is_that_of_all_its_parts():
     """Other ranks hold larger elements of the same experts: as if all were four times as large as here."""
     weight = torch.nn.Parameter(torch.randn(2 * 128, 128))
     here, everywhere = (fp8.TensorwiseExpertGemms(True, lambda amax, n=n: amax * n) for n in (1, 4))
-    ours = here._weight(weight, 2).plain.scales
+    ours = here.copies(weight, 2).plain.scales
     forget_quantized([weight])
-    assert torch.equal(everywhere._weight(weight, 2).plain.scales, 4 * ours)
+    assert torch.equal(everywhere.copies(weight, 2).plain.scales, 4 * ours)
