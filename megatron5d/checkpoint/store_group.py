@@ -112,7 +112,7 @@ class StoreGroup:
                 act()
                 fault = b""
             except OSError as error:
-                fault = str(error).encode()
+                fault = str(error).encode() or b"?"
                 raise
             finally:
                 self._set(key, fault)

@@ -84,7 +84,11 @@ class Forecaster:
         self._boxes: dict[int, int] = {}  # by stage: bytes of the boxes that its exchanges ask for
 
     def rank(self, pp_rank: int) -> RankMemory:
-        """Memory of a pipeline rank, at place 0 of every other axis (padded vocabularies aside, all are alike)."""
+        """Memory of a pipeline rank, at place 0 of every other axis.
+
+        The others need as much, padded vocabularies and some counts of four bytes aside; with Muon they may need less
+        at the end of a step, because place 0 is given the largest matrices.
+        """
         line = dense_grid(self.sizes).line(0, "pp")
         mesh = planned_mesh(
             self.sizes, line[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.plan.shared != "none"
