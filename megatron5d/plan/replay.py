@@ -73,7 +73,7 @@ class Replay(MemoryWatch):
         return passing != "weights" and self._make_copies(phase, passing == "backward")
 
     def _make_copies(self, phase: nn.Module, backward: bool) -> bool:
-        """Makes the 8-bit copies that a phase reads and that are not there; returns whether it makes both."""
+        """Makes the 8-bit copies that a phase reads, and returns whether some of them were not there."""
         makes = False
         for weight in filter(is_quantized, phase.parameters()):
             if weight in self._staying:
@@ -82,8 +82,8 @@ class Replay(MemoryWatch):
                 continue
             makes = makes or not hasattr(weight, "quantized")
             pair = quantized_copies(weight)
-            if backward:
-                assert pair.transposed is not None  # it is made when it is first read
+            if backward and not pair.has_transposed:
+                makes = pair.transposed is not None  # it is made when it is read
         return makes
 
     def allocate(self, action: Action, step: int, place: int) -> None:

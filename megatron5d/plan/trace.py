@@ -23,6 +23,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.hooks import NoHooks
 from megatron5d.pipeline_parallel.stage import Stage, phase_groups
 from megatron5d.plan.watch import MemoryWatch
+from megatron5d.precision.fp8 import quantized_copies
 from megatron5d.precision.fp8_weights import forget_quantized
 
 BOUNDARY = "input"  # kind of the input and output of a stage
@@ -130,7 +131,7 @@ class Tracer:
         with MemoryWatch(self.block) as self._watch:
             if self.rehearse:
                 self._cycle(phases, times, NoHooks(), first, last)
-                making = self._cycle(phases, times, _Requantized(), first, last)
+                making = self._cycle(phases, times, _Requantized(self._sync), first, last)
             passes = self._cycle(phases, times, NoHooks(), first, last)
         return StageTrace(passes, passes["F"][-1].delta == 0, making)
 
@@ -214,11 +215,18 @@ class Tracer:
 
 
 class _Requantized(NoHooks):
-    """Drops the 8-bit copies of weights, so that a pass makes them anew."""
+    """Drops the 8-bit copies of weights, so that a pass makes them anew; if gathered in 8 bits, only transposes."""
+
+    def __init__(self, sync: GradSync | None) -> None:
+        eight_bits = [bucket for bucket in ([] if sync is None else sync.buckets) if bucket.eight_bits is not None]
+        self._gathered = {weight for bucket in eight_bits for weight in bucket.parameters}
 
     def before(self, phase: nn.Module, passing: str) -> None:
-        if passing != "weights":  # which reads none
-            forget_quantized(phase.parameters())
+        if passing == "weights":  # which reads none
+            return
+        forget_quantized(weight for weight in phase.parameters() if weight not in self._gathered)
+        for weight in self._gathered.intersection(phase.parameters()) if passing == "backward" else ():
+            quantized_copies(weight).forget_transposed()
 
 
 def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:

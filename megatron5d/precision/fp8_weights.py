@@ -42,6 +42,15 @@ class QuantizedPair:
         return self._transposed
 
     @property
+    def has_transposed(self) -> bool:
+        """Whether the transpose is there."""
+        return self._transposed is not None
+
+    def forget_transposed(self) -> None:
+        """Drops the transpose, which is made again when it is read."""
+        self._transposed = None
+
+    @property
     def parts(self) -> list[Tensor]:
         """Values and scales of both."""
         return [part for each in (self.plain, self.transposed) for part in (each.values, each.scales)]
