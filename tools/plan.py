@@ -47,7 +47,7 @@ def _parser() -> OptionParser:
     )  # fmt: skip
     memory.add_argument(
         "--as", dest="convention", default="megatron5d", metavar="CODE",
-        help="as another code base keeps things: nanotron; or megatron, with any of fused_loss, dropout and "
+        help="as another code base keeps things: nanotron; or megatron, with any of te_fused_loss, dropout and "
         "unfused_attention after it, commas between",
     )  # fmt: skip
     memory.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
@@ -102,7 +102,7 @@ from megatron5d.train.build import sizes_of
 from megatron5d.train.device import eight_bit_faults
 from megatron5d.train.memory import shortage
 from megatron5d.train.planning.estimate import Estimator
-from megatron5d.train.planning.fitting import nearest_fit, override_text
+from megatron5d.train.planning.fitting import fit_text, nearest_fit, override_text
 from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.planning.layouts import LayoutSearch
 from megatron5d.train.planning.planned import planned_config, unplanned_config
@@ -186,14 +186,14 @@ def _search(options: argparse.Namespace) -> int:
         print(json.dumps({"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2))
     elif found:
         print(layouts_table(layouts))
-        print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {have / 1e9:.4g} GB each.")
+        print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {gigabytes(have)} each.")
     else:
-        print(f"No layout that was looked at fits {have / 1e9:.4g} GB: try more ranks, or recompute.offload.")
+        print(f"No layout that was looked at fits {gigabytes(have)}: try more ranks, or recompute.offload.")
         too_large = [each for each in candidates if each.needed > have]  # the rest was not looked at to the end
         least = min(too_large, key=lambda each: each.needed, default=None)
         if least is not None:
             words = override_text(search.overrides(least)) or "as given"
-            print(f"The smallest of them needs {least.needed / 1e9:.1f} GB or more: {words}")
+            print(f"The smallest of them needs {gigabytes(least.needed)} or more: {words}")
     return 0 if found else 1
 
 
@@ -222,16 +222,10 @@ def _memory(options: argparse.Namespace) -> int:
         f"Counted in {time.perf_counter() - since:.1f} s for {options.device}."
     )
     if have is not None:
-        print(f"WARNING: {lack}" if lack else f"It fits {have / 1e9:.4g} GB.")
+        print(f"WARNING: {lack}" if lack else f"It fits {gigabytes(have)}.")
     if lack and have is not None and options.convention == "megatron5d":
         print("looking for what would fit ...", file=sys.stderr)
-        found = nearest_fit(config, options.world, target, have)
-        print(
-            "No recompute, schedule, sharding or tensor parallelism makes it fit: try a larger parallel.pp or cp, or "
-            "more ranks."
-            if found is None
-            else f"It would fit with {override_text(found[0])}: {gigabytes(found[1])}."
-        )
+        print(f"What would fit: {fit_text(nearest_fit(config, options.world, target, have))}.")
     return 1 if lack else 0
 
 
@@ -288,7 +282,7 @@ def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[
     name, *said = convention.split(",")
     if name not in ("megatron5d", *CONVENTIONS) or (said and (name != "megatron" or set(said) - set(MEGATRON_OPTIONS))):
         raise ValueError(
-            f"--as {convention} is not known: nanotron, or megatron[,fused_loss][,dropout][,unfused_attention]"
+            f"--as {convention} is not known: nanotron, or megatron[,te_fused_loss][,dropout][,unfused_attention]"
         )
     sizes = sizes_of(config, world)
     if name == "nanotron":

@@ -42,6 +42,16 @@ RECOMPUTE_LAWS = (
         lambda c, w: "recompute.mode=full",
     ),
     Law(
+        "offload-phases-keep",
+        ("recompute.offload", "recompute.mode"),
+        lambda c, w: c.recompute.mode == "full"
+        and (c.recompute.num_layers, c.recompute.stage_layers) == (None, None)
+        and not {*c.recompute.offload} <= {"inputs"},
+        lambda c, w: f"recompute.offload = [{','.join(c.recompute.offload)}], and under recompute.mode = full a layer "
+        "keeps its input alone",
+        lambda c, w: "recompute.offload=[inputs], or recompute.mode=selective",
+    ),
+    Law(
         "offload-moves-masters",
         ("optim.offload", "precision.master_weights"),
         lambda c, w: c.optim.offload and not c.precision.master_weights,

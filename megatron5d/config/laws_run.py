@@ -231,6 +231,16 @@ TRAIN_LAWS = (
         lambda c, w: f"log.profile_step={max(1, (c.train.stop_after or c.train.steps) - 1)}, or fewer",
     ),
     Law(
+        "snapshot-goes-somewhere",
+        ("log.memory_snapshot_step", "log.memory_snapshot"),
+        lambda c, w: c.log.memory_snapshot_step > 0 and c.log.memory_snapshot is None,
+        lambda c, w: (
+            f"log.memory_snapshot_step = {c.log.memory_snapshot_step} and log.memory_snapshot = null: nothing "
+            "would be written"
+        ),
+        lambda c, w: "log.memory_snapshot=runs/NAME/snapshots, or log.memory_snapshot_step=0",
+    ),
+    Law(
         "apex-installed",
         ("optim.implementation",),
         lambda c, w: c.optim.implementation == "apex" and find_spec("amp_C") is None,

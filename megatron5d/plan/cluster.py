@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 GB = 10**9
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Cluster:
         name: as `--device` takes it.
         flops: FLOP/s in 16 bits.
         flops_8bit: in 8 bits; as `flops` where the device has no such products.
-        memory_bytes: of one device.
+        memory_bytes: of one device, as CUDA tells it, rounded down to GiB.
         memory_rate: bytes/s.
         link_rate: bytes/s that a device sends to others of its node.
         node: ranks that share those links.
@@ -128,12 +129,12 @@ class Line:
 
 
 _A100 = Cluster(
-    "a100_80gb", 312e12, 312e12, 80 * GB, 2039e9, 300e9, network_rate=25e9, host_rate=32 * GB, host_memory_rate=51.2e9,
+    "a100_80gb", 312e12, 312e12, 79 * GIB, 2039e9, 300e9, network_rate=25e9, host_rate=32 * GB, host_memory_rate=51.2e9,
     architecture="sm_80", efficiency=AMPERE, part="A100",
 )  # fmt: skip
-_H100 = Cluster("h100_sxm", 989e12, 1979e12, 80 * GB, 3350e9, 450e9, part="H100")
-_H200 = replace(_H100, name="h200", memory_bytes=141 * GB, memory_rate=4800e9, part="H200")
-_B200 = Cluster("b200", 2250e12, 4500e12, 180 * GB, 8000e9, 900e9, architecture="sm_100", part="B200")
+_H100 = Cluster("h100_sxm", 989e12, 1979e12, 79 * GIB, 3350e9, 450e9, part="H100")
+_H200 = replace(_H100, name="h200", memory_bytes=139 * GIB, memory_rate=4800e9, part="H200")
+_B200 = Cluster("b200", 2250e12, 4500e12, 178 * GIB, 8000e9, 900e9, architecture="sm_100", part="B200")
 _NVL = replace(_H100, flops=835e12, flops_8bit=1671e12)
 
 CLUSTERS: Mapping[str, Cluster] = {
@@ -144,7 +145,7 @@ CLUSTERS: Mapping[str, Cluster] = {
             name="gb200",
             flops=2500e12,
             flops_8bit=5000e12,
-            memory_bytes=186 * GB,
+            memory_bytes=184 * GIB,
             node=72,
             part="GB200",
             host_rate=225 * GB,
@@ -154,21 +155,21 @@ CLUSTERS: Mapping[str, Cluster] = {
         replace(
             _H100,
             name="gh200",
-            memory_bytes=96 * GB,
+            memory_bytes=94 * GIB,
             memory_rate=4000e9,
             node=1,
             host_rate=450 * GB,
             host_memory_rate=512e9,
             part="GH200",
         ),
-        replace(_NVL, name="h200_nvl", memory_bytes=141 * GB, memory_rate=4800e9, node=4, part="H200 NVL"),
+        replace(_NVL, name="h200_nvl", memory_bytes=139 * GIB, memory_rate=4800e9, node=4, part="H200 NVL"),
         _H200,
         replace(
-            _NVL, name="h100_nvl", memory_bytes=94 * GB, memory_rate=3900e9, link_rate=300e9, node=2, part="H100 NVL"
+            _NVL, name="h100_nvl", memory_bytes=93 * GIB, memory_rate=3900e9, link_rate=300e9, node=2, part="H100 NVL"
         ),
-        Cluster("h100_pcie", 756e12, 1513e12, 80 * GB, 2000e9, 64e9, part="H100 PCIe"),
+        Cluster("h100_pcie", 756e12, 1513e12, 79 * GIB, 2000e9, 64e9, part="H100 PCIe"),
         _H100,
-        replace(_A100, name="a100_40gb", memory_bytes=40 * GB, memory_rate=1555e9, part="A100-SXM4-40GB"),
+        replace(_A100, name="a100_40gb", memory_bytes=39 * GIB, memory_rate=1555e9, part="A100-SXM4-40GB"),
         replace(_A100, name="a100_pcie", memory_rate=1935e9, link_rate=32e9, part="A100 80GB PCIe"),
         _A100,
     )

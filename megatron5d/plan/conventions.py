@@ -16,12 +16,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron5d.config.schema import Config, ModelConfig
-from megatron5d.plan.memory import GEMM_WORKSPACE, RankMemory, outside_bytes
+from megatron5d.plan.memory import RankMemory, gemm_workspace, outside_bytes
 from megatron5d.plan.peak import Peak
 from megatron5d.topology.grid import Sizes
 
 CONVENTIONS = ("megatron", "nanotron")
-MEGATRON_OPTIONS = ("fused_loss", "dropout", "unfused_attention")
+MEGATRON_OPTIONS = ("te_fused_loss", "dropout", "unfused_attention")
 
 # Fitted on every second run of the ultra-scale playbook's sweep (tests/unit/plan/published_playbook.csv), and rounded.
 # A tensor that a collective reads or writes is freed only when the GPU has finished that collective, and the host is
@@ -29,6 +29,7 @@ MEGATRON_OPTIONS = ("fused_loss", "dropout", "unfused_attention")
 HELD_COLUMNS = 8  # where the GPU keeps up with the host
 HELD_COLUMNS_AHEAD = 50  # where the host is ahead: of a whole forward pass, limited by the launch queue
 HELD_COLUMNS_A_LAYER = 3  # and besides, for each layer, of 1/tp of a column
+SENT_COLUMNS = 6  # in a pipeline, of 1/tp of a column, for each micro-batch in flight: one is the output that was sent
 KEPT_UP_FLOP = 7.5e11  # of a layer's forward on one rank; with fewer, launching kernels takes longer than running them
 
 
@@ -48,14 +49,15 @@ def megatron_terms(
         memory: of the rank, as forecast for our code.
         num_stages: pp·vpp.
         last: whether the rank has the head.
-        options: of MEGATRON_OPTIONS. fused_loss: `--cross-entropy-loss-fusion`, whose backward overwrites the logits
-            as ours does. dropout: it is on (Megatron's default is 0.1). unfused_attention: no flash attention, so
-            scores are kept in 16 bits, and with dropout also its mask and result.
+        options: of MEGATRON_OPTIONS. te_fused_loss: `--cross-entropy-fusion-impl te`, whose backward overwrites the
+            logits as ours does (the native fusion keeps the softmax too). dropout: it is on (Megatron's default is
+            0.1). unfused_attention: no flash attention, so scores are kept in 16 bits, and with dropout also its mask
+            and result.
 
     Returns:
         kind -> bytes.
 
-    Source: core/tensor_parallel/cross_entropy.py (a softmax in fp32 is saved beside the logits);
+    Source: core/tensor_parallel/cross_entropy.py, core/fusions/fused_cross_entropy.py (a softmax in fp32 is saved);
     core/fusions/fused_bias_dropout.py (a mask of one byte for each of two sums of a layer); Korthikanti et al. 2022
     (arXiv:2205.05198), equation 2 (5·a·s²·b bytes of scores).
     """
@@ -63,8 +65,8 @@ def megatron_terms(
     tokens = t.mbs * t.seq_len // parallel.cp
     layers = memory.peak.in_flight * model.num_layers // num_stages  # of one micro-batch each
     terms = {}
-    if last and "fused_loss" not in options:
-        terms["softmax in fp32"] = 4 * tokens * model.vocab_size // parallel.tp
+    if last and "te_fused_loss" not in options:
+        terms["softmax in fp32"] = (1 + model.num_mtp_layers) * 4 * tokens * model.vocab_size // parallel.tp
     if "dropout" in options:
         mask = tokens * model.hidden_size // (parallel.tp if parallel.sp else 1)
         terms["dropout masks"] = 2 * mask * layers
@@ -126,13 +128,14 @@ def nanotron_rank(
     stage = nanotron_stages(model, sizes.pp)[pp_rank]
     weights = _nanotron_weights(model, stage, tp)
     tokens = config.train.mbs * config.train.seq_len
-    kept = stage.layers * min(sizes.pp - pp_rank, num_microbatches) * _nanotron_layer(config)
+    in_flight = min(sizes.pp - pp_rank, num_microbatches)
     shards = sizes.dp if zero else 1
     # gradients in bf16 last from a backward to their addition to those in fp32; DistributedDataParallel has buckets of
     # them besides. With ZeRO-1 it is not used, and a pipeline needs as much all the same: measured, not explained.
     twice = sizes.dp > 1 and (zero == 0 or sizes.pp > 1)
     activations = {
-        "layers": kept,
+        "layers": in_flight * stage.layers * _nanotron_layer(config),
+        "sent outputs": 0 if stage.head else in_flight * SENT_COLUMNS * _column(config) // tp,
         # logits and their softmax in fp32, and the logits or their gradient in bf16
         "loss": 10 * tokens * model.vocab_size // tp if stage.head else 0,
         "held by collectives": _held_by_collectives(config, sizes, stage),
@@ -145,9 +148,9 @@ def nanotron_rank(
         peak=Peak(
             {kind: count for kind, count in activations.items() if count},
             units=2 * weights * (2 if twice else 1),
-            in_flight=min(sizes.pp - pp_rank, num_microbatches),
+            in_flight=in_flight,
         ),
-        library=GEMM_WORKSPACE.get(architecture, 0),
+        library=gemm_workspace(architecture),
         outside=outside_bytes(communicators),
     )
 
@@ -192,9 +195,14 @@ def _nanotron_layer(config: Config) -> int:
     return 2 * config.train.mbs * config.train.seq_len * (norms + attention + mlp)
 
 
+def _column(config: Config) -> int:
+    """Bytes of one tensor [s, b, h] in bf16."""
+    return 2 * config.train.mbs * config.train.seq_len * config.model.hidden_size
+
+
 def _held_by_collectives(config: Config, sizes: Sizes, stage: NanotronStage) -> int:
     """Bytes of tensors that wait for collectives to finish."""
-    tp, column = config.parallel.tp, 2 * config.train.mbs * config.train.seq_len * config.model.hidden_size
+    tp, column = config.parallel.tp, _column(config)
     if _host_is_ahead(config, sizes):
         return HELD_COLUMNS_A_LAYER * stage.layers * column // tp + (HELD_COLUMNS_AHEAD * column if tp > 1 else 0)
     return HELD_COLUMNS * column if tp > 1 else 0

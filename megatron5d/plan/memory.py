@@ -15,7 +15,6 @@ from megatron5d.plan.peak import Peak
 
 GIB = 2**30
 ALLOCATOR_BLOCK = 512  # bytes: torch's CUDA allocator rounds sizes up to a multiple of it
-GEMM_WORKSPACE = {"sm_80": 8 * 2**20 + 2**18, "sm_90": 32 * 2**20, "sm_100": 32 * 2**20}  # cuBLAS, once per stream
 CONTEXT_BYTES = 600 * 2**20  # the CUDA context with its loaded kernels, outside torch's allocator
 COMMUNICATOR_BYTES = 100 * 2**20  # NCCL's buffers of one communicator, also outside the allocator
 FRAGMENTATION = 0.05  # of the allocated bytes: memory that the allocator holds and cannot use
@@ -118,6 +117,19 @@ class RankMemory:
         action = self.peak.action
         worst = {"action": None if action is None else str(action), "in_flight": self.peak.in_flight}
         return {"bytes": self.kinds(), **sums, "end_of_step": self.end_of_step, "setup": self.setup, "peak": worst}
+
+
+def gemm_workspace(architecture: str | None) -> int:
+    """Bytes that torch gives the library of matrix products as its workspace, once a stream; none on a CPU.
+
+    Source: ATen's cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
+    """
+    if architecture is None:
+        return 0
+    if architecture.startswith("gfx"):
+        return 128 * 2**20 if architecture.startswith(("gfx94", "gfx95")) else 32 * 2**20
+    generation = int(architecture.removeprefix("sm_")) // 10
+    return 32 * 2**20 if generation >= 9 else 8 * 2**20 + 128 * 2**10
 
 
 def outside_bytes(num_communicators: int) -> int:

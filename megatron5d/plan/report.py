@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron5d.plan.cluster import Cluster
+from megatron5d.plan.cluster import GIB, Cluster
 from megatron5d.plan.cost import StepCost
 from megatron5d.plan.search import Candidate
 
@@ -72,7 +72,7 @@ def layouts_table(layouts: Sequence[tuple[Candidate, str]]) -> str:
         assert cost is not None
         figures = f"{cost.step_s:>9.3f} s{cost.tokens_per_s_per_gpu:>14,.0f}{cost.mfu:>8.1%}"
         bubble = f"{cost.seconds['bubble'] / cost.step_s:>8.1%}"
-        lines.append(f"{figures}{bubble}{each.needed / 1e9:>7.1f} GB  {overrides or '(as given)'}")
+        lines.append(f"{figures}{bubble}{each.needed / GIB:>7.1f} GiB  {overrides or '(as given)'}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
 from megatron5d.train.crash import cause_of
 from megatron5d.train.device import device_faults
-from megatron5d.train.planning.fitting import changed, override_text, steps
+from megatron5d.train.planning.fitting import changed, fit_text, nearest_fit, override_text, steps
 from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.schedule import PipelinePlan
 
@@ -58,8 +58,8 @@ def memory_faults(config: Config, world: int) -> list[Fault]:
     lack = shortage(ranks, have)
     if lack is None:
         return []
-    fix = f"{_ways_out(config, world)}; log.memory_check=warn to try all the same"
-    return [Fault("memory", ("log.memory_check",), lack, fix)]
+    enough = fit_text(nearest_fit(config, world, target_here(config), have))
+    return [Fault("memory", ("log.memory_check",), lack, f"{enough}; log.memory_check=warn to try all the same")]
 
 
 def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
@@ -76,7 +76,7 @@ def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
 
 
 def _ways_out(config: Config, world: int) -> str:
-    """Overrides that lower what a rank needs, the cheapest first; tools/plan.py tries which of them are enough."""
+    """Overrides that lower what a rank needs, the cheapest first; how many of them are enough is not said."""
     p = config.parallel
     divides = world > p.tp * p.pp * p.dp_replicate or config.model.num_experts > 0  # ZeRO, over dp_shard·cp or edp
     ways = [
@@ -149,7 +149,7 @@ def memory_snapshots(config: Config, process: Process) -> Iterator[MemorySnapsho
     except (torch.OutOfMemoryError, PipelineError) as error:
         if isinstance(cause_of(error), torch.OutOfMemoryError):
             path = snapshots.dump("oom")
-            ways = f"fix: {_ways_out(config, process.world)}"
+            ways = f"ways to need less, the cheapest first: {_ways_out(config, process.world)}"
             seen = f"what was allocated: {path or 'log.memory_snapshot=FOLDER writes it'}"
             error.__notes__ = [*getattr(error, "__notes__", []), ways, seen]  # type: ignore[union-attr]  # of Python 3.11
         raise

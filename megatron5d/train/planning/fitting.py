@@ -8,7 +8,7 @@ from collections.abc import Callable
 from megatron5d.config.laws import broken_laws
 from megatron5d.config.laws_files import FILE_LAWS
 from megatron5d.config.schema import Config
-from megatron5d.plan.memory import RankMemory
+from megatron5d.plan.memory import RankMemory, gigabytes
 from megatron5d.plan.search import Change
 from megatron5d.train.planning.forecast import Forecaster, Target
 from megatron5d.train.schedule import pipeline_faults
@@ -92,6 +92,17 @@ def _need(config: Config, world: int, target: Target) -> int | None:
         return None
     ranks: dict[int, RankMemory] = Forecaster(config, world, target).ranks()
     return max(memory.needed for memory in ranks.values())
+
+
+def fit_text(found: tuple[Change, int] | None) -> str:
+    """What `nearest_fit` has found, as overrides and what they need."""
+    if found is None:
+        return (
+            "no recompute, schedule, sharding or tensor parallelism makes it fit: a larger parallel.pp or cp, or more "
+            "ranks"
+        )
+    change, needed = found
+    return f"{override_text(change)}, which needs {gigabytes(needed)}"
 
 
 def override_text(change: Change) -> str:

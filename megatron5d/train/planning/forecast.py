@@ -28,7 +28,7 @@ from megatron5d.optim.clip import global_square_sum
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.pipeline import passes_of
-from megatron5d.plan.memory import ALLOCATOR_BLOCK, GEMM_WORKSPACE, RankMemory, outside_bytes
+from megatron5d.plan.memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes
 from megatron5d.plan.peak import Peak, find_peak
 from megatron5d.plan.replay import Replay
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Tracer, relay_trace
@@ -142,7 +142,7 @@ class Forecaster:
             peak=peak,
             end_of_step=max(reduction, update),
             setup=setup,
-            library=GEMM_WORKSPACE.get(self.target.architecture or "", 0),
+            library=gemm_workspace(self.target.architecture),
             boxes=max(self._boxes[stage] for stage in model.stages),
             outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
             host_optimizer=away,

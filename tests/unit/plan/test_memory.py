@@ -18,7 +18,7 @@ from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
 from megatron5d.pipeline_parallel.simulate import peak_memory
-from megatron5d.plan.memory import RankMemory, table
+from megatron5d.plan.memory import GIB, RankMemory, table
 from megatron5d.plan.peak import Peak, find_peak
 from megatron5d.plan.replay import Replay
 from megatron5d.plan.trace import BOUNDARY, StageTrace, Step, relay_trace
@@ -184,10 +184,16 @@ def test_what_cannot_fit_is_refused_where_that_is_asked_for():
     assert memory_faults(refusing(80.0), 1) == []
     assert memory_faults(refusing(0.1, "warn"), 1) == []
     (fault,) = memory_faults(refusing(0.1), 1)
-    assert fault.id == "memory" and "pipeline rank 0 needs" in fault.reason and "recompute.mode=full" in fault.fix
-    assert "parallel.zero" not in fault.fix, "there is nobody to share with"
-    (fault,) = memory_faults(refusing(0.1), 2)
-    assert "parallel.zero=3" in fault.fix
+    assert fault.id == "memory" and "pipeline rank 0 needs" in fault.reason
+    assert "tensor parallelism makes it fit" in fault.fix, "CUDA alone needs more"
+
+
+def test_a_refusal_names_what_is_enough():
+    config = load_config(["model=tiny", "train.gbs=2", "train.mbs=2", "train.seq_len=4096", "log.memory_check=refuse"])
+    enough = changed(config, {"train.mbs": 1})
+    have = max(memory.needed for memory in Forecaster(enough, 1, H100).ranks().values()) / 1e9
+    (fault,) = memory_faults(changed(config, {"log.device_memory_gb": have}), 1)
+    assert fault.fix.startswith(f"train.mbs=1, which needs {have * 1e9 / GIB:.2f} GiB; ")
 
 
 def test_where_put_off_weight_gradients_are_too_large_another_schedule_is_proposed():
@@ -257,7 +263,10 @@ def test_memory_that_runs_out_in_a_step_is_written_and_ways_out_are_told(tmp_pat
             raise PipelineError(f"action 0F0: {inside}") from inside
         said = crash_message(raised.value, 0, 1)
         if isinstance(inside, torch.OutOfMemoryError):
-            assert "action 0F0: CUDA out of memory\n  fix: " in said and "recompute.mode=full" in said
+            assert (
+                "action 0F0: CUDA out of memory\n  ways to need less, the cheapest first: " in said
+                and "recompute.mode=full" in said
+            )
             assert f"what was allocated: {path}" in said
         else:
             assert said is None
