@@ -142,7 +142,7 @@ def least_needed(allocated: float) -> float:
     return allocated * (1 + FRAGMENTATION) + CONTEXT_BYTES
 
 
-def gigabytes(num_bytes: int) -> str:
+def gigabytes(num_bytes: float) -> str:
     """A size as text, such as `12.34 GiB`; in MiB below a tenth of a GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"
 
