@@ -222,7 +222,9 @@ def _recompute(dice: random.Random, model: ModelConfig) -> RecomputeConfig:
         chosen |= {"group_layers": dice.choice([1, 1, 2, 3])}
         phases.append("inputs")
     if chosen["mode"] == "selective":
-        parts = ["norm", "qkv", "activation", "attention", "mlp"] + (["experts"] if model.num_experts else [])
+        parts = ["norm", "qkv", "activation", "attention", "mlp"] + (
+            ["experts", "permute"] if model.num_experts else []
+        )
         chosen["parts"] = dice.sample(parts, dice.randint(1, len(parts)))
     if chosen["mode"] != "none":
         count = {"num_layers": dice.choice([None, None, 1, 2])}

@@ -11,6 +11,11 @@ def _num_stages(c: Config) -> int:
 
 
 MOE_PHASES = ("dispatch", "experts", "combine")
+MOE_PARTS = ("experts", "permute")
+
+
+def _moe_parts(c: Config) -> list[str]:
+    return [each for each in c.recompute.parts if each in MOE_PARTS]
 
 
 def _moe_phases(c: Config) -> list[str]:
@@ -29,9 +34,9 @@ RECOMPUTE_LAWS = (
     Law(
         "recompute-experts-exist",
         ("recompute.parts", "recompute.mode", "model.num_experts"),
-        lambda c, w: c.recompute.mode == "selective" and "experts" in c.recompute.parts and not c.model.num_experts,
-        lambda c, w: "recompute.parts names experts, and model.num_experts = 0",
-        lambda c, w: f"recompute.parts=[{','.join(sorted({*c.recompute.parts} - {'experts'})) or 'mlp'}]",
+        lambda c, w: c.recompute.mode == "selective" and not c.model.num_experts and _moe_parts(c) != [],
+        lambda c, w: f"recompute.parts names {', '.join(_moe_parts(c))}, and model.num_experts = 0",
+        lambda c, w: f"recompute.parts=[{','.join(sorted({*c.recompute.parts} - {*MOE_PARTS})) or 'mlp'}]",
     ),
     Law(
         "offload-inputs-need-full",

@@ -11,7 +11,7 @@ from megatron5d.config.law import Law, nearest, spelled
 from megatron5d.config.schema import Config
 
 BALANCES = ("none", "aux", "seq_aux", "global_aux", "bias")
-PARTS = ("norm", "qkv", "attention", "activation", "mlp", "experts")
+PARTS = ("norm", "qkv", "attention", "activation", "mlp", "experts", "permute")
 OFFLOADS = ("attention", "mlp", "dispatch", "experts", "combine", "inputs")
 AXES = ("pp", "dp", "cp", "tp")
 

@@ -51,6 +51,16 @@ class Trip(Protocol):
             `[r, h]` sorted by expert as `offsets` says, and the trip as it goes on.
         """
 
+    def again(self, x: Tensor) -> Tensor:
+        """What `receive` returned, sent once more; without a gradient.
+
+        Args:
+            x: `[n, h]`, as `send` was given it.
+
+        Returns:
+            `[r, h]`.
+        """
+
     def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
         """Starts the way home.
 
@@ -124,11 +134,20 @@ class DirectTrip:
 
     def receive(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
         """As in Trip. Comm: all_gather etp / reduce_scatter etp, all_to_all ep."""
-        rows = gather_rows(self.dispatching.finish(ticket), self.etp, self.from_etp)  # -> [r, h]  all_gather etp
+        return self._by_expert(self.dispatching.finish(ticket)), self
+
+    def again(self, x: Tensor) -> Tensor:
+        """As in Trip. Comm: all_to_all ep, all_gather etp."""
+        rows = permute(x, self.sent_places)[: self.num_sent]  # [n, h] -> [n·k, h] sorted by expert
+        return self._by_expert(self.dispatching.repeat(rows))
+
+    def _by_expert(self, rows: Tensor) -> Tensor:
+        """`[r, h]` sorted by expert, from the rows as they arrive. Comm: all_gather etp / reduce_scatter etp."""
+        rows = gather_rows(rows, self.etp, self.from_etp)  # -> [r, h]  all_gather etp
         if self.received_places is None:
-            return rows, self
+            return rows
         arrival, sorted_place = self.received_places.token, self.received_places.place.flatten()
-        return _Reorder.apply(rows, arrival, sorted_place), self  # [r, h] sorted by expert
+        return _Reorder.apply(rows, arrival, sorted_place)
 
     def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
         """As in Trip. Comm: reduce_scatter etp, all_to_all ep / all_gather etp."""

@@ -69,6 +69,12 @@ class NodeTrip:
         rows, node_trip = self.node_trip.receive(ticket)  # [r, h]
         return rows, replace(self, node_trip=node_trip)
 
+    def again(self, x: Tensor) -> Tensor:
+        """As in Trip, over nodes and then inside them. Comm: all_to_all ep_outer, that of the inner `again`."""
+        assert self.node_trip is not None
+        rows = permute(x, self.sent_places)[: sum(self.dispatching.send)]  # [n, h] -> [rows, h] sorted by node
+        return self.node_trip.again(self.dispatching.repeat(rows))
+
     def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
         """As in Trip: weighted and added up inside the node, then one row for each that came."""
         assert self.node_trip is not None

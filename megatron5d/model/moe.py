@@ -30,15 +30,16 @@ from megatron5d.expert_parallel.router import Jitter, Router
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.precision.activations import KEEP_ALL, RecomputedParts
+from megatron5d.precision.activations import KEEP_ALL, RecomputedParts, Source, computed_from
 from megatron5d.precision.gradient import Defer
 from megatron5d.precision.wire import EightBitRows
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
-State = tuple[Tensor, Tensor, Tensor, Tensor | None, Trip]
+State = tuple[Tensor, Tensor, Tensor, Tensor | None, Trip, Source | None]
 """What goes from phase to phase: the residual; the ticket of the exchange under way (comm/exchange.py); the router's
-weights; for a shared expert its input, then its output, else None; and where the tokens go."""
+weights; for a shared expert its input, then its output, else None; where the tokens go; and the tokens, if they are to
+be sent once more."""
 
 
 def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> TokenDispatcher:
@@ -117,7 +118,7 @@ class MoeDispatch(nn.Module):
         share: which tokens this rank routes.
         balancer: of all MoE layers here.
         jitter: of what routers read in training; None = none.
-        parts: `norm` may be recomputed.
+        parts: `norm` may be recomputed, and `permute`, which ends in the next phase.
         factory: dtype and device of the parameters.
     """
 
@@ -129,7 +130,7 @@ class MoeDispatch(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.moe, self.layer, self.share, self.balancer = config, moe, layer, share, balancer
-        self.jitter = jitter
+        self.jitter, self.parts = jitter, parts
         tp, name = mesh["tp"], f"layers.{layer}"
         self.cp_tp = mesh["cp_tp"]
         norm = {"partial_grad": sp, "eps": config.norm_eps, "parts": parts, **factory}
@@ -162,7 +163,7 @@ class MoeDispatch(nn.Module):
         # [n, h] -> [n·k, h] under way  all_to_all ep
         ticket, weights, trip = self.dispatcher.send(mine, taken, weights, all_sent)
         shared = normed if self.config.shared_ffn_hidden_size else None
-        return x, ticket, weights, shared, trip
+        return x, ticket, weights, shared, trip, self.parts.source("permute", mine)
 
     def _jittered(self, x: Tensor, tokens: Tokens) -> Tensor:
         if self.jitter is None or tokens.samples is None:
@@ -211,7 +212,7 @@ class MoeExperts(nn.Module):
 
     def forward(self, state: State, batch: MicroBatch, defer: Defer) -> State:
         """State -> State: waits for r rows `[r, h]` of this rank's experts, and starts their way home."""
-        x, ticket, weights, normed, trip = state
+        x, ticket, weights, normed, trip, tokens = state
         shared = None
         if self.shared is not None and normed is not None:
             shared = self.shared.project_up(normed, defer)  # while the tokens travel
@@ -219,8 +220,10 @@ class MoeExperts(nn.Module):
         if self.shared is not None and shared is not None:
             shared = self.shared.project_down(shared, defer)  # while they travel inside the node
         rows, trip = trip.receive(ticket)  # [r, h]
+        if tokens is not None:
+            computed_from(tokens, trip.again, rows)  # all_to_all ep and all_gather etp once more
         y = self.experts(rows, trip.offsets, defer)  # [r, h], partial over etp
-        return x, trip.send_back(y, weights), weights, shared, trip
+        return x, trip.send_back(y, weights), weights, shared, trip, None
 
 
 class MoeCombine(nn.Module):
@@ -241,6 +244,6 @@ class MoeCombine(nn.Module):
 
         Comm: without sp all_gather tp of n·h elements / none; the trip's `combine`.
         """
-        x, ticket, weights, shared, trip = state
+        x, ticket, weights, shared, trip, _ = state
         y = self.share.restore(trip.combine(ticket, weights), x)  # [n, h] -> [s/cp/tp, b, h]
         return x + y if shared is None else x + (y + shared)

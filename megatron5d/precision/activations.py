@@ -16,6 +16,7 @@ u = t/tp with sp (else t), r rows of this rank's experts; h, a, g, d, dv, f as e
     activation   t·f dense or shared, r·f routed               swiglu or gelu
     mlp          t·3f (gelu 2f) dense or shared                the up GEMM, the activation; all_gather tp
     experts      r·3f (gelu 2f)                                the grouped up GEMM, the activation
+    permute      r·h, the rows that the experts read           sorting; all_to_all ep, all_gather etp
 
 Source: selective recomputation Korthikanti et al. 2022 (arXiv:2205.05198), section 5; DeepSeek-V3 (arXiv:2412.19437),
 section 3.2.3 recomputes norms and MLA's up-projections.
@@ -62,6 +63,13 @@ class RecomputedParts:
         if name not in self.names or self._rerunning or not torch.is_grad_enabled():
             return fn(*inputs)
         return _Part.apply(self, fn, *inputs)
+
+    def source(self, name: str, x: Tensor) -> Source | None:
+        """What a part that ends in a later phase is computed from once more (`computed_from`); None if it is kept."""
+        if name not in self.names or not torch.is_grad_enabled():
+            return None
+        made_by = getattr(x.untyped_storage(), "made_by", None)
+        return Held(x.detach()) if made_by is None else _Mark(made_by, x)
 
     def keeps(self, name: str) -> bool:
         """Whether a part is not recomputed, so that its inputs may be overwritten in its backward."""
@@ -124,10 +132,23 @@ class _Mark:
         return outputs[self.index].detach().as_strided(*self.geometry)
 
 
-class _Derived:
-    """The results of a function of a recomputed part's output, which are computed again with it."""
+@dataclass(frozen=True)
+class Held:
+    """A tensor that is kept."""
 
-    def __init__(self, source: _Mark, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    tensor: Tensor
+
+    def value(self) -> Tensor:
+        return self.tensor
+
+
+Source: TypeAlias = Held | _Mark
+
+
+class _Derived:
+    """The results of a function of a tensor, such as a recomputed part's output, which are computed again from it."""
+
+    def __init__(self, source: Source, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         self.source, self.fn = source, fn
         self.outputs: tuple[Tensor, ...] | None = None
 
@@ -155,6 +176,17 @@ def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple
             if not hasattr(storage, "made_by"):  # x itself, or a view of it, has
                 storage.made_by = (derived, i)  # type: ignore[attr-defined]
     return results
+
+
+def computed_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> None:
+    """Has `y` computed again as `fn(source)` where a backward needs it. Its own gradient goes the way it came.
+
+    Args:
+        source: from `RecomputedParts.source`.
+        fn: has no gradient. If it communicates, it does so again.
+        y: the only tensor in its storage.
+    """
+    y.untyped_storage().made_by = (_Derived(source, lambda x: (fn(x),)), 0)  # type: ignore[attr-defined]
 
 
 class _Carrier:

@@ -23,7 +23,10 @@ from megatron5d.train.schedule import plan_pipeline
 PARTS = ("norm", "qkv", "attention", "activation", "mlp")
 SELECTIVE = [RecomputeConfig("selective", [part]) for part in PARTS]
 ALL = RecomputeConfig("selective", list(PARTS))
-EXPERTS = [*SELECTIVE, RecomputeConfig("selective", ["experts"]), RecomputeConfig("selective", [*PARTS, "experts"])]
+ROUTED = ("experts", "permute")
+EXPERTS = [
+    RecomputeConfig("selective", parts) for parts in (*([part] for part in (*PARTS, *ROUTED)), [*PARTS, *ROUTED])
+]
 FULL = [RecomputeConfig("full"), RecomputeConfig("full", group_layers=2)]
 SLICED = RecomputeConfig(logit_tokens=5)
 
@@ -106,6 +109,7 @@ CASES = {
     "experts, tp2 sp, etp2": (
         4, moe("plain", 1.0, gbs=4, tp=2, sp=True, ep=2), [EXPERTS[-1], FULL[1]],
     ),
+    "experts over nodes": (4, moe("plain", ep=4, gbs=4, ep_inner=2), [EXPERTS[-2], EXPERTS[-1]]),
     "experts, dualpipe": (4, scheduled(moe("latent", gbs=8, pp=2, ep=2), "dualpipe", 2), [EXPERTS[-1], FULL[0]]),
 }  # fmt: skip
 
@@ -118,7 +122,9 @@ def test_nothing_changes(case):
         assert not changed, f"rank {rank}"
 
 
-@pytest.mark.parametrize("case", ["gpt2, tp2, zb_h1", "two_level", "experts, zb_h1", "experts, tp2 sp, etp2"])
+@pytest.mark.parametrize(
+    "case", ["gpt2, tp2, zb_h1", "two_level", "experts, zb_h1", "experts, tp2 sp, etp2", "experts over nodes"]
+)
 def test_everything_recomputed_equals_one_process(case):
     world, config, modes = CASES[case]
     whole = [mode for mode in modes if mode.mode == "selective"][-1]

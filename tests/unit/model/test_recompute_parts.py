@@ -11,8 +11,9 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from whole_stage import WholeStage
 
-from megatron5d.config.schema import RecomputeConfig
+from megatron5d.config.schema import MoeConfig, RecomputeConfig
 from megatron5d.expert_parallel import experts
+from megatron5d.expert_parallel.dispatch import DirectTrip
 from megatron5d.model.gpt import Gpt
 from megatron5d.plan.watch import MemoryWatch
 from megatron5d.precision.activations import ActivationPolicy, RecomputedParts
@@ -109,6 +110,36 @@ def test_what_a_part_made_is_not_kept():
     everything = dense - kept_bytes(configured(False, PARTS[:-1]))
     elements = 2 * t * h + t * (a + 2 * g) * d + t * a * d + t * a + t * 3 * 48
     assert everything >= LAYERS * elements * 8
+
+
+@pytest.mark.parametrize("beside", [(), ("norm", "experts")])
+@pytest.mark.parametrize(("recipe", "dispatch"), [("none", False), ("blockwise", False), ("blockwise", True)])
+def test_permuted_rows_are_not_kept_but_sent_once_more(recipe, dispatch, beside, monkeypatch):
+    """Of a layer r = 2t rows of h = 32: 8 bytes each, in 8 bits one and a scale a row; for the same gradients."""
+    counts: Counter[str] = Counter()
+    again = DirectTrip.again
+
+    def counted(self, x):
+        counts["again"] += 1
+        return again(self, x)
+
+    monkeypatch.setattr(DirectTrip, "again", counted)
+    plain, config = (
+        dataclasses.replace(eight_bits(True, recipe, parts), moe=MoeConfig(fp8_dispatch=dispatch))
+        for parts in (beside, (*beside, "permute"))
+    )
+    kept, grads = held_on(plain, [])
+    assert not counts
+    left, same = held_on(config, [])
+    # what the experts' part would run again from is the rows themselves
+    assert kept - left == LAYERS * 2 * S * B * (32 + 4 if recipe != "none" and not beside else 32 * 8)
+    assert counts["again"] == LAYERS and all(map(torch.equal, grads, same))
+    stage, batch = stage_of(config)
+    stage.forward(0, None, batch)
+    stage.backward_input(0, GRAD)
+    assert counts["again"] == 2 * LAYERS
+    stage.backward_weight(0)
+    assert counts["again"] == 2 * LAYERS, "never in W"
 
 
 def eight_bits(moe: bool, recipe: str, parts=()):

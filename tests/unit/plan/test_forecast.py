@@ -237,6 +237,7 @@ LAYOUTS = {
     "ep-nodes": (4, {"ep": 4, "ep_inner": 2, "gbs": 4, "fields": MOE}),
     "zero2-parts": (2, {"zero": 2, "gbs": 4, "reduce": "per_step", "recompute": RecomputeConfig("selective", PARTS)}),
     "moe-parts": (2, {"ep": 2, "fields": MOE, "recompute": RecomputeConfig("selective", ["experts", "mlp"])}),
+    "moe-permute": (2, {"ep": 2, "fields": MOE, "recompute": RecomputeConfig("selective", ["norm", "permute"])}),
     "offload": (1, {"optim": {"offload": True}, "dtype": "bf16"}),
     # so few tokens that a step's worst moment is the update's
     "muon": (1, {"optim": MUON, "seq_len": 8, "gbs": 1, "fields": BLOCKS}),
