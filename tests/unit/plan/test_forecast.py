@@ -1,4 +1,6 @@
-"""Predicted memory equals what real steps on real ranks allocate: what stays exactly, activations and peaks to 2 %."""
+"""Predicted memory equals what real steps on real ranks allocate: what stays and inputs exactly, activations to 2 %,
+the worst moment to 0.1 %. Every kind of memory is two fifths of that moment in some layout, so it is known to 0.25 %.
+"""
 
 import dataclasses
 import time
@@ -70,6 +72,7 @@ class Counted:
     kinds: tuple[int, int, int]  # weights and their 8-bit copies, gradients, optimiser
     resident: int
     boxes: int  # that other ranks write into
+    inputs: int  # of a step
     peak: int  # of a step, above what stays
     activations: Counter[str]  # kept by one micro-batch between forward and backward, by class of phase
     host: int  # the most in the host's memory
@@ -132,7 +135,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     batches = [sharding(micro_batch(config, rows[list(each)])) for each in numbers]
     trainer.step(batches, 1e-3)
     peaks, host_peaks = [], []
-    for _ in range(3):  # gloo's threads let go of what they have sent when they get round to it: the least counts
+    for _ in range(5):  # gloo's threads let go of what they have sent when they get round to it: the least counts
         with DeviceWatch() as watch:
             trainer.step(batches, 1e-3)
         peaks.append(watch.peak_bytes)
@@ -148,6 +151,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         (weights + copies, *others),
         resident + copies - away,
         model.overlap.box_bytes,
+        sum(x.nbytes for batch in batches for x in vars(batch).values() if isinstance(x, torch.Tensor)),
         min(peaks) - copies,
         kept,
         away + min(host_peaks),
@@ -193,7 +197,8 @@ def assert_predicted(config, world: int) -> dict[int, RankMemory]:
         # and torch 2.11 keeps the byte of a barrier
         assert mine.resident == pytest.approx(real.resident, abs=64 if real.elsewhere else 1)
         assert mine.boxes == real.boxes
-        assert max(mine.peak.total, mine.end_of_step) == pytest.approx(real.peak, rel=0.02)
+        assert mine.inputs == real.inputs
+        assert max(mine.peak.total, mine.end_of_step) == pytest.approx(real.peak, rel=0.001)
         assert mine.host == pytest.approx(real.host, rel=0.02)
         kept = forecaster.activations(real.pp_rank)
         assert kept == pytest.approx(real.activations, rel=0.02)
@@ -292,3 +297,16 @@ LAYOUTS = {
 def test_predicted_is_counted(case):
     world, options = LAYOUTS[case]
     assert_predicted(large(**options), world)
+
+
+def test_every_kind_is_large_somewhere():
+    largest = Counter[str]()
+    for world, options in LAYOUTS.values():
+        for memory in Forecaster(large(**options), world, CPU).ranks().values():
+            peak = memory.peak
+            if peak.total < memory.end_of_step:
+                continue
+            kinds = {name: getattr(peak, name) for name in ("stash", "messages", "units", "workspace")}
+            for kind, count in (kinds | {"activations": sum(peak.activations.values())}).items():
+                largest[kind] = max(largest[kind], count / peak.total)
+    assert len(largest) == 5 and min(largest.values()) > 0.4, largest
