@@ -8,6 +8,7 @@ from parity import test_pipeline_layouts as pipeline
 from parity_configs import config_of
 
 from megatron5d.config.schema import RecomputeConfig
+from megatron5d.pipeline_parallel.catalogue import schedule_names
 
 PER_STEP = {"zero": 3, "regather": "per_step", "reduce": "per_step"}
 MIXED = {"zero": 3, "regather": "per_step"}
@@ -35,22 +36,30 @@ def test_layers_that_autograd_differentiates():
     assert_parity(config_of("gpt2_style", tp=2, sp=True, zero=3, recompute=RecomputeConfig("full", 1)), world=4)
 
 
-# schedule -> what is beside pp = 2, dp = 2
-SCHEDULES = {
+# gathered weights: freed after each pass, or kept until the step ends; sums: sent on at each micro-batch, or once
+REGATHER = {"per_microbatch": {"zero": 3}, "kept": MIXED, "per_step": PER_STEP}
+
+
+@pytest.mark.parametrize("regather", REGATHER)
+@pytest.mark.parametrize("schedule", schedule_names())
+def test_pipelines(schedule, regather):
+    pipeline.check(schedule, 2, 4, dp=2, tied=True, **REGATHER[regather])
+
+
+# schedule -> what is beside pp = 2
+COMPOSED = {
     "1f1b": {"zero": 3, "dp": 4, "dp_replicate": 2},
-    "zb_h1": {"zero": 3},
-    "zb_v": {"zero": 2},
-    "interleaved": PER_STEP,
+    "zb_v": {"zero": 2, "dp": 2},
     # chunks of one layer: a unit's last two gradients come with nothing of another unit between them
     "interleaved_zb": {"zero": 3, "dp": 4, "dp_replicate": 2},
-    "dualpipe_v": {"zero": 3, "recompute": RecomputeConfig("full")},
+    "dualpipe_v": {"zero": 3, "dp": 2, "recompute": RecomputeConfig("full")},
     "dualpipe": {"zero": 3, "dp": 4, "dp_replicate": 2},
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_pipelines(schedule):
-    pipeline.check(schedule, 2, 4, tied=True, **{"dp": 2, **SCHEDULES[schedule]})
+@pytest.mark.parametrize("schedule", COMPOSED)
+def test_pipelines_with_more_beside(schedule):
+    pipeline.check(schedule, 2, 4, tied=True, **COMPOSED[schedule])
 
 
 @pytest.mark.parametrize("checks", ["OFF", "DETAIL"])
