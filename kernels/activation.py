@@ -27,6 +27,13 @@ def gelu_reference(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 @jit
+def swiglu_slopes(gate, up):
+    """silu(gate) · up, and its derivatives with respect to both."""
+    s = tl.sigmoid(gate)
+    return gate * s * up, up * s * (1.0 + gate * (1.0 - s)), gate * s
+
+
+@jit
 def _swiglu_kernel(gate_up_ptr, y_ptr, width, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -45,16 +52,14 @@ def _swiglu_backward_kernel(dy_ptr, gate_up_ptr, d_gate_up_ptr, width, dy_stride
     dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
     gate = tl.load(gate_up_ptr + row * stride + column, live, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + width + column, live, other=0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    d_gate = dy * up * s * (1.0 + gate * (1.0 - s))
-    d_up = dy * gate * s
+    _, slope_gate, slope_up = swiglu_slopes(gate, up)
     out = d_gate_up_ptr + row * (2 * width) + column
-    tl.store(out, d_gate.to(d_gate_up_ptr.dtype.element_ty), live)
-    tl.store(out + width, d_up.to(d_gate_up_ptr.dtype.element_ty), live)
+    tl.store(out, (dy * slope_gate).to(d_gate_up_ptr.dtype.element_ty), live)
+    tl.store(out + width, (dy * slope_up).to(d_gate_up_ptr.dtype.element_ty), live)
 
 
 @jit
-def _gelu_terms(z, TANH: tl.constexpr):
+def gelu_terms(z, TANH: tl.constexpr):
     """The share of z that passes, and its derivative with respect to z."""
     if TANH:
         u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
@@ -71,7 +76,7 @@ def _gelu_terms(z, TANH: tl.constexpr):
 def _gelu_kernel(x_ptr, y_ptr, count, TANH: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x_ptr + i, i < count, other=0.0).to(tl.float32)
-    share, _ = _gelu_terms(z, TANH)
+    share, _ = gelu_terms(z, TANH)
     tl.store(y_ptr + i, (z * share).to(y_ptr.dtype.element_ty), i < count)
 
 
@@ -80,7 +85,7 @@ def _gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, count, TANH: tl.constexpr, BLOC
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(x_ptr + i, i < count, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + i, i < count, other=0.0).to(tl.float32)
-    share, slope = _gelu_terms(z, TANH)
+    share, slope = gelu_terms(z, TANH)
     tl.store(dx_ptr + i, (dy * (share + z * slope)).to(dx_ptr.dtype.element_ty), i < count)
 
 
@@ -131,7 +136,8 @@ class _GELU(torch.autograd.Function):
         return dx, None, None
 
 
-def _check_overwrite(x: Tensor, overwrite: bool) -> None:
+def check_overwrite(x: Tensor, overwrite: bool) -> None:
+    """Refuses to write the gradient of a leaf over its value."""
     if overwrite and x.is_leaf and x.requires_grad:
         raise ValueError(f"overwrite=True would write the gradient of the leaf {tuple(x.shape)} over its value")
 
@@ -152,7 +158,7 @@ def swiglu(gate_up: Tensor, overwrite: bool = False) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"swiglu splits the last dim in two halves (gate, up); {gate_up.shape[-1]} is odd")
-    _check_overwrite(gate_up, overwrite)
+    check_overwrite(gate_up, overwrite)
     return _SwiGLU.apply(gate_up, overwrite) if dispatch.runs_triton(gate_up) else swiglu_reference(gate_up)
 
 
@@ -197,7 +203,7 @@ def gelu(x: Tensor, approximate: str = "none", overwrite: bool = False) -> Tenso
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu knows approximate='none' and 'tanh', not {approximate!r}")
-    _check_overwrite(x, overwrite)
+    check_overwrite(x, overwrite)
     return (
         _GELU.apply(x, approximate == "tanh", overwrite) if dispatch.runs_triton(x) else gelu_reference(x, approximate)
     )

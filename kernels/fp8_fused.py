@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels import dispatch, tuning
 from kernels.activation import swiglu_reference
 from kernels.dispatch import rows_of
+from kernels.expert_activation import weighted_activation_reference
 from kernels.fp8_quantize import E4M3, GROUP, Quantized, largest, quantize_reference, quantize_rows, quantized
 from kernels.language import cdiv, jit, next_power_of_2, tl
 from kernels.normalization import launch_forward, layer_norm_reference, rms_norm_reference
@@ -21,11 +22,13 @@ MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones 
 @jit(do_not_specialize=["rows"])
 def _swiglu_kernel(
     gate_up_ptr,
+    weights_ptr,
     values_ptr,
     scales_ptr,
     rows,
     width,
     stride,
+    WEIGHTED: tl.constexpr,
     LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
@@ -39,7 +42,10 @@ def _swiglu_kernel(
     at = gate_up_ptr + row[:, None] * stride + column[None, :]
     gate = tl.load(at, live, other=0.0).to(tl.float32)
     up = tl.load(at + width, live, other=0.0).to(tl.float32)
-    y = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    if WEIGHTED:
+        y *= tl.load(weights_ptr + row, row < rows, other=0.0).to(tl.float32)[:, None]
+    y = y.to(gate_up_ptr.dtype.element_ty).to(tl.float32)
     amax = largest(y, 1)[:, None]
     values, scale = quantized(y, amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
     tl.store(values_ptr + row[:, None] * width + column[None, :], values, live)
@@ -97,12 +103,15 @@ def _outputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) ->
     return values, torch.empty(rows, cdiv(width, GROUP), dtype=torch.float32, device=device)
 
 
-def swiglu_quantized(gate_up: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False) -> Quantized:
+def swiglu_quantized(
+    gate_up: Tensor, dtype: torch.dtype = E4M3, *, weights: Tensor | None = None, powers_of_two: bool = False
+) -> Quantized:
     """`quantize_rows(swiglu(gate_up))` in one pass; not differentiable, as nothing in 8 bits is.
 
     Args:
         gate_up: `[..., 2f]`, any floating dtype.
         dtype: float8_e4m3fn or float8_e5m2.
+        weights: `[rows]`, what each row is multiplied by (`weighted_activation`); None = 1.
         powers_of_two: round the scales up to powers of two.
 
     Returns:
@@ -116,12 +125,19 @@ def swiglu_quantized(gate_up: Tensor, dtype: torch.dtype = E4M3, *, powers_of_tw
     x = rows_of(gate_up)
     rows, width = x.shape[0], x.shape[1] // 2
     if not dispatch.runs_triton(x):
-        return quantize_reference(swiglu_reference(x), 1, dtype, powers_of_two)
+        y = swiglu_reference(x) if weights is None else weighted_activation_reference(x, weights, "swiglu")
+        return quantize_reference(y, 1, dtype, powers_of_two)
     values, scales = _outputs(rows, width, dtype, x.device)
     config = tuning.select("fp8_swiglu", x.device)
-    flags = {"LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two, "GROUP": GROUP}
+    flags = {
+        "WEIGHTED": weights is not None,
+        "LARGEST": torch.finfo(dtype).max,
+        "POWERS_OF_TWO": powers_of_two,
+        "GROUP": GROUP,
+    }
     grid = (cdiv(rows, config["ROWS"]), cdiv(width, GROUP))
-    _swiglu_kernel[grid](x, values, scales, rows, width, x.stride(0), **flags, **config)
+    factors = x if weights is None else weights.contiguous()
+    _swiglu_kernel[grid](x, factors, values, scales, rows, width, x.stride(0), **flags, **config)
     return Quantized(values, scales, 1)
 
 

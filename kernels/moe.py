@@ -4,11 +4,13 @@ A token t chooses experts e[t, 1..k]. Rows are sorted by expert, stably, so that
     permute     row place[t, j] = x[t]
     unpermute   y[t] = sum_j p[t, j] · row place[t, j]
 They are each other's transposes (with p = 1), so each is the other's gradient. Counts and offsets stay on the device.
+With p = 1 nothing is kept for the backward: weights may have been applied in the experts (`expert_activation.py`).
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import dispatch, tuning
@@ -64,16 +66,20 @@ def _gather_kernel(x_ptr, token_ptr, scale_ptr, out_ptr, width, x_stride, HAS_SC
 
 @jit
 def _combine_kernel(
-    rows_ptr, place_ptr, probs_ptr, out_ptr, width, rows_stride, HAS_PROBS: tl.constexpr, K: tl.constexpr, BLOCK:
-    tl.constexpr
+    rows_ptr, place_ptr, probs_ptr, out_ptr, num_rows, width, rows_stride,
+    HAS_PROBS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over j of p[t, j] · rows[place[t, j]], summed in float32 in the order of the choices."""
+    """out[t] = sum over j of p[t, j] · rows[place[t, j]], summed in float32 in the order of the choices.
+
+    Rows that do not exist are zeros.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         row = tl.load(place_ptr + token * K + j)
-        x = tl.load(rows_ptr + row * rows_stride + column, column < width, other=0.0).to(tl.float32)
+        live = (column < width) & (row < num_rows)
+        x = tl.load(rows_ptr + row * rows_stride + column, live, other=0.0).to(tl.float32)
         if HAS_PROBS:
             x *= tl.load(probs_ptr + token * K + j).to(tl.float32)
         total += x
@@ -112,24 +118,26 @@ def _topk_kernel(scores_ptr, values_ptr, indices_ptr, num_experts, stride, K: tl
         taken = taken | (lane == index)
 
 
-def _gather(x: Tensor, where: Places, scale: Tensor | None) -> Tensor:
-    """Rows from tokens, each times its scale (`[n·k]`, in the order of the rows)."""
-    if not dispatch.runs_triton(x):
-        rows = x[where.token]
+def _gather(x: Tensor, token: Tensor, scale: Tensor | None) -> Tensor:
+    """The rows of some tokens, each times its scale (one for each row)."""
+    if not dispatch.runs_triton(x) or token.numel() == 0:
+        rows = x[token]
         return rows if scale is None else (rows.to(scale.dtype) * scale[:, None]).to(x.dtype)
     x = rows_of(x)
-    out = torch.empty(where.token.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    out = torch.empty(token.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     config = tuning.select("moe_permute", x.device)
     grid = (out.shape[0], cdiv(x.shape[1], config["BLOCK"]))
-    inputs = (x, where.token, x if scale is None else scale, out, x.shape[1], x.stride(0))
+    inputs = (x, token, x if scale is None else scale, out, x.shape[1], x.stride(0))
     _gather_kernel[grid](*inputs, HAS_SCALE=scale is not None, **config)
     return out
 
 
 def _combine(rows: Tensor, where: Places, probs: Tensor | None) -> Tensor:
-    """Tokens from rows, weighted by `probs` `[n, k]` or plainly summed."""
+    """Tokens from rows, weighted by `probs` `[n, k]` or plainly summed; rows that are missing count as zeros."""
     n, k = where.place.shape
     if not dispatch.runs_triton(rows):
+        if rows.shape[0] < n * k:
+            rows = F.pad(rows, (0, 0, 0, n * k - rows.shape[0]))
         picked = rows[where.place].to(statistics_dtype(rows.dtype))
         weighted = picked if probs is None else picked * probs.to(picked.dtype)[..., None]
         return weighted.sum(1).to(rows.dtype)
@@ -137,22 +145,20 @@ def _combine(rows: Tensor, where: Places, probs: Tensor | None) -> Tensor:
     out = torch.empty(n, rows.shape[1], dtype=rows.dtype, device=rows.device)
     config = tuning.select("moe_permute", rows.device)
     grid = (n, cdiv(rows.shape[1], config["BLOCK"]))
-    inputs = (rows, where.place, rows if probs is None else probs.contiguous(), out, rows.shape[1], rows.stride(0))
-    _combine_kernel[grid](*inputs, HAS_PROBS=probs is not None, K=k, **config)
+    inputs = (rows, where.place, rows if probs is None else probs.contiguous(), out)
+    _combine_kernel[grid](*inputs, *rows.shape, rows.stride(0), HAS_PROBS=probs is not None, K=k, **config)
     return out
 
 
-def _row_dots(dy: Tensor, rows: Tensor, where: Places) -> Tensor:
-    """`[n·k]` dot products of each row with its token's gradient."""
+def _row_dots(dy: Tensor, rows: Tensor, token: Tensor) -> Tensor:
+    """Dot products of each row with its token's gradient."""
     if not dispatch.runs_triton(rows):
         wide = statistics_dtype(rows.dtype)
-        return (dy[where.token].to(wide) * rows.to(wide)).sum(-1)
+        return (dy[token].to(wide) * rows.to(wide)).sum(-1)
     dy, rows = rows_of(dy), rows_of(rows)
     out = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
     config = tuning.select("moe_permute", rows.device)
-    _row_dots_kernel[(rows.shape[0],)](
-        dy, rows, where.token, out, rows.shape[1], dy.stride(0), rows.stride(0), **config
-    )
+    _row_dots_kernel[(rows.shape[0],)](dy, rows, token, out, rows.shape[1], dy.stride(0), rows.stride(0), **config)
     return out
 
 
@@ -160,7 +166,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, where):
         ctx.where = where
-        return _gather(x, where, None)
+        return _gather(x, where.token, None)
 
     @staticmethod
     @first_order
@@ -171,19 +177,39 @@ class _Permute(torch.autograd.Function):
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, probs, where):
-        ctx.save_for_backward(rows, probs)
-        ctx.where = where
+        ctx.where, ctx.num_rows = where, rows.shape[0]
+        if probs is not None:
+            ctx.save_for_backward(rows, probs)
         return _combine(rows, where, probs)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
+        where, token = ctx.where, ctx.where.token[: ctx.num_rows]
+        if not ctx.saved_tensors:
+            return _gather(dy, token, None), None, None
         rows, probs = ctx.saved_tensors
-        where = ctx.where
-        by_row = torch.empty_like(probs.flatten())
-        by_row[where.place.flatten()] = probs.flatten()
-        dprobs = _row_dots(dy, rows, where)[where.place].to(probs.dtype)
-        return _gather(dy, where, by_row), dprobs, None
+        dots = F.pad(_row_dots(dy, rows, token), (0, where.token.numel() - ctx.num_rows))
+        return _gather(dy, token, _by_row(probs, where)[: ctx.num_rows]), dots[where.place].to(probs.dtype), None
+
+
+def _by_row(values: Tensor, where: Places) -> Tensor:
+    """`[n, k]` in the order of the choices -> `[n·k]` in that of the rows."""
+    by_row = torch.empty_like(values.flatten())
+    by_row[where.place.flatten()] = values.flatten()
+    return by_row
+
+
+class _PermuteChoices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, where):
+        ctx.where = where
+        return _by_row(values, where)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        return grad[ctx.where.place], None
 
 
 def permute(x: Tensor, where: Places) -> Tensor:
@@ -199,13 +225,26 @@ def permute(x: Tensor, where: Places) -> Tensor:
     return _Permute.apply(x, where)
 
 
-def unpermute(rows: Tensor, probs: Tensor, where: Places) -> Tensor:
-    """Adds up each token's rows weighted by its probabilities, differentiable in both.
+def permute_choices(values: Tensor, where: Places) -> Tensor:
+    """Brings a number for each choice, such as its weight, to the choice's row, differentiable.
 
     Args:
-        rows: `[n·k, h]` sorted by expert.
-        probs: `[n, k]`, in the order of the token's choices.
+        values: `[n, k]`, in the order of each token's choices.
         where: from `places`.
+
+    Returns:
+        `[n·k]` sorted by expert.
+    """
+    return _PermuteChoices.apply(values, where)
+
+
+def unpermute(rows: Tensor, where: Places, probs: Tensor | None = None) -> Tensor:
+    """Adds up each token's rows, perhaps weighted by its probabilities, differentiable in both.
+
+    Args:
+        rows: `[n·k, h]` sorted by expert; of fewer the first, and the others count as zeros.
+        where: from `places`.
+        probs: `[n, k]`, in the order of the token's choices; None = 1, for which no rows are kept.
 
     Returns:
         `[n, h]` in the dtype of `rows`, summed in float32 (float64 for float64).

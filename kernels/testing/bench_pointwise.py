@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from kernels.expert_activation import weighted_activation, weighted_activation_reference
 from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_quantize import quantize_blocks, quantize_reference, quantize_rows, quantize_rows_both_ways
 from kernels.fp8_tensor import (
@@ -82,6 +83,13 @@ def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
         "Liger, of two tensors": (lambda: liger("liger_swiglu")(*halves), tuple(halves)),
     }
     return one_way(forwards, backward)
+
+
+def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
+    """From gate and up side by side, times a weight of each row."""
+    leaves = random(device, rows, 2 * width, grad=backward), torch.rand(rows, device=device, requires_grad=backward)
+    ours, reference = (partial(each, kind="swiglu") for each in (weighted_activation, weighted_activation_reference))
+    return beside_compiled(ours, reference, leaves, backward)
 
 
 def gelu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
@@ -171,6 +179,7 @@ def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Call
 
 
 ROWS, FEED_FORWARD = {"rows": 16384, "width": 4096}, {"rows": 8192, "width": 14336}
+EXPERTS = {"rows": 65536, "width": 2048}
 WIDE = {"rows": 4096, "width": 18432}
 TINY = {"rows": 6, "width": 136}
 HEADS, FEW_HEADS = {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128}, {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16}
@@ -204,6 +213,8 @@ POINTWISE = {
     "RMSNorm beside its stream, backward 16384x4096": _row(branch_rms_norm, 8, ROWS),
     "SwiGLU forward 8192x14336": _row(partial(swiglu, backward=False), 6, FEED_FORWARD),
     "SwiGLU backward 8192x14336": _row(partial(swiglu, backward=True), 10, FEED_FORWARD),
+    "SwiGLU of experts forward 65536x2048": _row(partial(expert_swiglu, backward=False), 6, EXPERTS),
+    "SwiGLU of experts backward 65536x2048": _row(partial(expert_swiglu, backward=True), 10, EXPERTS),
     "GELU forward 8192x14336": _row(partial(gelu, backward=False), 4, FEED_FORWARD),
     "GELU backward 8192x14336": _row(partial(gelu, backward=True), 6, FEED_FORWARD),
     "RoPE, 32 and 8 heads, 16 k tokens": _rope_row(False),

@@ -102,7 +102,7 @@ def unpermute(device: str, *, backward: bool, tokens: int, width: int, experts: 
 
     leaves, compiled = (rows, values), torch.compile(plain)
     forwards: dict[str, Forward] = {
-        "ours": (lambda: moe.unpermute(rows, values, where), leaves),
+        "ours": (lambda: moe.unpermute(rows, where, values), leaves),
         "torch.compile": (lambda: compiled(rows, values), leaves),
         "torch": (lambda: plain(rows, values), leaves),
     }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import moe
+from kernels import expert_activation, moe
 from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
@@ -67,6 +67,9 @@ def _pointwise() -> None:
     forward_and_backward(kernels.swiglu(meta(4096, 2 * 14336, grad=True)))
     for approximate in ("none", "tanh"):
         forward_and_backward(kernels.gelu(meta(4096, 8192, grad=True), approximate))
+    for kind in expert_activation.KINDS:
+        x, weights = meta(8192, 2 * 2048, grad=True), meta(8192, dtype=torch.float32, grad=True)
+        forward_and_backward(expert_activation.weighted_activation(x, weights, kind))
 
 
 def _rope(rotary_dim: int, q_dim: int, interleaved: bool) -> None:
@@ -166,7 +169,8 @@ def _overlap(size: int, turned: bool) -> None:
 
 
 def _fp8_fused() -> None:
-    swiglu_quantized(meta(4096, 2 * 2048), powers_of_two=True)
+    for weights in (None, meta(4096, dtype=torch.float32)):
+        swiglu_quantized(meta(4096, 2 * 2048), weights=weights, powers_of_two=True)
     for width in (2048, 7168, 16384):
         rms_norm_quantized(meta(4096, width), meta(width), 1e-5, powers_of_two=True)
         layer_norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, powers_of_two=True)
@@ -178,7 +182,8 @@ def _moe() -> None:
     row = meta(8192 * 8, dtype=torch.int64)
     where = moe.Places(row.view(8192, 8), row, meta(65, dtype=torch.int64))
     rows = moe.permute(meta(8192, 2048, grad=True), where)
-    forward_and_backward(moe.unpermute(rows, meta(8192, 8, dtype=torch.float32, grad=True), where))
+    for probs in (None, meta(8192, 8, dtype=torch.float32, grad=True)):
+        forward_and_backward(moe.unpermute(rows, where, probs))
 
 
 HOPPER_ATTENTION = {"sm_80": ("mma",), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}

@@ -17,7 +17,8 @@ _POISON = {8: 0x7F, 16: 0x7E00, 32: 0x7FC00000, 64: 0x7FF8 << 48}
 
 
 def _check(pointers: TensorHandle, mask: TensorHandle, what: str) -> None:
-    live = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].reshape(-1)
+    masked = np.asarray(mask.data, bool)  # a block's condition and a scalar's: the interpreter makes integers of it
+    live = pointers.data[np.broadcast_to(masked, pointers.data.shape)].reshape(-1)
     if live.size == 0:
         return
     width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)

@@ -1,12 +1,14 @@
-"""Tokens to their experts and back: sort, all-to-all with uneven splits, and the weighted sum at home.
+"""Tokens to their experts and back: sort, all-to-all with uneven splits, and the sum at home.
 
                forward                                            collectives forward / backward
     send       [n, h] -> [n·k, h] sorted by expert -> under way   all_gather ep_etp of counts, all_to_all ep / –
     enter_node nothing here; in hierarchy.py the second half of the way
     receive    rows for this rank's experts -> [r, h] by expert   all_gather etp / reduce_scatter etp, all_to_all ep
     send_back  [r, h], partial over etp -> under way              reduce_scatter etp, all_to_all ep / all_gather etp
-    combine    [n·k, h] -> weighted sum [n, h]                    – / all_to_all ep
+    combine    [n·k, h] -> sum [n, h]                             – / all_to_all ep
 
+The router's weight of each choice goes to the expert beside the row, a second all-to-all of n·k numbers, and is applied
+there (experts.py), so that no row that comes home is kept for the gradient of the weights.
 Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/exchange.py), so that other work
 runs in between. Rows are always ordered by expert, then by source rank, then by token, and the sums at home run in the
 order of a token's choices: the same tokens give the same sums, in the same order, on any layout.
@@ -22,11 +24,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import first_order
-from kernels.moe import Places, permute, places, unpermute
+from kernels.moe import Places, permute, permute_choices, places, unpermute
 from megatron5d.comm.collectives import start_all_gather
 from megatron5d.comm.exchange import Codec, Exchange
 from megatron5d.comm.uneven import gather_rows, reduce_scatter_rows
@@ -41,18 +42,21 @@ class Trip(Protocol):
     def offsets(self) -> Tensor:
         """int64 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts begin and end."""
 
-    def enter_node(self, ticket: Tensor) -> tuple[Tensor, Trip]:
-        """Starts the second half of the way to the experts, where it has two; the ticket and the trip go on."""
+    def enter_node(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
+        """Starts the second half of the way to the experts, where it has two; both tickets and the trip go on."""
 
-    def receive(self, ticket: Tensor) -> tuple[Tensor, Trip]:
-        """Waits for the rows of this rank's experts.
+    def receive(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
+        """Waits for the rows of this rank's experts and their weights.
+
+        Args:
+            ticket, weights: from `enter_node`.
 
         Returns:
-            `[r, h]` sorted by expert as `offsets` says, and the trip as it goes on.
+            `[r, h]` sorted by expert as `offsets` says, `[r]`, and the trip as it goes on.
         """
 
     def again(self, x: Tensor) -> Tensor:
-        """What `receive` returned, sent once more; without a gradient.
+        """The rows that `receive` returned, sent once more; without a gradient.
 
         Args:
             x: `[n, h]`, as `send` was given it.
@@ -61,23 +65,21 @@ class Trip(Protocol):
             `[r, h]`.
         """
 
-    def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
+    def send_back(self, y: Tensor) -> Tensor:
         """Starts the way home.
 
         Args:
-            y: `[r, h]`, partial over etp.
-            weights: as `send` returned them.
+            y: `[r, h]`, weighted, partial over etp.
 
         Returns:
             The ticket for `combine`.
         """
 
-    def combine(self, ticket: Tensor, weights: Tensor) -> Tensor:
-        """Waits for the rows and adds up each token's, weighted: `[n, h]`.
+    def combine(self, ticket: Tensor) -> Tensor:
+        """Waits for the rows and adds up each token's: `[n, h]`.
 
         Args:
             ticket: from `send_back`.
-            weights: as `send` returned them.
         """
 
 
@@ -92,12 +94,11 @@ class TokenDispatcher(Protocol):
         Args:
             x: `[n, h]`.
             experts: int64 `[n, k]`; `num_experts` where the choice is not sent.
-            weights: `[n, k]`, 0 where a choice is not sent.
+            weights: `[n, k]`.
             all_sent: every choice is sent.
 
         Returns:
-            The ticket for `enter_node`; for `send_back` and `combine` the weights or, over nodes, the ticket of those
-            under way; and the trip.
+            The tickets of the rows and of their weights for `enter_node`, and the trip.
         """
 
 
@@ -109,7 +110,8 @@ class DirectTrip:
         etp: axis of the ranks that share experts.
         sent_places: for every choice of this rank's tokens, its row among the choices sorted by expert.
         num_sent: choices that are sent; the others are dropped or padding and come last in `sent_places`.
-        dispatching, combining: the all-to-alls over ep, to the experts and back.
+        dispatching, weights: the all-to-alls over ep to the experts, of rows and of their weights.
+        combining: that of rows back.
         from_etp: how many rows each etp rank receives for the experts that they share.
         received_places: for every row that arrives, its place among the rows sorted by expert; and the experts'
             offsets. None: rows arrive sorted.
@@ -119,6 +121,7 @@ class DirectTrip:
     sent_places: Places
     num_sent: int
     dispatching: Exchange
+    weights: Exchange
     combining: Exchange
     from_etp: list[int]
     received_places: Places | None
@@ -128,13 +131,14 @@ class DirectTrip:
         """As in Trip."""
         return (self.received_places or self.sent_places).offsets
 
-    def enter_node(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
+    def enter_node(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectTrip]:
         """Nothing: the direct way has no second half."""
-        return ticket, self
+        return ticket, weights, self
 
-    def receive(self, ticket: Tensor) -> tuple[Tensor, DirectTrip]:
-        """As in Trip. Comm: all_gather etp / reduce_scatter etp, all_to_all ep."""
-        return self._by_expert(self.dispatching.finish(ticket)), self
+    def receive(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectTrip]:
+        """As in Trip. Comm: all_gather etp / reduce_scatter etp, all_to_all ep, of rows and of weights."""
+        rows = self._by_expert(self.dispatching.finish(ticket))
+        return rows, self._by_expert(self.weights.finish(weights)), self
 
     def again(self, x: Tensor) -> Tensor:
         """As in Trip. Comm: all_to_all ep, all_gather etp."""
@@ -142,14 +146,14 @@ class DirectTrip:
         return self._by_expert(self.dispatching.repeat(rows))
 
     def _by_expert(self, rows: Tensor) -> Tensor:
-        """`[r, h]` sorted by expert, from the rows as they arrive. Comm: all_gather etp / reduce_scatter etp."""
-        rows = gather_rows(rows, self.etp, self.from_etp)  # -> [r, h]  all_gather etp
+        """`[r, ...]` sorted by expert, from rows as they arrive. Comm: all_gather etp / reduce_scatter etp."""
+        rows = gather_rows(rows, self.etp, self.from_etp)  # -> [r, ...]  all_gather etp
         if self.received_places is None:
             return rows
         arrival, sorted_place = self.received_places.token, self.received_places.place.flatten()
         return _Reorder.apply(rows, arrival, sorted_place)
 
-    def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
+    def send_back(self, y: Tensor) -> Tensor:
         """As in Trip. Comm: reduce_scatter etp, all_to_all ep / all_gather etp."""
         rows = y
         if self.received_places is not None:
@@ -158,9 +162,9 @@ class DirectTrip:
         own = reduce_scatter_rows(rows, self.etp, self.from_etp)  # -> [from_etp, h]  reduce_scatter etp
         return self.combining.start(own)  # under way  all_to_all ep
 
-    def combine(self, ticket: Tensor, weights: Tensor) -> Tensor:
-        """As in Trip. Comm: none / all_to_all ep."""
-        return weighted_sum(self.combining.finish(ticket), weights, self.sent_places)
+    def combine(self, ticket: Tensor) -> Tensor:
+        """As in Trip; choices that were not sent count as zeros. Comm: none / all_to_all ep."""
+        return unpermute(self.combining.finish(ticket), self.sent_places)
 
 
 class Dispatcher:
@@ -182,18 +186,25 @@ class Dispatcher:
     def send(
         self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
     ) -> tuple[Tensor, Tensor, DirectTrip]:
-        """As in TokenDispatcher. Comm: all_gather ep_etp of E counts; all_to_all ep of rows not for this rank."""
+        """As in TokenDispatcher.
+
+        Comm: all_gather ep_etp of E counts; all_to_all ep of rows, and of weights, that are not for this rank.
+        """
         sent_places = places(experts, self.num_experts)
         if all_sent and self.ep_etp.size == 1:  # nothing to learn from the device, and nothing to sort anew
             count = [experts.numel()]
-            dispatching, combining = Exchange(self.ep, count, count, self.codec), Exchange(self.ep, count, count)
-            trip = DirectTrip(self.etp, sent_places, count[0], dispatching, combining, count, None)
-            return dispatching.start(permute(x, sent_places)), weights, trip
-        # [1, E] -> [ep·etp, E]  all_gather ep_etp
-        counting = start_all_gather(sent_places.offsets.diff()[None], self.ep_etp)
-        rows = permute(x, sent_places)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
-        trip = self._trip(sent_places, counting.wait())
-        return trip.dispatching.start(rows[: trip.num_sent]), weights, trip  # [n·k, h] under way  all_to_all ep
+            there, weights_there, back = (Exchange(self.ep, count, count, codec) for codec in (self.codec, None, None))
+            trip = DirectTrip(self.etp, sent_places, count[0], there, weights_there, back, count, None)
+            rows, by_row = permute(x, sent_places), permute_choices(weights, sent_places)
+        else:
+            # [1, E] -> [ep·etp, E]  all_gather ep_etp
+            counting = start_all_gather(sent_places.offsets.diff()[None], self.ep_etp)
+            rows = permute(x, sent_places)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
+            by_row = permute_choices(weights, sent_places)  # [n, k] -> [n·k]
+            trip = self._trip(sent_places, counting.wait())
+            rows, by_row = rows[: trip.num_sent], by_row[: trip.num_sent]
+        # [n·k, h] and [n·k] under way  2× all_to_all ep
+        return trip.dispatching.start(rows), trip.weights.start(by_row), trip
 
     def _trip(self, sent_places: Places, counts: Tensor) -> DirectTrip:
         """Computes all splits from all ranks' counts.
@@ -220,16 +231,11 @@ class Dispatcher:
             sent_places,
             sum(send),
             Exchange(ep, send, receive, self.codec),
+            Exchange(ep, send, receive),
             Exchange(ep, receive, send),
             from_etp,
             places(arrived[:, None], local),
         )
-
-
-def weighted_sum(rows: Tensor, weights: Tensor, sent_places: Places) -> Tensor:
-    """`[n, h]` from the rows that came back; those that were never sent count as zeros."""
-    missing = sent_places.token.numel() - rows.shape[0]
-    return unpermute(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weights, sent_places)
 
 
 class _Reorder(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 up    [E, 2f, h]   with swiglu the gate rows, then the up rows, of each expert; E cut over ep, f over etp
 down  [E, h, f]    E cut over ep, f over etp: the output is a partial sum over etp
+
+The router's weights are applied between the two (kernels/expert_activation.py).
 """
 
 from __future__ import annotations
@@ -81,25 +83,26 @@ class Experts(nn.Module):
         down = ShardSpec(f"{name}.down.weight", whole, pieces, expert=True, init=config.output_init_std)
         self.down = new_parameter(local_shape, down, **factory)
 
-    def forward(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         """
         Args:
             x: `[r, h]`, rows sorted by expert.
+            weights: `[r]`, the router's.
             offsets: int64 `[E/ep + 1]`, where each expert's rows begin and end.
             defer: takes the weight-gradient half of the backward.
 
         Returns:
-            `[r, h]`, partial over etp.
+            `[r, h]`, weighted, partial over etp.
         """
-        inner = self.parts.run("experts", partial(self._inner, offsets=offsets, defer=defer), x)  # [r, f/etp]
+        inner = self.parts.run("experts", partial(self._inner, offsets=offsets, defer=defer), x, weights)  # [r, f/etp]
         return _GroupedLinear.apply(inner, self.down, offsets, self.num_local, defer)  # partial [r, h]
 
-    def _inner(self, x: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
+    def _inner(self, x: Tensor, weights: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp] or [r, f/etp]
         # The activation's backward may write over the output of `up`, which no other operation saves.
         gemms, overwrite = expert_gemms_of(self.down), self.parts.keeps("activation")
         activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)
-        return self.parts.run("activation", activate, inner)  # [r, f/etp]
+        return self.parts.run("activation", activate, inner, weights)  # [r, f/etp]
 
     def extra_repr(self) -> str:
         shape = self.up.spec.shape  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ Expert ranks lie on nodes of ep_inner: ep = ep_outer × ep_inner. Rank i of a no
     there   for each token a row per node it needs, with its weights and its experts there        all_to_all ep_outer
             then inside the node as if that were the whole world (dispatch.py)                     ep_inner, etp
             (`enter_node` starts this half, so that other work can run during each half of the way)
-    back    weighted and summed inside the node, one row for each that came                        all_to_all ep_outer
+    back    summed inside the node, one row for each that came                                     all_to_all ep_outer
 
 If token t needs m_t nodes, a rank sends Σ m_t·h elements to other nodes for dispatch, receives as many for combine, and
 the same again backward. The direct way sends k·n·h. Group-limited routing bounds m_t by top_groups, if a group is a
@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.moe import Places, permute, places
+from kernels.moe import Places, permute, places, unpermute
 from megatron5d.comm.all_to_all import start_all_to_all
 from megatron5d.comm.collectives import Pending, start_all_gather
 from megatron5d.comm.exchange import Codec, Exchange
-from megatron5d.expert_parallel.dispatch import DirectTrip, Dispatcher, weighted_sum
+from megatron5d.expert_parallel.dispatch import DirectTrip, Dispatcher
 from megatron5d.topology.axis import Axis
 
 
@@ -34,7 +34,6 @@ class NodeTrip:
 
     Args:
         sent_places: the row of each token for each node; choices that need no row of their own come last.
-        sent: bool `[n, k]`, the choices that have a row of their own: the first for each node.
         dispatching, combining: of hidden states over ep_outer, to the nodes and back.
         weights: of the router's weights over ep_outer, to the nodes.
         experts: int64 `[rows, k]`, under way: each row's experts among those of its node.
@@ -43,7 +42,6 @@ class NodeTrip:
     """
 
     sent_places: Places
-    sent: Tensor
     dispatching: Exchange
     combining: Exchange
     weights: Exchange
@@ -57,17 +55,19 @@ class NodeTrip:
         assert self.node_trip is not None
         return self.node_trip.offsets
 
-    def enter_node(self, ticket: Tensor) -> tuple[Tensor, NodeTrip]:
+    def enter_node(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeTrip]:
         """Waits for the rows of this node and starts their way inside it. Comm: that of the inner send."""
         rows, experts = self.dispatching.finish(ticket), self.experts.wait()  # [m, h], [m, k]: rows for this node
-        ticket, _, node_trip = self.node_dispatcher.send(rows, experts, rows[:, :0])  # under way  all_to_all ep_inner
-        return ticket, replace(self, node_trip=node_trip)
+        row_weights = self.weights.finish(weights)  # [m, k]
+        # under way  2× all_to_all ep_inner
+        ticket, weights, node_trip = self.node_dispatcher.send(rows, experts, row_weights)
+        return ticket, weights, replace(self, node_trip=node_trip)
 
-    def receive(self, ticket: Tensor) -> tuple[Tensor, NodeTrip]:
+    def receive(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeTrip]:
         """As in Trip, after `enter_node`. Comm: that of the inner receive."""
         assert self.node_trip is not None
-        rows, node_trip = self.node_trip.receive(ticket)  # [r, h]
-        return rows, replace(self, node_trip=node_trip)
+        rows, row_weights, node_trip = self.node_trip.receive(ticket, weights)  # [r, h], [r]
+        return rows, row_weights, replace(self, node_trip=node_trip)
 
     def again(self, x: Tensor) -> Tensor:
         """As in Trip, over nodes and then inside them. Comm: all_to_all ep_outer, that of the inner `again`."""
@@ -75,18 +75,16 @@ class NodeTrip:
         rows = permute(x, self.sent_places)[: sum(self.dispatching.send)]  # [n, h] -> [rows, h] sorted by node
         return self.node_trip.again(self.dispatching.repeat(rows))
 
-    def send_back(self, y: Tensor, weights: Tensor) -> Tensor:
-        """As in Trip: weighted and added up inside the node, then one row for each that came."""
+    def send_back(self, y: Tensor) -> Tensor:
+        """As in Trip: added up inside the node, then one row for each that came."""
         assert self.node_trip is not None
-        row_weights = self.weights.finish(weights)  # [m, k]
-        ticket = self.node_trip.send_back(y, row_weights)  # [r, h] under way  all_to_all ep_inner
-        rows = self.node_trip.combine(ticket, row_weights)  # [m, h]: one for each row that came to this node
+        ticket = self.node_trip.send_back(y)  # [r, h] under way  all_to_all ep_inner
+        rows = self.node_trip.combine(ticket)  # [m, h]: one for each row that came to this node
         return self.combining.start(rows)  # under way  all_to_all ep_outer
 
-    def combine(self, ticket: Tensor, weights: Tensor) -> Tensor:
-        """As in Trip; the rows are weighted already."""
-        rows = self.combining.finish(ticket)
-        return weighted_sum(rows, self.sent.to(rows.dtype), self.sent_places)
+    def combine(self, ticket: Tensor) -> Tensor:
+        """As in Trip; choices without a row of their own count as zeros."""
+        return unpermute(self.combining.finish(ticket), self.sent_places)
 
 
 class NodeDispatcher:
@@ -111,7 +109,7 @@ class NodeDispatcher:
     def send(
         self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
     ) -> tuple[Tensor, Tensor, NodeTrip]:
-        """As in TokenDispatcher; what stands for the weights is the ticket of theirs.
+        """As in TokenDispatcher.
 
         Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights and expert ids.
         """
@@ -133,14 +131,13 @@ class NodeDispatcher:
         local = torch.where(here, wanted - target[:, None] * self.per_node, self.per_node)
         trip = NodeTrip(
             sent_places,
-            once < nodes,
             Exchange(self.ep_outer, send, receive, self.codec),
             Exchange(self.ep_outer, receive, send),
             Exchange(self.ep_outer, send, receive),
             start_all_to_all(local, self.ep_outer, send, receive),  # [rows, k]  all_to_all ep_outer
             self.node_dispatcher,
         )
-        row_weights = permute(weights, sent_places)[:count] * here.to(weights.dtype)  # [rows, k]
+        row_weights = permute(weights, sent_places)[:count]  # [rows, k], those of other nodes unused
         # [rows, h] and [rows, k] under way  2× all_to_all ep_outer
         return trip.dispatching.start(rows[:count]), trip.weights.start(row_weights), trip
 

@@ -2,8 +2,8 @@
 
     dispatch   norm, router, sort; starts sending tokens to their experts
     experts    the shared expert while tokens travel (over nodes: up while they travel between nodes, down while inside
-               one); then the routed experts; starts sending outputs home
-    combine    waits, sums each token's outputs by the router's weights, adds the shared expert and the residual
+               one); then the routed experts, times the router's weights; starts sending outputs home
+    combine    waits, sums each token's outputs, adds the shared expert and the residual
 
 With sp each tp rank routes the tokens that it has. Without sp all tp ranks have the same tokens: each routes its share
 of them, and the outputs are gathered.
@@ -36,10 +36,10 @@ from megatron5d.precision.wire import EightBitRows
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
-State = tuple[Tensor, Tensor, Tensor, Tensor | None, Trip, Source | None]
-"""What goes from phase to phase: the residual; the ticket of the exchange under way (comm/exchange.py); the router's
-weights; for a shared expert its input, then its output, else None; where the tokens go; and the tokens, if they are to
-be sent once more."""
+State = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Trip, Source | None]
+"""What goes from phase to phase: the residual; the tickets of the exchanges under way (comm/exchange.py), of rows and,
+to the experts, of their weights; for a shared expert its input, then its output, else None; where the tokens go; and
+the tokens, if they are to be sent once more."""
 
 
 def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> TokenDispatcher:
@@ -160,7 +160,7 @@ class MoeDispatch(nn.Module):
         self.balancer.observe(self.layer, logits, experts, dropped, tokens)
         weights = self.balancer.attach(weights, self.layer, logits, experts, tokens)
         all_sent = tokens.real is None and self.moe.capacity_factor is None
-        # [n, h] -> [n·k, h] under way  all_to_all ep
+        # [n, h] -> [n·k, h], [n, k] -> [n·k] under way  2× all_to_all ep
         ticket, weights, trip = self.dispatcher.send(mine, taken, weights, all_sent)
         shared = normed if self.config.shared_ffn_hidden_size else None
         return x, ticket, weights, shared, trip, self.parts.source("permute", mine)
@@ -213,17 +213,18 @@ class MoeExperts(nn.Module):
     def forward(self, state: State, batch: MicroBatch, defer: Defer) -> State:
         """State -> State: waits for r rows `[r, h]` of this rank's experts, and starts their way home."""
         x, ticket, weights, normed, trip, tokens = state
+        assert weights is not None
         shared = None
         if self.shared is not None and normed is not None:
             shared = self.shared.project_up(normed, defer)  # while the tokens travel
-        ticket, trip = trip.enter_node(ticket)
+        ticket, weights, trip = trip.enter_node(ticket, weights)
         if self.shared is not None and shared is not None:
             shared = self.shared.project_down(shared, defer)  # while they travel inside the node
-        rows, trip = trip.receive(ticket)  # [r, h]
+        rows, weights, trip = trip.receive(ticket, weights)  # [r, h], [r]
         if tokens is not None:
             computed_from(tokens, trip.again, rows)  # all_to_all ep and all_gather etp once more
-        y = self.experts(rows, trip.offsets, defer)  # [r, h], partial over etp
-        return x, trip.send_back(y, weights), weights, shared, trip, None
+        y = self.experts(rows, weights, trip.offsets, defer)  # [r, h], partial over etp
+        return x, trip.send_back(y), None, shared, trip, None
 
 
 class MoeCombine(nn.Module):
@@ -244,6 +245,6 @@ class MoeCombine(nn.Module):
 
         Comm: without sp all_gather tp of n·h elements / none; the trip's `combine`.
         """
-        x, ticket, weights, shared, trip, _ = state
-        y = self.share.restore(trip.combine(ticket, weights), x)  # [n, h] -> [s/cp/tp, b, h]
+        x, ticket, _, shared, trip, _ = state
+        y = self.share.restore(trip.combine(ticket), x)  # [n, h] -> [s/cp/tp, b, h]
         return x + y if shared is None else x + (y + shared)

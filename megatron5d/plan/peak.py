@@ -111,7 +111,7 @@ class _Walk:
         self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to have been sent
         self._settled: Counter[Flow] = Counter()
         self._local: dict[Passage, int] = {}  # bytes of outputs for another stage of this rank
-        self._forward: dict[Passage, tuple[Step, ...]] = {}  # steps of F whose activations are alive
+        self._forward: dict[Passage, tuple[tuple[Step, ...], int]] = {}  # done steps of F; of how many something lives
         self._stashed: dict[Passage, int] = {}
         self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
 
@@ -123,7 +123,7 @@ class _Walk:
         forward, place = trace.passes["F"], 0
         for done, step in enumerate(trace.passes[op]):
             if op == "F":
-                self._keep(here, forward[:done])
+                self._keep(here, forward[:done], done)
             if step.kind == BOUNDARY or self.replay is None:
                 self.see(action, step.rise)
                 self.stages += step.delta
@@ -131,11 +131,12 @@ class _Walk:
                 self._run_phase(action, done, place, self.replay)
                 place += 1
             if step.frees:  # the activations of this phase; with the last phase, also its output
-                self._keep(here, self._forward[here][: -2 if len(self._forward[here]) == len(forward) else -1])
+                alive = self._forward[here][1]
+                self._keep(here, forward, alive - (2 if alive == len(forward) else 1))
             if step.kind != BOUNDARY or (done == 0 and trace.is_relay):  # as the executor: what passes on has no turn
                 yield True
         if op == "F":
-            self._keep(here, forward)
+            self._keep(here, forward, len(forward))
             if here in self._shared:
                 self.stages -= self.message_bytes
         elif op == "I":
@@ -149,12 +150,13 @@ class _Walk:
             self.stages += self.message_bytes
         self._hand_on(action, trace)
 
-    def _keep(self, here: Passage, steps: tuple[Step, ...] | None) -> None:
-        """Sets the steps of F whose activations are alive from now on; None = none, the backward is done."""
-        self.host += sum(step.host for step in steps or ()) - sum(step.host for step in self._forward.pop(here, ()))
+    def _keep(self, here: Passage, steps: tuple[Step, ...] | None, alive: int = 0) -> None:
+        """Sets which steps of F are done, and of how many activations live from now on; None = the backward is done."""
+        before, count = self._forward.pop(here, ((), 0))
+        self.host += sum(step.host for step in (steps or ())[:alive]) - sum(step.host for step in before[:count])
         self.most_host = max(self.most_host, self.host)
         if steps is not None:
-            self._forward[here] = steps
+            self._forward[here] = steps, alive
 
     def _run_phase(self, action: Action, done: int, place: int, replay: Replay) -> None:
         """One step of an action, with what data parallelism does before, in and after it.
@@ -217,8 +219,8 @@ class _Walk:
             return
         self.most = total
         kept = Counter[str]()
-        for alive in self._forward.values():
-            kept.update(_kept(alive))
+        for steps, alive in self._forward.values():
+            kept.update(_kept(steps, alive))
         elsewhere = len([here for here in self._shared if here in self._forward]) * self.message_bytes
         kept[BOUNDARY] -= min(kept[BOUNDARY], elsewhere)
         stash = sum(self._stashed.values())
@@ -235,20 +237,24 @@ class _Walk:
         self.peak = Peak(activations, stash - freed, self.messages, units, rest, action, held)
 
 
-def _kept(steps: Sequence[Step]) -> Counter[str]:
-    """Class of phase -> bytes that these steps of a forward have left; what one frees is what those before it made."""
-    made: list[tuple[str, int]] = []
-    for step in steps:
+def _kept(steps: Sequence[Step], alive: int) -> Counter[str]:
+    """Class of phase -> bytes that the first `alive` of these steps of a forward have left when all are done.
+
+    What a step frees is what those before it made.
+    """
+    made: list[tuple[int, int]] = []  # which step, bytes
+    for place, step in enumerate(steps):
         change = step.delta
         while change < 0 and made:
-            kind, count = made.pop()
+            before, count = made.pop()
             change += count
             if change > 0:
-                made.append((kind, change))
+                made.append((before, change))
                 change = 0
         if change > 0:
-            made.append((step.kind, change))
+            made.append((place, change))
     kept = Counter[str]()
-    for kind, count in made:
-        kept[kind] += count
+    for place, count in made:
+        if place < alive:
+            kept[steps[place].kind] += count
     return kept

@@ -43,7 +43,13 @@ from kernels.fp8_turn import transposed, turn
 from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_of
 from megatron5d.precision.gemms import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.precision.gradient import grad_buffer
-from megatron5d.precision.stand_in import carried_by, eight_bit_layer_norm, eight_bit_rms_norm, eight_bit_swiglu
+from megatron5d.precision.stand_in import (
+    carried_by,
+    eight_bit_layer_norm,
+    eight_bit_rms_norm,
+    eight_bit_swiglu,
+    eight_bit_weighted_swiglu,
+)
 from megatron5d.topology.shard import spec_of
 
 Reduce = Callable[[Tensor], Tensor]
@@ -201,10 +207,10 @@ class BlockwiseExpertGemms(ExpertGemms):
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         return _rows(x, self.powers_of_two)
 
-    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+    def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         if kind != "swiglu":
-            return super().activate(x, kind, overwrite)
-        return eight_bit_swiglu(x, self.powers_of_two, overwrite)
+            return super().activate(x, weights, kind, overwrite)
+        return eight_bit_weighted_swiglu(x, weights, self.powers_of_two, overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         weight = self.copies(parameter, num_local).plain
@@ -262,9 +268,9 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         super().__init__(powers_of_two)
         self.over_parts = over_parts
 
-    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+    def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         # not in 8 bits: the scale of an expert's rows is known only when all of them are
-        return ExpertGemms.activate(self, x, kind, overwrite)
+        return ExpertGemms.activate(self, x, weights, kind, overwrite)
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         rows, num_local = x.shape[0], offsets.numel() - 1

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import activate, add_layer_norm, add_rms_norm
+from kernels.expert_activation import weighted_activation
 from kernels.grouped_matmul import grouped_input_grad, grouped_matmul, grouped_weight_grad
 from megatron5d.precision.gradient import add_weight_grad, grad_buffer
 
@@ -72,9 +73,9 @@ class ExpertGemms:
         """The operand for x `[r, features]`."""
         return (x.contiguous() if gradient else x,)
 
-    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """As in Gemms."""
-        return activate(x, kind, overwrite)
+    def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+        """The activation before the product, times the weight `[r]` of each row; else as in Gemms."""
+        return weighted_activation(x, weights, kind, overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         """`[r, in]` -> `[r, out]`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels import layer_norm_backward, rms_norm_backward, swiglu_backward
 from kernels.dispatch import first_order
+from kernels.expert_activation import weighted_activation_backward
 from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_quantize import Quantized
 from megatron5d.precision.gemms import Operand
@@ -52,6 +53,22 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
         return swiglu_backward(dy, gate_up, ctx.overwrite), None, None
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, weights, powers_of_two: bool, overwrite: bool):
+        ctx.overwrite = overwrite
+        ctx.save_for_backward(gate_up, weights)
+        shape = torch.Size((gate_up.shape[0], gate_up.shape[1] // 2))
+        eight = swiglu_quantized(gate_up, weights=weights, powers_of_two=powers_of_two)
+        return _carrying(eight, shape, gate_up.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        gate_up, weights = ctx.saved_tensors
+        return *weighted_activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite), None, None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -102,6 +119,15 @@ def eight_bit_swiglu(gate_up: Tensor, powers_of_two: bool, overwrite: bool = Fal
         A stand-in `[..., f]` that carries e4m3 in 1×128 groups.
     """
     return _Swiglu.apply(gate_up, powers_of_two, overwrite)
+
+
+def eight_bit_weighted_swiglu(gate_up: Tensor, weights: Tensor, powers_of_two: bool, overwrite: bool = False) -> Tensor:
+    """`weighted_activation` of swiglu, whose result only blockwise products read: as `eight_bit_swiglu`.
+
+    Args:
+        weights: `[r]`, for rows `[r, 2f]`.
+    """
+    return _WeightedSwiglu.apply(gate_up, weights, powers_of_two, overwrite)
 
 
 def eight_bit_rms_norm(x: Tensor, weight: Tensor, eps: float, powers_of_two: bool) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ def test_it_quantises_at_all():
     assert 1e-6 < abs(eight.losses[0] / exact.losses[0] - 1) < 1e-2
     for name, grad in grads.items():
         error = (grad - exact_grads[name]).norm() / exact_grads[name].norm()
-        assert 1e-5 < error < 0.5, (name, error)  # a token whose router wavers goes elsewhere
+        assert 1e-5 < error < 0.6, (name, error)  # a token whose router wavers goes elsewhere
 
 
 LAYOUTS = {

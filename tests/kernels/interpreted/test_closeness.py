@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from kernels.expert_activation import weighted_activation
 from kernels.grouped_matmul import grouped_matmul
 
 LUCK = 1.05
@@ -34,6 +35,10 @@ OPERATIONS = {  # ours, torch's, shapes of the inputs
         [(7, 4097), (4097,), (4097,)],
     ),
     "swiglu": (kernels.swiglu, lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], [(127, 254)]),
+    "weighted_activation": (
+        lambda x, w: weighted_activation(x, w[:, 0], "swiglu"),
+        lambda x, w: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1] * w, [(127, 254), (127, 1)],
+    ),
     "gelu": (kernels.gelu, F.gelu, [(127, 129)]),
     "cross_entropy": (
         lambda z: kernels.cross_entropy(z, LABELS), lambda z: F.cross_entropy(z, LABELS, reduction="none"), [(7, 4097)],

@@ -5,6 +5,7 @@ import torch
 
 import kernels
 from kernels import moe
+from kernels.expert_activation import weighted_activation
 from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8_matmul import fp8_matmul
@@ -39,6 +40,7 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
     ),
     "swiglu": (kernels.swiglu, [(0, 3, 10)], (0, 3, 5)),
     "gelu": (kernels.gelu, [(0, 3)], (0, 3)),
+    "weighted_activation": (lambda x, w: weighted_activation(x, w, "swiglu"), [(0, 10), (0,)], (0, 5)),
     "rope": (lambda q, k: kernels.apply_rope(q, k, *tables(0, 4)), [(0, 2, 3, 8), (0, 2, 1, 8)], (0, 2, 3, 8)),
     "rope of a projection": (
         lambda x: kernels.apply_rope_to_projection(x * 1, (1, 1), *tables(0, 4)), [(0, 2, 3, 8)], (0, 2, 1, 8),
@@ -57,6 +59,7 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
         lambda x, w: grouped_matmul(x, w, torch.zeros(3, dtype=torch.int64)), [(0, 16), (2, 8, 16)], (0, 8),
     ),
     "permute": (lambda x: moe.permute(x, moe.places(torch.zeros(0, 2, dtype=torch.int64), 4)), [(0, 8)], (0, 8)),
+    "unpermute": (lambda x: moe.unpermute(x, moe.places(torch.zeros(3, 2, dtype=torch.int64), 4)), [(0, 8)], (3, 8)),
     "top_k": (lambda s: moe.top_k(s, 2), [(0, 8)], (0, 2)),
 }  # fmt: skip
 

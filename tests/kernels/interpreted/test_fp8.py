@@ -8,6 +8,7 @@ import torch
 import kernels
 from kernels import fp8_fused
 from kernels import fp8_matmul as module
+from kernels.expert_activation import weighted_activation
 from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
 from kernels.fp8_matmul import fp8_matmul
 from kernels.fp8_quantize import (
@@ -162,12 +163,15 @@ def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
     Rows of 384 are too wide for the fused norms here.
     """
     monkeypatch.setattr(fp8_fused, "MAX_WIDTH", 256)
-    gate_up = torch.randn(rows, 2 * width).to(dtype)
+    gate_up, weights = torch.randn(rows, 2 * width).to(dtype), torch.rand(rows)
     x, weight, bias = (torch.randn(size).to(dtype) for size in ((rows, width), (width,), (width,)))
     for how in ({}, {"powers_of_two": True}):
         got, want = swiglu_quantized(gate_up, **how), quantize_rows(kernels.swiglu(gate_up), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
         near(got, quantize_reference(kernels.swiglu_reference(gate_up), 1, **how))
+        got = swiglu_quantized(gate_up, weights=weights, **how)
+        want = quantize_rows(weighted_activation(gate_up, weights, "swiglu"), **how)
+        assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
         (got, inverse), plain = rms_norm_quantized(x, weight, 1e-5, **how), kernels.rms_norm_reference(x, weight, 1e-5)
         want = quantize_rows(kernels.rms_norm(x, weight, 1e-5), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())

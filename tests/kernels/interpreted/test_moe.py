@@ -114,7 +114,7 @@ def test_permute_and_back(n, k, experts, h, dtype):
     order = sorted((int(e), t, j) for t in range(n) for j, e in enumerate(choices[t]))
     assert torch.equal(rows, x[[t for _, t, _ in order]])
     assert where.offsets.tolist() == [sum(e < b for e, _, _ in order) for b in range(experts + 1)]
-    y = moe.unpermute(rows * 2, probs, where)
+    y = moe.unpermute(rows * 2, where, probs)
     wide_x, wide_p = x.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
     want = 2 * wide_x * wide_p.sum(1, keepdim=True)
     assert relative(y, want) < tolerance
@@ -122,6 +122,38 @@ def test_permute_and_back(n, k, experts, h, dtype):
     wanted = torch.autograd.grad(want, (wide_x, wide_p), dy.double())
     for one, expected in zip(torch.autograd.grad(y, (x, probs), dy), wanted):
         assert relative(one, expected) < 2 * tolerance
+
+
+@pytest.mark.parametrize("missing", [0, 5, 40])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_that_never_came_count_as_zeros(weighted, missing):
+    n, k, h = 20, 2, 130
+    where = moe.places(torch.randint(0, 5, (n, k)), 5)
+    rows, probs = torch.randn(n * k - missing, h).requires_grad_(), torch.rand(n, k).requires_grad_()
+    leaves = (rows, probs) if weighted else (rows,)
+    whole = torch.cat((rows, torch.zeros(missing, h)))[where.place]
+    want = (whole * probs[..., None]).sum(1) if weighted else whole.sum(1)
+    y = moe.unpermute(rows, where, probs if weighted else None)
+    torch.testing.assert_close(y, want)
+    dy = torch.randn(n, h)
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(want, leaves, dy))
+
+
+def test_what_sums_without_weights_keep():
+    """No row: the weights have been applied in the experts."""
+    kept = []
+    where = moe.places(torch.randint(0, 5, (20, 2)), 5)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        moe.unpermute(torch.randn(40, 8).requires_grad_(), where)
+    assert not kept
+
+
+def test_numbers_of_choices_go_with_their_rows():
+    chosen, values = torch.tensor([[2, 0], [1, 2], [0, 1]]), torch.arange(6.0).view(3, 2).requires_grad_()
+    by_row = moe.permute_choices(values, moe.places(chosen, 3))
+    assert by_row.tolist() == [1, 4, 2, 5, 0, 3]
+    (grad,) = torch.autograd.grad(by_row, values, torch.arange(6.0))
+    assert grad.tolist() == [[4, 0], [2, 5], [1, 3]]
 
 
 @pytest.mark.parametrize("n, experts, k", [(1, 1, 1), (9, 7, 3), (5, 64, 8), (3, 129, 129)])

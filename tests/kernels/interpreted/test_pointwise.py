@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kernels
+from kernels.expert_activation import KINDS, weighted_activation
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
@@ -90,6 +91,37 @@ def test_activations_backward_over_their_input(kind, shape):
         y.backward(dy)
     with pytest.raises(ValueError, match="the leaf"):
         kernels.activate(leaf, kind, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, width", [(1, 1), (5, 7), (3, 258)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_of_experts(kind, rows, width, dtype):
+    """Times a weight of each row, against float64; and over their input, to the bit."""
+    x = torch.randn(rows, width * (2 if kind == "swiglu" else 1)).to(dtype).requires_grad_()
+    weights, dy = torch.rand(rows, 2)[:, 1].requires_grad_(), torch.randn(rows, width).to(dtype)  # not side by side
+    y = weighted_activation(x, weights, kind)
+    found = (y, *torch.autograd.grad(y, (x, weights), dy))
+    wide = [each.detach().double().requires_grad_() for each in (x, weights)]
+    exact = kernels.activate(wide[0], kind) * wide[1][:, None]
+    wanted = (exact, *torch.autograd.grad(exact, wide, dy.double()))
+    for got, want in zip(found, wanted):
+        assert (got.double() - want).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * want.norm() + 1e-6
+    held = x.clone()
+    again = torch.autograd.grad(weighted_activation(held, weights, kind, True), (held, weights), dy)
+    assert all(map(torch.equal, again, found[1:])) and again[0].data_ptr() == held.data_ptr()
+
+
+def test_activations_of_experts_refuse():
+    x, weights = torch.randn(4, 6).requires_grad_(), torch.rand(4)
+    for bad in ((x, weights, "relu"), (x, weights[:3], "swiglu"), (x, weights, "swiglu", True)):
+        with pytest.raises(ValueError, match=r"not 'relu'|\(3,\) weights|the leaf"):
+            weighted_activation(*bad)
+    part = x.detach()[:, 1:5].requires_grad_() * 1  # a block of its own: written over
+    before, slice_of = part.detach().clone(), (x * 1)[:, 1:5]
+    for each in (part, slice_of):
+        weighted_activation(each, weights, "swiglu", overwrite=True).sum().backward(retain_graph=True)
+    assert torch.equal(slice_of, before) and not torch.equal(part, before)
 
 
 def test_swiglu_of_a_slice_is_never_overwritten():

@@ -102,8 +102,8 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
         parameter.gemms = recipe_of(recipe, powers_of_two)[1]
         parameter.main_grad = torch.zeros_like(parameter)
     x, dy = torch.randn(157, 144).requires_grad_(), torch.randn(157, 144)
-    waiting = []
-    experts(x, offsets, waiting.append).backward(dy)
+    weights, waiting = torch.rand(157).requires_grad_(), []
+    experts(x, weights, offsets, waiting.append).backward(dy)
     for closure in waiting:
         closure()
     for e, (first, last) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:])):
@@ -115,14 +115,16 @@ def test_experts_are_the_emulation_expert_by_expert(recipe, powers_of_two):
             0
         ]
         inner.requires_grad_()
-        active = torch.nn.functional.gelu(inner)
+        mine = weights.detach()[rows].requires_grad_()
+        active = torch.nn.functional.gelu(inner) * mine[:, None]
         _, dactive, ddown = by_hand(recipe, powers_of_two, active.detach(), experts.down[e].detach(), dy[rows])
-        (dinner,) = torch.autograd.grad(active, inner, dactive)
+        dinner, dmine = torch.autograd.grad(active, (inner, mine), dactive)
         _, dx, dup = by_hand(recipe, powers_of_two, x.detach()[rows], experts.up[e].detach(), dinner)
         close = {"rtol": 1e-3, "atol": 1e-3}  # a gelu that differs in the last bit may move a value to its neighbour
         torch.testing.assert_close(experts.down.main_grad[e], ddown, **close)
         torch.testing.assert_close(x.grad[rows], dx, **close)
         torch.testing.assert_close(experts.up.main_grad[e], dup, **close)
+        torch.testing.assert_close(weights.grad[rows], dmine, **close)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -135,11 +137,11 @@ def test_experts_that_no_token_chose(recipe, powers_of_two, activation):
         parameter.data.normal_()
         parameter.gemms = recipe_of(recipe, powers_of_two)[1]
         parameter.main_grad = torch.zeros_like(parameter)
-    x, waiting = torch.randn(0, 144).requires_grad_(), []
-    experts(x, torch.zeros(4, dtype=torch.int64), waiting.append).backward(torch.randn(0, 144))
+    x, weights, waiting = torch.randn(0, 144).requires_grad_(), torch.rand(0).requires_grad_(), []
+    experts(x, weights, torch.zeros(4, dtype=torch.int64), waiting.append).backward(torch.randn(0, 144))
     for closure in waiting:
         closure()
-    assert x.grad.shape == (0, 144)
+    assert x.grad.shape == (0, 144) and weights.grad.shape == (0,)
     assert not any(parameter.main_grad.any() for parameter in experts.parameters())
 
 

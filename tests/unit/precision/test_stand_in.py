@@ -9,6 +9,7 @@ from parity_configs import config_of
 from whole_stage import WholeStage
 
 import kernels
+from kernels.expert_activation import weighted_activation
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.precision import activations, fp8
@@ -23,11 +24,14 @@ from megatron5d.train.build import sizes_of
 @pytest.mark.parametrize("powers_of_two", [True, False])
 def test_operations_alone(dtype, powers_of_two):
     torch.manual_seed(0)
-    gemms = fp8.BlockwiseGemms(powers_of_two)
+    gemms, of_experts = fp8.BlockwiseGemms(powers_of_two), fp8.BlockwiseExpertGemms(powers_of_two)
     sizes = (5, 3, 400), (5, 3, 200), (200,), (200,)
     gate_up, x, weight, bias = (torch.randn(size).to(dtype).requires_grad_() for size in sizes)
+    row, probs = torch.randn(5, 400).to(dtype).requires_grad_(), torch.rand(5).requires_grad_()
+    weighted = of_experts.activate(row, probs, "swiglu"), weighted_activation(row, probs, "swiglu")
     cases = [
         ((gemms.activate(gate_up, "swiglu"),), (kernels.swiglu(gate_up),), (gate_up,)),
+        ((weighted[0],), (weighted[1],), (row, probs)),
         (gemms.rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x, weight, 1e-5), (x, weight)),
         (gemms.layer_norm(x, weight, bias, 1e-5), PLAIN.layer_norm(x, weight, bias, 1e-5), (x, weight, bias)),
     ]
@@ -42,7 +46,7 @@ def test_operations_alone(dtype, powers_of_two):
         ours = torch.autograd.grad([eight, *ours_beside], inputs, dy)
         torch.testing.assert_close(ours, torch.autograd.grad([wide, *theirs_beside], inputs, dy))
         assert (eight + 1).isnan().all(), "nobody mistakes it for a tensor unnoticed"
-    assert carried_by(gemms.activate(x, "gelu")) is None
+    assert carried_by(gemms.activate(x, "gelu")) is None and carried_by(of_experts.activate(row, probs, "gelu")) is None
 
 
 def test_products_of_one_input_agree_or_take_it_wide():
