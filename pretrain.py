@@ -11,7 +11,7 @@ from megatron5d.train.signals import EndOnSignals
 if __name__ == "__main__":
     EndOnSignals().__enter__()  # until the process ends: the imports alone take seconds
 
-from megatron5d.config.fault import REFUSED, ConfigError, refuse
+from megatron5d.config.errors import REFUSED, ConfigError, refuse
 from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
 
@@ -21,16 +21,16 @@ if __name__ == "__main__":
 
 from torch import OutOfMemoryError
 
-from megatron5d.model.hf import model_config_from_hf
+from megatron5d.checkpoint.hf.weights import model_config_from_hf
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.topology.launcher import read_environment
 from megatron5d.topology.process import start_process, stop_process
 from megatron5d.train.crash import crash_message
-from megatron5d.train.data_faults import data_faults
 from megatron5d.train.device import device_faults
 from megatron5d.train.loop import train
-from megatron5d.train.memory import memory_faults
-from megatron5d.train.schedule import pipeline_faults, schedule_faults
+from megatron5d.train.monitoring.memory import memory_faults
+from megatron5d.train.pipeline_layout import pipeline_faults, schedule_faults
+from megatron5d.train.preflight import data_faults
 from megatron5d.train.state import checkpoint_faults
 
 

@@ -11,9 +11,9 @@ Hugging Face publishes a different package under the same import name. Whoever i
 """
 
 from kernels.activation import activate, gelu, gelu_reference, swiglu, swiglu_backward, swiglu_reference
-from kernels.flash_attention import attention, attention_backward, documents_from_cu_seqlens
-from kernels.flash_attention_plain import attention_reference
-from kernels.normalization import (
+from kernels.flash_attention.attention import attention, attention_backward, documents_from_cu_seqlens
+from kernels.flash_attention.plain import attention_reference
+from kernels.norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,

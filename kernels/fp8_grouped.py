@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.fp8_matmul import scaled_sum, scales_of_tile, settles, swizzled, taken_out
-from kernels.fp8_quantize import GROUP, Quantized
-from kernels.grouped_matmul import ends_of, grouped_matmul_reference, launch_rows
+from kernels.fp8.gemm import scaled_sum, scales_of_tile, settles, swizzled, taken_out
+from kernels.fp8.quantize import GROUP, Quantized
+from kernels.gemm import ends_of, grouped_matmul_reference, launch_rows
 from kernels.language import TensorDescriptor, cdiv, jit, next_power_of_2, tl
 from kernels.tiles import readable
 

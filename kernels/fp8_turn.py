@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.fp8_quantize import GROUP, Quantized, largest, quantize_reference, quantized
-from kernels.grouped_matmul import ends_of, expert_of
+from kernels.fp8.quantize import GROUP, Quantized, largest, quantize_reference, quantized
+from kernels.gemm import ends_of, expert_of
 from kernels.language import cdiv, jit, next_power_of_2, tl
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.grouped_matmul import grouped_weight_grad
+from kernels.gemm import grouped_weight_grad
 
 
 def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:

@@ -17,12 +17,12 @@ import torch
 from megatron5d.config.schema import Config, ParallelConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.optim.slices import decays
+from megatron5d.optim.sharded_state import decays
+from megatron5d.parity.differences import tensor_differences
+from megatron5d.parity.run import make_rows, micro_batch, perturb, short_run
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.build import sizes_of
-from megatron5d.train.parity.differences import tensor_differences
-from megatron5d.train.parity.run import make_rows, micro_batch, perturb, short_run
 
 __all__ = ["assert_parity", "layout_run", "make_rows", "micro_batch", "perturb", "reference_run", "worst_relative"]
 

@@ -21,8 +21,8 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
+from megatron5d.parity.variants import faults_of
 from megatron5d.pipeline_parallel.catalogue import schedule_names
-from megatron5d.train.parity.shrink import faults_of
 
 AUTO = 0.03  # share of the pipelines whose schedule is searched, which takes seconds
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron5d.config.schema import MoeConfig, TrainConfig
-from megatron5d.topology.rng import stream_key, uniform
+from megatron5d.topology.init_weights import stream_key, uniform
 
 
 def norm(x, w, name, c):

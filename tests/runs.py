@@ -15,7 +15,7 @@ from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import load_tensors
 from megatron5d.config.schema import Config
 from megatron5d.data.index_format import dtype_for_vocab
-from megatron5d.data.indexed import IndexedWriter
+from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.topology.process import Process
 from megatron5d.train.loop import train
 

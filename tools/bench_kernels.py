@@ -41,9 +41,9 @@ import torch
 import torch._functorch.config
 
 from kernels.testing.apart import device_is_lost, in_turn, write_whole
-from kernels.testing.bench_row import Benchmark
-from kernels.testing.benchmarks import BENCHMARKS
 from kernels.testing.measure import copy_gb_s, gemm_tflop_s, median_ms, peak_bytes
+from tools.bench import BENCHMARKS
+from tools.bench.harness import Benchmark
 
 PER_MS = {"TFLOP/s": 1e9, "GB/s": 1e6}
 SILENCE_S = 150.0  # of one provider: three compilations and all its calls

@@ -65,18 +65,18 @@ if __name__ == "__main__":
 import torch
 
 from kernels.testing.apart import device_is_lost, in_turn, write_whole
-from megatron5d.config.fault import ConfigError, refuse
-from megatron5d.config.laws import broken_laws
+from megatron5d.checkpoint.hf.export_config import hf_config_from_model
+from megatron5d.config.checks import broken_laws
+from megatron5d.config.errors import ConfigError, refuse
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.flops import flops_per_token, parameter_count
-from megatron5d.model.hf_export import hf_config_from_model
+from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
-from megatron5d.train.memory import device_bytes, target_here
-from megatron5d.train.metrics import memory_gb, peak_tflops
-from megatron5d.train.planning.forecast import Forecaster, Target
+from megatron5d.train.monitoring.memory import device_bytes, target_here
+from megatron5d.train.monitoring.writers import memory_gb, peak_tflops
 
 LEARNING_RATE = 1e-4
 ROOM = 0.9  # of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its weights

@@ -44,7 +44,7 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.pipeline_layout import plan_pipeline
 
 RECIPES = ("none", "blockwise", "tensorwise")
 BOUNDS = {"blockwise": 0.005, "tensorwise": 0.01}  # how far from bf16 a recipe may end, relative

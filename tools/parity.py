@@ -69,19 +69,19 @@ if __name__ == "__main__":
 
 import torch
 
-from megatron5d.config.fault import ConfigError, refuse
-from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.errors import ConfigError, refuse
 from megatron5d.config.schema import Config
-from megatron5d.topology.forked_ranks import RankFailure
+from megatron5d.parity.certificate import FORMAT, code_here, configuration_hash, strays_of
+from megatron5d.parity.differences import Difference, axes_of, differences
+from megatron5d.parity.local_ranks import RankFailure
+from megatron5d.parity.run import ROWS_SEED, RankRecord, alone, make_rows, short_run
+from megatron5d.parity.variants import differing, exact, faults_of, shrink
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import end_of_document, first_rows
 from megatron5d.train.parity.ablate import Ablation, ablations
-from megatron5d.train.parity.certificate import FORMAT, code_here, configuration_hash, strays_of
-from megatron5d.train.parity.differences import Difference, axes_of, differences
 from megatron5d.train.parity.report import plain, report_text, worst_of
 from megatron5d.train.parity.rounding import in_16_bits, rounding_differences, smooth
-from megatron5d.train.parity.run import ROWS_SEED, RankRecord, alone, make_rows, short_run
-from megatron5d.train.parity.shrink import differing, exact, faults_of, shrink
 from megatron5d.train.planning.planned import planned_config
 
 IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.options import OptionParser
-from megatron5d.plan.cluster import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
+from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
 
 
 def _parser() -> OptionParser:
@@ -92,21 +92,21 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
-from megatron5d.config.fault import ConfigError
+from megatron5d.config.errors import ConfigError
 from megatron5d.config.load import keys_given
 from megatron5d.config.schema import Config
-from megatron5d.plan.conventions import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
-from megatron5d.plan.memory import RankMemory, gigabytes, table
-from megatron5d.plan.report import layout_record, layouts_table, step_record, step_table
+from megatron5d.planning.fit import fit_text, nearest_fit, override_text
+from megatron5d.planning.layout_search import LayoutSearch
+from megatron5d.planning.layout_table import layout_record, layouts_table, step_record, step_table
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
+from megatron5d.planning.predict import Estimator
+from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
 from megatron5d.train.device import eight_bit_faults
-from megatron5d.train.memory import shortage
-from megatron5d.train.planning.estimate import Estimator
-from megatron5d.train.planning.fitting import fit_text, nearest_fit, override_text
-from megatron5d.train.planning.forecast import Forecaster, Target
-from megatron5d.train.planning.layouts import LayoutSearch
+from megatron5d.train.monitoring.memory import shortage
+from megatron5d.train.pipeline_layout import micro_batch_counts
 from megatron5d.train.planning.planned import planned_config, unplanned_config
-from megatron5d.train.schedule import micro_batch_counts
 
 
 def main(arguments: list[str] | None = None) -> int:

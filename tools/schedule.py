@@ -26,6 +26,7 @@ from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule,
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
 from megatron5d.pipeline_parallel.program import Program, placement_name
+from megatron5d.pipeline_parallel.schedule_csv import read_file, write_program
 from megatron5d.pipeline_parallel.search.command import (
     add_learn_options,
     add_search_options,
@@ -34,7 +35,6 @@ from megatron5d.pipeline_parallel.search.command import (
     search_figures,
 )
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
-from megatron5d.pipeline_parallel.text import read_file, write_program
 from megatron5d.pipeline_parallel.verify import verify
 
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from megatron5d.data.corpus import list_files, units
 from megatron5d.data.documents import BadLine, documents
 from megatron5d.data.tokenizer import load_tokenizer
-from megatron5d.data.train_tokenizer import train_sentencepiece
+from megatron5d.data.tokenizer_training import train_sentencepiece
 
 
 def arguments() -> argparse.Namespace:

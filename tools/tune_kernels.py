@@ -39,10 +39,10 @@ if __name__ == "__main__":
 import torch
 
 from kernels import tuning
-from kernels.fp8_quantize import Quantized
+from kernels.fp8.quantize import Quantized
 from kernels.testing.apart import device_is_lost
-from kernels.testing.benchmarks import BENCHMARKS
 from kernels.testing.measure import median_ms
+from tools.bench import BENCHMARKS
 
 WARPS_STAGES = {"num_warps": (4, 8), "num_stages": (2, 3, 4)}
 ATTENTION = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "DESCRIBED": (True, False), **WARPS_STAGES}

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megatron5d.checkpoint.hf import INDEX, SINGLE, Entry
+from megatron5d.checkpoint.hf.safetensors_folder import INDEX, SINGLE, Entry
 
 _PART = "part-{:05d}.safetensors.tmp"
 

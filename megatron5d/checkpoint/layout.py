@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from megatron5d.topology.shard import Piece, ShardSpec, rectangles, spec_of
+from megatron5d.topology.shard_spec import Piece, ShardSpec, rectangles, spec_of
 
 if TYPE_CHECKING:  # DCP is slow to import, and a run that neither saves nor loads does not need it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -21,7 +21,7 @@ from megatron5d.checkpoint.folder import (
     step_folder,
 )
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.topology.agreement import first_failure, of_any_rank, on_rank_0
+from megatron5d.topology.all_ranks import first_failure, of_any_rank, on_rank_0
 
 LISTED = 12  # how many tensors that do not fit are named; the configuration keys that differ say more
 

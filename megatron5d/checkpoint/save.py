@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import RUN, commit, leave_later, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.store_group import StoreGroup
-from megatron5d.topology.agreement import failure_among, first_failure, on_rank_0
-from megatron5d.topology.lock_file import LockFile
+from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_0
 
 # How long a network file system may take to show a new file on other nodes. The laws have looked for the folder before
 # it was made, and NFS may answer from its cache for a minute.

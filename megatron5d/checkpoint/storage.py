@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from megatron5d.checkpoint.folder import METADATA, changed, newest_before
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.topology.agreement import first_failure, on_rank_0
+from megatron5d.topology.all_ranks import first_failure, on_rank_0
 
 
 def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int) -> bytes:

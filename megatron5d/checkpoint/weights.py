@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_parameter
 from megatron5d.checkpoint.load import load_tensors, widest_source
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard_spec import spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex

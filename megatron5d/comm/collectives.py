@@ -9,7 +9,7 @@ slice                all_gather           split_to
 all_gather           slice                join_from
 
 All of them are the identity on an axis of size 1. Gathers and scatters run along dim 0, the sequence of `[s, b, h]`.
-On tensors of the meta device, which have no values, they allocate what they would and send nothing (plan/trace.py).
+On tensors of the meta device, which have no values, they allocate what they would and send nothing (planning/memory_trace.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.dispatch import first_order
-from megatron5d.comm.lost import finish
+from megatron5d.comm.failures import finish
 from megatron5d.topology.axis import Axis
 
 # torch 2.13 renamed these two; earlier versions have only the old names.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron5d.comm.lost import PeerLost
+from megatron5d.comm.failures import PeerLost
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import group_settings
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron5d.comm.collectives import as_bytes
-from megatron5d.comm.lost import finish
+from megatron5d.comm.failures import finish
 from megatron5d.topology.axis import Axis
 
 

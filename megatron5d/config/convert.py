@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from functools import cache
 from typing import Any
 
-from megatron5d.config.fault import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
+from megatron5d.config.errors import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
 from megatron5d.config.schema import Config
 
 SHOWN_KEYS = 4  # in a message about an unknown key of a group

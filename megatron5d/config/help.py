@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron5d.config.arguments import FLAGS
+from megatron5d.config.command_line import FLAGS
 
 _HEAD = """\
 pretrain.py [flags] [group=option ...] [key=value ...]

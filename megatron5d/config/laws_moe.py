@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron5d.config.checks.check import Law, data_parallel, divisors, multiples, nearest, spelled
 from megatron5d.config.convert import value_of
-from megatron5d.config.law import Law, data_parallel, divisors, multiples, nearest, spelled
-from megatron5d.config.pattern import moe_layers
+from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import Config
 
 AUXILIARY = ("aux", "seq_aux", "global_aux")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron5d.config.law import Law
+from megatron5d.config.checks.check import Law
 from megatron5d.config.schema import Config, RecomputeConfig
 
 

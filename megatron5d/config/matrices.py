@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 
-from megatron5d.config.pattern import moe_layers
+from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import Config, ModelConfig
 
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron5d.config.arguments import FLAGS
-from megatron5d.config.fault import closest
+from megatron5d.config.command_line import FLAGS
+from megatron5d.config.errors import closest
 
 
 class OptionParser(argparse.ArgumentParser):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron5d.data.corpus import Cursor
-from megatron5d.data.indexed import with_suffix
+from megatron5d.data.indexed_dataset import with_suffix
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron5d.data.indexed import IndexedDataset
+from megatron5d.data.indexed_dataset import IndexedDataset
 
 LAST_EPOCH_THRESHOLD = 0.80  # a last epoch of which a smaller share is needed is shuffled separately
 

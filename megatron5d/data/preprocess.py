@@ -20,7 +20,7 @@ import numpy as np
 from megatron5d.data.corpus import units
 from megatron5d.data.documents import BadLine
 from megatron5d.data.index_format import dtype_for_vocab
-from megatron5d.data.indexed import IndexedWriter, finish_partial
+from megatron5d.data.indexed_dataset import IndexedWriter, finish_partial
 from megatron5d.data.journal import Journal, Progress
 from megatron5d.data.permutation import hash_key
 from megatron5d.data.tokenize_units import Recipe, Tokenized, ordered_map

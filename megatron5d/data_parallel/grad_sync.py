@@ -40,12 +40,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron5d.comm.collectives import Pending, start_all_reduce
-from megatron5d.data_parallel.buckets import Bucket
-from megatron5d.data_parallel.zero import GatheredWeights
-from megatron5d.precision.fp8 import is_quantized
+from megatron5d.data_parallel.bucket import Bucket
+from megatron5d.data_parallel.weight_gather import GatheredWeights
+from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
-from megatron5d.topology.shard import ShardSpec, spec_of
+from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
 
 def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> tuple[Axis, Axis]:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from kernels.dispatch import first_order
+from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts, recomputable
+from megatron5d.autograd.wgrad import Defer
 from megatron5d.config.schema import ModelConfig
-from megatron5d.precision.activations import KEEP_ALL, RecomputedParts, recomputable
-from megatron5d.precision.gemms import expert_gemms_of
-from megatron5d.precision.gradient import Defer
+from megatron5d.precision.gemm import expert_gemms_of
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
+from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -8,15 +8,15 @@ from functools import partial
 from torch import Tensor, nn
 
 from kernels import apply_rope, apply_rope_to_projection
+from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts
+from megatron5d.autograd.wgrad import Defer
 from megatron5d.config.schema import ModelConfig
 from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.model.attention_core import AttentionCore
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.precision.activations import KEEP_ALL, RecomputedParts
-from megatron5d.precision.gemms import gemms_of
-from megatron5d.precision.gradient import Defer
+from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.mesh import Mesh
 

@@ -12,7 +12,7 @@ from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.context_parallel.kv_format import KVFormat
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.topology.mesh import Mesh
-from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
+from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 
 class AttentionCore(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from megatron5d.config.context_cost import split_of
 from megatron5d.config.schema import Config
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.context_parallel.layout import SequenceLayout
-from megatron5d.context_parallel.plan import Planner
+from megatron5d.context_parallel.block_plan import Planner
+from megatron5d.context_parallel.zigzag import SequenceLayout
 from megatron5d.model.mtp import look_ahead
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.topology.mesh import Mesh

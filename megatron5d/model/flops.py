@@ -8,7 +8,7 @@ et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao
 
 from __future__ import annotations
 
-from megatron5d.config.pattern import blocks, is_moe
+from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
 
 

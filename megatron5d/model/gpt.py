@@ -16,26 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron5d.config.pattern import blocks, is_moe
+from megatron5d.autograd.recompute import KEEP_ALL, ActivationPolicy, RecomputedParts
+from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import Config, RecomputeConfig
-from megatron5d.expert_parallel.balance import Balancer
+from megatron5d.expert_parallel.load_balancing import Balancer
 from megatron5d.expert_parallel.router import Jitter
-from megatron5d.model.arithmetic import choose_gemms, choose_overlap
 from megatron5d.model.attention import Attention
 from megatron5d.model.context import context_attention
-from megatron5d.model.ends import TIED, Embedding, Head
+from megatron5d.model.embedding_head import TIED, Embedding, Head
 from megatron5d.model.mla import Mla
 from megatron5d.model.mlp import Mlp
 from megatron5d.model.moe import MoeCombine, MoeDispatch, MoeExperts, TokenShare
 from megatron5d.model.mtp import MtpHead, MtpInput, WithLossSums
+from megatron5d.model.options import choose_gemms, choose_overlap
 from megatron5d.model.partition import StageSpec
 from megatron5d.model.rope import RotaryTables, rotary_dim
-from megatron5d.precision.activations import KEEP_ALL, ActivationPolicy, RecomputedParts
 from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.topology.axis import Axis
+from megatron5d.topology.init_weights import initialize
 from megatron5d.topology.mesh import Mesh
-from megatron5d.topology.rng import initialize
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard_spec import spec_of
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 

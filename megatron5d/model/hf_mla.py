@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron5d.checkpoint.hf import Entry
+from megatron5d.checkpoint.hf.safetensors_folder import Entry
 from megatron5d.config.schema import ModelConfig
 
 LATENT = ("deepseek_v2", "deepseek_v3")

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import read_run
+from megatron5d.checkpoint.hf.import_config import read_model_config
+from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.checkpoint.weights import load_weights
+from megatron5d.config.checks import broken_laws
 from megatron5d.config.convert import from_dict
-from megatron5d.config.fault import ConfigError
-from megatron5d.config.laws import broken_laws
+from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.model.hf import load_hf_weights
-from megatron5d.model.hf_config import read_model_config
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.grid import resolve

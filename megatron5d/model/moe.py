@@ -18,20 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts, Source, computed_from
+from megatron5d.autograd.wgrad import Defer
 from megatron5d.comm.collectives import join_from, local_slice, split_to
 from megatron5d.comm.exchange import Codec
 from megatron5d.config.schema import ModelConfig, MoeConfig
-from megatron5d.expert_parallel.balance import Balancer, Tokens
 from megatron5d.expert_parallel.capacity import within_capacity
-from megatron5d.expert_parallel.dispatch import Dispatcher, TokenDispatcher, Trip
+from megatron5d.expert_parallel.dispatcher import Dispatcher, TokenDispatcher, Trip
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.expert_parallel.hierarchy import NodeDispatcher
+from megatron5d.expert_parallel.hierarchical_dispatcher import NodeDispatcher
+from megatron5d.expert_parallel.load_balancing import Balancer, Tokens
 from megatron5d.expert_parallel.router import Jitter, Router
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.precision.activations import KEEP_ALL, RecomputedParts, Source, computed_from
-from megatron5d.precision.gradient import Defer
 from megatron5d.precision.wire import EightBitRows
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh

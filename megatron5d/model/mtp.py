@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron5d.autograd.wgrad import Defer
 from megatron5d.config.schema import ModelConfig
-from megatron5d.model.ends import OutputMatrix
+from megatron5d.model.embedding_head import OutputMatrix
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
-from megatron5d.precision.gradient import Defer
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
 from megatron5d.topology.axis import Axis

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron5d.precision.activations import KEEP_ALL, RecomputedParts
-from megatron5d.precision.gemms import PLAIN, Gemms
+from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts
+from megatron5d.precision.gemm import PLAIN, Gemms
 from megatron5d.tensor_parallel.linear import replicated_parameter
 from megatron5d.topology.axis import Axis
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron5d.config.pattern import blocks, is_moe
+from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import ELEMENT_BYTES, Config
 from megatron5d.model.flops import core_flops, head_flops, layer_flops
 from megatron5d.model.partition import layers_per_stage, stage_specs

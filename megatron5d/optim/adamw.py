@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 from megatron5d.config.schema import OptimConfig
-from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim.rounding import store_rounded
-from megatron5d.optim.slices import SliceOptimizer, SliceState, decays
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decays
 
 
 def apex_adam() -> type | None:

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from megatron5d.config.schema import OptimConfig
-from megatron5d.data_parallel.buckets import Bucket, Segment
-from megatron5d.optim.assembly import Assembly, CutMatrix
+from megatron5d.data_parallel.bucket import Bucket, Segment
+from megatron5d.optim.matrix_gather import Assembly, CutMatrix
 from megatron5d.optim.newton_schulz import orthogonalize
 from megatron5d.optim.rounding import store_rounded
-from megatron5d.optim.slices import SliceOptimizer, SliceState, decays
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decays
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
-from megatron5d.topology.shard import ShardSpec, spec_of
+from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
 _RMS = 0.2  # root mean square of an update at rate 1, about the same as AdamW's
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from megatron5d.config.schema import OptimConfig
-from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.muon import Muon, takes_muon
-from megatron5d.optim.slices import SliceOptimizer, SliceState
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState
 from megatron5d.topology.mesh import Mesh
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard_spec import spec_of
 
 
 class Optimizer:

@@ -4,7 +4,7 @@ Without master weights, an update w ← bf16(w - u) is lost whenever u is below 
 Rounded stochastically it happens with the probability u / spacing, and nothing is lost on average (Gupta et al. 2015,
 arXiv:1502.02551).
 
-The random bits depend only on seed, step, global name and global index of an element (topology/rng.py), so slices,
+The random bits depend only on seed, step, global name and global index of an element (topology/init_weights.py), so slices,
 copies and resumed runs use the same.
 """
 
@@ -15,9 +15,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron5d.data_parallel.buckets import Segment
-from megatron5d.topology.rng import hash_bits, stream_key
-from megatron5d.topology.shard import Piece
+from megatron5d.data_parallel.bucket import Segment
+from megatron5d.topology.init_weights import hash_bits, stream_key
+from megatron5d.topology.shard_spec import Piece
 
 _CHUNK = 1 << 22  # elements at a time; index and random bits take 16 bytes for each
 _LOST = 0xFFFF  # the low bits of float32, which bfloat16 does not have

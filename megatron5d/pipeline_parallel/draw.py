@@ -4,8 +4,8 @@ from html import escape
 from pathlib import Path
 
 from megatron5d.pipeline_parallel.program import Action, Program
+from megatron5d.pipeline_parallel.schedule_csv import slot_text
 from megatron5d.pipeline_parallel.simulate import Simulation
-from megatron5d.pipeline_parallel.text import slot_text
 
 COLOURS = {
     "F": ("#4c78a8", "#9ecae9"),

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron5d.comm.exposure import Exposure
 from megatron5d.comm.p2p import Form, Inbox, Outbox
+from megatron5d.pipeline_parallel.messages import Flow, Message, finishes_with, input_of, output_of, slot_messages
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.program import Action, Program, make_program
 from megatron5d.pipeline_parallel.receipts import receipts
 from megatron5d.pipeline_parallel.stage import Relay, Stage
-from megatron5d.pipeline_parallel.transfers import Flow, Message, finishes_with, input_of, output_of, slot_messages
 
 Loss = Callable[[MicroBatch, Tensor], Tensor | None]
 """(a micro-batch, output of the last stage) -> gradient of that output; None where only forwards run."""

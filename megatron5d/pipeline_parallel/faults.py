@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron5d.pipeline_parallel.program import Action, Program
-from megatron5d.pipeline_parallel.text import slot_text
+from megatron5d.pipeline_parallel.schedule_csv import slot_text
 
 SHOWN = 3
 """How many slots before and after a fault its message shows."""

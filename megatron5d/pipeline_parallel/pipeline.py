@@ -9,10 +9,10 @@ from torch import nn
 from megatron5d.comm.exposure import Exposure
 from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.pipeline_parallel.executor import Executor, Loss, forward_only
+from megatron5d.pipeline_parallel.messages import flows
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.stage import Relay, Stage
-from megatron5d.pipeline_parallel.transfers import flows
 from megatron5d.topology.axis import Axis
 
 

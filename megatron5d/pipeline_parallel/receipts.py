@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 
+from megatron5d.pipeline_parallel.messages import Flow, Message, input_of, output_of
 from megatron5d.pipeline_parallel.program import Action, Program
-from megatron5d.pipeline_parallel.transfers import Flow, Message, input_of, output_of
 
 Receipts = dict[Action, list[tuple[Flow, int]]]
 """Action -> (flow, count): once the action's input is there, the first `count` messages of the flow have arrived."""

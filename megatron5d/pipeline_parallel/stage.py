@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron5d.pipeline_parallel.hooks import NoHooks, PhaseHooks
+from megatron5d.autograd.recompute import policy_of
+from megatron5d.autograd.wgrad import run_now
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.pipeline_parallel.passage import GroupPassage
-from megatron5d.precision.activations import policy_of
-from megatron5d.precision.gradient import run_now
+from megatron5d.pipeline_parallel.phase import NoHooks, PhaseHooks
+from megatron5d.pipeline_parallel.saved_phase import GroupPassage
 
 
 class Stage:

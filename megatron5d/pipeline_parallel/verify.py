@@ -12,9 +12,9 @@ import numpy as np
 
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.faults import ProgramError, locate, slot_name
+from megatron5d.pipeline_parallel.messages import Flow
 from megatron5d.pipeline_parallel.program import OPS, Action, Program
 from megatron5d.pipeline_parallel.simulate import first_circle, held_activations, peak_memory
-from megatron5d.pipeline_parallel.transfers import Flow
 
 F, I, W, B = (OPS.index(op) for op in "FIWB")
 

@@ -1,4 +1,4 @@
-"""How much ZeRO-3 gathers for the passes of a pipeline rank: the rules of data_parallel/zero.py, unit by unit.
+"""How much ZeRO-3 gathers for the passes of a pipeline rank: the rules of data_parallel/weight_gather.py, unit by unit.
 
 A unit that one action reads last and the next one first stays whole between them, so the order of the actions counts.
 What is whole when a slot begins are the first units of its actions, whatever came before. So what is gathered during a
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from megatron5d.pipeline_parallel.program import Program
-from megatron5d.plan.sharding import Sharding
-from megatron5d.plan.work import Unit
+from megatron5d.planning.dp_traffic import Sharding
+from megatron5d.planning.work import Unit
 
 Pass = tuple[str, int]
 """(op, stage)."""

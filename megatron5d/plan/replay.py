@@ -1,4 +1,4 @@
-"""Data parallelism's part in a step, on the meta device: the Program's walk (plan/peak.py) tells it what runs.
+"""Data parallelism's part in a step, on the meta device: the Program's walk (planning/memory_peak.py) tells it what runs.
 
 The GradSync that would train gathers, allocates, reduces and frees its buffers as phases begin and end, and its bytes
 are counted. So there is no second account of when a unit is whole. The 8-bit copies of gathered weights are made here
@@ -14,8 +14,8 @@ from torch import nn
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.program import Action
 from megatron5d.pipeline_parallel.stage import Stage, phase_groups
-from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.fp8 import is_quantized, quantized_copies
+from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 
 Move = tuple[nn.Module, str]
 """A phase, and how it is passed (hooks.py)."""

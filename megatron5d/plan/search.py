@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.catalogue import find_schedule
-from megatron5d.plan.cost import StepCost
+from megatron5d.planning.step_time import StepCost
 
 Change = dict[str, Any]  # key of the configuration -> value
 

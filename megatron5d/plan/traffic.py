@@ -10,9 +10,9 @@ import numpy as np
 from megatron5d.config.schema import ELEMENT_BYTES, Config
 from megatron5d.pipeline_parallel.program import OPS, Program
 from megatron5d.plan.gathers import gathered_bytes
-from megatron5d.plan.sharding import Sharding
 from megatron5d.plan.update import assembled
-from megatron5d.plan.work import Unit, together
+from megatron5d.planning.dp_traffic import Sharding
+from megatron5d.planning.work import Unit, together
 
 
 def message_bytes(config: Config) -> int:

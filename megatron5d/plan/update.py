@@ -1,6 +1,6 @@
 """What the optimiser adds to a step: passes over the elements that a rank owns, Muon's whole matrices, the host's part.
 
-Under Muon a rank makes one matrix of each round orthogonal (optim/assembly.py), and every round takes as long as its
+Under Muon a rank makes one matrix of each round orthogonal (optim/matrix_gather.py), and every round takes as long as its
 largest matrix. With `optim.offload` gradients travel to the host, which updates, and weights back; nothing hides that.
 """
 
@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron5d.plan.sharding import Sharding, Transfers
-from megatron5d.plan.work import Matrix, Unit
+from megatron5d.planning.dp_traffic import Sharding, Transfers
+from megatron5d.planning.work import Matrix, Unit
 
 # Bytes that an update reads and writes an element, with masters in fp32 and weights in 16 bits.
 # AdamW, one kernel: gradient twice (its norm), master and two moments read and written, the weight written.

@@ -2,7 +2,7 @@
 
 A weight, or a stack of them (experts), is divided into blocks of 128×128. Each rank finds the largest magnitude of each
 block in its slice; the maximum over ranks is that of the whole weight. So the quantised slices are slices of the
-quantised weight (data_parallel/eight_bits.py gathers them). A `Band` is the part of a slice in some adjacent block
+quantised weight (data_parallel/fp8_all_gather.py gathers them). A `Band` is the part of a slice in some adjacent block
 rows. Where its first and last row are not whole, zeros fill them, which change no maximum.
 """
 
@@ -15,9 +15,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kernels.fp8_quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of
+from kernels.fp8.quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of
 from kernels.fp8_turn import transposed
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard_spec import spec_of
 
 _CHUNK = 1 << 22  # elements quantised at a time, so that float32 temporaries take some tens of MB
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.fp8_quantize import E4M3, GROUP, Quantized, quantize_rows
+from kernels.fp8.quantize import E4M3, GROUP, Quantized, quantize_rows
 
 _MANTISSA_BITS = 23  # of float32; the bits above them are the exponent
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.dispatch import first_order
+from megatron5d.autograd.wgrad import Defer, grad_buffer, run_now
 from megatron5d.comm.collectives import reduce_from, reduce_scatter_to
-from megatron5d.precision.gradient import Defer, grad_buffer, run_now
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
+from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 _ROW_MULTIPLE = 8  # bf16 GEMMs of the head want 16-byte rows
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.gather_matmul import gather_matmul
-from kernels.matmul_scatter import Outboxes, matmul_scatter, sum_arrived
-from megatron5d.comm.mailbox import BoxExchange, Mailbox
-from megatron5d.precision.gemms import Operand
+from kernels.all_gather_gemm import gather_matmul
+from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
+from megatron5d.comm.symmetric_memory import BoxExchange, Mailbox
+from megatron5d.precision.gemm import Operand
 from megatron5d.tensor_parallel.overlap import Product
 from megatron5d.topology.axis import Axis
 

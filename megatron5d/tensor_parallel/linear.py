@@ -9,7 +9,7 @@ Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W     
 W is handed to `defer`, which runs it at once, while dx's collective is under way, or keeps it for a schedule that
 splits the backward. With sp only the sharded x is kept for the backward, and gathered again while dx's GEMM runs.
 The weight says how products are made, and in what form x and dy are kept and gathered (`gemms_of`,
-precision/gemms.py); also whether a product and its collective overlap (`overlap_of`, overlap.py).
+precision/gemm.py); also whether a product and its collective overlap (`overlap_of`, overlap.py).
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.dispatch import first_order
+from megatron5d.autograd.recompute import recomputable
+from megatron5d.autograd.wgrad import Defer, run_now
 from megatron5d.comm.collectives import (
     Pending,
     all_reduce,
@@ -28,12 +30,10 @@ from megatron5d.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron5d.precision.activations import recomputable
-from megatron5d.precision.gemms import gemms_of
-from megatron5d.precision.gradient import Defer, run_now
+from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.overlap import WHOLE, Product, overlap_of
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, whole
 
 
 class _ColumnLinear(torch.autograd.Function):

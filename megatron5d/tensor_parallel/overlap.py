@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron5d.comm.collectives import all_gather, reduce_scatter
 from megatron5d.comm.ring import start_shift
-from megatron5d.precision.gemms import PLAIN, Operand, gemms_of
+from megatron5d.precision.gemm import PLAIN, Operand, gemms_of
 from megatron5d.topology.axis import Axis
 
 
@@ -151,5 +151,5 @@ WHOLE = Whole()
 
 
 def overlap_of(weight: Tensor) -> Overlap:
-    """How the products of this weight and their collectives are combined; model/arithmetic.py chooses."""
+    """How the products of this weight and their collectives are combined; model/options.py chooses."""
     return getattr(weight, "overlap", WHOLE)

@@ -82,7 +82,7 @@ def resolve(
 
     Args:
         world: number of ranks.
-        tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, lawful (config/laws_layout.py); etp=None means tp.
+        tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, lawful (config/checks/layout.py); etp=None means tp.
         order: the dense axes, slowest first.
         cp_inner: neighbours on the cp line that exchange heads for sequence (`parallel.cp_method=two_level`).
         ep_inner: neighbours on the ep line that are in one node.

@@ -17,7 +17,7 @@ _PAIRED = ("dp_cp", "dp_shard_cp", "dp_replicate", "stage", "edp", "edp_shard", 
 class Mesh(Mapping[str, Axis]):
     """The axes of one rank by name, as in `mesh["tp"]`.
 
-    Dense view: tp, cp (= cp_outer × cp_inner, inner fastest: context_parallel/layout.py), pp, dp, dp_replicate,
+    Dense view: tp, cp (= cp_outer × cp_inner, inner fastest: context_parallel/zigzag.py), pp, dp, dp_replicate,
     dp_cp (data × context), dp_shard_cp, cp_tp (the ranks that share a micro-batch), stage (all ranks with the same
     layers).
     Expert view: ep (= ep_outer × ep_inner), etp, ep_etp, ep_inner_etp, edp, edp_replicate, edp_shard.

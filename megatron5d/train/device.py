@@ -7,7 +7,7 @@ import torch
 from kernels import tuning
 from kernels.language import HAS_TRITON
 from megatron5d.config.convert import value_of
-from megatron5d.config.fault import Fault
+from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 
 # what asks for 8-bit kernels: its value without them, and the operation that it cannot do without

@@ -13,11 +13,11 @@ from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
-from megatron5d.plan.cost import StepCost
+from megatron5d.planning.auto_schedule import run_costs
+from megatron5d.planning.predict import bytes_on, step_on
+from megatron5d.planning.step_time import StepCost
 from megatron5d.train.build import Run
-from megatron5d.train.planning.estimate import bytes_on, step_on
-from megatron5d.train.schedule import PipelinePlan, micro_batch_counts
-from megatron5d.train.search import run_costs
+from megatron5d.train.pipeline_layout import PipelinePlan, micro_batch_counts
 from megatron5d.train.step import StepResult
 
 _SMALL = 1e-3  # of all bytes: an axis that carries less carries counts and norms, which nobody predicts
@@ -39,7 +39,7 @@ class Expectation:
     def predict(self) -> str | None:
         """Predicts a step; what to tell of it. On rank 0, and nothing while the batch grows.
 
-        Times are predicted of GPUs that plan/cluster.py knows; elsewhere the bubble is of passes that take as long as
+        Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes that take as long as
         their FLOPs.
         """
         run, config = self.run, self.run.config

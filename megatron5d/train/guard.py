@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron5d.comm.collectives import all_reduce, broadcast_text
 from megatron5d.config.schema import OptimConfig
-from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.topology.grid import place_of
 from megatron5d.topology.mesh import Mesh
 

@@ -12,16 +12,16 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.topology.agreement import on_every_rank, on_rank_0
+from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader
-from megatron5d.train.memory import MemorySnapshots, memory_snapshots
-from megatron5d.train.notes import repeated_validation, small_vocabulary, unmarked_documents
+from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
+from megatron5d.train.monitoring.profiler import Profiler
+from megatron5d.train.monitoring.report import Reporter
 from megatron5d.train.outputs import Outputs, locked_outputs
-from megatron5d.train.profiler import Profiler
-from megatron5d.train.report import Reporter
 from megatron5d.train.signals import REQUEUE, StopFlag
+from megatron5d.train.startup_warnings import repeated_validation, small_vocabulary, unmarked_documents
 from megatron5d.train.state import run_record, run_tensors
 
 OTHERS_SIGNAL = "a signal of another rank"

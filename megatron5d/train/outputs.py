@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron5d.checkpoint.folder import recover
+from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
-from megatron5d.topology.agreement import on_rank_0
-from megatron5d.topology.lock_file import LockFile
+from megatron5d.topology.all_ranks import on_rank_0
 
 
 @dataclass

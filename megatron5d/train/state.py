@@ -16,15 +16,15 @@ from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
 from megatron5d.checkpoint.load import agreed, certainly_none, load_tensors, whole_checkpoint
 from megatron5d.config.convert import from_dict, to_dict
-from megatron5d.config.fault import Fault
+from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, ModelConfig
-from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.optimizer import Optimizer
-from megatron5d.topology.agreement import on_rank_0
+from megatron5d.topology.all_ranks import on_rank_0
 from megatron5d.topology.launcher import slurm_job
-from megatron5d.topology.shard import ShardSpec, spec_of
+from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
 FORMAT = 1  # of run.json; raised when an older reader would misread it
 

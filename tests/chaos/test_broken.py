@@ -10,7 +10,7 @@ from ranks import RankFailure, run_ranks
 from runs import write_corpus
 
 from megatron5d.checkpoint.folder import saved_steps, step_folder
-from megatron5d.topology.lock_file import LockFile
+from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.train.crash import crash_message
 from pretrain import main
 

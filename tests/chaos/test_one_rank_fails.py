@@ -66,22 +66,27 @@ PLANTS = {
         [f"checkpoint.dir={SAVED}"],
         "run.json is damaged: ",
     ),
-    "listing checkpoints": (0, lambda: raises("megatron5d.train.notes.saved_after"), [], "/a/file"),
+    "listing checkpoints": (0, lambda: raises("megatron5d.train.startup_warnings.saved_after"), [], "/a/file"),
     "looking at documents": (
-        *(0, lambda: raises("megatron5d.train.notes.IndexedDataset")),
+        *(0, lambda: raises("megatron5d.train.startup_warnings.IndexedDataset")),
         *(["data.document_mask=true", "data.eod=0"], "/a/file"),
     ),
-    "opening the log": (0, lambda: raises("megatron5d.train.report.JsonLines"), [LOG], "/a/file"),
+    "opening the log": (0, lambda: raises("megatron5d.train.monitoring.report.JsonLines"), [LOG], "/a/file"),
     "a mistake of ours": (
-        *(0, lambda: raises("megatron5d.train.report.JsonLines", KeyError("ours"))),
+        *(0, lambda: raises("megatron5d.train.monitoring.report.JsonLines", KeyError("ours"))),
         *([LOG], "in planted(?s:.)*KeyError: 'ours'"),
     ),
     "predicting": (0, lambda: raises("megatron5d.train.expected.expected_bubble"), ["parallel.pp=2"], "/a/file"),
     "opening data": (1, lambda: raises("megatron5d.train.data.open_samples"), [], "/a/file"),
-    "reading a Hugging Face file": (1, lambda: raises("megatron5d.checkpoint.hf.safe_open"), [HF], "/a/file"),
+    "reading a Hugging Face file": (
+        1,
+        lambda: raises("megatron5d.checkpoint.hf.safetensors_folder.safe_open"),
+        [HF],
+        "/a/file",
+    ),
     "reading another run's record": (0, lambda: method_fails("read_text", "run.json"), [OTHER], "/a/file"),
     "searching a schedule": (
-        *(0, lambda: raises("megatron5d.train.schedule.searched")),
+        *(0, lambda: raises("megatron5d.train.pipeline_layout.searched")),
         *(["parallel.pp=2", "pipeline.schedule=auto"], "/a/file"),
     ),
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config, ModelConfig, TrainConfig
 from megatron5d.model.flops import parameter_count
@@ -17,10 +18,9 @@ from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.pipeline_parallel.verify import verify
-from megatron5d.precision.gradient import run_now
 from megatron5d.topology.grid import resolve
+from megatron5d.topology.init_weights import initialize
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.rng import initialize
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -81,8 +81,8 @@ def test_schedule():
 
 IN_INTERPRETER = """
 import torch
-from kernels.testing.interpreter_checks import install_checks
-from kernels.testing.interpreter_numbers import repair_numbers
+from kernel_lab.interpreter_checks import install_checks
+from kernel_lab.interpreter_numbers import repair_numbers
 repair_numbers()
 install_checks()
 from relu_squared import relu_squared, relu_squared_reference

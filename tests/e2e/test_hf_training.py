@@ -7,10 +7,10 @@ import pytest
 import torch
 from runs import records, train_on_ranks
 
+from megatron5d.checkpoint.hf.weights import model_config_from_hf
 from megatron5d.config.load import load_config
-from megatron5d.data.indexed import IndexedWriter
+from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.model.flops import flops_per_token
-from megatron5d.model.hf import model_config_from_hf
 
 transformers = pytest.importorskip("transformers")
 

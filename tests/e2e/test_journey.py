@@ -16,11 +16,11 @@ from ranks import run_ranks
 from whole_stage import WholeStage
 
 import megatron5d.model.attention as attention_module
-import megatron5d.model.ends as ends_module
+import megatron5d.model.embedding_head as ends_module
 from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.model.attention import Attention
 from megatron5d.model.context import SequenceSharding
-from megatron5d.model.ends import Head
+from megatron5d.model.embedding_head import Head
 from megatron5d.model.gpt import Gpt
 from megatron5d.model.mlp import Mlp
 from megatron5d.model.norm import Norm
@@ -39,7 +39,7 @@ MODULES = {
     RowParallelLinear: "tensor_parallel/linear.py",
     Attention: "model/attention.py",
     Mlp: "model/mlp.py",
-    Head: "model/ends.py",
+    Head: "model/embedding_head.py",
 }
 
 

@@ -22,7 +22,7 @@ from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
 from megatron5d.train.data import train_loader
-from megatron5d.train.memory import predict
+from megatron5d.train.monitoring.memory import predict
 from megatron5d.train.state import run_tensors
 
 MANY = 16384

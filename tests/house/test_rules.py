@@ -16,8 +16,8 @@ GOOD = {
     "megatron5d/config/schema.py": "class C: pass\n",
     "megatron5d/topology/process.py": "import os\nos.environ['RANK']\n",
     "megatron5d/tensor_parallel/linear.py": "import kernels\nfrom megatron5d.topology import process\n",
-    "megatron5d/data_parallel/zero.py": "import numpy\n",
-    "megatron5d/train/loop.py": "from megatron5d.data_parallel.zero import x\ndef train(): pass\n",
+    "megatron5d/data_parallel/weight_gather.py": "import numpy\n",
+    "megatron5d/train/loop.py": "from megatron5d.data_parallel.weight_gather import x\ndef train(): pass\n",
     "tools/plan.py": "",
     "tests/test_a.py": "import os\nos.environ['X']\n",
 }
@@ -61,7 +61,7 @@ PLANTED = [
     ),
     (
         "floors_hold",
-        {"megatron5d/data_parallel/zero.py": "from ..tensor_parallel import linear\n"},
+        {"megatron5d/data_parallel/weight_gather.py": "from ..tensor_parallel import linear\n"},
         "sisters never import each other",
     ),
     (
@@ -98,9 +98,13 @@ PLANTED = [
         {"tools/plan.py": "def f():\n    import hydra.utils"},
         "tools/plan.py:2: imports hydra.utils",
     ),
-    ("hydra_ends_at_the_door", {"megatron5d/config/laws.py": "from omegaconf import DictConfig"}, "laws.py:1"),
+    (
+        "hydra_ends_at_the_door",
+        {"megatron5d/config/checks/__init__.py": "from omegaconf import DictConfig"},
+        "laws.py:1",
+    ),
     ("ground_floor_is_light", {"kernels/a.py": "def f():\n    import numpy"}, "kernels/a.py:2: imports numpy"),
-    ("ground_floor_is_light", {"megatron5d/config/laws.py": "import torch"}, "laws.py:1: imports torch"),
+    ("ground_floor_is_light", {"megatron5d/config/checks/__init__.py": "import torch"}, "laws.py:1: imports torch"),
     ("top_level_is_fixed", {"notes.txt": ""}, "notes.txt: not a part"),
 ]
 

@@ -16,7 +16,7 @@ EVERYTHING = os.environ.get("MEGATRON5D_ALL_KERNELS") == "1"
 
 def gate(*arguments: str, timeout_s: float = 900) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kernels.testing.compile_gate", *arguments]
+    command = [sys.executable, "-m", "kernel_lab.compile_gate", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
@@ -51,7 +51,7 @@ def report(**changes) -> dict:
     ],
 )
 def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
-    from kernels.testing import compile_gate, gate_cases
+    from kernel_lab import compile_gate, gate_cases
 
     monkeypatch.setitem(compile_gate.CASES, "case", gate_cases.Case(lambda: None, {"sm_90": ("wgmma",)}))
     budget = {"case": {"sm_90": {"registers": 100, "shared": 2**30}}}
@@ -61,7 +61,7 @@ def test_the_gate_tells_what_is_wrong(changes, message, monkeypatch):
 
 def test_a_launch_that_no_launcher_takes_is_refused():
     """Triton compiles a descriptor inside a tuple, and fails when the kernel is launched."""
-    from kernels.testing.capture import assert_launchable
+    from kernel_lab.capture import assert_launchable
 
     assert_launchable("k", {"x": "tensordesc<bf16[64,64]>", "sizes": ("i32", "*fp32")})
     with pytest.raises(AssertionError, match="k compiles, but no launcher takes its argument sources"):
@@ -69,8 +69,9 @@ def test_a_launch_that_no_launcher_takes_is_refused():
 
 
 def test_what_serves_8_6_and_8_9_has_their_shared_memory(monkeypatch):
+    from kernel_lab import compile_gate, gate_cases
+
     from kernels import tuning
-    from kernels.testing import compile_gate, gate_cases
 
     served = {tuning.nearest(name) for name in ("sm_80", "sm_86", "sm_89")}
     monkeypatch.setitem(compile_gate.CASES, "case", gate_cases.Case(lambda: None))
@@ -88,14 +89,14 @@ def test_the_newest_older_table_serves_an_architecture_without_one():
 
 
 def test_the_gate_wants_a_budget_and_reports_errors():
-    from kernels.testing import compile_gate
+    from kernel_lab import compile_gate
 
     assert "no entry" in compile_gate.faults("moe", "sm_90", report(), {})[0]
     assert compile_gate.faults("moe", "sm_90", {"error": "the compiler died"}, {}) == ["the compiler died"]
 
 
 def test_an_entry_that_no_case_reaches_is_named():
-    from kernels.testing import compile_gate
+    from kernel_lab import compile_gate
 
     missing = compile_gate.unselected({"moe": {"sm_90": {"selected": [["moe_topk", 0]]}}}, "sm_90")
     assert "moe_topk[0]" not in missing and "rope[0]" in missing
@@ -108,12 +109,12 @@ def test_the_number_of_rows_of_an_expert_compiles_nothing_anew():
     """
     compiled = """
 import torch
-from kernels.fp8_quantize import E4M3, Quantized
-from kernels.fp8_tensor import amax_of_rows, quantize_by_row
+from kernels.fp8.quantize import E4M3, Quantized
+from kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
 from kernels.fp8_turn import turn
-from kernels.grouped_matmul import grouped_matmul
-from kernels.testing.capture import capture
-from kernels.testing.gate_cases import meta
+from kernels.gemm import grouped_matmul
+from kernel_lab.capture import capture
+from kernel_lab.gate_cases import meta
 offsets, weight = meta(65, dtype=torch.int64), meta(64, 1408, 2048)
 with capture("sm_90") as (launches, _):
     for rows in (8192, 8200, 8197, 1):
@@ -133,8 +134,8 @@ def test_attention_of_hopper_makes_no_product_twice():
     compiled = """
 import re
 from kernels import tuning
-from kernels.testing.capture import capture
-from kernels.testing.gate_cases import CASES
+from kernel_lab.capture import capture
+from kernel_lab.gate_cases import CASES
 with capture("sm_90") as (launches, _):
     CASES["attention-128"].run()
 # two loops, with a mask and without; the forward makes one product before them

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels import dispatch
-from kernels.fp8_tensor import amax_of, quantize_tensor
+from kernels.fp8.quantize_tensor import amax_of, quantize_tensor
 from kernels.moe import top_k
 from kernels.tiles import readable
 

@@ -26,10 +26,10 @@ from megatron5d.pipeline_parallel.program import loop_placement
 from megatron5d.pipeline_parallel.search.named import best_named
 from megatron5d.pipeline_parallel.search.placements import candidates
 from megatron5d.pipeline_parallel.simulate import simulate
+from megatron5d.planning.auto_schedule import known_programs, run_costs, searched
 from megatron5d.topology.process import Process
-from megatron5d.train import schedule
-from megatron5d.train.schedule import agreed_plan, micro_batch_counts, pipeline_faults, plan_pipeline
-from megatron5d.train.search import known_programs, run_costs, searched
+from megatron5d.train import pipeline_layout as schedule
+from megatron5d.train.pipeline_layout import agreed_plan, micro_batch_counts, pipeline_faults, plan_pipeline
 
 EXPERTS = "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.05"
 # name: (ranks, micro-batches, pipeline, parallel); evaluations are few, for what is found need not be good here

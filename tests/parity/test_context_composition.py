@@ -13,13 +13,13 @@ from runs import records, train_on_ranks, whole_tensors, write_corpus
 
 from megatron5d.config.schema import CheckpointConfig, DataConfig, InitConfig, LogConfig, PipelineConfig, RopeScaling
 from megatron5d.data.batch import make_micro_batch
-from megatron5d.data.indexed import IndexedDataset
+from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.model.rope import inverse_frequencies
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.pipeline_layout import plan_pipeline
 
 FULL = os.environ.get("MEGATRON5D_FULL") == "1"
 PACKED = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)

@@ -21,7 +21,7 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from megatron5d.train.parity.differences import joined
+from megatron5d.parity.differences import joined
 
 STEPS = 2
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from runs import records, train_on_ranks
 from transformers_fp64 import model_in_fp64
 
+from megatron5d.checkpoint.hf.import_config import model_config_from_hf
 from megatron5d.config.load import load_config
-from megatron5d.model.hf_config import model_config_from_hf
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,10 +6,10 @@ from hf_folders import random_model
 from ranks import run_ranks
 from transformers_fp64 import model_in_fp64
 
+from megatron5d.checkpoint.hf.import_config import read_model_config
+from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.model.hf import load_hf_weights
-from megatron5d.model.hf_config import read_model_config
 from megatron5d.pipeline_parallel.microbatch import MicroBatch
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.grid import resolve

@@ -25,7 +25,7 @@ from megatron5d.model.gpt import Gpt
 from megatron5d.model.mlp import FeedForward
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.pipeline_layout import plan_pipeline
 
 FULL = os.environ.get("MEGATRON5D_FULL") == "1"
 MODELS = {

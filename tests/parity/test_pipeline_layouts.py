@@ -22,7 +22,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.program import Action, make_program, zigzag_placement
-from megatron5d.pipeline_parallel.text import write_program
+from megatron5d.pipeline_parallel.schedule_csv import write_program
 
 FULL = os.environ.get("MEGATRON5D_FULL") == "1"
 STEPS = 3

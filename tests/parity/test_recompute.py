@@ -18,7 +18,7 @@ from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.pipeline_layout import plan_pipeline
 
 PARTS = ("norm", "qkv", "attention", "activation", "mlp")
 SELECTIVE = [RecomputeConfig("selective", [part]) for part in PARTS]

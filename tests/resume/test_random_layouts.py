@@ -11,7 +11,7 @@ from random_configs import another_layout, numbers, overrides, random_config
 from runs import records, train_on_ranks, whole_tensors, write_corpus
 
 from megatron5d.config.schema import CheckpointConfig, LogConfig, ParallelConfig, PipelineConfig
-from megatron5d.train.parity.shrink import faults_of
+from megatron5d.parity.variants import faults_of
 
 STEPS = 3
 ALONE = {"parallel": ParallelConfig(), "pipeline": PipelineConfig()}

@@ -23,13 +23,13 @@ from megatron5d.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
+from megatron5d.parity.run import owned_slices
 from megatron5d.topology.process import Process
 from megatron5d.train import loop
 from megatron5d.train.build import build_run
 from megatron5d.train.loop import train
-from megatron5d.train.notes import broken_checkpoints
-from megatron5d.train.parity.run import owned_slices
 from megatron5d.train.signals import REQUEUE
+from megatron5d.train.startup_warnings import broken_checkpoints
 from megatron5d.train.step import Trainer
 
 STEPS, STOP = 6, 3

@@ -4,7 +4,7 @@ from collections import deque
 
 from megatron5d.pipeline_parallel.program import Action, Program, Slot, loop_placement, make_program
 from megatron5d.pipeline_parallel.registry import schedule
-from megatron5d.pipeline_parallel.schedules.one_forward_one_backward import depth_first, group_sizes
+from megatron5d.pipeline_parallel.schedules.gpipe_and_1f1b import depth_first, group_sizes
 
 
 @schedule("zb_h1")

@@ -14,9 +14,9 @@ import numpy as np
 
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Placement, make_program
+from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
 from megatron5d.pipeline_parallel.search.problem import Problem
 from megatron5d.pipeline_parallel.search.result import SearchResult
-from megatron5d.pipeline_parallel.text import read_program, write_program
 
 FORMAT = 2
 """Raised when a file or the search itself changes its meaning: older files are then not found."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron5d.pipeline_parallel.program import Placement, Program
 from megatron5d.pipeline_parallel.search.lanes import Lanes
-from megatron5d.pipeline_parallel.search.timing import Graph, Run
+from megatron5d.pipeline_parallel.search.timeline import Graph, Run
 
 
 def can_fold(placement: Placement, num_microbatches: int, memory: np.ndarray) -> bool:

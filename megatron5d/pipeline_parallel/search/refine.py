@@ -17,8 +17,8 @@ from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program, Table, program_from_table
 from megatron5d.pipeline_parallel.search.clock import Clock
 from megatron5d.pipeline_parallel.search.fold import can_fold, folded, is_mirrored, unfolded
-from megatron5d.pipeline_parallel.search.moves import EQUAL, try_moves
-from megatron5d.pipeline_parallel.search.timing import begin, empty_times, evaluate, graph_of
+from megatron5d.pipeline_parallel.search.local_search import EQUAL, try_moves
+from megatron5d.pipeline_parallel.search.timeline import begin, empty_times, evaluate, graph_of
 
 ACTIONS = 1 << 20
 """Actions that are timed anew between two looks at the clock."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
+from megatron5d.config.checks.check import data_parallel
 from megatron5d.config.convert import value_of
-from megatron5d.config.law import data_parallel
 from megatron5d.config.schema import Config, RecomputeConfig
+from megatron5d.parity.variants import faults_of
 from megatron5d.plan.search import Change
-from megatron5d.train.parity.shrink import faults_of
-from megatron5d.train.planning.fitting import changed, override_text
+from megatron5d.planning.fit import changed, override_text
 
 _NO_SP: Change = {"parallel.sp": False, "parallel.tp_overlap": "none"}
 _ONE_CHUNK: Change = {"parallel.vpp": 1, "pipeline.layout": None, "pipeline.balance": "stages",

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from megatron5d.train.parity.differences import Difference
+from megatron5d.parity.differences import Difference
 
 
 def plain(each: Difference) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron5d.config.schema import Config, PrecisionConfig
-from megatron5d.train.parity.differences import Difference, index_of, joined
-from megatron5d.train.parity.run import RankRecord, Rectangles
+from megatron5d.parity.differences import Difference, index_of, joined
+from megatron5d.parity.run import RankRecord, Rectangles
 
 SMOOTH_EPS = 1.0  # above the root of every second moment
 FIGURE_FLOOR = 2.0**-9  # of a figure, which one process may meet by chance: half a unit in the last place of bf16

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron5d.config.law import Law
-from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.checkpoint.hf.weights import model_config_from_hf
+from megatron5d.config.checks.check import Law
+from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
-from megatron5d.model.hf import model_config_from_hf
-from megatron5d.train.schedule import pipeline_faults, schedule_faults
+from megatron5d.train.pipeline_layout import pipeline_faults, schedule_faults
 
 
 def planned_config(overrides: Sequence[str], world: int, without: Sequence[Law] = FILE_LAWS) -> Config:

@@ -71,9 +71,9 @@ def objects_through_the_store(agreement):
 
 AFTER_IMPORT = {
     "megatron5d.train.step": lively_steps,
-    "megatron5d.expert_parallel.dispatch": even_routing,
-    "megatron5d.expert_parallel.balance": no_layer_figures,
-    "megatron5d.topology.agreement": objects_through_the_store,
+    "megatron5d.expert_parallel.dispatcher": even_routing,
+    "megatron5d.expert_parallel.load_balancing": no_layer_figures,
+    "megatron5d.topology.all_ranks": objects_through_the_store,
 }
 
 

@@ -9,9 +9,9 @@ from kernels import tuning
 PLACE = os.environ.get("MEGATRON5D_KERNELS", "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "")
 collect_ignore = []
 if PLACE == "interpreter":
-    from kernels.testing.interpreter_checks import install_checks
-    from kernels.testing.interpreter_numbers import repair_numbers
-    from kernels.testing.interpreter_types import make_types_once
+    from kernel_lab.interpreter_checks import install_checks
+    from kernel_lab.interpreter_numbers import repair_numbers
+    from kernel_lab.interpreter_types import make_types_once
 
     make_types_once()
     repair_numbers()
@@ -19,7 +19,7 @@ if PLACE == "interpreter":
 elif PLACE == "gpu":
     torch.set_default_device("cuda")
 elif PLACE:
-    from kernels.testing.emulated_gpu import install
+    from kernel_lab.emulated_gpu import install
 
     install(PLACE, int(os.environ.get("MEGATRON5D_SEED", "0")))
 else:

@@ -9,10 +9,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from kernel_lab.bounds import allowed
+
 from kernels import tuning
-from kernels.testing.benchmarks import BENCHMARKS
-from kernels.testing.bounds import allowed
 from tools import tune_kernels
+from tools.bench import BENCHMARKS
 from tools.tune_kernels import SPACE, Search, candidates, results
 
 LACKING = (RuntimeError, NotImplementedError, ImportError, ValueError)

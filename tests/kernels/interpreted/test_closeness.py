@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels.expert_activation import weighted_activation
-from kernels.grouped_matmul import grouped_matmul
+from kernels.gemm import grouped_matmul
 
 LUCK = 1.05
 

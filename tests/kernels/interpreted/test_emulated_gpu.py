@@ -7,14 +7,18 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_lab.emulated_gpu import EmulationFault
 from triton.runtime import driver
 
 import kernels
-from kernels import flash_attention_forward, fp8_matmul, grouped_matmul, normalization, tuning
-from kernels.flash_attention_plain import AttentionRule
-from kernels.fp8_matmul import fp8_matmul as product_of_8_bits
-from kernels.fp8_quantize import quantize_blocks, quantize_rows
-from kernels.testing.emulated_gpu import EmulationFault
+from kernels import gemm as grouped_matmul
+from kernels import norm as normalization
+from kernels import tuning
+from kernels.flash_attention import forward as flash_attention_forward
+from kernels.flash_attention.plain import AttentionRule
+from kernels.fp8 import gemm as fp8_matmul
+from kernels.fp8.gemm import fp8_matmul as product_of_8_bits
+from kernels.fp8.quantize import quantize_blocks, quantize_rows
 
 ARCHITECTURE = tuning.architecture(torch.device("cpu"))
 LAUNCHES = 8  # what is late is a matter of chance: so many of them meet it

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import kernels
-from kernels import flash_attention_forward, tuning
-from kernels.flash_attention_mask import key_spans, query_spans
-from kernels.flash_attention_plain import AttentionRule
-from kernels.flash_attention_tiles import mask_inputs
+from kernels import tuning
+from kernels.flash_attention import forward as flash_attention_forward
+from kernels.flash_attention.mask import key_spans, query_spans
+from kernels.flash_attention.plain import AttentionRule
+from kernels.flash_attention.tiles import mask_inputs
 
 TOLERANCE = 6e-3
 MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import kernels
-from kernels import fp8_fused
-from kernels import fp8_matmul as module
 from kernels.expert_activation import weighted_activation
-from kernels.fp8_fused import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
-from kernels.fp8_matmul import fp8_matmul
-from kernels.fp8_quantize import (
+from kernels.fp8 import gemm as module
+from kernels.fp8 import norm_swiglu as fp8_fused
+from kernels.fp8.gemm import fp8_matmul
+from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.quantize import (
     E4M3,
     E5M2,
     Quantized,
@@ -20,7 +20,7 @@ from kernels.fp8_quantize import (
     quantize_rows,
     quantize_rows_both_ways,
 )
-from kernels.fp8_tensor import quantize_tensor
+from kernels.fp8.quantize_tensor import quantize_tensor
 from kernels.fp8_turn import turn, turn_reference
 
 pytestmark = pytest.mark.eight_bits

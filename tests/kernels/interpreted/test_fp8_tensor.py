@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.fp8_quantize import E4M3, E5M2
-from kernels.fp8_tensor import (
+from kernels.fp8.quantize import E4M3, E5M2
+from kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
     amax_of_rows_reference,

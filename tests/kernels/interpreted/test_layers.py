@@ -14,11 +14,11 @@ from parity_configs import config_of
 from whole_stage import WholeStage
 
 from kernels import activation
+from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.precision import stand_in
-from megatron5d.precision.fp8 import is_quantized
-from megatron5d.precision.gradient import run_now
+from megatron5d.precision import fp8_tensor as stand_in
+from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

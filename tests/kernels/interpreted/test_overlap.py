@@ -9,12 +9,12 @@ from threading import Timer
 
 import pytest
 import torch
+from kernel_lab.bounds import allow_memory
 
-from kernels import gather_matmul as gather
-from kernels import matmul_scatter as scatter
-from kernels import signals
-from kernels.signals import Arrivals, Patience, addresses_of, raise_flags, wait_flag
-from kernels.testing.bounds import allow_memory
+from kernels import all_gather_gemm as gather
+from kernels import gemm_reduce_scatter as scatter
+from kernels import symm_mem_flags as signals
+from kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 
 SIZE, RANK = 2, 1
 SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]  # rows, n, k, turned

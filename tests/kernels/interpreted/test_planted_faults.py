@@ -8,9 +8,9 @@ import torch
 from triton.runtime.errors import InterpreterError
 
 import kernels
-from kernels.flash_attention_plain import AttentionRule
-from kernels.fp8_quantize import quantize_blocks, quantize_rows
-from kernels.fp8_tensor import amax_of_rows_reference, quantize_by_row_reference, quantize_tensor_reference
+from kernels.flash_attention.plain import AttentionRule
+from kernels.fp8.quantize import quantize_blocks, quantize_rows
+from kernels.fp8.quantize_tensor import amax_of_rows_reference, quantize_by_row_reference, quantize_tensor_reference
 
 ROOT = Path(kernels.__file__).parent
 

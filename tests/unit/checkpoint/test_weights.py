@@ -10,7 +10,7 @@ from megatron5d.checkpoint.layout import ShardedTensor, named
 from megatron5d.checkpoint.load import find_checkpoint, load_tensors
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.weights import SavedWeights, lazy_tensor, load_weights
-from megatron5d.topology.shard import Piece, ShardSpec, new_parameter
+from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 
 def saved(folder, tensors) -> Path:

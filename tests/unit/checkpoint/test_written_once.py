@@ -13,7 +13,7 @@ from megatron5d.config.schema import MoeConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.pipeline_layout import plan_pipeline
 from megatron5d.train.state import run_tensors
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 16}

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron5d.comm import lost
+from megatron5d.comm import failures as lost
 from megatron5d.comm.collectives import all_reduce
-from megatron5d.comm.lost import LineLost, PeerLost, silent_ranks
+from megatron5d.comm.failures import LineLost, PeerLost, silent_ranks
 from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.comm.ring import start_shift
 from megatron5d.topology.axis import Axis

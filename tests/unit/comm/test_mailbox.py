@@ -10,10 +10,11 @@ import pytest
 import torch
 from ranks import RankFailure, run_ranks
 
-from kernels.signals import Patience
-from megatron5d.comm import mailbox, segments
+from kernels.symm_mem_flags import Patience
+from megatron5d.comm import segments
+from megatron5d.comm import symmetric_memory as mailbox
 from megatron5d.comm.ledger import Ledger
-from megatron5d.comm.mailbox import BoxExchange, Mailbox
+from megatron5d.comm.symmetric_memory import BoxExchange, Mailbox
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

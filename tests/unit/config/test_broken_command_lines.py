@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.config.fault import ConfigError, message, refuse
+from megatron5d.config.errors import ConfigError, message, refuse
 from megatron5d.config.load import load_config
 
 SOUND = ["data.train=[corpus]", "train.gbs=16"]

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from megatron5d.config.checks import LAWS, broken_laws
 from megatron5d.config.convert import from_dict, keys, kind_of, leaves, to_dict
-from megatron5d.config.laws import LAWS, broken_laws
 from megatron5d.config.schema import Config
 
 # lines of `law: the values that break it, as JSON`, for 8 ranks
@@ -29,12 +29,14 @@ def corpus(tmp_path, monkeypatch, request):
         (tmp_path / f"{name}.bin").write_bytes(content)
         (tmp_path / f"{name}.idx").write_bytes(b"")
     (tmp_path / "locked").mkdir()
-    monkeypatch.setattr("megatron5d.config.laws_files.os.access", lambda path, mode: "locked" not in str(path))
+    monkeypatch.setattr("megatron5d.config.checks.files.os.access", lambda path, mode: "locked" not in str(path))
     (tmp_path / "released").mkdir()
     (tmp_path / "released" / "model.safetensors").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
     absent = {"amp_C", "wandb"} if "wandb-installed" in request.node.name else {"amp_C"}
-    monkeypatch.setattr("megatron5d.config.laws_run.find_spec", lambda name: None if name in absent else object())
+    monkeypatch.setattr(
+        "megatron5d.config.checks.training.find_spec", lambda name: None if name in absent else object()
+    )
 
 
 def changed(values: dict[str, object]) -> Config:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron5d.config.convert import from_dict, to_dict
-from megatron5d.config.fault import ConfigError, closest_key, refuse
+from megatron5d.config.errors import ConfigError, closest_key, refuse
 from megatron5d.config.load import from_yaml, load_config, to_yaml
 from megatron5d.config.schema import Config
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from random_configs import random_run, random_shape
 
 from megatron5d.config.convert import leaves, value_of
-from megatron5d.train.parity.shrink import faults_of
+from megatron5d.parity.variants import faults_of
 
 ELSEWHERE = {
     "model.name": "a name",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from runs import write_corpus
 
-from megatron5d.config.laws import broken_laws
-from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.schema import (
     CheckpointConfig,
     Config,
@@ -21,10 +21,10 @@ from megatron5d.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
-from megatron5d.data.indexed import IndexedDataset
+from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.pipeline_parallel.catalogue import build_program
-from megatron5d.pipeline_parallel.text import write_program
-from megatron5d.train.schedule import pipeline_faults
+from megatron5d.pipeline_parallel.schedule_csv import write_program
+from megatron5d.train.pipeline_layout import pipeline_faults
 from megatron5d.train.state import checkpoint_faults
 from pretrain import main
 

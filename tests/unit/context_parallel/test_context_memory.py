@@ -12,13 +12,13 @@ from ranks import run_ranks
 from whole_stage import WholeStage
 
 from megatron5d.config.schema import DataConfig, RecomputeConfig
-from megatron5d.context_parallel import allgather
+from megatron5d.context_parallel import all_gather as allgather
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.context_parallel.layout import SequenceLayout
-from megatron5d.context_parallel.plan import Planner
+from megatron5d.context_parallel.block_plan import Planner
+from megatron5d.context_parallel.zigzag import SequenceLayout
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
-from megatron5d.plan.watch import MemoryWatch
+from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron5d.context_parallel.layout import (
+from megatron5d.context_parallel.block_plan import Planner, imbalance
+from megatron5d.context_parallel.zigzag import (
     Mask,
     SequenceLayout,
     chunk_pairs,
@@ -17,7 +18,6 @@ from megatron5d.context_parallel.layout import (
     plan_calls,
     visible_pairs,
 )
-from megatron5d.context_parallel.plan import Planner, imbalance
 
 DOCUMENTS = [[0] * 5 + [1] * 1 + [2] * 20 + [3] * 22, [0] * 48]
 MASKS = [Mask(causal, window, documents) for causal in (True, False) for window, documents in

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron5d.data.index_format import dtype_for_vocab
-from megatron5d.data.indexed import IndexedDataset, IndexedWriter, finish_partial
+from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter, finish_partial
 
 # two documents [1, 2, 3] and [4, 5] as u16, written by hand from the description of the format
 IDX = (
@@ -199,7 +199,7 @@ def test_finishing_goes_on_after_a_kill_between_the_renames(tmp_path):
 def test_two_writers_of_one_prefix_are_refused(tmp_path):
     writer = IndexedWriter(tmp_path / "x", "u2")
     writer.add_document([1, 2, 3])
-    code = f"from megatron5d.data.indexed import IndexedWriter; IndexedWriter({str(tmp_path / 'x')!r}, 'u2')"
+    code = f"from megatron5d.data.indexed_dataset import IndexedWriter; IndexedWriter({str(tmp_path / 'x')!r}, 'u2')"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert other.returncode != 0 and "another process is writing" in other.stderr
     writer.add_document([4, 5])

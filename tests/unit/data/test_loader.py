@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron5d.data.indexed import IndexedWriter
+from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.data.loader import Loader
 from megatron5d.data.sampler import samples_of_steps
 from megatron5d.data.samples import open_samples

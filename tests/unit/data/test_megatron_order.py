@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron5d.data import index_cache
-from megatron5d.data.indexed import IndexedWriter
+from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.data.megatron_order import build_sample_order
 from megatron5d.data.samples import open_samples
 

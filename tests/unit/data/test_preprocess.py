@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron5d.data import preprocess
-from megatron5d.data.indexed import IndexedDataset, finish_partial
+from megatron5d.data.indexed_dataset import IndexedDataset, finish_partial
 from megatron5d.data.journal import Journal
 from megatron5d.data.tokenize_units import Recipe
 from megatron5d.data.tokenizer import load_tokenizer
-from megatron5d.data.train_tokenizer import train_sentencepiece
+from megatron5d.data.tokenizer_training import train_sentencepiece
 
 pytest.importorskip("sentencepiece")
 ROOT = Path(__file__).resolve().parents[3]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron5d.data.indexed import IndexedWriter
+from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.data.samples import open_samples
 
 LENGTHS = [4, 9, 1, 0, 30, 12, 7, 25, 3, 9]  # 100 tokens

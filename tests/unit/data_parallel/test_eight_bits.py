@@ -7,7 +7,7 @@ import torch
 from layouts import make_rows, micro_batch
 from ranks import run_ranks
 
-from kernels.fp8_quantize import E4M3, quantize_blocks, scales_of
+from kernels.fp8.quantize import E4M3, quantize_blocks, scales_of
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import (
     Config,
@@ -23,7 +23,7 @@ from megatron5d.precision import fp8_weights
 from megatron5d.precision.fp8_weights import block_maxima, blocks_in, forget_quantized, quantize_slice
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.pipeline_layout import plan_pipeline
 
 
 @pytest.mark.parametrize("stack", [(1, 300, 208), (1, 256, 128), (3, 80, 144), (2, 128, 272)], ids=str)

@@ -11,7 +11,7 @@ from torch import nn
 from megatron5d.data_parallel.grad_sync import GradSync, data_axes
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard import ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
 
 
 class Unit(nn.Module):

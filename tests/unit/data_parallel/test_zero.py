@@ -10,20 +10,20 @@ from parity_configs import config_of
 from ranks import run_ranks
 from torch import nn
 
+from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.data.sampler import micro_batch_samples
-from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import Gpt
-from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.gradient import grad_buffer
+from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard import ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.pipeline_layout import plan_pipeline
 
 PER_STEP = {"regather": "per_step", "reduce": "per_step"}
 

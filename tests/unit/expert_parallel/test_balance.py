@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 from megatron5d.comm.collectives import Pending
 from megatron5d.config.schema import ModelConfig, MoeConfig
-from megatron5d.expert_parallel.balance import Balancer, Tokens, counts_of, normalised, normalised_backward
+from megatron5d.expert_parallel.load_balancing import Balancer, Tokens, counts_of, normalised, normalised_backward
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

@@ -4,17 +4,17 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from megatron5d.autograd.wgrad import run_now
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import ModelConfig
-from megatron5d.expert_parallel.dispatch import Dispatcher
+from megatron5d.expert_parallel.dispatcher import Dispatcher
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.expert_parallel.hierarchy import NodeDispatcher
+from megatron5d.expert_parallel.hierarchical_dispatcher import NodeDispatcher
 from megatron5d.model.moe import dispatcher_of
-from megatron5d.precision.gradient import run_now
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
+from megatron5d.topology.init_weights import initialize
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.rng import initialize
 
 E, K, H, F, N = 8, 2, 12, 6, 10  # N tokens a rank
 CONFIG = ModelConfig(hidden_size=H, num_experts=E, top_k=K, moe_ffn_hidden_size=F, num_layers=1)

@@ -8,7 +8,7 @@ import torch
 from megatron5d.config.schema import ModelConfig
 from megatron5d.expert_parallel.router import Jitter, Router, choose, in_best_groups, scores_of, weights_of
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.rng import initialize
+from megatron5d.topology.init_weights import initialize
 
 E, K, H = 12, 4, 16
 BASE = ModelConfig(hidden_size=H, num_experts=E, top_k=K)

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 import pytest
 from hf_folders import save_config
 
+from megatron5d.checkpoint.hf.export_config import hf_config_from_model, hf_family
+from megatron5d.checkpoint.hf.families import DEFAULTS
+from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_model_config
 from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import ModelConfig, RopeScaling
-from megatron5d.model.hf_config import model_config_from_hf, read_model_config
-from megatron5d.model.hf_export import hf_config_from_model, hf_family
-from megatron5d.model.hf_families import DEFAULTS
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,14 +9,14 @@ import torch
 from hf_folders import random_model, save_config
 from safetensors.torch import load_file, save_file
 
+from megatron5d.checkpoint.hf.export_config import hf_config_from_model, hf_family
+from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_model_config
+from megatron5d.checkpoint.hf.names import hf_entries
+from megatron5d.checkpoint.hf.weights import load_hf_weights
+from megatron5d.config.derived import moe_layers
 from megatron5d.config.load import load_config
-from megatron5d.config.pattern import moe_layers
 from megatron5d.config.schema import ModelConfig, RopeScaling
-from megatron5d.model.hf import load_hf_weights
-from megatron5d.model.hf_config import model_config_from_hf, read_model_config
-from megatron5d.model.hf_export import hf_config_from_model, hf_family
-from megatron5d.model.hf_names import hf_entries
-from megatron5d.topology.shard import ShardSpec, whole
+from megatron5d.topology.shard_spec import ShardSpec, whole
 
 transformers = pytest.importorskip("transformers")
 

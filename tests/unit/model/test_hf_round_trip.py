@@ -7,10 +7,10 @@ from hf_folders import random_model
 from runs import whole_tensors
 from safetensors.torch import load_file
 
+from megatron5d.checkpoint.hf.import_config import read_model_config
+from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import find_checkpoint
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.model.hf import load_hf_weights
-from megatron5d.model.hf_config import read_model_config
 from megatron5d.topology.axis import Axis
 from tools import convert, logits
 

@@ -10,14 +10,14 @@ from ranks import run_ranks
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.convert import to_dict
-from megatron5d.config.fault import ConfigError
+from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.model.inference import Source, draw, open_predictor
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard_spec import spec_of
 
 MODELS = {
     "llama": ModelConfig(num_kv_heads=2, vocab_size=61, init_std=0.2),

@@ -11,13 +11,13 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from whole_stage import WholeStage
 
+from megatron5d.autograd.offload import HostCopy
+from megatron5d.autograd.recompute import ActivationPolicy, RecomputedParts
 from megatron5d.config.schema import MoeConfig, RecomputeConfig
 from megatron5d.expert_parallel import experts
-from megatron5d.expert_parallel.dispatch import DirectTrip
+from megatron5d.expert_parallel.dispatcher import DirectTrip
 from megatron5d.model.gpt import Gpt
-from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.activations import ActivationPolicy, RecomputedParts
-from megatron5d.precision.offload import HostCopy
+from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.tensor_parallel import linear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron5d.config.schema import OptimConfig
-from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim import adamw
 from megatron5d.optim.adamw import AdamW
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard import ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -12,16 +12,16 @@ from ranks import run_ranks
 
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import Config, OptimConfig, PrecisionConfig
-from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim import muon
 from megatron5d.optim.newton_schulz import orthogonalize
 from megatron5d.optim.optimizer import build_optimizer
+from megatron5d.parity.run import short_run
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard import ShardSpec, new_parameter, spec_of, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, whole
 from megatron5d.train.build import build_sync, sizes_of
-from megatron5d.train.parity.run import short_run
 
 MUON = OptimConfig(name="muon", weight_decay=0.0)
 

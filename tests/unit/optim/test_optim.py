@@ -7,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron5d.config.schema import OptimConfig
-from megatron5d.data_parallel.buckets import Bucket
+from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim.adamw import AdamW
-from megatron5d.optim.clip import clip_coefficient, global_square_sum
+from megatron5d.optim.grad_clip import clip_coefficient, global_square_sum
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard import ShardSpec, new_parameter, spec_of, whole
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter, spec_of, whole
 
 BASE = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
 

@@ -8,12 +8,12 @@ from layouts import layout_run, make_rows
 from parity_configs import config_of
 
 from megatron5d.config.schema import OptimConfig, PrecisionConfig
-from megatron5d.data_parallel.buckets import Bucket, Segment
+from megatron5d.data_parallel.bucket import Bucket, Segment
 from megatron5d.optim import rounding
 from megatron5d.optim.adamw import AdamW
 from megatron5d.optim.rounding import global_index, round_stochastically, store_rounded
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard import Piece, ShardSpec, new_parameter, whole
+from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, whole
 
 
 def test_up_or_down_with_the_chances_that_keep_the_mean():

@@ -6,7 +6,7 @@ from ranks import run_ranks
 from torch_pipelining import NAMES, SCHEDULES, OurPipeline, TorchPipeline, serial_grads, unchecked_axis
 
 from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
-from megatron5d.pipeline_parallel.text import read_program, write_program
+from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
 from megatron5d.pipeline_parallel.verify import verify
 
 PP, M, LAYERS = 4, 8, 2

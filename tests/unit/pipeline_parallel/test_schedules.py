@@ -8,9 +8,9 @@ import pytest
 
 from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
-from megatron5d.pipeline_parallel.schedules.one_forward_one_backward import group_sizes
+from megatron5d.pipeline_parallel.schedule_csv import slot_text
+from megatron5d.pipeline_parallel.schedules.gpipe_and_1f1b import group_sizes
 from megatron5d.pipeline_parallel.simulate import lower_bound, simulate
-from megatron5d.pipeline_parallel.text import slot_text
 from megatron5d.pipeline_parallel.verify import verify
 
 UNIT = ""

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from whole_stage import WholeStage
 
-from megatron5d.pipeline_parallel.hooks import NoHooks
-from megatron5d.precision.activations import ActivationPolicy
-from megatron5d.precision.gradient import add_weight_grad
+from megatron5d.autograd.recompute import ActivationPolicy
+from megatron5d.autograd.wgrad import add_weight_grad
+from megatron5d.pipeline_parallel.phase import NoHooks
 
 
 class Twice(torch.autograd.Function):

@@ -5,9 +5,7 @@ from collections import defaultdict
 import pytest
 
 from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
-from megatron5d.pipeline_parallel.program import Action
-from megatron5d.pipeline_parallel.text import read_program
-from megatron5d.pipeline_parallel.transfers import (
+from megatron5d.pipeline_parallel.messages import (
     Flow,
     Message,
     finishes_with,
@@ -16,6 +14,8 @@ from megatron5d.pipeline_parallel.transfers import (
     output_of,
     slot_messages,
 )
+from megatron5d.pipeline_parallel.program import Action
+from megatron5d.pipeline_parallel.schedule_csv import read_program
 
 PROGRAMS = [(name, p, m) for name in schedule_names() for p, m in ((2, 4), (4, 9), (4, 16)) if "dual" not in name] + [
     ("dualpipe", 4, 16), ("dualpipe", 2, 4), ("dualpipe_v", 3, 7)]  # fmt: skip

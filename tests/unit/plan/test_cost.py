@@ -8,23 +8,23 @@ from parity_configs import config_of
 from ranks import run_ranks
 
 from megatron5d.comm.ledger import Ledger, Traffic
-from megatron5d.config.pattern import blocks
+from megatron5d.config.derived import blocks
 from megatron5d.config.schema import LogConfig, PipelineConfig, PrecisionConfig, RecomputeConfig
 from megatron5d.data.sampler import micro_batch_samples
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.flops import core_flops, flops_per_token
 from megatron5d.model.gpt import Gpt
-from megatron5d.plan.cluster import cluster_called, cluster_of
-from megatron5d.plan.cost import Prices, StepCost
-from megatron5d.plan.sharding import Sharding
 from megatron5d.plan.update import carried_bytes, rounds
-from megatron5d.plan.work import Matrix, Unit, Work
+from megatron5d.planning.clusters import cluster_called, cluster_of
+from megatron5d.planning.dp_traffic import Sharding
+from megatron5d.planning.memory_forecast import Target
+from megatron5d.planning.predict import Estimator, step_on
+from megatron5d.planning.step_time import Prices, StepCost
+from megatron5d.planning.work import Matrix, Unit, Work
+from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import build_mesh, lines_of
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.planning.estimate import Estimator, step_on
-from megatron5d.train.planning.forecast import Target
-from megatron5d.train.planning.workload import Workloads
-from megatron5d.train.schedule import plan_pipeline
+from megatron5d.train.pipeline_layout import plan_pipeline
 
 # every token chooses every expert: the only routing whose counts are known beforehand
 MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}

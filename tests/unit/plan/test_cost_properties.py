@@ -6,13 +6,13 @@ import random
 import pytest
 from parity_configs import config_of
 
-from megatron5d.config.laws import broken_laws
-from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.schema import Config, PrecisionConfig
-from megatron5d.plan.cluster import cluster_called
-from megatron5d.train.planning.estimate import Estimator
-from megatron5d.train.planning.fitting import changed
-from megatron5d.train.schedule import planned_pipeline
+from megatron5d.planning.clusters import cluster_called
+from megatron5d.planning.fit import changed
+from megatron5d.planning.predict import Estimator
+from megatron5d.train.pipeline_layout import planned_pipeline
 
 WORLD, COUNT = 16, 8
 H100 = dataclasses.replace(cluster_called("h100"), node=4)

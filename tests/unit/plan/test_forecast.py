@@ -13,18 +13,18 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
 
+from megatron5d.autograd.offload import HostCopy
 from megatron5d.config.schema import DataConfig, PipelineConfig, RecomputeConfig
 from megatron5d.data.sampler import micro_batch_samples
 from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
-from megatron5d.plan.memory import RankMemory
-from megatron5d.plan.watch import MemoryWatch
-from megatron5d.precision.offload import HostCopy
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.rank_memory import RankMemory
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.planning.forecast import Forecaster, Target
-from megatron5d.train.schedule import boundary_form, plan_pipeline
+from megatron5d.train.pipeline_layout import boundary_form, plan_pipeline
 
 CPU = Target(None)
 # every token chooses every expert: the only routing whose counts are known beforehand

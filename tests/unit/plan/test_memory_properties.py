@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 from parity_configs import config_of
 
-from megatron5d.config.laws import broken_laws
-from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.schema import Config, PrecisionConfig
-from megatron5d.plan.memory import RankMemory
-from megatron5d.train.planning.fitting import changed
-from megatron5d.train.planning.forecast import Forecaster, Target
-from megatron5d.train.schedule import pipeline_faults
+from megatron5d.planning.fit import changed
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.rank_memory import RankMemory
+from megatron5d.train.pipeline_layout import pipeline_faults
 
 WORLD = 8
 DRAWN = {

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron5d.config.load import load_config
-from megatron5d.plan.conventions import megatron_terms, with_terms
-from megatron5d.train.planning.forecast import Forecaster, Target
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.other_codebases import megatron_terms, with_terms
 
 RUNS = list(csv.DictReader((Path(__file__).parent / "published_memory.csv").read_text().splitlines()))
 

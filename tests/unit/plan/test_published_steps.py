@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.config.laws import broken_laws
-from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.schema import (
     Config,
     ModelConfig,
@@ -33,10 +33,10 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from megatron5d.plan.cluster import cluster_called
-from megatron5d.train.planning.estimate import Estimator
-from megatron5d.train.planning.forecast import Target
-from megatron5d.train.planning.workload import Workloads
+from megatron5d.planning.clusters import cluster_called
+from megatron5d.planning.memory_forecast import Target
+from megatron5d.planning.predict import Estimator
+from megatron5d.planning.workload import Workloads
 
 RUNS = list(csv.DictReader((Path(__file__).parent / "published_steps.csv").read_text().splitlines()))
 

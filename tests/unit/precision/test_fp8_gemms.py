@@ -9,14 +9,14 @@ from megatron5d.config.matrices import matrices, quantised_matrices
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.model.gpt import Gpt
-from megatron5d.precision import fp8
+from megatron5d.precision import fp8_recipes as fp8
 from megatron5d.precision.fp8_weights import forget_quantized
-from megatron5d.precision.gemms import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, gemms_of
+from megatron5d.precision.gemm import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard_spec import spec_of
 
 
 def eight_bits(block, largest, dtype, powers_of_two):

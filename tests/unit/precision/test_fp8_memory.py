@@ -7,10 +7,10 @@ import pytest
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.precision.fp8 import is_quantized, quantized_copies
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.train.planning.forecast import Forecaster, Target
 
 
 @pytest.mark.parametrize(("recipe", "architecture"), [("blockwise", "sm_90"), ("tensorwise", None)])

@@ -10,11 +10,12 @@ from whole_stage import WholeStage
 
 import kernels
 from kernels.expert_activation import weighted_activation
+from megatron5d.autograd import recompute as activations
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.precision import activations, fp8
-from megatron5d.precision.gemms import PLAIN, ExpertGemms, Gemms, gemms_of
-from megatron5d.precision.stand_in import carried_by
+from megatron5d.precision import fp8_recipes as fp8
+from megatron5d.precision.fp8_tensor import carried_by
+from megatron5d.precision.gemm import PLAIN, ExpertGemms, Gemms, gemms_of
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from kernels.fp8_quantize import quantize_rows
+from kernels.fp8.quantize import quantize_rows
 from megatron5d.comm.exchange import Exchange
 from megatron5d.comm.ledger import Ledger
 from megatron5d.precision.wire import EightBitRows

@@ -11,8 +11,8 @@ import torch
 
 from kernels.testing import measure
 from kernels.testing.apart import in_turn
-from kernels.testing.bench_row import Benchmark
 from tools import bench_kernels
+from tools.bench.harness import Benchmark
 
 LIMITS = {"device": "a GPU", "torch": "2", "limits": {"GB/s": 1000.0, "TFLOP/s": 100.0}}
 

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from megatron5d.checkpoint.folder import read_run
-from megatron5d.checkpoint.hf import SafetensorsFolder
+from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.weights import SavedWeights

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.config.fault import ConfigError
-from megatron5d.config.laws_files import FILE_LAWS
+from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.errors import ConfigError
 from megatron5d.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[3]

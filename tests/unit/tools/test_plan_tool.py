@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.train.planning import layouts
+from megatron5d.planning import layout_search as layouts
 from tools.plan import main
 
 ROOT = Path(__file__).parents[3]

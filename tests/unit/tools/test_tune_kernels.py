@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.fp8_quantize import quantize_rows_both_ways
+from kernels.fp8.quantize import quantize_rows_both_ways
 from tools import tune_kernels
 from tools.tune_kernels import agrees, results
 

@@ -13,7 +13,7 @@ from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
-from megatron5d.topology.shard import spec_of
+from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.state import Progress, run_record
 from tools import convert, logits
 

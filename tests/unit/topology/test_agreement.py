@@ -3,7 +3,7 @@
 import pytest
 from ranks import run_ranks
 
-from megatron5d.topology.agreement import Failure, failure_among, first_failure, on_every_rank, on_rank_0
+from megatron5d.topology.all_ranks import Failure, failure_among, first_failure, on_every_rank, on_rank_0
 
 
 def test_the_first_failure_is_told_on_all_with_the_number_of_others():

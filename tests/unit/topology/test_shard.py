@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.rng import initialize, normal, stream_key
-from megatron5d.topology.shard import rectangles
+from megatron5d.topology.init_weights import initialize, normal, stream_key
+from megatron5d.topology.shard_spec import rectangles
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -74,7 +74,7 @@ def test_rows_are_made_a_few_at_a_time(monkeypatch):
     layer = build(0, 1, "column")
     initialize(layer.weight, seed=3)
     whole = layer.weight.detach().clone()
-    monkeypatch.setattr("megatron5d.topology.rng._CHUNK", 20)
+    monkeypatch.setattr("megatron5d.topology.init_weights._CHUNK", 20)
     initialize(layer.weight, seed=3)
     assert torch.equal(layer.weight, whole)
 

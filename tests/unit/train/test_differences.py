@@ -4,8 +4,8 @@ from math import inf, nan
 
 import torch
 
-from megatron5d.train.parity.differences import figure_differences, joined, tensor_differences
-from megatron5d.train.parity.run import RankRecord
+from megatron5d.parity.differences import figure_differences, joined, tensor_differences
+from megatron5d.parity.run import RankRecord
 
 WHOLE = {"weight": torch.arange(1.0, 9.0).view(4, 2), "zero": torch.full((3,), 1e-17)}
 

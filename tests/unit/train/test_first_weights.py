@@ -9,13 +9,13 @@ from ranks import run_ranks
 
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.plan.watch import MemoryWatch
-from megatron5d.topology import rng
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.topology import init_weights as rng
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
-from megatron5d.topology.shard import spec_of, without_memory
+from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.build import build_run, sizes_of
-from megatron5d.train.planning.forecast import Forecaster, Target
 
 
 def large(model="odd_vocab_tied", **parallel):

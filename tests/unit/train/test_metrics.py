@@ -12,8 +12,8 @@ import wandb
 
 from megatron5d.config.schema import LogConfig, ModelConfig, WandbConfig
 from megatron5d.model.flops import flops_per_token, parameter_count
-from megatron5d.train import metrics
-from megatron5d.train.metrics import JsonLines, ProgressDisplay, Wandb
+from megatron5d.train.monitoring import writers as metrics
+from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Wandb
 
 
 def lines(path):

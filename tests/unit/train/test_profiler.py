@@ -23,7 +23,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.topology.process import Process
-from megatron5d.train.profiler import Profiler
+from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.state import Progress
 
 STEPS, LAYERS, MICRO_BATCHES = 5, 4, 4

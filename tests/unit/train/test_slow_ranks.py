@@ -22,9 +22,9 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.process import Process
-from megatron5d.train import slow_ranks
 from megatron5d.train.loop import train
-from megatron5d.train.slow_ranks import RECORDS, SlowRanks, peers
+from megatron5d.train.monitoring import stragglers as slow_ranks
+from megatron5d.train.monitoring.stragglers import RECORDS, SlowRanks, peers
 
 pytestmark = pytest.mark.alone
 

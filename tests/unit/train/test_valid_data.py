@@ -11,17 +11,17 @@ import pytest
 import torch
 from runs import records, write_corpus
 
-from megatron5d.config.laws import broken_laws
+from megatron5d.config.checks import broken_laws
 from megatron5d.config.schema import Config, DataConfig, LogConfig, ModelConfig, TrainConfig
-from megatron5d.data.indexed import IndexedDataset, IndexedWriter
+from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.train import data as data_module
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import held_out, train_loader, valid_loader
-from megatron5d.train.data_faults import data_faults
 from megatron5d.train.loop import train
-from megatron5d.train.notes import repeated_validation, small_vocabulary, unmarked_documents
+from megatron5d.train.preflight import data_faults
+from megatron5d.train.startup_warnings import repeated_validation, small_vocabulary, unmarked_documents
 
 DOCUMENTS, SEQ = 60, 16
 
@@ -161,8 +161,8 @@ def test_files_that_cannot_be_read_are_refused(corpus, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied", "copy.idx")
 
-    monkeypatch.setattr("megatron5d.train.data_faults.IndexedDataset", refuse)
-    monkeypatch.setattr("megatron5d.train.data_faults.end_of_document", refuse)
+    monkeypatch.setattr("megatron5d.train.preflight.IndexedDataset", refuse)
+    monkeypatch.setattr("megatron5d.train.preflight.end_of_document", refuse)
     tokenizer = replace(config, data=replace(config.data, tokenizer=__file__))
     assert [fault.id for fault in data_faults(tokenizer, 1)] == ["data-broken", "data-tokenizer-kind"]
 

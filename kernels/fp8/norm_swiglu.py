@@ -1,0 +1,216 @@
+"""Operations whose result is wanted in 8 bits only: SwiGLU before a down-projection, a norm before an up-projection.
+
+The wide result is never written: it is computed in registers, rounded to the dtype that it would have been stored in,
+and quantised in 1×128 groups. So the outcome is that of the two operations one after the other, at a third of the
+traffic (bfloat16 in, 8 bits out, instead of in, out, in, out).
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.activation import swiglu_reference
+from kernels.dispatch import rows_of
+from kernels.expert_activation import weighted_activation_reference
+from kernels.fp8.quantize import E4M3, GROUP, Quantized, largest, quantize_reference, quantize_rows, quantized
+from kernels.language import cdiv, jit, next_power_of_2, tl
+from kernels.norm import launch_forward, layer_norm_reference, rms_norm_reference
+
+MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
+
+
+@jit(do_not_specialize=["rows"])
+def _swiglu_kernel(
+    gate_up_ptr,
+    weights_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    width,
+    stride,
+    WEIGHTED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One group of columns of some rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1).to(tl.int64)
+    column = group * GROUP + tl.arange(0, GROUP)
+    live = (row < rows)[:, None] & (column < width)[None, :]
+    at = gate_up_ptr + row[:, None] * stride + column[None, :]
+    gate = tl.load(at, live, other=0.0).to(tl.float32)
+    up = tl.load(at + width, live, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    if WEIGHTED:
+        y *= tl.load(weights_ptr + row, row < rows, other=0.0).to(tl.float32)[:, None]
+    y = y.to(gate_up_ptr.dtype.element_ty).to(tl.float32)
+    amax = largest(y, 1)[:, None]
+    values, scale = quantized(y, amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row[:, None] * width + column[None, :], values, live)
+    tl.store(scales_ptr + row[:, None] * tl.cdiv(width, GROUP) + group, scale, (row < rows)[:, None])
+
+
+@jit
+def _norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    values_ptr,
+    scales_ptr,
+    mean_ptr,
+    inverse_ptr,
+    rows,
+    width,
+    stride,
+    eps,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Whole rows, then group by group of their columns."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    live = (row < rows)[:, None] & (column < width)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], live, other=0.0).to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(x, 1) / width
+        x = tl.where(live, x - mean[:, None], 0.0)
+        tl.store(mean_ptr + row, mean, row < rows)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+    tl.store(inverse_ptr + row, inverse, row < rows)
+    y = x * inverse[:, None] * tl.load(weight_ptr + column, column < width, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, column < width, other=0.0).to(tl.float32)[None, :]
+    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    groups = tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP))
+    amax = largest(groups, 2)[:, :, None]
+    values, scale = quantized(groups, amax, LARGEST, POWERS_OF_TWO, values_ptr.dtype.element_ty)
+    values = tl.reshape(values, (ROWS, WIDTH))
+    tl.store(values_ptr + row[:, None] * width + column[None, :], values, live)
+    count, group = tl.cdiv(width, GROUP), tl.arange(0, WIDTH // GROUP)
+    known = (row < rows)[:, None] & (group < count)[None, :]
+    tl.store(scales_ptr + row[:, None] * count + group[None, :], tl.reshape(scale, (ROWS, WIDTH // GROUP)), known)
+
+
+def _outputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    values = torch.empty(rows, width, dtype=dtype, device=device)
+    return values, torch.empty(rows, cdiv(width, GROUP), dtype=torch.float32, device=device)
+
+
+def swiglu_quantized(
+    gate_up: Tensor, dtype: torch.dtype = E4M3, *, weights: Tensor | None = None, powers_of_two: bool = False
+) -> Quantized:
+    """`quantize_rows(swiglu(gate_up))` in one pass; not differentiable, as nothing in 8 bits is.
+
+    Args:
+        gate_up: `[..., 2f]`, any floating dtype.
+        dtype: float8_e4m3fn or float8_e5m2.
+        weights: `[rows]`, what each row is multiplied by (`weighted_activation`); None = 1.
+        powers_of_two: round the scales up to powers of two.
+
+    Returns:
+        values `[rows, f]`, scales `[rows, ceil(f/128)]`.
+
+    Raises:
+        ValueError: the last dim is odd.
+    """
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"swiglu splits the last dim in two halves (gate, up); {gate_up.shape[-1]} is odd")
+    x = rows_of(gate_up)
+    rows, width = x.shape[0], x.shape[1] // 2
+    if not dispatch.runs_triton(x):
+        y = swiglu_reference(x) if weights is None else weighted_activation_reference(x, weights, "swiglu")
+        return quantize_reference(y, 1, dtype, powers_of_two)
+    values, scales = _outputs(rows, width, dtype, x.device)
+    config = tuning.select("fp8_swiglu", x.device)
+    flags = {
+        "WEIGHTED": weights is not None,
+        "LARGEST": torch.finfo(dtype).max,
+        "POWERS_OF_TWO": powers_of_two,
+        "GROUP": GROUP,
+    }
+    grid = (cdiv(rows, config["ROWS"]), cdiv(width, GROUP))
+    factors = x if weights is None else weights.contiguous()
+    _swiglu_kernel[grid](x, factors, values, scales, rows, width, x.stride(0), **flags, **config)
+    return Quantized(values, scales, 1)
+
+
+def _norm_quantized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype, powers_of_two: bool
+) -> tuple[Quantized, Tensor, Tensor]:
+    """Rows `[rows, h]` on a GPU: their norm, and what its backward needs, mean and 1 / scale."""
+    rows, width = x.shape
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    if width > MAX_WIDTH:
+        y, _, mean, inverse = launch_forward(x, None, weight, bias, eps, centred)
+        return quantize_rows(y, dtype, powers_of_two=powers_of_two), mean, inverse
+    values, scales = _outputs(rows, width, dtype, x.device)
+    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(inverse) if centred else inverse
+    config = tuning.select("fp8_rms_norm", x.device, width=width)
+    config["WIDTH"] = max(GROUP, next_power_of_2(width))
+    config["ROWS"] = max(1, config.pop("ELEMENTS") // config["WIDTH"])
+    flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "POWERS_OF_TWO": powers_of_two}
+    pointers = (x, weight, weight if bias is None else bias, values, scales, mean, inverse)
+    sizes = (rows, width, x.stride(0), eps)
+    grid = (cdiv(rows, config["ROWS"]),)
+    _norm_kernel[grid](*pointers, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config)
+    return Quantized(values, scales, 1), mean, inverse
+
+
+def rms_norm_quantized(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
+) -> tuple[Quantized, Tensor]:
+    """`quantize_rows(rms_norm(x))` in one pass; not differentiable, as nothing in 8 bits is.
+
+    Args:
+        x: `[..., h]`, any floating dtype.
+        weight: `[h]`, any floating dtype.
+        eps: added to the mean of squares.
+        dtype: float8_e4m3fn or float8_e5m2.
+        powers_of_two: round the scales up to powers of two.
+
+    Returns:
+        values `[rows, h]` with scales `[rows, ceil(h/128)]`, and 1 / root mean square `[rows]`, float32 (float64 for
+        float64), which the backward of the norm needs.
+    """
+    x = rows_of(x)
+    if not dispatch.runs_triton(x):
+        inverse = torch.rsqrt(x.to(dispatch.statistics_dtype(x.dtype)).square().mean(-1) + eps)
+        return quantize_reference(rms_norm_reference(x, weight, eps), 1, dtype, powers_of_two), inverse
+    q, _, inverse = _norm_quantized(x, weight, None, eps, False, dtype, powers_of_two)
+    return q, inverse
+
+
+def layer_norm_quantized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype = E4M3,
+    *,
+    powers_of_two: bool = False,
+) -> tuple[Quantized, tuple[Tensor, Tensor]]:
+    """`quantize_rows(layer_norm(x))` in one pass, as `rms_norm_quantized`.
+
+    Args:
+        bias: `[h]` or None.
+
+    Returns:
+        values with scales, and mean and 1 / standard deviation, `[rows]` each.
+    """
+    x = rows_of(x)
+    if not dispatch.runs_triton(x):
+        wide = x.to(dispatch.statistics_dtype(x.dtype))
+        mean = wide.mean(-1)
+        inverse = torch.rsqrt((wide - mean[:, None]).square().mean(-1) + eps)
+        q = quantize_reference(layer_norm_reference(x, weight, bias, eps), 1, dtype, powers_of_two)
+        return q, (mean, inverse)
+    q, *statistics = _norm_quantized(x, weight, bias, eps, True, dtype, powers_of_two)
+    return q, (statistics[0], statistics[1])

@@ -1,0 +1,267 @@
+"""One matrix product per expert over rows sorted by expert, without asking the host how many rows each has.
+
+    forward          y[r] = W[e] x[r]          for the rows r of expert e
+    input gradient   dx[r] = W[e]ᵀ dy[r]
+    weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ
+The grid is the largest that any distribution can need: ceil(rows / tile) + experts tiles of rows. A program finds its
+expert by counting how many experts end before it; rows past the last expert's get zeros from programs of their own, and
+programs beyond those leave. Rows of a tile that belong to the next expert are computed and not stored. Empty experts
+have no tile in the first two products and a gradient of zero in the third.
+(MegaBlocks, arXiv:2211.15841, sec. 5, solves the same with block-sparse matrices.)
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch, tuning
+from kernels.dispatch import first_order, statistics_dtype
+from kernels.flash_attention.tiles import DTYPES
+from kernels.fp8.gemm import settles, swizzled, taken_out
+from kernels.language import cdiv, jit, next_power_of_2, tl
+from kernels.tiles import by_pointers, matrix, readable, tiles_of
+
+
+def ends_of(offsets: Tensor, rows: int) -> list[int]:
+    """The offsets on the host; even ones where they have no values (meta)."""
+    return [rows * e // (len(offsets) - 1) for e in range(len(offsets))] if offsets.is_meta else offsets.tolist()
+
+
+def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """`x[rows of e] W[e]ᵀ` in plain torch, one product an expert; asks the host for the offsets."""
+    ends = ends_of(offsets, x.shape[0])
+    parts = [x[lo:hi] @ w.t() for lo, hi, w in zip(ends, ends[1:], weight)]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[1])])
+
+
+def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
+    """`main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
+    ends = ends_of(offsets, x.shape[0])
+    for grad, lo, hi in zip(main_grad, ends, ends[1:]):
+        grad.addmm_(dy[lo:hi].to(grad.dtype).t(), x[lo:hi].to(grad.dtype))
+
+
+@jit
+def expert_of(tile, offsets_ptr, num_experts, rows, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """A tile's expert, first row, and where the expert ends.
+
+    Where there are more lanes than experts, the rows past the last offset are expert num_experts; beyond them there is
+    no tile: expert num_experts or more, and the end is 0.
+    """
+    lane = tl.arange(0, EXPERTS)
+    known = lane <= num_experts
+    first = tl.load(offsets_ptr + lane, known, other=0).to(tl.int32)
+    last = tl.load(offsets_ptr + lane + 1, lane < num_experts, other=0).to(tl.int32)
+    last = tl.where(lane == num_experts, rows, last)
+    tiles = tl.where(known, (last - first + BLOCK_M - 1) // BLOCK_M, 0)
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((known & (ends <= tile)).to(tl.int32), 0)
+    mine = lane == expert
+    row = tl.sum(tl.where(mine, first + (tile - (ends - tiles)) * BLOCK_M, 0), 0)
+    return expert, row, tl.sum(tl.where(mine, last, 0), 0)
+
+
+@jit
+def _store_rows(y_ptr, tile, row, last, column, n):
+    """The rows before `last` of a tile of y."""
+    at = row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(y_ptr + at, tile.to(y_ptr.dtype.element_ty), (row < last)[:, None] & (column < n)[None, :])
+
+
+@jit(do_not_specialize=["num_tiles", "rows"])  # which change with every batch of tokens
+def _rows_kernel(
+    x_tiles,
+    w_tiles,
+    x_scales_ptr,
+    w_scales_ptr,
+    y_ptr,
+    offsets_ptr,
+    num_tiles,
+    num_experts,
+    rows,
+    n,
+    k,
+    w_rows,
+    SCALED: tl.constexpr,
+    TURNED: tl.constexpr,
+    CUT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    SETTLE: tl.constexpr,
+    POINTERS: tl.constexpr,
+):
+    tile_m, tile_n = swizzled(tl.program_id(0), num_tiles, tl.cdiv(n, BLOCK_N), BAND)
+    expert, first, last = expert_of(tile_m, offsets_ptr, num_experts, rows, BLOCK_M, EXPERTS)
+    column = tile_n * BLOCK_N
+    row = first + tl.arange(0, BLOCK_M)
+    if expert >= num_experts:
+        _store_rows(y_ptr, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), row, last, column + tl.arange(0, BLOCK_N), n)
+        return
+    base = expert * w_rows
+    x_matrix = matrix(x_tiles, rows, k, BLOCK_M, BLOCK_K, POINTERS)
+    if TURNED:
+        w_matrix = matrix(w_tiles, num_experts * w_rows, n, BLOCK_K, BLOCK_N, POINTERS)
+    else:
+        w_matrix = matrix(w_tiles, num_experts * w_rows, k, BLOCK_N, BLOCK_K, POINTERS)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(k, BLOCK_K)):
+        x = x_matrix.load([first, step * BLOCK_K])
+        if SCALED:
+            w = w_matrix.load([base + column, step * BLOCK_K])
+            part = taken_out(tl.dot(x, w.T, out_dtype=tl.float32), SETTLE)
+            groups = tl.cdiv(k, BLOCK_K)
+            scale = tl.load(x_scales_ptr + row.to(tl.int64) * groups + step, row < last, other=0.0)
+            blocks = tl.cdiv(n, BLOCK_K)
+            block = (expert.to(tl.int64) * blocks + column // BLOCK_K) * groups + step
+            total += part * (scale * tl.load(w_scales_ptr + block))[:, None]
+        elif TURNED:
+            w = w_matrix.load([base + step * BLOCK_K, column])
+            if CUT:  # the last tile ends in the next expert's rows: zeros of x times their infinities are not zero
+                w = tl.where((step * BLOCK_K + tl.arange(0, BLOCK_K) < k)[:, None], w, tl.zeros_like(w))
+            total = tl.dot(x, w, total)
+        else:
+            total = tl.dot(x, w_matrix.load([base + column, step * BLOCK_K]).T, total)
+    _store_rows(y_ptr, total, row, last, column + tl.arange(0, BLOCK_N), n)
+
+
+@jit
+def _weight_grad_kernel(
+    dy_tiles,
+    x_tiles,
+    grad_ptr,
+    offsets_ptr,
+    n,
+    k,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BAND: tl.constexpr,
+    POINTERS: tl.constexpr,
+):
+    tile_n, tile_k = swizzled(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), BAND)
+    expert = tl.program_id(1).to(tl.int64)
+    first = tl.load(offsets_ptr + expert).to(tl.int32)
+    last = tl.load(offsets_ptr + expert + 1).to(tl.int32)
+    whole = first + (last - first) // BLOCK_R * BLOCK_R
+    dy_matrix = matrix(dy_tiles, last, n, BLOCK_R, BLOCK_N, POINTERS)
+    x_matrix = matrix(x_tiles, last, k, BLOCK_R, BLOCK_K, POINTERS)
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for row in range(first, whole, BLOCK_R):
+        dy = dy_matrix.load([row, tile_n * BLOCK_N])
+        x = x_matrix.load([row, tile_k * BLOCK_K])
+        total = tl.dot(dy.T, x, total)
+    if whole < last:
+        # The rest of the tile is another expert's rows. Both sides are cleared: zero times infinity is not zero.
+        mine = (whole + tl.arange(0, BLOCK_R) < last)[:, None]
+        dy = dy_matrix.load([whole, tile_n * BLOCK_N])
+        x = x_matrix.load([whole, tile_k * BLOCK_K])
+        dy = tl.where(mine, dy, tl.zeros_like(dy))
+        x = tl.where(mine, x, tl.zeros_like(x))
+        total = tl.dot(dy.T, x, total)
+    out = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    live = (out < n)[:, None] & (column < k)[None, :]
+    at = expert * n * k + out.to(tl.int64)[:, None] * k + column[None, :]
+    tl.store(grad_ptr + at, tl.load(grad_ptr + at, live, other=0.0) + total, live)
+
+
+def launch_rows(x, weight, offsets, n: int, k: int, turned: bool, scales: tuple | None, out_dtype) -> Tensor:
+    """y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when turned."""
+    rows, experts = x.shape[0], weight.shape[0]
+    config = tuning.select("grouped_matmul_fp8" if scales else "grouped_matmul", x.device)
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    y = torch.empty(rows, n, dtype=out_dtype, device=x.device)
+    w_tile = [block_k, block_n] if turned else [block_n, block_k]
+    operands = tiles_of(x, [block_m, block_k]), tiles_of(weight.flatten(0, 1), w_tile)
+    num_tiles = cdiv(rows, block_m) + experts
+    x_scales, w_scales = scales or (offsets, offsets)
+    sizes = (num_tiles, experts, rows, n, k, weight.shape[1])
+    flags = {"SCALED": scales is not None, "TURNED": turned, "CUT": turned and k % block_k != 0}
+    flags["EXPERTS"] = next_power_of_2(experts + 1)  # a lane for the rows past the last offset
+    flags |= {"SETTLE": settles(x.device), "POINTERS": by_pointers(x.device)}
+    grid = (num_tiles * cdiv(n, block_n),)
+    _rows_kernel[grid](*operands, x_scales, w_scales, y, offsets, *sizes, **flags, **config)
+    return y
+
+
+def _fast(x: Tensor, weight: Tensor) -> bool:
+    return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in DTYPES and weight.is_contiguous()
+
+
+def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    if _fast(x, weight) and readable(x) and readable(weight[0]):
+        return launch_rows(x, weight, offsets, weight.shape[1], weight.shape[2], False, None, x.dtype)
+    return grouped_matmul_reference(x, weight, offsets)
+
+
+def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """`dx[r] = W[e]ᵀ dy[r]`.
+
+    Args:
+        dy: `[rows, n]` sorted by expert.
+        weight: `[E, n, k]`.
+        offsets: as in `grouped_matmul`.
+
+    Returns:
+        `[rows, k]`.
+    """
+    if _fast(dy, weight) and readable(dy) and readable(weight[0]):
+        return launch_rows(dy, weight, offsets, weight.shape[2], weight.shape[1], True, None, dy.dtype)
+    return grouped_matmul_reference(dy, weight.transpose(1, 2), offsets)
+
+
+def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
+    """`main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
+
+    Args:
+        dy: `[rows, n]` sorted by expert.
+        x: `[rows, k]`.
+        offsets: as in `grouped_matmul`.
+        main_grad: `[E, n, k]` contiguous, float32 (or float64).
+    """
+    fast = dispatch.runs_triton(dy) and dy.dtype == x.dtype and dy.dtype in DTYPES and main_grad.dtype == torch.float32
+    if not (fast and readable(dy) and readable(x) and main_grad.is_contiguous()):
+        grouped_weight_grad_reference(dy, x, offsets, main_grad)
+        return
+    experts, n, k = main_grad.shape
+    config = tuning.select("grouped_weight_grad", dy.device)
+    operands = (
+        tiles_of(dy, [config["BLOCK_R"], config["BLOCK_N"]]),
+        tiles_of(x, [config["BLOCK_R"], config["BLOCK_K"]]),
+    )
+    grid = (cdiv(n, config["BLOCK_N"]) * cdiv(k, config["BLOCK_K"]), experts)
+    _weight_grad_kernel[grid](*operands, main_grad, offsets, n, k, POINTERS=by_pointers(x.device), **config)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, offsets):
+        ctx.save_for_backward(x, weight, offsets)
+        return _rows(x, weight, offsets)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        x, weight, offsets = ctx.saved_tensors
+        dy = dy.contiguous()
+        main_grad = torch.zeros(weight.shape, dtype=statistics_dtype(weight.dtype), device=weight.device)
+        grouped_weight_grad(dy, x, offsets, main_grad)
+        return grouped_input_grad(dy, weight, offsets), main_grad.to(weight.dtype), None
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """`y[r] = W[e] x[r]` for rows sorted by expert, differentiable.
+
+    Args:
+        x: `[rows, k]` sorted by expert.
+        weight: `[E, n, k]`.
+        offsets: `[E + 1]` integers on the device: expert e has the rows offsets[e] to offsets[e + 1]; the first is 0.
+            Rows past
+            the last offset are padding and give zeros.
+
+    Returns:
+        `[rows, n]` in the dtype of x.
+    """
+    return _GroupedMatmul.apply(x, weight, offsets)

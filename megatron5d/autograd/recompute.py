@@ -1,0 +1,272 @@
+"""Selective recomputation and offloading: which activations a phase keeps between its forward and its backward.
+
+A part is a section of a phase, such as its norm. A recomputed part saves its inputs, but neither its outputs nor what
+it computes in between. Its outputs are marked: an operation that needs one in its own backward (a GEMM needs its input
+for its weight gradient) saves the mark instead. The first one to ask for the value runs the part again, with a graph,
+which the part's own backward then uses. So every recomputed part runs, and communicates, once more per micro-batch, in
+B or I and never in W.
+
+What each part saves per micro-batch and layer, in elements of the model's dtype, and what it costs. t = s/cp·b tokens,
+u = t/tp with sp (else t), r rows of this rank's experts; h, a, g, d, dv, f as everywhere, a·d, g·d and f over tp:
+
+    part         not kept                                      computed again
+    norm         u·h a norm, and its statistics in fp32        the norms
+    qkv          q, k, v: t·(a+2g)·d (MLA t·a·(2(dn+dr)+dv))   the projection (MLA: up-projections), rope; all_gather tp
+    attention    its output: t·a·dv, and t·a in fp32           softmax(q·kᵀ)·v; what travels over cp travels again
+    activation   t·f dense or shared, r·f routed               swiglu or gelu
+    mlp          t·3f (gelu 2f) dense or shared                the up GEMM, the activation; all_gather tp
+    experts      r·3f (gelu 2f)                                the grouped up GEMM, the activation
+    permute      r·h, the rows that the experts read           sorting; all_to_all ep, all_gather etp
+
+Source: selective recomputation Korthikanti et al. 2022 (arXiv:2205.05198), section 5; DeepSeek-V3 (arXiv:2412.19437),
+section 3.2.3 recomputes norms and MLA's up-projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from kernels.dispatch import first_order
+from megatron5d.autograd.offload import HostCopy
+from megatron5d.precision.fp8_tensor import carried_by, stand_in
+
+
+class RecomputedParts:
+    """Which parts of a layer are recomputed. Layers run each of their parts through it.
+
+    Args:
+        names: as in `recompute.parts`; empty = nothing is recomputed.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names = frozenset(names)
+        self._rerunning = False  # inside a part that runs again, no part is recomputed a third time
+
+    def run(self, name: str, fn: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Runs a part, which will be recomputed if `name` is among the names and there will be a backward.
+
+        Args:
+            name: of the part.
+            fn: returns one tensor or a tuple, none of them an input; a closure over parameters and everything else.
+            inputs: the tensors that the part saves.
+
+        Returns:
+            `fn(*inputs)`.
+        """
+        if name not in self.names or self._rerunning or not torch.is_grad_enabled():
+            return fn(*inputs)
+        return _Part.apply(self, fn, *inputs)
+
+    def source(self, name: str, x: Tensor) -> Source | None:
+        """What a part that ends in a later phase is computed from once more (`computed_from`); None if it is kept."""
+        if name not in self.names or not torch.is_grad_enabled():
+            return None
+        made_by = getattr(x.untyped_storage(), "made_by", None)
+        return Held(x.detach()) if made_by is None else _Mark(made_by, x)
+
+    def keeps(self, name: str) -> bool:
+        """Whether a part is not recomputed, so that its inputs may be overwritten in its backward."""
+        return name not in self.names
+
+    def rerun(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
+        """`fn(*inputs)` with a graph, in which no part is recomputed."""
+        self._rerunning = True
+        try:
+            with torch.enable_grad():
+                return fn(*inputs)
+        finally:
+            self._rerunning = False
+
+
+KEEP_ALL = RecomputedParts()
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parts: RecomputedParts, fn, *inputs):
+        ctx.parts, ctx.fn, ctx.leaves, ctx.outputs = parts, fn, None, None
+        ctx.asks = [x.requires_grad for x in inputs]
+        ctx.save_for_backward(*inputs)
+        y = fn(*inputs)
+        for i, output in enumerate(y if isinstance(y, tuple) else (y,)):
+            output.untyped_storage().made_by = (ctx, i)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, *grads):
+        pairs = [(y, grad) for y, grad in zip(_outputs_again(ctx), grads) if grad is not None and y.requires_grad]
+        torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
+        leaves = ctx.leaves
+        ctx.fn = ctx.leaves = ctx.outputs = None
+        return None, None, *(leaf.grad for leaf in leaves)
+
+
+def _outputs_again(ctx) -> tuple[Tensor, ...]:
+    """The outputs of a part, computed again at the first call."""
+    if ctx.outputs is None:
+        ctx.leaves = [x.detach().requires_grad_(asks) for x, asks in zip(ctx.saved_tensors, ctx.asks)]
+        y = ctx.parts.rerun(ctx.fn, ctx.leaves)
+        ctx.outputs = y if isinstance(y, tuple) else (y,)
+    return ctx.outputs
+
+
+class _Mark:
+    """Saved instead of a tensor that is a view of a recomputed part's output, or of what was derived from one."""
+
+    __slots__ = ("source", "index", "geometry")
+
+    def __init__(self, made_by: tuple[Any, int], tensor: Tensor) -> None:
+        self.source, self.index = made_by
+        self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def value(self) -> Tensor:
+        outputs = self.source.outputs_again() if isinstance(self.source, _Derived) else _outputs_again(self.source)
+        return outputs[self.index].detach().as_strided(*self.geometry)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that is kept."""
+
+    tensor: Tensor
+
+    def value(self) -> Tensor:
+        return self.tensor
+
+
+Source: TypeAlias = Held | _Mark
+
+
+class _Derived:
+    """The results of a function of a tensor, such as a recomputed part's output, which are computed again from it."""
+
+    def __init__(self, source: Source, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        self.source, self.fn = source, fn
+        self.outputs: tuple[Tensor, ...] | None = None
+
+    def outputs_again(self) -> tuple[Tensor, ...]:
+        if self.outputs is None:
+            with torch.no_grad():
+                self.outputs = self.fn(self.source.value())
+        return self.outputs
+
+
+def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """`fn(x)`; if x is an output of a recomputed part, the results are not saved either but computed again with x.
+
+    Args:
+        x: for example the input of a GEMM.
+        fn: has no gradient. Its results, such as 8-bit values and scales, are what the GEMM saves. If it communicates,
+            it does so again.
+    """
+    made_by = getattr(x.untyped_storage(), "made_by", None)
+    results = fn(x)
+    if made_by is not None:
+        derived = _Derived(_Mark(made_by, x), fn)
+        for i, result in enumerate(results):
+            storage = result.untyped_storage()
+            if not hasattr(storage, "made_by"):  # x itself, or a view of it, has
+                storage.made_by = (derived, i)  # type: ignore[attr-defined]
+    return results
+
+
+def computed_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> None:
+    """Has `y` computed again as `fn(source)` where a backward needs it. Its own gradient goes the way it came.
+
+    Args:
+        source: from `RecomputedParts.source`.
+        fn: has no gradient. If it communicates, it does so again.
+        y: the only tensor in its storage.
+    """
+    y.untyped_storage().made_by = (_Derived(source, lambda x: (fn(x),)), 0)  # type: ignore[attr-defined]
+
+
+class _Carrier:
+    """Saved instead of a stand-in (stand_in.py) whose operand may be on the host."""
+
+    def __init__(self, tensor: Tensor, kept: tuple[Tensor | HostCopy, ...]) -> None:
+        self.form, self.kept = (tensor.shape, tensor.dtype), kept
+
+    def value(self) -> Tensor:
+        return stand_in(*self.form, tuple(map(_unpack, self.kept)))
+
+
+Kept: TypeAlias = Tensor | _Mark | _Carrier | HostCopy
+
+
+def _unpack(kept: Kept) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.value()
+
+
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """Which activations a phase keeps between its forward and its backward, and where (`phase.activation_policy`).
+
+    Args:
+        parts: of its layer, those that are recomputed (recompute.mode=selective).
+        group: neighbouring phases of one group keep only the input of the first, and are recomputed as a whole
+            (recompute.mode=full); None = this phase is not.
+        host_bytes: saved floating-point tensors of so many bytes and more are offloaded to the host; None = none.
+        input_host_bytes: the same for the input of a group.
+    """
+
+    parts: RecomputedParts = KEEP_ALL
+    group: int | None = None
+    host_bytes: int | None = None
+    input_host_bytes: int | None = None
+
+    @contextmanager
+    def saving(self, phase: nn.Module) -> Iterator[list[HostCopy]]:
+        """The context of the phase's forward: outputs of recomputed parts are not saved, and large tensors offloaded.
+
+        Args:
+            phase: its weights are not offloaded.
+
+        Yields:
+            The copies on the host; the list is complete when the context ends.
+        """
+        found: list[HostCopy] = []
+        if not self.parts.names and self.host_bytes is None:
+            yield found
+            return
+        copies: dict[Any, tuple[HostCopy, Tensor]] = {}  # holds the tensors, so that no id of a storage is used again
+        weights: set[int] = set()  # ids of storages: on the meta device all of them have the same address
+        if self.host_bytes is not None:
+            weights = {id(weight.untyped_storage()) for weight in phase.parameters()}
+
+        def place(tensor: Tensor) -> Tensor | HostCopy:
+            storage, least = tensor.untyped_storage(), self.host_bytes
+            size = tensor.numel() * tensor.element_size()
+            if least is None or size < least or not tensor.is_floating_point() or id(storage) in weights:
+                return tensor
+            key = id(storage), tensor.shape, tensor.stride(), tensor.storage_offset()
+            if key not in copies:
+                copies[key] = HostCopy(tensor), tensor
+                found.append(copies[key][0])
+            return copies[key][0]
+
+        def pack(tensor: Tensor) -> Kept:
+            mark, operand = getattr(tensor.untyped_storage(), "made_by", None), carried_by(tensor)
+            if mark is not None:
+                return _Mark(mark, tensor)
+            return place(tensor) if operand is None else _Carrier(tensor, tuple(map(place, operand)))
+
+        with saved_tensors_hooks(pack, _unpack):
+            yield found
+        copies.clear()
+
+
+_PLAIN = ActivationPolicy()
+
+
+def policy_of(phase: nn.Module) -> ActivationPolicy:
+    """The policy of a phase; model/gpt.py sets it. A phase without one keeps everything on its device."""
+    return getattr(phase, "activation_policy", _PLAIN)

@@ -1,0 +1,68 @@
+"""Adds weight gradients to a parameter's main gradient, which usually has a wider dtype than the parameter.
+
+In training a parameter carries `.main_grad`, a view of its unit's flat buffer (data_parallel/bucket.py), and under
+ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. All access goes through `grad_buffer`.
+Layers that compute their own weight gradient pass the addition to `defer`. `hand_over_grads` does the same with what
+autograd leaves in `.grad`, so that W adds up all weight gradients and I none.
+A parameter without a main gradient (inference, unit tests) uses `.grad`, as usual in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import accumulate_weight_grad
+
+Closure = Callable[[], None]
+Defer = Callable[[Closure], None]
+"""Takes the weight-gradient half of a backward, and runs it now (B) or later (W)."""
+
+
+def run_now(closure: Closure) -> None:
+    """The `Defer` that defers nothing."""
+    closure()
+
+
+def grad_buffer(parameter: Tensor) -> Tensor:
+    """The tensor in which a parameter's gradient is accumulated; allocated and set to zero if it is not there."""
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        allocate = getattr(parameter, "allocate_main_grad", None)
+        if allocate is not None:
+            allocate()
+        return main_grad
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    """grad(weight) += dyᵀ·x.
+
+    Args:
+        weight: `[out, in]`.
+        dy: `[..., out]`, gradient of the output.
+        x: `[..., in]`, input of the layer.
+    """
+    accumulate_weight_grad(grad_buffer(weight), dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+
+
+def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
+    """Moves what autograd has left in `.grad` to the main gradient, through `defer`.
+
+    Args:
+        parameters: of a phase whose backward has run; those without a main gradient keep their `.grad`.
+        defer: takes the weight-gradient half of the backward.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None and hasattr(parameter, "main_grad"):
+            grad, parameter.grad = parameter.grad, None
+            defer(partial(_add, parameter, grad))
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    grad_buffer(parameter).add_(grad)

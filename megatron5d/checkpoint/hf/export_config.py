@@ -1,0 +1,175 @@
+"""Our architecture as a Hugging Face config.json that transformers 4 and 5 both read, or the reasons why none fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron5d.checkpoint.hf.families import GELU, WINDOW_BY_LAYER
+from megatron5d.checkpoint.hf.moe_mla import SPARSE, routing_settings, wanted_routing
+from megatron5d.config.schema import ModelConfig, RopeScaling
+from megatron5d.model.hf_mla import LATENT, mla_settings, wanted_attention
+
+_ARCHITECTURE = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+}  # fmt: skip
+_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+# Fields that must have these values for a family to compute an architecture.
+_ALL: dict[str, Any] = {
+    "attention": "gqa", "attention_softcap": 0.0, "logit_softcap": 0.0, "attention_sinks": False, "num_mtp_layers": 0,
+    "attention_causal": True,
+}  # fmt: skip
+_DECODER = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "rope_interleaved": False} | _ALL
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {"qk_norm": False, "attention_window": None},
+    "mistral": {"qk_norm": False, "qkv_bias": False, "mlp_bias": False},
+    "qwen2": {"qk_norm": False, "qkv_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    "qwen3": {"qk_norm": True, "mlp_bias": False},
+    "mixtral": {"qk_norm": False, "qkv_bias": False},
+    "qwen3_moe": {"qk_norm": True},
+}
+_GPT2 = {
+    "norm": "layernorm", "position": "learned", "qk_norm": False, "qkv_bias": True, "attention_out_bias": True,
+    "mlp_bias": True, "attention_window": None, **_ALL,
+}  # fmt: skip
+
+
+def hf_family(config: ModelConfig) -> str:
+    """The family whose transformers code computes this architecture.
+
+    Raises:
+        ValueError: none does; says for each which fields stand in the way.
+    """
+    families = ("mixtral", "qwen3_moe") if config.num_experts else ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+    if config.attention == "mla":
+        families = LATENT[::-1]
+    obstacles = {family: _obstacles(config, family) for family in families}
+    for family, reasons in obstacles.items():
+        if not reasons:
+            return family
+    lines = "".join(f"\n  {family} cannot hold {', '.join(reasons)}" for family, reasons in obstacles.items())
+    raise ValueError(f"no Hugging Face family computes model.name = {config.name}:{lines}")
+
+
+def _obstacles(config: ModelConfig, family: str) -> list[str]:
+    """Why a family does not compute this architecture."""
+    wanted = _GPT2 | {"num_kv_heads": config.num_heads, "hidden_size": config.num_heads * config.head_dim}
+    if family != "gpt2":
+        wanted = _DECODER | {"attention_out_bias": config.qkv_bias}
+        wanted |= wanted_attention(config, family) if family in LATENT else _OWN[family]
+        wanted |= wanted_routing(config, family) if family in SPARSE else {}
+    if family == "deepseek_v3":
+        wanted["num_mtp_layers"] = config.num_mtp_layers
+    reasons = [
+        f"model.{field} = {getattr(config, field)!r} (only {value!r})"
+        for field, value in wanted.items()
+        if getattr(config, field) != value
+    ]
+    if family == "llama" and config.hidden_size % config.num_heads:
+        reasons.append(f"num_heads = {config.num_heads} does not divide hidden_size = {config.hidden_size}")
+    if family == "gpt2" and config.activation not in GELU.values():
+        reasons.append(f"model.activation = {config.activation!r} (only gelu)")
+    return reasons
+
+
+def hf_config_from_model(config: ModelConfig, dtype: str, eos_token_id: int | None = None) -> dict[str, Any]:
+    """The content of config.json for a model of ours.
+
+    Args:
+        config: the architecture.
+        dtype: of the weights beside it: fp64, fp32 or bf16.
+        eos_token_id: what ends a text, so that `generate` stops; None = nothing does.
+
+    Returns:
+        A dict for `json.dump`, with the rotary settings and the dtype in both spellings.
+
+    Raises:
+        ValueError: no family computes the architecture.
+    """
+    family = hf_family(config)
+    fields = _gpt2(config) if family == "gpt2" else _decoder(config, family)
+    return {
+        "architectures": [_ARCHITECTURE[family]],
+        "model_type": family,
+        **fields,
+        "vocab_size": config.vocab_size,
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "dtype": _DTYPE[dtype],
+        "torch_dtype": _DTYPE[dtype],
+    }
+
+
+def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
+    scaling = _rope_scaling(config.rope_scaling)
+    fields = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "attention_bias": config.qkv_bias,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+    }
+    if family == "llama":
+        return fields | {"mlp_bias": config.mlp_bias}
+    if family == "mistral":
+        return fields | {"sliding_window": config.attention_window}
+    if family in LATENT:
+        return fields | mla_settings(config, family) | routing_settings(config, family)
+    sliding = config.attention_window is not None
+    if family in SPARSE:
+        window = {"use_sliding_window": sliding, "sliding_window": config.attention_window}
+        return fields | window | routing_settings(config, family)
+    assert family in WINDOW_BY_LAYER
+    kind = "sliding_attention" if sliding else "full_attention"
+    return fields | {
+        "use_sliding_window": sliding,
+        "sliding_window": config.attention_window,
+        "max_window_layers": 0 if sliding else config.num_layers,
+        "layer_types": [kind] * config.num_layers,
+    }
+
+
+def _gpt2(config: ModelConfig) -> dict[str, Any]:
+    activation = next(theirs for theirs, ours in GELU.items() if ours == config.activation)
+    return {
+        "n_layer": config.num_layers,
+        "n_embd": config.hidden_size,
+        "n_inner": config.ffn_hidden_size,
+        "n_head": config.num_heads,
+        "n_positions": config.max_positions,
+        "n_ctx": config.max_positions,
+        "activation_function": activation,
+        "layer_norm_epsilon": config.norm_eps,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+
+
+def _rope_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
+    if scaling.type == "none":
+        return None
+    fields: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
+    if scaling.type == "linear":
+        return fields
+    fields["original_max_position_embeddings"] = scaling.original_max_positions
+    if scaling.type == "llama3":
+        return fields | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    if scaling.attention_factor is not None:
+        fields["attention_factor"] = scaling.attention_factor
+    if scaling.mscale_all_dim:
+        fields |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    return fields

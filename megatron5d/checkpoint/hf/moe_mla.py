@@ -1,0 +1,201 @@
+"""The experts and routers of Hugging Face's sparse families: their settings as ours and back, and their tensors.
+
+On disk there is one tensor per matrix and expert, which transformers keeps writing although version 5 fuses them in
+memory; folders of fused ones (`save_pretrained(..., save_original_format=False)`, or a bare state dict) are read as
+well. Ours, too, are one stack of all experts per layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron5d.checkpoint.hf.safetensors_folder import Entry
+from megatron5d.config.derived import moe_layers
+from megatron5d.config.schema import ModelConfig
+from megatron5d.model.hf_mla import LATENT
+
+SPARSE = ("mixtral", "qwen3_moe", *LATENT)
+# the module on disk that holds router and experts, and the names of an expert's matrices: gate, up, down
+_NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    **dict.fromkeys(("qwen3_moe", *LATENT), ("mlp", "gate_proj", "up_proj", "down_proj")),
+}
+FUSED = "experts.gate_up_proj"  # what tells folders of fused experts apart
+_PLAIN: dict[str, Any] = {
+    "moe_ffn_hidden_size": None, "shared_ffn_hidden_size": 0, "first_k_dense": 0, "moe_interval": 1,
+    "moe_layers": None, "router_score": "softmax", "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    "num_groups": 1, "top_groups": 1, "group_score": "max", "router_bias": False,
+}  # fmt: skip
+
+
+def routing_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
+    """The fields of ModelConfig that describe experts and routers.
+
+    Args:
+        config: config.json with the family's defaults.
+        refused: takes a line for every setting that our model does not compute.
+
+    Returns:
+        All of them for a sparse family, none for a dense one.
+    """
+    family = config["model_type"]
+    if family == "mixtral":
+        return {**_PLAIN, "num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
+    if family == "qwen3_moe":
+        return _qwen3_moe(config, refused)
+    return _deepseek(config, refused) if family in LATENT else {}
+
+
+def _qwen3_moe(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
+    if not step or step < 1:
+        refused.append(f"decoder_sparse_step = {step}: at least 1 is supported")
+        return {}
+    sparse = [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
+    return {
+        **_PLAIN,
+        "num_experts": config["num_local_experts"] if sparse else 0,
+        "top_k": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_interval": 1 if dense else step,
+        "moe_layers": sparse if dense and sparse else None,
+        "norm_topk_prob": config["norm_topk_prob"],
+    }
+
+
+def _deepseek(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
+    v3, first, experts = config["model_type"] == "deepseek_v3", config["first_k_dense_replace"] or 0, 0
+    if first < config["num_hidden_layers"]:
+        experts = config["n_routed_experts"]
+    if experts and not config["num_experts_per_tok"]:
+        refused.append(f"num_experts_per_tok = {config['num_experts_per_tok']}: at least 1 is supported")
+    groups = v3 or config["topk_method"] == "group_limited_greedy"
+    inner, shared = config["moe_intermediate_size"], config["n_shared_experts"] or 0
+    return {
+        "num_experts": experts,
+        "top_k": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": inner,
+        "shared_ffn_hidden_size": shared * inner if experts else 0,
+        "first_k_dense": first,
+        "moe_interval": 1,
+        "moe_layers": None,
+        "router_score": "sigmoid" if v3 else "softmax",
+        "norm_topk_prob": config["norm_topk_prob"],
+        "routed_scaling_factor": float(config["routed_scaling_factor"]),
+        "num_groups": (config["n_group"] or 1) if groups else 1,
+        "top_groups": (config["topk_group"] or 1) if groups else 1,
+        "group_score": "top2_sum" if v3 else "max",
+        "router_bias": v3 and experts > 0,
+    }
+
+
+def wanted_routing(config: ModelConfig, family: str) -> dict[str, Any]:
+    """Fields that must have these values for a sparse family to compute the architecture."""
+    if family in LATENT:
+        return _wanted_deepseek(config, family)
+    wanted = {
+        "shared_ffn_hidden_size": 0, "router_score": "softmax", "routed_scaling_factor": 1.0,
+        "top_groups": config.num_groups, "router_bias": False, "mlp_bias": False,
+    }  # fmt: skip
+    if family == "mixtral":
+        wanted["norm_topk_prob"] = True
+        if len(moe_layers(config)) < config.num_layers:
+            wanted |= {"first_k_dense": 0, "moe_interval": 1, "moe_layers": None}
+    return wanted
+
+
+def _wanted_deepseek(config: ModelConfig, family: str) -> dict[str, Any]:
+    wanted: dict[str, Any] = {"mlp_bias": False}
+    if config.num_experts == 0:
+        return wanted
+    inner, sparse = config.expert_hidden_size, moe_layers(config)
+    wanted["shared_ffn_hidden_size"] = max(1, config.shared_ffn_hidden_size // inner) * inner
+    if sparse != list(range(sparse[0], config.num_layers)):
+        wanted |= {"moe_interval": 1, "moe_layers": None}
+    if config.top_groups < config.num_groups:
+        wanted["group_score"] = "top2_sum" if family == "deepseek_v3" else "max"
+    if family == "deepseek_v3":
+        return wanted | {"router_score": "sigmoid", "router_bias": True}
+    return wanted | {"router_score": "softmax", "router_bias": False, "norm_topk_prob": False}
+
+
+def routing_settings(config: ModelConfig, family: str) -> dict[str, Any]:
+    """What config.json says about experts and routers; `wanted_routing` must hold."""
+    inner = config.expert_hidden_size
+    if family == "mixtral":
+        return {
+            "num_local_experts": config.num_experts,
+            "num_experts_per_tok": config.top_k,
+            "intermediate_size": inner,
+        }
+    if family in LATENT:
+        return _deepseek_settings(config, family, inner)
+    regular = config.moe_layers is None and config.first_k_dense == 0
+    sparse = moe_layers(config)
+    return {
+        "num_experts": config.num_experts,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": inner,
+        "decoder_sparse_step": config.moe_interval if regular else 1,
+        "mlp_only_layers": [] if regular else [i for i in range(config.num_layers) if i not in sparse],
+        "norm_topk_prob": config.norm_topk_prob,
+    }
+
+
+def _deepseek_settings(config: ModelConfig, family: str, inner: int) -> dict[str, Any]:
+    settings = {
+        "first_k_dense_replace": min(moe_layers(config), default=config.num_layers),
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": config.shared_ffn_hidden_size // inner,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": inner,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": config.norm_topk_prob,
+        "routed_scaling_factor": config.routed_scaling_factor,
+        "n_group": config.num_groups,
+        "topk_group": config.top_groups,
+    }
+    if family == "deepseek_v3":
+        ahead = config.num_mtp_layers
+        return settings | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": ahead}
+    limited = config.top_groups < config.num_groups
+    return settings | {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if limited else "greedy"}
+
+
+def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -> list[Entry]:
+    """The router, the experts and the shared expert of a layer.
+
+    Args:
+        config: the architecture.
+        family: one of SPARSE.
+        i: the layer, one that is a mixture of experts.
+        fused: all experts of a layer lie in two tensors.
+    """
+    h, f, experts = config.hidden_size, config.expert_hidden_size, config.num_experts
+    ours, (module, gate, up, down) = f"layers.{i}", _NAMES[family]
+    theirs, shape = f"model.layers.{i}.{'mlp' if fused else module}", (experts, h)
+    entries = [Entry(f"{ours}.router.weight", (0, shape[0]), f"{theirs}.gate.weight", shape)]
+    if config.router_bias:
+        bias = f"{theirs}.gate.e_score_correction_bias"
+        entries.append(Entry(f"{ours}.router.bias", (0, shape[0]), bias, shape[:1], wide=True))
+    if fused:
+        entries += [
+            Entry(f"{ours}.experts.up.weight", (0, experts), f"{theirs}.{FUSED}", (experts, 2 * f, h)),
+            Entry(f"{ours}.experts.down.weight", (0, experts), f"{theirs}.experts.down_proj", (experts, h, f)),
+        ]
+    for e in range(0 if fused else experts):
+        expert = f"{theirs}.experts.{e}"
+        entries += [
+            Entry(f"{ours}.experts.up.weight", (0, f), f"{expert}.{gate}.weight", (f, h), expert=e),
+            Entry(f"{ours}.experts.up.weight", (f, 2 * f), f"{expert}.{up}.weight", (f, h), expert=e),
+            Entry(f"{ours}.experts.down.weight", (0, h), f"{expert}.{down}.weight", (h, f), expert=e),
+        ]
+    if s := config.shared_ffn_hidden_size:
+        ours, theirs = f"{ours}.shared_expert", f"{theirs}.shared_experts"
+        entries += [
+            Entry(f"{ours}.up.weight", (0, s), f"{theirs}.{gate}.weight", (s, h)),
+            Entry(f"{ours}.up.weight", (s, 2 * s), f"{theirs}.{up}.weight", (s, h)),
+            Entry(f"{ours}.down.weight", (0, h), f"{theirs}.{down}.weight", (h, s)),
+        ]
+    return entries

@@ -1,0 +1,278 @@
+"""Reads safetensors folders as Hugging Face writes them, rectangle by rectangle.
+
+Weights in 8 bits as DeepSeek publishes V3 (`w` in e4m3, `w_scale_inv` with a scale for each 128×128 block) are read as
+what they stand for.
+
+A table of entries says which rows of our tensors are which tensor on disk. Each rank reads only the rectangles that it
+holds, as its ShardSpecs say. Before anything is read the table is compared with the folder: a tensor that is missing
+is an error, and so is one that is not in the table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.topology.shard_spec import ShardSpec
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+EIGHT_BITS = "F8_E4M3"
+SCALES = "_scale_inv"  # behind the name of a tensor in 8 bits: what its blocks are multiplied by
+BLOCK = 128  # rows and columns of such a block
+_LISTED = 40  # how many names of one kind of fault a message lists
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor on disk and its place in ours.
+
+    Args:
+        name: global name of our tensor.
+        rows: (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole.
+        hf_name: name on disk.
+        shape: shape on disk.
+        transposed: on disk it is [in, out] (GPT-2's Conv1D) where ours is [out, in].
+        expert: which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts.
+        wide: at least fp32 on disk and in memory, whatever the model's dtype (a router's bias).
+    """
+
+    name: str
+    rows: tuple[int, int]
+    hf_name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    expert: int | None = None
+    wide: bool = False
+
+    @property
+    def our_shape(self) -> tuple[int, ...]:
+        shape = self.shape[::-1] if self.transposed else self.shape
+        return shape if self.expert is None else (1, *shape)
+
+    @property
+    def our_offset(self) -> tuple[int, ...]:
+        """First index of the tensor in ours."""
+        inner = (self.rows[0], *(0 for _ in self.shape[1:]))
+        return inner if self.expert is None else (self.expert, *inner)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of this tensor in a model whose weights have `dtype`."""
+        return torch.promote_types(dtype, torch.float32) if self.wide else dtype
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What the header of a file says about one tensor."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it: F32, BF16, F8_E4M3, ...
+
+
+class SafetensorsFolder:
+    """The tensors of one folder, of one file or several. A context manager: the files are open within it.
+
+    Args:
+        folder: with model.safetensors, or model.safetensors.index.json and the files that it lists.
+
+    Raises:
+        ValueError: there are no such files, or one is missing or damaged; names it.
+        OSError: a file cannot be opened.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._open = ExitStack()
+        self._handles: dict[str, Any] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self.scales: dict[str, StoredTensor] = {}  # of the tensors in 8 bits, by their names
+        for file in _files(self.folder):
+            handle = self._handle(file)
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                view = handle.get_slice(name)
+                self.tensors[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+        for name in [name for name, tensor in self.tensors.items() if tensor.dtype == EIGHT_BITS]:
+            if name + SCALES in self.tensors:
+                self.scales[name] = self.tensors.pop(name + SCALES)
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._handles:
+            path = self.folder / file
+            if not path.is_file():
+                raise ValueError(f"{self.folder / INDEX} lists {file}, which is not there")
+            try:
+                self._handles[file] = self._open.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        return self._handles[file]
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Reads the rectangle of `shape` at `offset` of one stored tensor.
+
+        Returns:
+            In its stored dtype; of one in 8 bits with scales, the products in fp32.
+        """
+        stops = [start + extent for start, extent in zip(offset, shape)]
+        values = self._slices(self.tensors[name].file, name, offset, stops)
+        if name not in self.scales:
+            return values
+        first, last = [start // BLOCK for start in offset], [-(-stop // BLOCK) for stop in stops]
+        scales = self._slices(self.scales[name].file, name + SCALES, first, last).float()
+        for dim, (start, extent) in enumerate(zip(offset, shape)):
+            scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, start % BLOCK, extent)
+        return values.float() * scales
+
+    def _slices(self, file: str, name: str, starts: Sequence[int], stops: Sequence[int]) -> torch.Tensor:
+        return self._handle(file).get_slice(name)[tuple(slice(*ends) for ends in zip(starts, stops))]
+
+
+def _files(folder: Path) -> list[str]:
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged, it has no weight_map of tensors and files: {error!r}") from error
+    if list(folder.glob("pytorch_model*.bin")):
+        raise ValueError(
+            f"{folder} holds pytorch_model*.bin only, pickles that are not read here; "
+            f"save it again with transformers: model.save_pretrained(folder, safe_serialization=True)"
+        )
+    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
+
+
+@torch.no_grad()
+def load_shards(
+    held: Sequence[tuple[ShardSpec, ShardedTensor]],
+    entries: Sequence[Entry],
+    folder: str | Path,
+    ignored: Sequence[str] = (),
+) -> None:
+    """Fills what this rank holds of a model from a folder. No communication.
+
+    Args:
+        held: parameters, or slices of them; values are cast to their dtype.
+        entries: the table of the whole model, so that all ranks find the same faults.
+        folder: the safetensors folder.
+        ignored: regular expressions for stored names that are not weights (masks, rotary tables).
+
+    Raises:
+        ValueError: tensors are missing, unexpected, quantised or of another shape; lists all of them.
+        OSError: a file cannot be opened.
+    """
+    table = defaultdict(list)
+    for entry in entries:
+        table[entry.name].append(entry)
+    with SafetensorsFolder(folder) as stored:
+        check_names(stored, entries, ignored)
+        _check_parameters([spec for spec, _ in held], table)
+        for spec, tensor in held:
+            for offset, view in tensor.parts.items():
+                written = sum(_fill(view, offset, entry, stored) for entry in table[spec.name])
+                assert written == view.numel(), f"{spec.name} at {offset}: {written} of {view.numel()} elements written"
+
+
+def check_names(stored: SafetensorsFolder, entries: Sequence[Entry], ignored: Sequence[str]) -> None:
+    """Compares the table with the folder; arguments and errors as in `load_shards`."""
+    wanted = {entry.hf_name: entry for entry in entries}
+    missing = [name for name in wanted if name not in stored.tensors]
+    unexpected = [
+        name for name in stored.tensors if name not in wanted and not any(re.search(text, name) for text in ignored)
+    ]
+    shapes, dtypes = [], []
+    for name in (name for name in wanted if name in stored.tensors):
+        tensor, shape = stored.tensors[name], wanted[name].shape
+        if tensor.shape != shape:
+            shapes.append(f"{name}: {list(tensor.shape)} on disk, {list(shape)} by the configuration")
+        if name in stored.scales:
+            shapes += _misshapen_scales(name, stored)
+        elif tensor.dtype not in DTYPES:
+            readable = f"{', '.join(DTYPES)}, and {EIGHT_BITS} beside {name}{SCALES}"
+            dtypes.append(f"{name}: {tensor.dtype}, readable are {readable}")
+    troubles = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another dtype": dtypes}
+    if any(troubles.values()):
+        raise ValueError(f"{stored.folder} does not fit the model:{''.join(map(_listing, *zip(*troubles.items())))}")
+
+
+def _misshapen_scales(name: str, stored: SafetensorsFolder) -> list[str]:
+    """A line if there is not one scale for each block of a tensor in 8 bits."""
+    found, shape = stored.scales[name].shape, stored.tensors[name].shape
+    wanted = [-(-size // BLOCK) for size in shape]
+    told = f"{name}{SCALES}: {list(found)} on disk, {wanted} by the {BLOCK}×{BLOCK} blocks of {list(shape)}"
+    return [] if list(found) == wanted else [told]
+
+
+def _listing(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f"\n    ... and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"\n  {len(names)} {what}:" + "".join(f"\n    {name}" for name in names[:_LISTED]) + more
+
+
+def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> None:
+    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps.
+
+    Raises:
+        ValueError: those of some parameters do not.
+    """
+    troubles = []
+    for spec in specs:
+        stacked = any(entry.expert is not None for entry in table[spec.name])
+        per_expert = spec.shape[1] if stacked else 0  # rows are counted through all experts
+        reached = 0
+        for entry in sorted(table[spec.name], key=lambda entry: entry.our_offset):
+            start, stop = (row + per_expert * (entry.expert or 0) for row in entry.rows)
+            shape = (1, stop - start, *spec.shape[2:]) if stacked else (stop - start, *spec.shape[1:])
+            if start != reached or entry.our_shape != shape:
+                troubles.append(f"{spec.name} {list(spec.shape)}: {entry} does not continue at row {reached}")
+            reached = stop
+        if reached != (spec.shape[0] * per_expert if stacked else spec.shape[0]):
+            troubles.append(f"{spec.name} {list(spec.shape)}: the folder's family gives it {reached} rows")
+    if troubles:
+        raise ValueError(f"the model is not one that this Hugging Face family can hold:{_listing('parts', troubles)}")
+
+
+def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: SafetensorsFolder) -> int:
+    """Copies the intersection of a stored tensor and a local rectangle; returns its number of elements.
+
+    Args:
+        view: the local rectangle, written in place.
+        at: its offset in our global tensor.
+        entry: the stored tensor.
+        stored: the folder.
+    """
+    begin = [max(pair) for pair in zip(at, entry.our_offset)]
+    end = [min(a + m, b + n) for a, m, b, n in zip(at, view.shape, entry.our_offset, entry.our_shape)]
+    if any(first >= last for first, last in zip(begin, end)):
+        return 0
+    place = tuple(slice(a - b, c - b) for a, c, b in zip(begin, end, at))
+    offset = tuple(a - b for a, b in zip(begin, entry.our_offset))
+    shape = tuple(c - a for a, c in zip(begin, end))
+    if entry.expert is not None:
+        offset, shape = offset[1:], shape[1:]
+    if entry.transposed:
+        values = stored.read(entry.hf_name, offset[::-1], shape[::-1]).t()
+    else:
+        values = stored.read(entry.hf_name, offset, shape)
+    view[place].copy_(values if entry.expert is None else values.unsqueeze(0))
+    return values.numel()

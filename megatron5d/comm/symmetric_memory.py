@@ -1,0 +1,226 @@
+"""Boxes in each other's memory: a rank writes into another's, and a flag says that the content has arrived.
+
+An exchange is one use: every rank fills a box at every rank and reads the boxes that were filled for it.
+    sender r, to p      write p's box r; p: arrived[r] = epoch
+    receiver p          wait until arrived[r] >= epoch; read box r
+Epochs count the exchanges from 1, and flags are never reset: one that is left from an earlier exchange does not count.
+
+There are two sets of boxes, for odd and for even exchanges, so that no rank has to report that it has read a box: r
+writes for exchange e + 2 when it has received the boxes of e + 1, which p sent after it had read those of e.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
+from megatron5d.comm.segments import open_segments
+from megatron5d.topology.axis import Axis
+
+_LISTEN_S, _GRACE_S = 1.0, 10.0
+_ALIGNED_BYTES = 256  # of each tensor in a box: what the widest loads ask for, and a cache line of any device
+Layout = Sequence[tuple[torch.Size, torch.dtype]]
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+class Mailbox:
+    """The boxes of one axis; grows to the largest exchange.
+
+    Args:
+        axis: its ranks make the same exchanges in the same order.
+        device: of the boxes.
+        timeout_s: `parallel.timeout_s`. Half of it is waited for a box: collectives of torch that are stuck behind it
+            give up after the whole, and would not name the rank that has not sent.
+
+    Memory: 2·size boxes.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, timeout_s: float) -> None:
+        self.axis, self.device = axis, device
+        self.patience = Patience(timeout_s / 2, device, partial(_complaint, axis, timeout_s))
+        if device.type == "cuda":
+            threading.Thread(target=end_if_stuck, args=(self.patience,), daemon=True).start()
+        self._open(0)
+
+    def _open(self, box_bytes: int) -> None:
+        self.epoch, self.box_bytes = 0, box_bytes
+        self._flag_bytes = _padded(4 * 2 * self.axis.size)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # nobody writes into the old segments any more
+        self._segments = open_segments(self.axis, self.num_bytes, self.device)
+        self._addresses: dict[object, Tensor] = {}
+        self.finished = torch.zeros(self.axis.size, dtype=torch.int32, device=self.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's segment: flags and boxes."""
+        return self._flag_bytes + 2 * self.axis.size * self.box_bytes
+
+    def exchange(self, layout: Layout) -> BoxExchange:
+        """The next exchange, of boxes with one tensor per entry of the layout.
+
+        Comm: none, but for a larger box than ever before: then `open_segments`.
+
+        Raises:
+            TimeoutError: a kernel of an earlier one has given up waiting; names the rank that has not sent.
+        """
+        self.patience.check()
+        wanted = sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
+        if wanted > self.box_bytes:
+            self._open(wanted)
+        self.epoch += 1
+        return BoxExchange(self, layout)
+
+    def flags(self, holder: int, slot: int) -> Tensor:
+        """`[size]` int32 in a rank's memory: the last exchange for which each rank has filled its box there."""
+        every = self._segments[holder][: self._flag_bytes].view(torch.int32)
+        return every.narrow(0, slot * self.axis.size, self.axis.size)
+
+    def box(self, holder: int, slot: int, writer: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """One tensor in the box that `writer` fills at `holder`."""
+        start = self._flag_bytes + (slot * self.axis.size + writer) * self.box_bytes + offset
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self._segments[holder].narrow(0, start, num_bytes).view(dtype).view(shape)
+
+    def addresses(self, key: object, tensors: Sequence[Tensor]) -> Tensor:
+        """`addresses_of`, made once for a key."""
+        if key not in self._addresses:
+            self._addresses[key] = addresses_of(tensors)
+        return self._addresses[key]
+
+    @cached_property
+    def courier(self) -> torch.cuda.Stream | None:
+        """On a GPU the stream on which chunks travel, under the products of the current one."""
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+
+class BoxExchange:
+    """One use of a mailbox: fill a box at every rank, and read those here whose flag has come before the next use."""
+
+    def __init__(self, mailbox: Mailbox, layout: Layout) -> None:
+        self._mailbox, self._layout, self.epoch = mailbox, layout, mailbox.epoch
+        axis, self._slot = mailbox.axis, mailbox.epoch % 2
+        sizes = [_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout]
+        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.arrivals = Arrivals(mailbox.flags(axis.rank, self._slot), self.epoch, mailbox.patience)
+
+    def _others(self) -> list[int]:
+        """The ranks in the order in which they are sent to: the next one reads ours first after its own."""
+        axis = self._mailbox.axis
+        return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+
+    def outboxes(self, part: int) -> list[Tensor]:
+        """Where this rank writes a part at each rank."""
+        mailbox, (shape, dtype) = self._mailbox, self._layout[part]
+        place = mailbox.axis.rank, self._offsets[part], shape, dtype
+        return [mailbox.box(holder, self._slot, *place) for holder in range(mailbox.axis.size)]
+
+    def outbox_addresses(self, part: int) -> Tensor:
+        """`[size]` int64: where they lie."""
+        return self._mailbox.addresses((self._slot, self._offsets[part]), self.outboxes(part))
+
+    def signals(self) -> list[Tensor]:
+        """`[1]` each: this rank's flag at each rank."""
+        mailbox = self._mailbox
+        rank = mailbox.axis.rank
+        return [mailbox.flags(holder, self._slot)[rank : rank + 1] for holder in range(mailbox.axis.size)]
+
+    def signal_addresses(self) -> Tensor:
+        """`[size]` int64: where they lie."""
+        return self._mailbox.addresses((self._slot, "flags"), self.signals())
+
+    def inbox(self, part: int) -> Tensor:
+        """`[size, *shape]`: a part of every rank's box here; a source's may be read once its flag has come."""
+        mailbox, (shape, dtype) = self._mailbox, self._layout[part]
+        rank = mailbox.axis.rank
+        first = mailbox.box(rank, self._slot, 0, self._offsets[part], shape, dtype)
+        size, stride = (mailbox.axis.size, *shape), (mailbox.box_bytes // dtype.itemsize, *first.stride())
+        return first.as_strided(size, stride, first.storage_offset())
+
+    def push(self, operand: Sequence[Tensor]) -> None:
+        """Sends the same tensors to every rank, this one included, without holding up the current stream.
+
+        Comm: point to point, (size-1)·numel elements of each tensor.
+        """
+        rank, courier = self._mailbox.axis.rank, self._mailbox.courier
+        for part in range(len(operand)):
+            self.count(part)
+        self._write(operand, rank)
+        raise_flags([self.signals()[rank]], self.signal_addresses()[rank : rank + 1], self.epoch)
+        if courier is None:
+            for holder in self._others():
+                self._send(operand, holder)
+            return
+        courier.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(courier):
+            for holder in self._others():
+                self._write(operand, holder)
+                # Not by a kernel: products that wait for a flag may hold every processor.
+                flag = self.signals()[holder].view(torch.uint32)
+                torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(flag, 0, self.epoch)
+        for tensor in operand:
+            tensor.record_stream(courier)
+
+    def count(self, part: int) -> None:
+        """Tells the axis that every other rank is sent a part."""
+        axis, (shape, dtype) = self._mailbox.axis, self._layout[part]
+        axis.record("put", (axis.size - 1) * math.prod(shape), dtype.itemsize)
+
+    def send(self, tensors: Sequence[Tensor], holder: int) -> None:
+        """Sends one rank its own tensors, in the order of the current stream.
+
+        Comm: point to point, numel elements of each tensor, but to this rank itself.
+        """
+        axis = self._mailbox.axis
+        for tensor in tensors if holder != axis.rank else ():
+            axis.record("put", tensor.numel(), tensor.element_size())
+        self._send(tensors, holder)
+
+    def _send(self, tensors: Sequence[Tensor], holder: int) -> None:
+        self._write(tensors, holder)
+        raise_flags([self.signals()[holder]], self.signal_addresses()[holder : holder + 1], self.epoch)
+
+    def _write(self, tensors: Sequence[Tensor], holder: int) -> None:
+        for part, tensor in enumerate(tensors):
+            self.outboxes(part)[holder].copy_(tensor)
+
+    def wait(self, source: int) -> tuple[Tensor, ...]:
+        """The tensors of one rank, once they are here; they may change after the next exchange has begun.
+
+        Raises:
+            TimeoutError: as in `wait_flag`.
+        """
+        self._mailbox.axis.wait(partial(wait_flag, self.arrivals, source))
+        return tuple(self.inbox(part)[source] for part in range(len(self._layout)))
+
+
+def _complaint(axis: Axis, timeout_s: float, source: int, epoch: int) -> str:
+    return (
+        f"rank {axis.ranks[axis.rank]} ({axis}) has waited {timeout_s / 2:g} s for chunk {source} of exchange {epoch} "
+        f"over {axis.name}, which rank {axis.ranks[source]} ({axis.name}[{source}/{axis.size}]) has not sent: it has "
+        f"ended, hangs, or is that far behind. parallel.tp_overlap=fused waits for half of parallel.timeout_s = "
+        f"{timeout_s:g}"
+    )
+
+
+def end_if_stuck(patience: Patience) -> None:
+    """Ends this process with a complaint where a kernel has given up and the host does not raise it.
+
+    It cannot where it waits for the device itself, and the device for a collective with the rank that is gone.
+    """
+    while (complaint := patience.given_up()) is None:
+        time.sleep(_LISTEN_S)
+    time.sleep(_GRACE_S)  # raised where the host has come by, it ends the process with a trace and before this does
+    os.write(2, f"TimeoutError: {complaint}\n".encode())
+    os._exit(1)

@@ -1,0 +1,276 @@
+"""A bucket: the parameters of one unit in a flat buffer, and their main gradients in another.
+
+Each bucket is gathered and reduced by one collective.
+
+    weights    | p0 | p1 | ... | pad |     dtype of the model; each parameter is a view
+    grads      | p0 | p1 | ... | pad |     main-gradient dtype; each parameter's .main_grad is a view
+
+Both buffers are divided into n = `shard.size` equal slices, of which each rank owns one. A rank receives the reduced
+gradient of its slice in `grad_slice`, keeps the optimiser state for it, updates `weight_slice`, and gathers the other
+ranks' slices of the weights. With n = 1 the slice is the whole buffer.
+
+What is in memory, in elements per bucket; N = `numel` (each parameter padded to 16 elements, the whole to 16·n):
+
+    zero   weights                                 grads
+    0      N (n = 1)                               N
+    1      N, the slice a view of them             N, the slice a view of them
+    2      N, the slice a view of them             N/n, and N while the unit's gradient is computed and reduced
+    3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is computed and reduced
+
+A temporary buffer is allocated and freed in place (flat_memory.py), so parameters remain views of it. Matrices that
+are multiplied in 8 bits may be gathered as 8-bit values instead (eight_bits.py): N bytes while the unit computes, and
+N/n bytes that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron5d.data_parallel.flat_memory import allocate, free
+from megatron5d.data_parallel.fp8_all_gather import EightBitWeights
+from megatron5d.precision.fp8_weights import forget_quantized
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.shard_spec import Piece, ShardSpec, has_memory, spec_of
+
+_ALIGNMENT = 16  # elements: each parameter starts at a multiple of this, for aligned vector loads
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of one parameter that lies in this rank's owned slice.
+
+    Args:
+        spec: of the parameter.
+        local: flat range (start, stop) within the local parameter.
+        owned: the same elements as a flat range within the owned slice.
+    """
+
+    spec: ShardSpec
+    local: tuple[int, int]
+    owned: tuple[int, int]
+
+    def pieces(self) -> list[tuple[Piece, tuple[int, int]]]:
+        """The pieces that overlap the segment, each with its flat range in the owned slice."""
+        shift = self.owned[0] - self.local[0]
+        found = []
+        for piece in self.spec.pieces:
+            start, stop = max(piece.flat[0], self.local[0]), min(piece.flat[1], self.local[1])
+            if start < stop:
+                found.append((piece, (start + shift, stop + shift)))
+        return found
+
+
+class Bucket:
+    """The flat buffers of one unit.
+
+    Args:
+        parameters: of the unit; they become views of the weights and get a `.main_grad`. Their values are copied in.
+            Parameters built `without_memory` have none yet: they are zero, and are initialised in `weight_slice`.
+        shard: the ranks that own one slice each.
+        replicate: the ranks that own the same slice.
+        grad_dtype: of the main gradients.
+        zero: ZeRO stage, 0 ... 3.
+        eight_bits: under ZeRO-3, gather the weights, all of which are multiplied in 8 bits, in 8 bits.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, grad_dtype: torch.dtype, zero: int = 0,
+        eight_bits: bool = False,
+    ) -> None:  # fmt: skip
+        self.parameters = list(parameters)
+        self.shard, self.replicate = shard, replicate
+        self.offsets: list[int] = []
+        end = 0
+        for parameter in self.parameters:
+            self.offsets.append(end)
+            end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        first = self.parameters[0]
+        self.slice_numel = -(-end // (shard.size * _ALIGNMENT)) * _ALIGNMENT
+        self.numel = self.slice_numel * shard.size
+        self.shards_weights, self.shards_grads = zero == 3 and shard.size > 1, zero >= 2 and shard.size > 1
+        self.weights, self.weight_slice = self._buffer(first.dtype, self.shards_weights)
+        self._bind_parameters()
+        if self.shards_weights:  # freed before the gradients are allocated, so that both are never there together
+            free(self.weights)
+        self.grads, self.grad_slice = self._buffer(grad_dtype, self.shards_grads)
+        for parameter, offset in zip(self.parameters, self.offsets):
+            parameter.main_grad = self._view(self.grads, parameter, offset)  # type: ignore[attr-defined]
+            if self.shards_grads:
+                parameter.allocate_main_grad = self.allocate_grads  # type: ignore[attr-defined]
+        if self.shards_grads:
+            free(self.grads)
+        self.holds_weights, self.holds_grads = not self.shards_weights, not self.shards_grads
+        self._reducing: Pending | None = None
+        self.eight_bits: EightBitWeights | None = None
+        if self.shards_weights and eight_bits:
+            self.eight_bits = EightBitWeights(self.parameters, self.offsets, self.weight_slice, shard)
+
+    def _buffer(self, dtype: torch.dtype, temporary: bool) -> tuple[Tensor, Tensor]:
+        """(whole buffer, owned slice): the slice is a view, or has its own memory where the whole is temporary."""
+        device = self.parameters[0].device
+        if temporary:
+            whole = torch.empty(self.numel, dtype=dtype, device=device)
+            return whole, torch.zeros(self.slice_numel, dtype=dtype, device=device)
+        whole = torch.zeros(self.numel, dtype=dtype, device=device)
+        return whole, whole[self.owned]
+
+    def _view(self, flat: Tensor, parameter: nn.Parameter, offset: int) -> Tensor:
+        """The part of a flat buffer that belongs to a parameter, in its shape."""
+        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+    def _bind_parameters(self) -> None:
+        """Makes the parameters views of the weights, and copies in the values of those that have memory."""
+        segments = {id(parameter): segment for parameter, segment in self._owned_parts()}
+        for parameter, offset in zip(self.parameters, self.offsets):
+            values, parameter.data = parameter.data, self._view(self.weights, parameter, offset)
+            if not has_memory(values):
+                continue
+            if not self.shards_weights:
+                parameter.data.copy_(values)
+            elif id(parameter) in segments:
+                segment = segments[id(parameter)]
+                self.weight_slice[slice(*segment.owned)] = values.reshape(-1)[slice(*segment.local)]
+
+    @property
+    def owned(self) -> slice:
+        """This rank's slice of the buffers."""
+        start = self.shard.rank * self.slice_numel
+        return slice(start, start + self.slice_numel)
+
+    @property
+    def resident_weights(self) -> list[Tensor]:
+        """The tensors of the weights that stay in memory between uses."""
+        if self.eight_bits is not None:
+            return [self.weight_slice, self.eight_bits.slice, *self.eight_bits.scales]
+        return [self.weight_slice if self.shards_weights else self.weights]
+
+    @property
+    def resident_grads(self) -> Tensor:
+        """The buffer of main gradients that stays in memory between uses."""
+        return self.grad_slice if self.shards_grads else self.grads
+
+    def segments(self) -> list[Segment]:
+        """The parts of parameters that lie in the owned slice, in its order."""
+        return [segment for _, segment in self._owned_parts()]
+
+    def _owned_parts(self) -> list[tuple[nn.Parameter, Segment]]:
+        begin, end = self.owned.start, self.owned.stop
+        parts = []
+        for parameter, offset in zip(self.parameters, self.offsets):
+            start, stop = max(offset, begin), min(offset + parameter.numel(), end)
+            if start < stop:
+                local, owned = (start - offset, stop - offset), (start - begin, stop - begin)
+                parts.append((parameter, Segment(spec_of(parameter), local, owned)))
+        return parts
+
+    def shares(self) -> list[list[tuple[int, int]]]:
+        """For each parameter, the flat range of it that each rank of `shard` owns; it may be empty."""
+        edges = [rank * self.slice_numel for rank in range(self.shard.size + 1)]
+        shares = []
+        for parameter, offset in zip(self.parameters, self.offsets):
+            cuts = [min(max(edge - offset, 0), parameter.numel()) for edge in edges]
+            shares.append(list(zip(cuts, cuts[1:])))
+        return shares
+
+    @cached_property
+    def counted_spans(self) -> list[tuple[int, int]]:
+        """Flat ranges of the owned slice that this rank counts in norms: the pieces of which it has the first copy."""
+        return [span for segment in self.segments() for piece, span in segment.pieces() if piece.owner]
+
+    @cached_property
+    def partial_grads(self) -> list[tuple[str, Tensor]]:
+        """(axis, view of `grad_slice`) of gradients still to be summed over an axis of copies (norms under sp)."""
+        return [
+            (name, self.grad_slice[start:stop])
+            for segment in self.segments()
+            for piece, (start, stop) in segment.pieces()
+            for name in piece.summed
+        ]
+
+    def clear_grads(self) -> None:
+        """Sets the main gradients to zero; called before the first gradient of a step."""
+        self.grad_slice.zero_()
+        if not self.shards_grads:
+            self.grads.zero_()
+
+    def allocate_grads(self) -> None:
+        """Allocates the buffer of main gradients, filled with zeros, if it is not there."""
+        if self._reducing is not None:
+            self.finish_reduce()
+        if not self.holds_grads:
+            allocate(self.grads)
+            self.grads.zero_()
+            self.holds_grads = True
+
+    def drop_grads(self) -> None:
+        """Frees the buffer of main gradients; the owned slice stays."""
+        free(self.grads)
+        self.holds_grads = False
+
+    def start_reduce(self) -> None:
+        """Starts summing the main gradients over `shard`; `finish_reduce` puts the sum into the owned slice.
+
+        Comm: reduce_scatter over `shard`, (n-1)/n·N elements.
+        """
+        if self.shard.size > 1 and self.holds_grads:
+            assert self._reducing is None, "the last reduction of this bucket has not been finished"
+            self._reducing = start_reduce_scatter(self.grads, self.shard)
+
+    def finish_reduce(self) -> None:
+        """Waits for the sum, puts it into the owned slice, and frees the main gradients if they are temporary."""
+        if self._reducing is None:
+            return
+        reduced, self._reducing = self._reducing.wait(), None
+        if self.shards_grads:
+            self.grad_slice.add_(reduced)
+            self.drop_grads()
+        else:
+            self.grad_slice.copy_(reduced)
+
+    def start_sum_replicas(self) -> Pending:
+        """Starts summing the owned slice of the gradients over the ranks that own the same slice.
+
+        Comm: all_reduce over `replicate` of N/n elements.
+        """
+        return start_all_reduce(self.grad_slice, self.replicate)
+
+    def holds(self, wide: bool) -> bool:
+        """Whether the whole weights are in memory: as the phases read them, or (wide) in the model's dtype."""
+        return self.holds_weights if self.eight_bits is None or wide else self.eight_bits.is_held
+
+    def start_gather(self, wide: bool = False) -> Pending:
+        """Allocates the whole weights and starts gathering the slices of all ranks; they are complete after `wait`.
+
+        Args:
+            wide: in the model's dtype even if the phases read them in 8 bits.
+
+        Comm: all_gather over `shard`, (n-1)/n·N elements.
+        """
+        if self.eight_bits is not None and not wide:
+            return self.eight_bits.start_gather()
+        if not self.holds_weights:
+            allocate(self.weights)
+            self.holds_weights = True
+        # a slice that is a view of the output buffer is sent from a copy
+        sent = self.weight_slice if self.shards_weights else self.weight_slice.clone()
+        return start_all_gather(sent, self.shard, out=self.weights)
+
+    @property
+    def gathered(self) -> Tensor:
+        """The buffer from which the phases read the weights."""
+        return self.weights if self.eight_bits is None else self.eight_bits.whole
+
+    def drop_weights(self) -> None:
+        """Frees the whole weights and their 8-bit copies; the owned slice stays."""
+        assert self.shards_weights
+        forget_quantized(self.parameters)
+        free(self.weights)
+        self.holds_weights = False
+        if self.eight_bits is not None:
+            self.eight_bits.drop()

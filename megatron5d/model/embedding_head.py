@@ -1,0 +1,178 @@
+"""The two ends of the model: tokens to hidden states, and hidden states to loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron5d.autograd.wgrad import Defer, run_now
+from megatron5d.comm.collectives import gather_last_dim, local_slice
+from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.model.norm import Norm
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, VocabRange, vocab_weight
+from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter
+from megatron5d.tensor_parallel.sliced_loss import SlicedLoss
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.mesh import Mesh
+
+TIED = "embedding.weight"  # global name of the embedding, and of the head's weight where the two are one parameter
+
+
+class Embedding(nn.Module):
+    """Phase: tokens `[b, s/cp]` -> hidden states `[s/cp/tp, b, h]`, with learned positions where the model has them."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, *, sp: bool, **factory) -> None:
+        super().__init__()
+        self.tp, self.sp = mesh["tp"], sp and mesh["tp"].size > 1
+        h, std = config.hidden_size, config.init_std
+        table = vocab_weight(config.vocab_size, h, TIED, self.tp, std, **factory)
+        self.tokens = VocabParallelEmbedding(table, config.vocab_size, self.tp, sp=sp)
+        self.positions = None
+        if config.position == "learned":
+            self.positions = replicated_parameter(
+                (config.max_positions, h), "position_embedding.weight", self.tp, partial_grad=self.sp, init=std,
+                decay=True, **factory,
+            )  # fmt: skip
+
+    def forward(self, x: Tensor | None, batch: MicroBatch, defer: Defer) -> Tensor:
+        """`batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`); `x` is not read.
+
+        Comm: reduce_scatter tp with sp, else all_reduce, of s/cp·b·h elements / all_gather with sp, else none.
+        """
+        hidden = self.tokens(batch.tokens, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+        if self.positions is None:
+            return hidden
+        positions = batch.positions.t()  # [s/cp, b]
+        if self.sp:
+            positions = local_slice(positions, self.tp)  # [s/cp/tp, b]
+        return hidden + self.positions[positions]
+
+
+class OutputMatrix(nn.Module):
+    """Normed hidden states to logits and losses, the vocabulary cut over tp.
+
+    Args:
+        config: the architecture.
+        tp: axis that cuts the vocabulary.
+        sp: hidden states arrive cut along the sequence.
+        tied: the embedding's weight, if the head shares it and both are on this rank.
+        slice_tokens: tokens whose logits are made at a time, and again in the backward; None = all, and once.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tp: Axis, *, sp: bool, tied: nn.Parameter | None, slice_tokens: int | None, **factory
+    ) -> None:
+        super().__init__()
+        self.tp, self.sp, self.softcap, self.slice_tokens = tp, sp, config.logit_softcap, slice_tokens
+        self.vocab = VocabRange(config.vocab_size, tp)
+        if tied is None:
+            name = TIED if config.tie_embeddings else "head.weight"
+            tied = vocab_weight(config.vocab_size, config.hidden_size, name, tp, config.init_std, **factory)
+        self.weight = tied
+
+    def local_logits(self, normed: Tensor, defer: Defer = run_now) -> Tensor:
+        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> `[s/cp, b, v/tp]`, padding columns included.
+
+        Comm: with sp all_gather tp of s/cp·b·h elements / all_gather and reduce_scatter tp of as many, without sp
+        all_reduce tp.
+        """
+        # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
+        logits = column_linear(normed, self.weight, self.tp, self.sp, defer)
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    def losses(self, normed: Tensor, labels: Tensor, mask: Tensor, z_coef: float, defer: Defer) -> Tensor:
+        """Sums over the tokens of a micro-batch.
+
+        Args:
+            normed: `[s/cp/tp, b, h]`.
+            labels: int64 `[b, s/cp]`.
+            mask: fp32 `[b, s/cp]`, 1 where a prediction counts.
+            z_coef: coefficient of the z-loss (train.z_loss).
+            defer: takes the weight-gradient half of the backward.
+
+        Returns:
+            `[2]`: Σ loss·mask, and Σ lse²·mask, the z-loss before its coefficient. The second is only for the log: the
+            gradient of the first already contains that of z_coef times the second.
+
+        Comm: with sp all_gather tp, then 2× all_reduce tp / with sp all_gather and reduce_scatter tp, else all_reduce.
+        """
+        if self.slice_tokens is None:
+            logits = self.local_logits(normed, defer)  # [s/cp/tp, b, h] -> [s/cp, b, v/tp]  all_gather tp
+            loss, lse = vocab_parallel_cross_entropy(logits, labels.t(), self.vocab, self.tp, z_coef)
+        else:
+            sliced = SlicedLoss(self.vocab, self.tp, self.sp, self.slice_tokens, z_coef, self.softcap)
+            loss, lse = sliced(normed, self.weight, labels.t(), defer)
+        # loss and lse [s/cp, b], the same on every tp rank -> [2]
+        return torch.stack(((loss * mask.t()).sum(), (lse.square() * mask.t()).sum().detach()))
+
+
+class Head(nn.Module):
+    """Phase: hidden states -> sums over this micro-batch's tokens, `[2]` as in OutputMatrix.losses.
+
+    With multi-token prediction, whose blocks follow: (sums, normed hidden states).
+
+    Args:
+        config: the architecture.
+        mesh: `tp` cuts the vocabulary.
+        sp: hidden states arrive cut along the sequence.
+        z_coef: coefficient of the z-loss (train.z_loss).
+        tied, slice_tokens: as in OutputMatrix.
+        factory: dtype and device of the parameters.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, *, sp: bool, z_coef: float, tied: nn.Parameter | None,
+        slice_tokens: int | None, **factory,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.tp, self.z_coef, self.is_last = mesh["tp"], z_coef, config.num_mtp_layers == 0
+        self.norm = Norm(
+            config.norm, config.hidden_size, "final_norm", self.tp, partial_grad=sp, eps=config.norm_eps, **factory
+        )
+        self.output = OutputMatrix(config, self.tp, sp=sp, tied=tied, slice_tokens=slice_tokens, **factory)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The whole vocabulary's logits, for tools: `[s/cp/tp, b, h]` -> `[s/cp, b, vocab_size]`.
+
+        Comm: all_gather tp of s/cp·b·h elements with sp, and of s/cp·b·v/tp elements.
+        """
+        local = self.output.local_logits(self.norm(x))
+        return gather_last_dim(local, self.tp)[..., : self.output.vocab.vocab_size]
+
+    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
+        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> sums `[2]`, and with prediction blocks the normed x too.
+
+        Comm: that of OutputMatrix.losses.
+        """
+        hidden = self.norm(x)  # [s/cp/tp, b, h]
+        sums = self.output.losses(hidden, batch.labels, batch.loss_mask, self.z_coef, defer)
+        return sums if self.is_last else (sums, hidden)
+
+
+@dataclass(frozen=True)
+class Term:
+    """What one entry of the last stage's sums is for.
+
+    Args:
+        name: of the logged figure; terms of one name are added up.
+        count_index: of the number that divides the sum, in MicroBatch.target_counts.
+        coefficient: of the mean in the objective.
+        share: factor of the mean in the logged figure.
+    """
+
+    name: str
+    count_index: int = 0
+    coefficient: float = 0.0
+    share: float = 1.0
+
+
+def loss_terms(config: Config) -> list[Term]:
+    """The entries of the last stage's output, in order; `loss` contains the first alone."""
+    depths = config.model.num_mtp_layers
+    ahead = [Term("mtp_loss", k + 1, config.train.mtp_loss / depths, 1 / depths) for k in range(depths)]
+    return [Term("loss", coefficient=1.0), Term("z_loss"), *ahead]

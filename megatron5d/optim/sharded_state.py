@@ -1,0 +1,138 @@
+"""The base of all optimisers: master weights and moments of the owned slices, on the device or on the host.
+
+An optimiser updates whole buckets. It names the moments that it keeps (`kinds`), each of which is a flat tensor over
+the owned slice. Checkpoints, resharding and the memory forecast need only these names.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kernels.dispatch import statistics_dtype
+from megatron5d.config.schema import OptimConfig
+from megatron5d.data_parallel.bucket import Bucket, Segment
+from megatron5d.topology.shard_spec import ShardSpec
+
+
+@dataclass
+class SliceState:
+    """Optimiser state of one bucket's owned slice, flat."""
+
+    bucket: Bucket
+    segments: list[Segment]
+    master: Tensor  # fp32 (fp64) weights; the model's weights themselves where no wider or other copy is kept
+    grads: Tensor  # the gradients that the update reads: `reduced`, or its copy on the host
+    reduced: Tensor  # this slice of the bucket's main gradients
+    moments: dict[str, Tensor]  # by kind
+    rounded: bool = False  # bf16 weights without masters, updated in place with stochastic rounding
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the update runs on copies in the host's memory."""
+        return self.grads is not self.reduced
+
+    @property
+    def has_wider_master(self) -> bool:
+        """Whether master weights are a separate, wider copy."""
+        return self.master.dtype != self.bucket.weights.dtype
+
+
+def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
+    """Whether weight decay applies to a parameter: to those of two and more dims that no glob of `exclude` matches."""
+    return spec.decay and len(spec.shape) >= 2 and not any(fnmatch.fnmatch(spec.name, glob) for glob in exclude)
+
+
+def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty tensor on the host in the shape of another, pinned if that is on a GPU; meta if that is meta."""
+    device = "meta" if tensor.is_meta else "cpu"
+    return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=tensor.is_cuda)
+
+
+class SliceOptimizer(ABC):
+    """Updates the owned slices of buckets.
+
+    Args:
+        buckets: their owned slices are updated from the reduced gradients.
+        config: of the update. With offload, masters and moments stay on the host; every step copies the gradients there
+            and the new weights back.
+        rounding_seed: for stochastic rounding of bf16 weights without masters; None = they have masters.
+    """
+
+    kinds: ClassVar[tuple[str, ...]]  # names of the moments
+
+    def __init__(self, buckets: Sequence[Bucket], config: OptimConfig, rounding_seed: int | None = None) -> None:
+        self.config, self.rounding_seed = config, rounding_seed
+        self.slices = [self._slice(bucket) for bucket in buckets]
+        self.step_count = 0
+
+    def _slice(self, bucket: Bucket) -> SliceState:
+        """The state of a bucket before the first update: moments are zero."""
+        owned, reduced = bucket.weight_slice, bucket.grad_slice
+        wide = statistics_dtype(owned.dtype)
+        rounded = self.rounding_seed is not None and owned.dtype == torch.bfloat16
+        if self.config.offload:
+            grads, master = _host_like(reduced, wide), _host_like(owned, wide)
+            if not owned.is_meta:
+                master.copy_(owned.cpu())  # widened on the host: the device may have no room for another copy
+        else:
+            grads, master = reduced, owned if owned.dtype == wide or rounded else owned.to(wide)
+        moments = {kind: torch.zeros_like(master, dtype=wide) for kind in self.kinds}
+        return SliceState(bucket, bucket.segments(), master, grads, reduced, moments, rounded)
+
+    @abstractmethod
+    def step(self, lr: float, scale: float | None = None) -> None:
+        """One update of the owned slices; the weights of other slices are stale until they are gathered.
+
+        Args:
+            lr: learning rate of this step.
+            scale: factor to multiply the gradients by (clipping); None = 1.
+        """
+
+    @abstractmethod
+    def allocate_temporaries(self) -> None:
+        """On the meta device: allocates what a step needs temporarily, for the memory forecast."""
+
+    def _take_grads(self, scale: float | None) -> None:
+        """Clips the gradients in place, and copies them to the host if the update runs there."""
+        for state in self.slices:
+            if scale is not None:
+                state.reduced.mul_(scale)
+            if state.on_host:
+                state.grads.copy_(state.reduced)
+
+    def masters_to_weights(self) -> None:
+        """Rounds the master weights into the model's owned slices."""
+        for state in self.slices:
+            if state.has_wider_master or state.on_host:
+                state.bucket.weight_slice.copy_(state.master)
+
+    def weights_to_masters(self) -> None:
+        """Copies the model's weights into the masters (after an import)."""
+        for state in self.slices:
+            if state.has_wider_master or state.on_host:
+                state.master.copy_(state.bucket.weight_slice)
+
+    def take_unsaved_masters(self) -> None:
+        """After a resume: copies the weights into masters of the same dtype (offload), which are not saved."""
+        for state in self.slices:
+            if state.on_host and not state.has_wider_master:
+                state.master.copy_(state.bucket.weight_slice)
+
+    def set_step_count(self, count: int) -> None:
+        """Sets the number of updates made; called after a resume."""
+        self.step_count = count
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
+        """(kind, flat tensor over the owned slice, its slice) of everything that a checkpoint saves."""
+        for state in self.slices:
+            if state.has_wider_master:
+                yield "master", state.master, state
+            for kind, moment in state.moments.items():
+                yield kind, moment, state

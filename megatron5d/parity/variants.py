@@ -1,0 +1,203 @@
+"""Makes a configuration so small that it trains on a laptop in seconds, and keeps all its features.
+
+Every size becomes the smallest candidate under which no law is broken, the pipeline can be laid out, and the features
+of the run are what they were: what is replicated, padded, uneven or cut short stays so. Layout, schedule, ZeRO,
+recompute and everything that is no size are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks.check import data_parallel, divisors
+from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.context_cost import split_of
+from megatron5d.config.convert import leaves, value_of
+from megatron5d.config.derived import moe_layers
+from megatron5d.config.errors import Fault
+from megatron5d.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    InitConfig,
+    LogConfig,
+    PrecisionConfig,
+)
+from megatron5d.plan.search import Change
+from megatron5d.planning.fit import changed
+from megatron5d.train.pipeline_layout import pipeline_faults
+
+MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself
+
+
+def exact(config: Config, steps: int) -> Config:
+    """The run with every rounding of its arithmetic taken out, as a short one of some steps that keeps no files.
+
+    Precision is fp64 without 8-bit products; the schedule of the rate, the weights' random beginning and the masks of
+    the data stay. An end of document is token 0 where there is any.
+    """
+    o, d = config.optim, config.data
+    eod = 0 if d.document_mask or d.eod_mask_loss else None
+    warmup = min(o.warmup_steps, 1, steps - 1)
+    implementation = "auto" if o.implementation == "apex" else o.implementation  # which has nothing for CPUs
+    pipeline = replace(config.pipeline, evaluations=100) if config.pipeline.schedule == "auto" else config.pipeline
+    return replace(
+        config,
+        init=InitConfig(),
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
+        data=DataConfig(document_mask=d.document_mask, eod_mask_loss=d.eod_mask_loss, eod=eod),
+        precision=PrecisionConfig(dtype="fp64"),
+        moe=replace(config.moe, fp8_dispatch=False),
+        train=replace(config.train, steps=steps, gbs_ramp=None, stop_after=0),
+        optim=replace(
+            o, warmup_steps=warmup, decay_steps=min(o.decay_steps, steps - warmup), eps=max(o.eps, MIN_EPS),
+            implementation=implementation,
+        ),
+        pipeline=pipeline,
+    )  # fmt: skip
+
+
+def features(c: Config, world: int) -> tuple:
+    """What sizes decide about what is computed and communicated, whatever they are."""
+    m, p, t, r = c.model, c.parallel, c.train, c.recompute
+    heads, kv = m.num_heads // p.tp, max(1, m.num_kv_heads // p.tp)  # of a tp rank
+    _, inner = split_of(c)
+    moe, count = moe_layers(m), t.gbs // (t.mbs * data_parallel(c, world))
+    stages = p.pp * p.vpp
+    latents = (m.q_lora_rank or 0) + m.kv_lora_rank + m.qk_rope_head_dim
+    return (
+        (m.num_kv_heads == m.num_heads, m.num_kv_heads == 1, m.num_kv_heads < p.tp, heads > inner, kv > inner),
+        (m.vocab_size % p.tp == 0, m.attention == "mla" and latents < m.hidden_size),
+        m.attention_window is not None and m.attention_window < t.seq_len,
+        (m.num_experts > p.ep, m.top_k > 1, m.top_k < m.num_experts),
+        (m.num_groups > 1, m.top_groups > 1, m.top_groups < m.num_groups, m.num_experts > m.num_groups),
+        (len(moe) > 0, len(moe) < m.num_layers, m.num_layers > 1, m.num_mtp_layers > 1),
+        (t.mbs > 1, min(count, 2 * p.pp), r.logit_tokens is None or r.logit_tokens < t.seq_len // p.cp * t.mbs),
+        (m.num_layers % stages > 0 and c.pipeline.split == "even", min(r.group_layers, m.num_layers // stages) > 1),
+        r.num_layers is None or r.num_layers * p.pp < m.num_layers,
+    )
+
+
+def faults_of(config: Config, world: int) -> list[Fault]:
+    """Why it cannot run; the files of the user's own run need not be there."""
+    return broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world)
+
+
+def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
+    """The smallest that every feature of a lawful configuration fits into, one group of sizes after the other.
+
+    Args:
+        config: what is to become small.
+        world: number of ranks.
+        keep: sizes that stay.
+    """
+    wanted = features(config, world)
+    for candidates in GROUPS:
+        for change in candidates(config, world):
+            smaller = changed(config, {key: value for key, value in change.items() if key not in keep})
+            if features(smaller, world) == wanted and not faults_of(smaller, world):
+                config = smaller
+                break
+    return config
+
+
+def differing(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two configurations differ, with both values; not those that only name files."""
+    passive = ("init.", "checkpoint.", "log.", "data.")
+    pairs = {key: (value_of(before, key), value_of(after, key)) for key in leaves() if not key.startswith(passive)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _to(value: int, low: int, step: int = 1) -> list[int]:
+    """Values from `low` up in steps, and finally the value itself."""
+    return [*range(low, value, step), value]
+
+
+def _one(key: str, low: int) -> Callable[[Config, int], Iterator[Change]]:
+    """The sizes of one knob, where it has any."""
+    return lambda c, world: ({key: size} for size in _to(value_of(c, key) or 0, low) if value_of(c, key))
+
+
+def _heads(c: Config, world: int) -> Iterator[Change]:
+    m = c.model
+    dims = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5} if _mla(c) else {"head_dim": 8}
+    least: Change = {f"model.{name}": min(getattr(m, name), size) for name, size in dims.items()}
+    for heads in _to(m.num_heads, c.parallel.tp, c.parallel.tp):
+        for kv in divisors(heads):
+            yield least | {"model.num_heads": heads, "model.num_kv_heads": kv}
+
+
+def _hidden(c: Config, world: int) -> Iterator[Change]:
+    """With the latents, whose sizes beside it decide which of them travel."""
+    q, kv = c.model.q_lora_rank, c.model.kv_lora_rank
+    for hidden in _to(c.model.hidden_size, 32, 16):
+        for factor in (1, 3) if _mla(c) else ():
+            q_rank = None if q is None else min(q, 8 * factor)
+            yield {"model.hidden_size": hidden, "model.q_lora_rank": q_rank, "model.kv_lora_rank": min(kv, 6 * factor)}
+        if not _mla(c):
+            yield {"model.hidden_size": hidden}
+
+
+def _mla(c: Config) -> bool:
+    return c.model.attention == "mla"
+
+
+def _experts(c: Config, world: int) -> Iterator[Change]:
+    m = c.model
+    for experts in _to(m.num_experts, c.parallel.ep, c.parallel.ep) if m.num_experts else ():
+        for groups in divisors(experts):
+            fewer = {"num_experts": experts, "num_groups": groups, "top_k": 2, "top_groups": 2}
+            yield {f"model.{name}": min(getattr(m, name), size) for name, size in fewer.items()}
+
+
+def _tokens(c: Config, world: int) -> Iterator[Change]:
+    """The sequence, and what is said in tokens of it."""
+    m, p, r, seq_len = c.model, c.parallel, c.recompute, c.train.seq_len
+    least = 4 * p.cp * (p.tp if p.sp else 1)  # four rows on every rank
+    for length in _to(seq_len, max(16, least)):
+        change: Change = {"train.seq_len": length}
+        if m.attention_window is not None and m.attention_window < seq_len:
+            change["model.attention_window"] = min(m.attention_window, length // 3)
+        if m.position == "learned":
+            change["model.max_positions"] = min(m.max_positions, length + 8)
+        if r.logit_tokens is not None:
+            change["recompute.logit_tokens"] = min(r.logit_tokens, 3)
+        yield change | ({"recompute.offload_min_bytes": 0} if r.offload else {})
+
+
+def _layers(c: Config, world: int) -> Iterator[Change]:
+    """Layers with everything that counts them; an uneven layout stays one."""
+    m, r, layout = c.model, c.recompute, c.pipeline.layout
+    counts: Iterable[int] = range(1, m.num_layers + 1)
+    change: Change = {"recompute.group_layers": min(r.group_layers, 2)}
+    if layout is not None:
+        least = min(each for each in layout if each)
+        change["pipeline.layout"] = [(each > 0) + (each > least) for each in layout]
+        counts = [sum(change["pipeline.layout"])]
+    if r.num_layers is not None:
+        change["recompute.num_layers"] = 1
+    if r.stage_layers is not None:
+        change["recompute.stage_layers"] = [min(each, 1) for each in r.stage_layers]
+    change |= {"model.first_k_dense": min(m.first_k_dense, 1), "model.moe_interval": min(m.moe_interval, 2)}
+    for count in counts:
+        if m.moe_layers is not None:
+            some = range(count) if len(m.moe_layers) == m.num_layers else range(count // 2, max(1, count - 1))
+            change["model.moe_layers"] = list(some)
+        yield change | {"model.num_layers": count}
+
+
+def _batch(c: Config, world: int) -> Iterator[Change]:
+    t, dp = c.train, data_parallel(c, world)
+    mbs = min(t.mbs, 2)
+    for count in range(1, t.gbs // (t.mbs * dp) + 1):
+        yield {"train.mbs": mbs, "train.gbs": mbs * dp * count}
+
+
+GROUPS = (
+    _heads, _hidden, _one("model.ffn_hidden_size", 48), _one("model.moe_ffn_hidden_size", 24),
+    _one("model.shared_ffn_hidden_size", 16), _one("model.vocab_size", 64), _experts, _tokens, _layers, _batch,
+)  # fmt: skip

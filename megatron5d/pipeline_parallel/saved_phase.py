@@ -1,0 +1,255 @@
+"""One micro-batch on its way through one phase (`Passage`), or through a group of neighbours (`GroupPassage`).
+
+What goes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from kernels.dispatch import first_order
+from megatron5d.autograd.offload import HostCopy
+from megatron5d.autograd.recompute import policy_of
+from megatron5d.autograd.wgrad import Closure, hand_over_grads, run_now
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.phase import PhaseHooks
+
+_ENGINE = torch.autograd.Variable._execution_engine
+_ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record a phase's input; gets no gradient itself
+
+
+class GroupPassage:
+    """One micro-batch on its way through a group of phases; recomputed ones keep only what enters the first.
+
+    Args:
+        phases: in order.
+        batch: what they read beside their input.
+        recompute: run forward without graphs, and once more before the backward, in B or I and never in W.
+        hooks: told when phases begin and end.
+    """
+
+    def __init__(self, phases: Sequence[nn.Module], batch: MicroBatch, recompute: bool, hooks: PhaseHooks) -> None:
+        self.phases, self.batch, self.recompute, self.hooks = phases, batch, recompute, hooks
+        self.passages: list[Passage] = []
+        self.x: Any = None  # recompute: the input, until the backward begins
+        self._host_bytes = policy_of(phases[0]).input_host_bytes
+
+    def forward_steps(self, x: Any) -> Iterator[Any]:
+        """Yields after each phase with its output."""
+        if self.recompute:
+            self.x = _map_tensors(self._kept, x)
+        for phase in self.phases:
+            self.hooks.before(phase, "forward")
+            if self.recompute:
+                with torch.no_grad():
+                    x = phase(x, self.batch, run_now)
+            else:
+                x = self._with_graph(phase, x)
+            self.hooks.after(phase, "forward")
+            yield x
+
+    def backward_steps(self, grad: Any, split: bool) -> Iterator[Any]:
+        """Yields None after each phase that has run again, then after each one with the gradient of its input."""
+        if self.recompute:
+            x, self.x = _on_device(self.x), None
+            for phase in self.phases:
+                self.hooks.before(phase, "again")
+                x = self._with_graph(phase, x)
+                self.hooks.after(phase, "again")
+                yield None
+            del x
+        for earlier, passage in reversed(list(zip([None, *self.passages], self.passages))):
+            if earlier is not None:
+                earlier.fetch()
+            self.hooks.before(passage.phase, "backward")
+            upstream = passage.backward(grad, split)
+            self.hooks.after(passage.phase, "backward")
+            if not split:
+                self.hooks.after(passage.phase, "weights")
+            if upstream is not None:
+                grad = upstream
+            yield upstream
+
+    def weight_steps(self) -> Iterator[None]:
+        """Yields after each phase, last to first, whose kept weight gradients have been computed."""
+        for passage in reversed(self.passages):
+            self.hooks.before(passage.phase, "weights")
+            passage.weight_grads.run()
+            self.hooks.after(passage.phase, "weights")
+            yield None
+
+    def fetch(self) -> None:
+        """Starts copying back from the host what the backward will need first."""
+        if self.passages:
+            self.passages[-1].fetch()
+        for item in _flattened(self.x):
+            if isinstance(item, HostCopy):
+                item.fetch()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in the host's memory until a backward fetches them."""
+        inputs = [item for item in _flattened(self.x) if isinstance(item, HostCopy)]
+        return sum(copy.num_bytes for copy in inputs + [copy for each in self.passages for copy in each.copies])
+
+    def _kept(self, x: Tensor) -> Tensor | HostCopy:
+        large = self._host_bytes is not None and x.numel() * x.element_size() >= self._host_bytes
+        return HostCopy(x) if large else x
+
+    def _with_graph(self, phase: nn.Module, x: Any) -> Any:
+        passage = Passage(phase, self.batch)
+        self.passages.append(passage)
+        return passage.forward(x)
+
+
+class Passage:
+    """One micro-batch on its way through one phase, with the graph between forward and backward.
+
+    Args:
+        phase: called as `phase(x, batch, defer)`; its ActivationPolicy says what the graph keeps.
+        batch: what phases read beside their input.
+    """
+
+    __slots__ = ("phase", "batch", "input_grads", "output_edges", "copies", "weight_grads")
+
+    def __init__(self, phase: nn.Module, batch: MicroBatch) -> None:
+        self.phase, self.batch = phase, batch
+        self.input_grads: Any = None  # state of the input, with an _InputGrad in place of each tensor with a gradient
+        self.output_edges: Any = None  # state of the output, with its place in the graph instead of each such tensor
+        self.copies: list[HostCopy] = []  # saved tensors that wait on the host
+        self.weight_grads = WeightGrads()
+
+    def forward(self, x: Any) -> Any:
+        """The phase's output, detached from its graph; `x` is the detached output of the phase before."""
+        self.input_grads = _map_tensors(_InputGrad, x)
+        with torch.enable_grad(), policy_of(self.phase).saving(self.phase) as self.copies:
+            y = self.phase(_attach(x, self.input_grads), self.batch, self.weight_grads)
+        self.output_edges = _map_tensors(_edge, y)
+        return _map_tensors(Tensor.detach, y)
+
+    def fetch(self) -> None:
+        """Starts copying back what waits on the host."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy.fetch()
+
+    def backward(self, grad: Any, split: bool) -> Any:
+        """Gradient of the input; `split` keeps the weight gradients for `weight_grads.run`."""
+        self.weight_grads.immediate = not split
+        edges, self.output_edges = self.output_edges, None
+        _backward(edges, grad)
+        hand_over_grads(_parameters_of(self.phase), self.weight_grads)
+        input_grads, self.input_grads = self.input_grads, None
+        return _arrived(input_grads)
+
+
+class WeightGrads:
+    """The `defer` of one phase and micro-batch: runs closures at once, or keeps them until W."""
+
+    def __init__(self) -> None:
+        self.immediate = True
+        self.waiting: list[Closure] = []
+
+    def __call__(self, closure: Closure) -> None:
+        if self.immediate:
+            closure()
+        else:
+            self.waiting.append(closure)
+
+    def run(self) -> None:
+        """W: runs all that was put off, in the order in which it was."""
+        with torch.no_grad():  # as in the backward that has put them off: their inputs still require gradients
+            for closure in self.waiting:
+                closure()
+        self.waiting.clear()
+
+
+class _InputGrad:
+    """Receives the gradient of one tensor that a phase was given."""
+
+    __slots__ = ("grad",)
+
+    def __init__(self, _: Tensor) -> None:
+        self.grad: Tensor | None = None
+
+
+class _PhaseInput(torch.autograd.Function):
+    """Gives a phase its input and takes the gradient.
+
+    Not a leaf of the graph, which would keep the input's values until the backward even where no operation needs them.
+    """
+
+    @staticmethod
+    def forward(ctx, anchor, x, input_grad: _InputGrad):
+        ctx.input_grad = input_grad
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        ctx.input_grad.grad = grad
+        return None, None, None
+
+
+def _attach(x: Any, input_grads: Any) -> Any:
+    """The state that a phase is called with: its tensors lead their gradients to `input_grads`."""
+    if isinstance(x, tuple):
+        return tuple(map(_attach, x, input_grads))
+    return _PhaseInput.apply(_ANCHOR, x, input_grads) if isinstance(input_grads, _InputGrad) else x
+
+
+def _arrived(input_grads: Any) -> Any:
+    """The gradients that a backward has left; the graph, which deferred weight gradients keep, lets them go."""
+    if isinstance(input_grads, tuple):
+        return tuple(map(_arrived, input_grads))
+    if not isinstance(input_grads, _InputGrad):
+        return input_grads
+    grad, input_grads.grad = input_grads.grad, None
+    return grad
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    """Where the gradient of a tensor enters the graph; unlike the tensor itself it keeps no values alive."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _backward(edges: Any, grad: Any) -> None:
+    """Backward from a phase's output; leaves out entries without a gradient, and those that require none."""
+    both = zip(_flattened(edges), _flattened(grad), strict=True)
+    pairs = [(edge, g) for edge, g in both if isinstance(edge, GradientEdge) and isinstance(g, Tensor)]
+    roots, grads = tuple(edge for edge, _ in pairs), tuple(g for _, g in pairs)
+    # What torch.autograd.backward calls in the end: its own checks of edges, which the engine repeats, would take as
+    # long as the pass.
+    _ENGINE.run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Listed once: walking the modules takes as long as a small phase."""
+    listed = phase.__dict__.get("listed_parameters")
+    if listed is None:
+        listed = phase.__dict__["listed_parameters"] = tuple(phase.parameters())
+    return listed
+
+
+def _map_tensors(change: Callable[[Tensor], Any], state: Any) -> Any:
+    """A state with its floating-point tensors changed."""
+    if isinstance(state, tuple):
+        return tuple(_map_tensors(change, item) for item in state)
+    return change(state) if isinstance(state, Tensor) and state.is_floating_point() else state
+
+
+def _flattened(state: Any) -> list[Any]:
+    """The entries of a state in order; an edge, which is a named tuple, counts as one."""
+    return [entry for item in state for entry in _flattened(item)] if type(state) is tuple else [state]
+
+
+def _on_device(state: Any) -> Any:
+    """A state with what waits on the host back on its device."""
+    if isinstance(state, tuple):
+        return tuple(map(_on_device, state))
+    return state.value() if isinstance(state, HostCopy) else state

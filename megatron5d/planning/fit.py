@@ -1,0 +1,111 @@
+"""Which overrides make a run fit that does not: from the cheapest to the dearest, tried on the memory forecast."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.schema import Config
+from megatron5d.plan.search import Change
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.rank_memory import RankMemory, gigabytes
+from megatron5d.train.pipeline_layout import pipeline_faults
+
+
+def changed(config: Config, change: Change) -> Config:
+    """The configuration with some keys of one dot replaced."""
+    for key, value in change.items():
+        group, name = key.split(".")
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
+    return config
+
+
+def steps(config: Config) -> list[Change]:
+    """What may be changed, the cheapest first; each replaces what an earlier one has said of the same key."""
+    parallel, train, mode = config.parallel, config.train, config.recompute.mode
+    found: list[Change] = []
+    if parallel.tp > 1 and not parallel.sp:
+        found.append({"parallel.sp": True})
+    if parallel.zero < 1:
+        found.append({"parallel.zero": 1})
+    mbs = train.mbs
+    while mbs > 1:
+        mbs //= 2
+        found.append({"train.mbs": mbs})
+    if mode == "none":
+        found.append({"recompute.mode": "selective"})
+    if config.recompute.logit_tokens is None:
+        found.append({"recompute.logit_tokens": 1024})
+    if parallel.zero < 2 and parallel.pp == 1:
+        found.append({"parallel.zero": 2})
+    if mode != "full":
+        found.append({"recompute.mode": "full"})
+    if parallel.pp > 1 and config.pipeline.schedule != "1f1b":  # others hold more micro-batches, or weight gradients
+        found.append(({"parallel.vpp": 1} if parallel.vpp > 1 else {}) | {"pipeline.schedule": "1f1b"})
+    if parallel.zero < 3:
+        found.append({"parallel.zero": 3})
+    found += [{"parallel.tp": tp, "parallel.sp": True} for tp in (2, 4, 8) if tp > parallel.tp]
+    return found
+
+
+def nearest_fit(config: Config, world: int, target: Target, have: int) -> tuple[Change, int] | None:
+    """The steps, one after the other, until the run fits; then without those that turn out not to be needed.
+
+    Args:
+        config: a lawful configuration that does not fit.
+        world: number of ranks.
+        target: what is planned for.
+        have: bytes of one device.
+
+    Returns:
+        (overrides, bytes that the worst rank needs); None where none of this is enough.
+    """
+
+    def need(change: Change) -> int | None:
+        return _need(changed(config, change), world, target)
+
+    taken: Change = {}
+    for step in steps(config):
+        needed = need(taken | step)
+        if needed is None:
+            continue
+        taken |= step
+        if needed <= have:
+            return _without_idle(taken, needed, need, have)
+    return None
+
+
+def _without_idle(taken: Change, needed: int, need: Callable[[Change], int | None], have: int) -> tuple[Change, int]:
+    for key in list(taken)[:-1]:
+        fewer = {name: value for name, value in taken.items() if name != key}
+        less = need(fewer)
+        if less is not None and less <= have:
+            taken, needed = fewer, less
+    return taken, needed
+
+
+def _need(config: Config, world: int, target: Target) -> int | None:
+    """Bytes of the rank that needs most; None where the configuration is refused."""
+    if broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world):
+        return None
+    ranks: dict[int, RankMemory] = Forecaster(config, world, target).ranks()
+    return max(memory.needed for memory in ranks.values())
+
+
+def fit_text(found: tuple[Change, int] | None) -> str:
+    """What `nearest_fit` has found, as overrides and what they need."""
+    if found is None:
+        return (
+            "no recompute, schedule, sharding or tensor parallelism makes it fit: a larger parallel.pp or cp, or more "
+            "ranks"
+        )
+    change, needed = found
+    return f"{override_text(change)}, which needs {gigabytes(needed)}"
+
+
+def override_text(change: Change) -> str:
+    """A change as overrides on a command line."""
+    said = {key: "null" if value is None else str(value).lower() for key, value in change.items()}
+    return " ".join(f"{key}={value}" for key, value in said.items())

@@ -1,0 +1,208 @@
+"""The best layouts of a model on a cluster: the search of plan/search.py, with our laws, times and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks.check import data_parallel
+from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.context_cost import recommended
+from megatron5d.config.schema import Config
+from megatron5d.plan.search import MODES, Candidate, Change, Proposals, Questions, best
+from megatron5d.planning.clusters import Cluster
+from megatron5d.planning.fit import changed
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.predict import Estimator, check_predictable
+from megatron5d.planning.rank_memory import least_needed
+from megatron5d.planning.step_time import Prices, StepCost
+from megatron5d.planning.work import Unit
+from megatron5d.topology.mesh import lines_of
+from megatron5d.train.build import sizes_of
+from megatron5d.train.pipeline_layout import PipelinePlan, micro_batch_counts, planned_pipeline
+
+BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, about
+FIRST = 0.85  # of what 1F1B's first rank would keep with as many layers as the others: it may have fewer
+# Micro-batches that the fullest rank holds at least, of 1F1B's; what is searched or read from a file may hold any
+IN_FLIGHT = {"v_half": 1 / 2, "v_min": 1 / 3, "auto": 0.0, "file": 0.0}
+LIMIT = 60  # layouts whose memory is forecast
+
+
+class LayoutSearch:
+    """
+    Args:
+        config: model, batch and all that is not searched for.
+        world: number of ranks.
+        cluster: on which.
+        imbalance: rows that the busiest rank's experts are sent, of an even share; None = an even share for the time,
+            `moe.planned_imbalance` for the memory, as the run itself forecasts it.
+        fixed: keys that keep their values.
+
+    Attributes:
+        found_legal: `candidates` has met a shape that the laws admit, whether it fits or not.
+
+    Raises:
+        ValueError: no layout's time can be predicted (`check_predictable`).
+    """
+
+    def __init__(
+        self, config: Config, world: int, cluster: Cluster, imbalance: float | None = None, fixed: Iterable[str] = ()
+    ) -> None:
+        check_predictable(config)
+        self.config, self.world, self.cluster, self.fixed = config, world, cluster, set(fixed)
+        self._proposals = Proposals(config, world, cluster.node, self.fixed)
+        careful = config.moe.planned_imbalance if imbalance is None else imbalance
+        self._target = Target(cluster.architecture, careful)
+        self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
+        self._careful = self._estimator if imbalance == careful else Estimator(cluster, careful)
+        self.found_legal = False
+        self._plans: dict[tuple, PipelinePlan | None] = {}
+
+    def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate]:
+        """Layouts that are not too large at a glance, with a first guess of their time, and the given one.
+
+        Args:
+            have: bytes of one device.
+            progress: called for each shape that is looked at.
+        """
+        found = [Candidate(self._given(), 0.0)]
+        for shape in self._proposals.shapes():
+            progress()
+            shape = self._with_lines(shape)
+            if self._is_legal(shape):
+                self.found_legal = True
+                found += [each for each in self._glances(shape, have) if self.overrides(each)]
+        return found
+
+    def overrides(self, candidate: Candidate) -> Change:
+        """What a candidate says otherwise than the configuration: empty for the given one."""
+        return {key: value for key, value in candidate.change.items() if value != _value(self.config, key)}
+
+    def best(
+        self,
+        candidates: Sequence[Candidate],
+        have: int,
+        count: int,
+        progress: Callable[[], None] = lambda: None,
+    ) -> list[Candidate]:
+        """The fastest that fit: each time from its Program, each memory as a run's own forecast has it.
+
+        Args:
+            candidates: of `candidates`.
+            have: bytes of one device.
+            count: how many are wanted.
+            progress: called for each layout that is looked at.
+        """
+        need = partial(self._need, have=have)
+        questions = Questions(self._runs, lambda change: max(self._least(change)), self._price, need)
+        return best(candidates, questions, have=have, count=count, limit=LIMIT, progress=progress)
+
+    def _given(self) -> Change:
+        """The layout of the configuration itself, with which the others compete."""
+        names = ("tp", "cp", "pp", "sp", "ep", "etp", "zero", "cp_method", "cp_inner", "vpp")
+        keys = [*(f"parallel.{name}" for name in names), "train.mbs", "recompute.mode", "pipeline.schedule"]
+        return {key: _value(self.config, key) for key in keys}
+
+    def _with_lines(self, shape: Change) -> Change:
+        """How cp and ep are parted, where nobody says so: attention as sends least between nodes, experts as given."""
+        parallel = self.config.parallel
+        if not {"parallel.cp_method", "parallel.cp_inner"} & self.fixed:
+            method, inner = parallel.cp_method, parallel.cp_inner
+            if shape["parallel.cp"] > 1:
+                method, inner = recommended(changed(self.config, shape), self.cluster.node)
+            elif inner > 1:  # the given one parts a longer line
+                method, inner = "ring", 1
+            shape = {**shape, "parallel.cp_method": method, "parallel.cp_inner": inner}
+        if "parallel.ep_inner" not in self.fixed and shape["parallel.ep"] % parallel.ep_inner:
+            shape = {**shape, "parallel.ep_inner": 1}
+        return shape
+
+    def _is_legal(self, shape: Change) -> bool:
+        """With some schedule and some recomputation of the smallest micro-batch: laws of the axes ask for neither."""
+        dp = data_parallel(changed(self.config, shape), self.world)
+        return any(
+            not broken_laws(changed(self.config, {**shape, **batch, **way}), self.world, without=FILE_LAWS)
+            for batch in islice(self._proposals.batches(dp), len(MODES))
+            for way in self._proposals.schedules(shape["parallel.pp"])
+        )
+
+    def _glances(self, shape: Change, have: int) -> Iterator[Candidate]:
+        """A first guess of the time of a shape with every micro-batch and schedule: equal ranks, no messages."""
+        config = changed(self.config, shape)
+        prices = Prices(self.cluster, config, lines_of(sizes_of(config, self.world), 0, config.model.num_kv_heads))
+        pp, dp = config.parallel.pp, data_parallel(config, self.world)
+        for batch in self._proposals.batches(dp):
+            laid = changed(config, batch)
+            units = self._estimator.workloads.counted(laid)
+            m = laid.train.gbs // (laid.train.mbs * dp)
+            state = sum(count * prices.sharding.state_bytes([unit]) for unit, count, _ in units) / pp
+            kept = sum(n * unit.passes["F"].kept_bytes for unit, n, is_layer in units if is_layer or pp == 1)
+            kept *= min(1.0, m / pp) * (1.0 if pp == 1 else FIRST)
+            ways = [
+                way
+                for way in self._proposals.schedules(pp)
+                if least_needed(state + kept * IN_FLIGHT.get(_name(way), 1.0)) <= have
+            ]
+            if not ways:
+                continue
+            busy, a2a = (sum(each) / pp for each in zip(*(_seconds(prices, unit, n) for unit, n, _ in units)))
+            for way in ways:
+                bubble = (pp - 1) * BUBBLES.get(_name(way), 1.0) / way["parallel.vpp"]
+                passes = busy + (0.0 if _name(way).startswith("dualpipe") else a2a)  # which it hides
+                yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
+
+    def _plan(self, config: Config) -> PipelinePlan | None:
+        """None where the schedule, the layers or a tied embedding do not fit together; many layouts share one."""
+        parallel, schedule = config.parallel, config.pipeline.schedule
+        key: tuple = parallel.pp, parallel.vpp, schedule, tuple(micro_batch_counts(config, self.world))
+        if schedule == "auto":  # it weighs communication against computation
+            key += repr(parallel), repr(config.train)
+        if key not in self._plans:
+            self._plans[key] = None
+            with suppress(ValueError):
+                self._plans[key] = planned_pipeline(config, self.world)
+        return self._plans[key]
+
+    def _runs(self, change: Change) -> bool:
+        """Whether it is legal, schedule, layers and tied embedding included."""
+        config = changed(self.config, change)
+        return not broken_laws(config, self.world, without=FILE_LAWS) and self._plan(config) is not None
+
+    def _least(self, change: Change) -> list[float]:
+        """Bytes that each pipeline rank needs at least."""
+        config = changed(self.config, change)
+        return self._careful.least_bytes(config, self.world, self._plan(config))
+
+    def _price(self, change: Change) -> StepCost:
+        config = changed(self.config, change)
+        return self._estimator.step(config, self.world, self._plan(config))
+
+    def _need(self, change: Change, have: int) -> int:
+        """Bytes of the rank that needs most; the one that looks so is asked first."""
+        config, least, most = changed(self.config, change), self._least(change), 0
+        forecaster = Forecaster(config, self.world, self._target, self._plan(config))
+        for rank in sorted(range(config.parallel.pp), key=lambda rank: -least[rank]):
+            most = max(most, forecaster.rank(rank).needed)
+            if most > have:
+                break
+        return most
+
+
+def _value(config: Config, key: str) -> Any:
+    group, name = key.split(".")
+    return getattr(getattr(config, group), name)
+
+
+def _name(way: Change) -> str:
+    """The schedule, without the path of a file."""
+    return way["pipeline.schedule"].partition(":")[0]
+
+
+def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
+    """One micro-batch's forward and backward of so many units, and their all-to-alls."""
+    both = [prices.stage([unit], op) for op in "FB"]
+    return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(a2a for _, a2a in both)

@@ -1,0 +1,279 @@
+"""What memory every rank of a run will need: its layers are built and run on the meta device, and bytes counted.
+
+The model, data parallelism and the optimiser are the ones that train (build.py), on tensors that have sizes and no
+memory; one micro-batch passes each kind of layer (planning/memory_trace.py), and the pipeline's Program says how many are in
+flight (planning/memory_peak.py). No rank is started: any layout of any world can be asked about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels.planning import planned
+from megatron5d.autograd.recompute import policy_of
+from megatron5d.config.schema import Config
+from megatron5d.data.batch import make_micro_batch
+from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.model.context import SequenceSharding
+from megatron5d.model.embedding_head import loss_terms
+from megatron5d.model.gpt import Gpt
+from megatron5d.model.moe import MoeDispatch
+from megatron5d.optim.grad_clip import global_square_sum
+from megatron5d.optim.optimizer import Optimizer, build_optimizer
+from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.pipeline import passes_of
+from megatron5d.plan.replay import Replay
+from megatron5d.planning.memory_peak import Peak, find_peak
+from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Tracer, relay_trace
+from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes
+from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
+from megatron5d.topology.grid import dense_grid
+from megatron5d.topology.mesh import Mesh, planned_mesh
+from megatron5d.topology.shard_spec import without_memory
+from megatron5d.train.build import build_sync, rounding_seed, sizes_of
+from megatron5d.train.pipeline_layout import PipelinePlan, boundary_form, micro_batch_counts, planned_pipeline
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is planned for.
+
+    Args:
+        architecture: of a GPU, for example sm_90; None = the CPU, whose plain paths keep more.
+        imbalance: rows that the busiest rank's experts are sent, of an even share.
+    """
+
+    architecture: str | None = "sm_90"
+    imbalance: float = 1.0
+
+    @property
+    def block(self) -> int:
+        return 1 if self.architecture is None else ALLOCATOR_BLOCK
+
+    def paths(self):
+        """A context in which the meta device's tensors go this target's ways."""
+        return nullcontext() if self.architecture is None else planned(self.architecture)
+
+
+class Forecaster:
+    """Memory of the ranks of one run.
+
+    Args:
+        config: a lawful configuration.
+        world: number of ranks.
+        target: what is planned for.
+        plan: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
+    """
+
+    def __init__(self, config: Config, world: int, target: Target, plan: PipelinePlan | None = None) -> None:
+        self.config, self.world, self.target = config, world, target
+        self.plan = plan or planned_pipeline(config, world)
+        self.sizes = sizes_of(config, world)
+        self.num_microbatches = micro_batch_counts(config, world)[-1]
+        self._program = self.plan.program_of(self.num_microbatches)
+        self._traces: dict[int, StageTrace] = {}  # by stage
+        self._known: dict[tuple, tuple[StageTrace, int]] = {}  # by what a stage is made of: both
+        self._boxes: dict[int, int] = {}  # by stage: bytes of the boxes that its exchanges ask for
+
+    def rank(self, pp_rank: int) -> RankMemory:
+        """Memory of a pipeline rank, at place 0 of every other axis.
+
+        The others need as much, padded vocabularies and some counts of four bytes aside; with Muon they may need less
+        at the end of a step, because place 0 is given the largest matrices.
+        """
+        line = dense_grid(self.sizes).line(0, "pp")
+        mesh = planned_mesh(
+            self.sizes, line[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.plan.shared != "none"
+        )
+        with self.target.paths():
+            return self._on(mesh)
+
+    def ranks(self) -> dict[int, RankMemory]:
+        """The memory of every pipeline rank."""
+        return {rank: self.rank(rank) for rank in range(self.sizes.pp)}
+
+    def activations(self, pp_rank: int) -> Counter[str]:
+        """Bytes that one micro-batch keeps between forward and backward on a rank asked about before, by phase."""
+        kept: Counter[str] = Counter()
+        for _, stage in self.plan.placement.stages_of(pp_rank):
+            for step in self._traces[stage].passes["F"]:
+                if step.kind != BOUNDARY:
+                    kept[step.kind] += step.delta
+        return kept
+
+    def _on(self, mesh: Mesh) -> RankMemory:
+        config, plan, rank = self.config, self.plan, mesh["pp"].rank
+        with MemoryWatch(self.target.block) as watch:
+            with without_memory():
+                model = Gpt(config, mesh, "meta", plan.stage_specs(rank), plan.shared)
+            sync = build_sync(config, mesh, model)
+            optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
+            away = _on_host(optimizer, watch)
+            apart = away + watch.rounded(model.overlap.box_bytes)
+            resident, setup = watch.live_bytes - apart, watch.peak_bytes - apart
+            weights = _bytes([tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch)
+            gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
+            state = _bytes([tensor for _, tensor, each in optimizer.tensors() if not each.on_host], watch)
+            update = _update(sync, optimizer, watch)
+        set_load(model, self.target.imbalance, config.moe.capacity_factor)
+        batch = planned_batch(config, mesh, model, self.num_microbatches * self.sizes.dp)
+        for stage in model.stages:
+            self._traces[stage], self._boxes[stage] = self._trace(model, sync, stage, batch)
+        peak, reduction = self._peak(model, sync, rank)
+        # those of gathered weights come and go with them, and `_peak` counts them
+        staying = [parameter for bucket in sync.buckets if not bucket.shards_weights for parameter in bucket.parameters]
+        parts = [part for weight in filter(is_quantized, staying) for part in quantized_copies(weight).parts]
+        copies = _bytes(parts, watch)
+        on_gpu = self.target.architecture is not None
+        return RankMemory(
+            weights=weights + copies,
+            gradients=gradients,
+            optimizer=state,
+            buffers=resident - weights - gradients - state,
+            inputs=self._inputs(batch, watch),
+            peak=peak,
+            end_of_step=max(reduction, update),
+            setup=setup,
+            library=gemm_workspace(self.target.architecture),
+            boxes=max(self._boxes[stage] for stage in model.stages),
+            outside=outside_bytes(_num_communicators(mesh)) if on_gpu else 0,
+            host_optimizer=away,
+        )
+
+    def _inputs(self, batch: MicroBatch, watch: MemoryWatch) -> int:
+        tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+        return self.num_microbatches * sum(watch.rounded(tensor.nbytes) for tensor in tensors)
+
+    def _message_bytes(self) -> int:
+        """Bytes of what is sent between stages."""
+        form = boundary_form(self.config, "meta")
+        message = torch.empty(form.shape, dtype=form.dtype, device="meta")
+        return MemoryWatch(self.target.block).rounded(message.nbytes)
+
+    def _peak(self, model: Gpt, sync: GradSync, rank: int) -> tuple[Peak, int]:
+        """The worst moment of the passes, and the most that data parallelism holds while it ends its reductions."""
+        phases = {stage: model.phases_of(stage) for stage in model.stages}
+        held = {(direction, stage): phases[stage] for direction, stage in self.plan.placement.stages_of(rank)}
+        sync.drop()
+        with Replay(sync, phases, passes_of(self._program, held), self.target.block) as replay:
+            peak = find_peak(self._program, rank, self._traces, self._message_bytes(), replay)
+            replay.forget_peak()
+            sync.finish_reduce()
+            global_square_sum(sync.buckets)
+        return peak, replay.peak_bytes
+
+    def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
+        """The trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
+        config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
+        if not units:
+            return relay_trace(self._message_bytes()), 0
+        signatures = tuple(map(_signature, units))
+        key = (signatures, spec.embedding, spec.head, model.embedding is not None and model.head is not None)
+        if key not in self._known:
+            form = boundary_form(config, "meta")
+            split = any(action.op == "W" for line in self._program.ranks for slot in line for action in slot)
+            tracer = Tracer(
+                form.shape, form.dtype, batch, len(loss_terms(config)), split=split, block=self.target.block,
+                sync=sync if config.parallel.zero >= 2 else None,
+                rehearse=config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused",
+            )  # fmt: skip
+            trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
+            self._known[key] = trace, model.overlap.box_bytes
+        return self._known[key]
+
+
+def _units(units: list[list[nn.Module]]) -> list[list[nn.Module]]:
+    """Layers that are recomputed together become one."""
+    joined: list[list[nn.Module]] = []
+    for unit in units:
+        group = policy_of(unit[0]).group
+        if joined and group is not None and group == policy_of(joined[-1][-1]).group:
+            joined[-1] = joined[-1] + unit
+        else:
+            joined.append(unit)
+    return joined
+
+
+def _signature(unit: list[nn.Module]) -> tuple:
+    """Equal for units whose phases do the same on tensors of the same sizes."""
+    groups = [policy_of(phase).group for phase in unit]
+    return tuple(
+        (
+            tuple(type(module) for module in phase.modules()),
+            tuple(type(getattr(parameter, "gemms", None)) for parameter in phase.parameters()),
+            _keeping(phase),
+            None if group is None else groups.index(group),
+            getattr(phase, "depth", None),  # prediction blocks: each adds a term to the sums that it hands on
+        )
+        for phase, group in zip(unit, groups)
+    )
+
+
+def _keeping(phase: nn.Module) -> tuple:
+    """What of a phase is kept, and where."""
+    policy = policy_of(phase)
+    return policy.parts.names, policy.host_bytes, policy.input_host_bytes
+
+
+def planned_batch(config: Config, mesh: Mesh, model: Gpt, num_microbatches: int) -> MicroBatch:
+    """One micro-batch without values, as a rank's stages see it; the routers are told that a step begins.
+
+    Args:
+        config: train and data.
+        mesh: of the rank.
+        model: that will see it.
+        num_microbatches: of a step, on all data-parallel ranks.
+    """
+    rows = torch.zeros(config.train.mbs, config.train.seq_len + 1, dtype=torch.int64)
+    rows[:, 0] = 1  # a document of one token, another of all that follow: masked, and nowhere empty
+    whole = make_micro_batch(rows, document_mask=config.data.document_mask, eod=1)
+    batch = SequenceSharding(config, mesh, "meta")(whole).to("meta")
+    if model.balancer is not None:
+        targets = torch.zeros((), dtype=torch.float64, device="meta")
+        model.balancer.start_step(num_microbatches, targets, mesh["dp_cp"], False)
+    shape = torch.Size(boundary_form(config, "meta").shape)
+    for share in {module.share for module in model.modules() if isinstance(module, MoeDispatch)}:
+        share.tokens(shape, batch)  # made by a run's first micro-batch, and remembered
+    return batch
+
+
+def set_load(model: Gpt, imbalance: float, capacity_factor: float | None) -> None:
+    for module in model.modules():
+        if isinstance(module, MoeDispatch):
+            module.dispatcher.planned.load, module.dispatcher.planned.limit = imbalance, capacity_factor or math.inf
+
+
+def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(watch.rounded(storage.nbytes()) for storage in storages.values())
+
+
+def _on_host(optimizer: Optimizer, watch: MemoryWatch) -> int:
+    """What of the optimiser lies in the host's memory."""
+    away = [state for state in optimizer.slices if state.on_host]
+    return _bytes([t for state in away for t in (state.master, state.grads, *state.moments.values())], watch)
+
+
+def _update(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
+    """The most, above what stays, while the weights are updated and gathered."""
+    before = watch.forget_peak()
+    optimizer.allocate_temporaries()
+    update = watch.peak_bytes - before
+    before = watch.forget_peak()
+    sync.start_gather()
+    sync.finish_gather()
+    return max(update, watch.peak_bytes - before)
+
+
+def _num_communicators(mesh: Mesh) -> int:
+    """Groups of ranks that talk: lines with the same ranks share one; the pipeline's channels have their own."""
+    return len({axis.ranks for axis in mesh.values() if axis.size > 1}) + 2 * (mesh["pp"].size > 1)

@@ -1,0 +1,260 @@
+"""The most memory that one rank needs during a step: walks through a Program, with what each pass allocates.
+
+Memory follows from the order in which the host runs a rank's passes. Activations are alive from their F until their B
+or I, tensors of deferred weight gradients from I until W, a received message from the moment its receive is posted, and
+a sent one until its send is known to have finished. Two overlapped actions alternate phase by phase, as in the
+executor, so temporary tensors of one add to the activations of the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron5d.pipeline_parallel.messages import Flow, input_of, output_of, slot_messages
+from megatron5d.pipeline_parallel.program import Action, Program, Slot
+from megatron5d.pipeline_parallel.receipts import receipts
+from megatron5d.plan.replay import Replay
+from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Step
+
+Passage = tuple[int, int]
+"""(stage, micro-batch)."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The memory of a rank at the worst moment of a step, in bytes.
+
+    Args:
+        activations: class of phase -> tensors kept between forward and backward of micro-batches.
+        stash: tensors that deferred weight gradients keep between I and W.
+        messages: of the pipeline, received or being sent.
+        units: temporary buffers of data parallelism: under ZeRO-2 and 3 gathered weights, and gradients that are
+            computed or reduced; under ZeRO-1 reduced slices.
+        workspace: temporary tensors of the phase that runs, and gradients that pass through the stage.
+        action: the action that runs then; None = there is none.
+        in_flight: number of (stage, micro-batch) whose activations are alive.
+        host: the most that activations take in the host's memory, at whatever moment; not part of `total`.
+    """
+
+    activations: dict[str, int] = field(default_factory=dict)
+    stash: int = 0
+    messages: int = 0
+    units: int = 0
+    workspace: int = 0
+    action: Action | None = None
+    in_flight: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.activations.values()) + self.stash + self.messages + self.units + self.workspace
+
+
+def find_peak(
+    program: Program,
+    rank: int,
+    traces: Mapping[int, StageTrace],
+    message_bytes: int,
+    replay: Replay | None = None,
+) -> Peak:
+    """The worst moment of a step on one rank.
+
+    Args:
+        program: a verified Program.
+        rank: the pipeline rank.
+        traces: of every stage that the rank holds.
+        message_bytes: of a message between stages.
+        replay: data parallelism, inside its context; None = it has no temporary buffers.
+    """
+    walk = _Walk(program, rank, traces, message_bytes, replay)
+    line = list(slot_messages(program, rank))
+    following = _following([each.slot for each in line], traces)
+    for each, after in zip(line, following):
+        walk.messages += message_bytes * len(each.receives)
+        walk.see(each.slot[0], 0)  # before its input has proved anything sent to have arrived
+        if replay is not None:
+            replay.expect(after)
+        running = [walk.run(action) for action in each.slot]
+        while running:
+            running = [action for action in running if next(action, None) is not None]
+    return replace(walk.peak, host=walk.most_host)
+
+
+def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
+    """For each slot that reads weights, the actions of the next such slot; neither W nor relays read weights."""
+    reading = [tuple(a for a in slot if a.op != "W" and not traces[a.stage].is_relay) for slot in slots]
+    places = [place for place, actions in enumerate(reading) if actions]
+    found: list[Slot] = [()] * len(slots)
+    for place, after in zip(places, places[1:]):
+        found[place] = reading[after]
+    return found
+
+
+class _Walk:
+    """Counts the bytes alive on one rank while its slots run: `messages`, and `stages` for what is not the replay's."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        traces: Mapping[int, StageTrace],
+        message_bytes: int,
+        replay: Replay | None,
+    ) -> None:
+        self.program, self.traces, self.message_bytes, self.replay = program, traces, message_bytes, replay
+        self.messages = self.stages = self.most = self.host = self.most_host = 0
+        self.peak = Peak()
+        self._proofs = receipts(program, rank)
+        self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to have been sent
+        self._settled: Counter[Flow] = Counter()
+        self._local: dict[Passage, int] = {}  # bytes of outputs for another stage of this rank
+        self._forward: dict[Passage, tuple[tuple[Step, ...], int]] = {}  # done steps of F; of how many something lives
+        self._stashed: dict[Passage, int] = {}
+        self._shared: set[Passage] = set()  # whose input is another stage's output, counted there
+
+    def run(self, action: Action) -> Iterator[bool]:
+        """Runs one action, phase by phase."""
+        op, stage, microbatch = action
+        here, trace = (stage, microbatch), self.traces[stage]
+        self._take(action)
+        forward, place = trace.passes["F"], 0
+        for done, step in enumerate(trace.passes[op]):
+            if op == "F":
+                self._keep(here, forward[:done], done)
+            if step.kind == BOUNDARY or self.replay is None:
+                self.see(action, step.rise)
+                self.stages += step.delta
+            else:
+                self._run_phase(action, done, place, self.replay)
+                place += 1
+            if step.frees:  # the activations of this phase; with the last phase, also its output
+                alive = self._forward[here][1]
+                self._keep(here, forward, alive - (2 if alive == len(forward) else 1))
+            if step.kind != BOUNDARY or (done == 0 and trace.is_relay):  # as the executor: what passes on has no turn
+                yield True
+        if op == "F":
+            self._keep(here, forward, len(forward))
+            if here in self._shared:
+                self.stages -= self.message_bytes
+        elif op == "I":
+            self._keep(here, None)
+            self._stashed[here] = sum(step.delta for op in "FI" for step in trace.passes[op])
+        else:
+            self._keep(here, None)
+            self._stashed.pop(here, None)
+        if op in "IB" and here in self._shared:
+            self._shared.remove(here)
+            self.stages += self.message_bytes
+        self._hand_on(action, trace)
+
+    def _keep(self, here: Passage, steps: tuple[Step, ...] | None, alive: int = 0) -> None:
+        """Sets which steps of F are done, and of how many activations live from now on; None = the backward is done."""
+        before, count = self._forward.pop(here, ((), 0))
+        self.host += sum(step.host for step in (steps or ())[:alive]) - sum(step.host for step in before[:count])
+        self.most_host = max(self.most_host, self.host)
+        if steps is not None:
+            self._forward[here] = steps, alive
+
+    def _run_phase(self, action: Action, done: int, place: int, replay: Replay) -> None:
+        """One step of an action, with what data parallelism does before, in and after it.
+
+        Args:
+            action: the action.
+            done: steps before this one.
+            place: the same, counted from the action's first phase.
+            replay: data parallelism.
+        """
+        trace = self.traces[action.stage]
+        makes_copies = replay.before(action, place)
+        step = (trace.making if makes_copies else trace.passes)[action.op][done]
+        self.see(action, max(step.rise, replay.peak_bytes - replay.live_bytes))
+        for bucket, most in step.late:
+            replay.allocate(action, place, bucket)
+            self.see(action, most)
+        self.stages += step.delta
+        replay.forget_peak()
+        replay.after(action, place)
+        self.see(action, replay.peak_bytes - replay.live_bytes)
+
+    def _take(self, action: Action) -> None:
+        """The action takes its input, and messages that it proves to have arrived are freed (receipts.py)."""
+        for flow, count in self._proofs.get(action, ()):
+            while self._settled[flow] < count:
+                self._settled[flow] += 1
+                self.messages -= self._sent[flow].popleft()
+        if action.op == "W":
+            return
+        if input_of(self.program, action) is not None:
+            self.messages -= self.message_bytes
+        elif action.op == "F" and action.stage > 0:
+            own = self._local.pop((action.stage - 1, action.microbatch))
+            self.messages -= own
+            if not own and not self.traces[action.stage].is_relay:  # which keeps nothing of it
+                self._shared.add((action.stage, action.microbatch))
+        elif action.op != "F" and action.stage < self.program.num_stages - 1:
+            self.messages -= self._local.pop((action.stage + 1, action.microbatch))
+
+    def _hand_on(self, action: Action, trace: StageTrace) -> None:
+        """The action passes its output to the next stage, on this rank or in a message."""
+        op, stage, microbatch = action
+        ends = stage == self.program.num_stages - 1 if op == "F" else stage == 0
+        if op == "W" or ends:
+            return
+        extra = 0 if op == "F" and trace.output_kept else self.message_bytes
+        message = output_of(self.program, action)
+        if message is None:
+            self._local[stage, microbatch] = extra
+        else:
+            self._sent[message.flow].append(extra)
+        self.messages += extra
+
+    def see(self, action: Action, rise: int) -> None:
+        """Records the present moment, with `rise` temporary bytes, if it needs more than any before."""
+        units = 0 if self.replay is None else self.replay.live_bytes
+        total = self.stages + self.messages + units + rise
+        if total <= self.most:
+            return
+        self.most = total
+        kept = Counter[str]()
+        for steps, alive in self._forward.values():
+            kept.update(_kept(steps, alive))
+        elsewhere = len([here for here in self._shared if here in self._forward]) * self.message_bytes
+        kept[BOUNDARY] -= min(kept[BOUNDARY], elsewhere)
+        stash = sum(self._stashed.values())
+        rest = total - sum(kept.values()) - stash - self.messages - units
+        # the phase that runs may have freed some of its activations already, or W of what was stashed
+        freed, rest = max(0, -rest), max(0, rest)
+        if action.op == "W":
+            freed, stash = max(0, freed - stash), max(0, stash - freed)
+        for kind, count in kept.most_common():
+            kept[kind] -= min(count, freed)
+            freed -= min(count, freed)
+        activations = {kind: count for kind, count in kept.items() if count}
+        held = len(self._forward)
+        self.peak = Peak(activations, stash - freed, self.messages, units, rest, action, held)
+
+
+def _kept(steps: Sequence[Step], alive: int) -> Counter[str]:
+    """Class of phase -> bytes that the first `alive` of these steps of a forward have left when all are done.
+
+    What a step frees is what those before it made.
+    """
+    made: list[tuple[int, int]] = []  # which step, bytes
+    for place, step in enumerate(steps):
+        change = step.delta
+        while change < 0 and made:
+            before, count = made.pop()
+            change += count
+            if change > 0:
+                made.append((before, change))
+                change = 0
+        if change > 0:
+            made.append((place, change))
+    kept = Counter[str]()
+    for place, count in made:
+        if place < alive:
+            kept[steps[place].kind] += count
+    return kept

@@ -1,0 +1,257 @@
+"""Finds out what the passes of a stage allocate and keep, by running them on the meta device.
+
+A pass is the work of one action of a schedule: F, B, I or W of one micro-batch. It runs phase by phase as in training,
+on tensors without memory, while every storage is counted. So there are no formulas to keep in step with the layers:
+what they keep for the backward, pass to each other or need temporarily is counted where it happens, buffers of
+collectives included. Weights are whole; what data parallelism does with them and with their 8-bit copies is another
+matter (plan/replay.py). Of many equal layers in a row only three are run; the middle one stands for all between the
+first and the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.dispatch import statistics_dtype
+from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.pipeline_parallel.phase import NoHooks
+from megatron5d.pipeline_parallel.stage import Stage, phase_groups
+from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.precision.fp8_recipes import quantized_copies
+from megatron5d.precision.fp8_weights import forget_quantized
+
+BOUNDARY = "input"  # kind of the input and output of a stage
+
+
+@dataclass(frozen=True)
+class Step:
+    """How one phase of one pass changes the number of bytes that are alive.
+
+    Args:
+        kind: class of the phase.
+        rise: the most that is alive during the phase, minus what was alive at its beginning.
+        delta: what is alive at its end, minus what was alive at its beginning.
+        frees: whether it is the backward of its phase, after which the activations are not needed any more.
+        host: of a forward, bytes that are in the host's memory until the phase's backward; not part of `delta`.
+        late: (place, most) for each bucket of the phase in the order of its first weight gradient, for which data
+            parallelism may have to allocate: its place among the phase's buckets, and as `rise` from there until the
+            next. `rise` is until the first.
+    """
+
+    kind: str
+    rise: int
+    delta: int
+    frees: bool = False
+    host: int = 0
+    late: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """The passes of one stage, phase by phase in the order in which they run.
+
+    The stage's input and the gradient of its output count from the beginning of the pass that takes them. What a pass
+    passes on does not count any more at its end. Data parallelism's buffers do not count (plan/replay.py).
+
+    Args:
+        passes: op (F, B, I, W) -> its steps.
+        output_kept: whether the stage's last phase saves its output until the backward.
+        making: as `passes`, where each phase makes the 8-bit copies of its weights. The temporary tensors of that
+            count, the copies do not (plan/replay.py).
+    """
+
+    passes: dict[str, tuple[Step, ...]]
+    output_kept: bool
+    making: dict[str, tuple[Step, ...]] = field(default_factory=dict)
+
+    @property
+    def is_relay(self) -> bool:
+        """Whether the stage has no layer, so that it only passes messages on."""
+        return all(step.kind == BOUNDARY for step in self.passes["F"])
+
+    def kept(self, op: str = "F") -> int:
+        """Bytes that a pass leaves alive: F until B or I, I until W (usually negative, since I frees activations)."""
+        return sum(step.delta for step in self.passes[op])
+
+
+def relay_trace(message_bytes: int) -> StageTrace:
+    """The trace of a relay: it holds a message until it passes it on."""
+    passed = (Step(BOUNDARY, message_bytes, message_bytes), Step(BOUNDARY, 0, -message_bytes))
+    return StageTrace({"F": passed, "B": passed, "I": passed, "W": ()}, output_kept=False)
+
+
+class Tracer:
+    """Runs stages on the meta device.
+
+    Args:
+        shape: of a message between stages, `[s/cp/tp, b, h]`.
+        dtype: of a message.
+        batch: one micro-batch on the meta device.
+        num_sums: length of the last stage's output.
+        sync: data parallelism if gradients have temporary buffers, else None.
+        rehearse: the first micro-batch makes what stays (8-bit copies of weights, boxes): others are counted.
+        split: trace the passes I and W as well.
+        block: as in MemoryWatch.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, batch: Any, num_sums: int, *, sync: GradSync | None = None,
+        rehearse: bool = False, split: bool = True, block: int = 1,
+    ) -> None:  # fmt: skip
+        self.shape, self.dtype, self.batch, self.num_sums = shape, dtype, batch, num_sums
+        self.rehearse, self.split, self.block = rehearse, split, block
+        # bucket -> the most bytes until its first weight gradient, from the one before
+        self._begun: dict[int, int] = {}
+        self._sync = sync
+        for index, bucket in enumerate([] if sync is None else sync.buckets):
+            for parameter in bucket.parameters if bucket.shards_grads else ():
+                parameter.allocate_main_grad = partial(self._begin_grads, index)  # type: ignore[attr-defined]
+
+    def trace(
+        self, units: Sequence[Sequence[nn.Module]], signatures: Sequence[Hashable], *, first: bool, last: bool
+    ) -> StageTrace:
+        """Runs the passes of a stage.
+
+        Args:
+            units: the phases of the stage, grouped in layers.
+            signatures: one per unit; equal for layers that do the same with tensors of the same sizes.
+            first: whether the input of the stage is tokens.
+            last: whether the output of the stage is the loss.
+        """
+        chosen, repeats = _abridged(signatures)
+        phases = [phase for index in chosen for phase in units[index]]
+        times = {phase: count for index, count in zip(chosen, repeats) for phase in units[index]}
+        making: dict[str, tuple[Step, ...]] = {}
+        with MemoryWatch(self.block) as self._watch:
+            if self.rehearse:
+                self._cycle(phases, times, NoHooks(), first, last)
+                making = self._cycle(phases, times, _Requantized(self._sync), first, last)
+            passes = self._cycle(phases, times, NoHooks(), first, last)
+        return StageTrace(passes, passes["F"][-1].delta == 0, making)
+
+    def _cycle(
+        self, phases: Sequence[nn.Module], times: Mapping[nn.Module, int], hooks: NoHooks, first: bool, last: bool
+    ) -> dict[str, tuple[Step, ...]]:
+        """Runs one micro-batch forward and backward, and if backwards are split, another."""
+        watch, passes = self._watch, dict[str, tuple[Step, ...]]()
+        for split in (False, True) if self.split else (False,):
+            stage = Stage(phases, hooks)
+            passes["F"] = self._forward(watch, stage, times, first)
+            passes["I" if split else "B"] = self._backward(watch, stage, times, last, split)
+            if split:
+                order = [(phase, False) for phase in stage.phases[::-1]]
+                passes["W"] = self._record(watch, stage.weight_steps(0), order, times)
+        return passes
+
+    def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
+        """The input of a pass, and the step that counts it."""
+        before = watch.forget_peak()
+        x = torch.empty(self.num_sums, dtype=statistics_dtype(self.dtype), device="meta") if last else self._message()
+        return x, Step(BOUNDARY, watch.live_bytes - before, watch.live_bytes - before)
+
+    def _message(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def _forward(
+        self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], first: bool
+    ) -> tuple[Step, ...]:
+        x, arrival = (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, False)
+        work = stage.forward_steps(0, x, self.batch)
+        del x
+        order = [(phase, False) for phase in stage.phases]
+        return (arrival, *self._record(watch, work, order, times, lambda: stage.host_bytes(0)))
+
+    def _backward(
+        self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], last: bool, split: bool
+    ) -> tuple[Step, ...]:
+        grad, arrival = self._boundary(watch, last)
+        work = stage.backward_steps(0, grad, split)
+        del grad
+        order: list[tuple[nn.Module, bool]] = []
+        for phases, recompute in reversed(phase_groups(stage.phases)):
+            order += [(phase, False) for phase in phases if recompute] + [(phase, True) for phase in phases[::-1]]
+        return (arrival, *self._record(watch, work, order, times))
+
+    def _record(
+        self,
+        watch: MemoryWatch,
+        work: Iterator[Any],
+        order: Sequence[tuple[nn.Module, bool]],
+        times: Mapping[nn.Module, int],
+        host_bytes: Callable[[], int] = lambda: 0,
+    ) -> tuple[Step, ...]:
+        """Runs a pass step by step. The last step frees the output, which `work` holds.
+
+        Args:
+            watch: counts bytes.
+            work: the pass.
+            order: the phase of every step, and whether the step is its backward.
+            times: how many equal phases each one stands for.
+            host_bytes: bytes of the pass that are in the host's memory at the moment.
+        """
+        steps = []
+        for phase, frees in order:
+            before, away, self._begun = watch.forget_peak(), host_bytes(), {}
+            next(work)
+            rise, *later = (most - before for most in (*self._begun.values(), watch.peak_bytes))
+            places = [self._sync.buckets_of(phase).index(bucket) for bucket in self._begun] if self._sync else []
+            delta, host = watch.live_bytes - before, host_bytes() - away
+            steps.append(Step(type(phase).__name__, rise, delta, frees, host, tuple(zip(places, later))))
+        before = watch.forget_peak()
+        assert next(work, None) is None
+        return (*_expanded(steps, [times[phase] for phase, _ in order]), Step(BOUNDARY, 0, watch.live_bytes - before))
+
+    def _begin_grads(self, bucket: int) -> None:
+        """Stands for the allocation of a bucket's gradients."""
+        if bucket not in self._begun:
+            self._begun[bucket] = self._watch.peak_bytes
+            self._watch.forget_peak()
+
+
+class _Requantized(NoHooks):
+    """Drops the 8-bit copies of weights, so that a pass makes them anew; if gathered in 8 bits, only transposes."""
+
+    def __init__(self, sync: GradSync | None) -> None:
+        eight_bits = [bucket for bucket in ([] if sync is None else sync.buckets) if bucket.eight_bits is not None]
+        self._gathered = {weight for bucket in eight_bits for weight in bucket.parameters}
+
+    def before(self, phase: nn.Module, passing: str) -> None:
+        if passing == "weights":  # which reads none
+            return
+        forget_quantized(weight for weight in phase.parameters() if weight not in self._gathered)
+        for weight in self._gathered.intersection(phase.parameters()) if passing == "backward" else ():
+            quantized_copies(weight).forget_transposed()
+
+
+def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+    """(indices of the units to run, how many each stands for): the first, one and the last of equal ones in a row."""
+    chosen: list[int] = []
+    repeats: list[int] = []
+    start = 0
+    for end in range(1, len(signatures) + 1):
+        if end < len(signatures) and signatures[end] == signatures[start]:
+            continue
+        length = end - start
+        chosen += range(start, end) if length <= 3 else (start, start + 1, end - 1)
+        repeats += [1] * length if length <= 3 else [1, length - 2, 1]
+        start = end
+    return chosen, repeats
+
+
+def _expanded(steps: Sequence[Step], times: Sequence[int]) -> tuple[Step, ...]:
+    """The steps of all phases: those of a unit that stands for several are repeated."""
+    out: list[Step] = []
+    at = 0
+    while at < len(steps):
+        stop = at + 1
+        while times[at] > 1 and stop < len(steps) and times[stop] == times[at]:
+            stop += 1
+        out += list(steps[at:stop]) * times[at]
+        at = stop
+    return tuple(out)

@@ -1,0 +1,219 @@
+"""How long a step takes on a cluster: what the layers do (work.py), priced, and the Program that runs it, simulated.
+
+Of one pass of one stage, by kind:
+
+    products    each: FLOPs / (peak · products) + bytes / (bandwidth · memory), and a kernel: small ones reach less
+    attention   its FLOPs / (peak · attention)
+    memory      2 · bytes of all tensors made / (bandwidth · memory), and a kernel for each: written once, read once
+    tp          collectives inside the layers, less what runs under products (HIDDEN_TP)
+    cp          hops of a ring less the attention they run under; all of what is exchanged before or after it
+    host        copies of `recompute.offload` there and back, as far as they take longer than the pass itself
+    dp          ZeRO-2 and 3: what gathering weights and reducing gradients take longer than the pass itself
+
+All-to-alls of experts go to the simulator, which lets an overlapped action hide them, as messages do. It gives the
+makespan; what the busiest rank's passes leave of it is the bubble. Then comes what ends a step: the reduction that its
+last backward did not hide, the optimiser, and the gathering that the next forward will not hide.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron5d.config.schema import Config
+from megatron5d.pipeline_parallel.costs import StageCosts
+from megatron5d.pipeline_parallel.program import OPS, Program
+from megatron5d.pipeline_parallel.simulate import Simulation, simulate, waiting_shares
+from megatron5d.plan.gathers import mean_gathered
+from megatron5d.plan.traffic import message_bytes, pass_counts, sent_bytes
+from megatron5d.plan.update import carried_bytes, passed_bytes, rounds
+from megatron5d.planning.clusters import Cluster
+from megatron5d.planning.dp_traffic import Sharding
+from megatron5d.planning.work import Unit, Work, together
+
+KINDS = ("products", "attention", "memory", "tp", "cp", "host", "dp")  # of a pass
+REST = ("ep", "p2p", "bubble", "optimizer", "muon", "muon_sent")  # of the step besides
+EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes over which tokens travel
+# Shares of tp's bytes in flight under products, (with sp, without): a column's input is gathered under dx, and its
+# gradient is summed under dW where that runs in the same pass (tensor_parallel/linear.py).
+HIDDEN_TP = {"F": (0.0, 0.0), "B": (2 / 3, 1.0), "I": (1 / 3, 0.0), "W": (0.0, 0.0)}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step is expected to take.
+
+    Args:
+        seconds: kind -> seconds of the busiest pipeline rank; they add up to `step_s`.
+        tokens_per_s_per_gpu: of all tokens of the global batch.
+        tflops_per_gpu: of the model (model/flops.py), recomputation not counted.
+        mfu: those of the device's peak in 16 bits.
+        sent: for each pipeline rank, axis -> bytes that it sends in a step.
+        bubble: for each pipeline rank, `waiting_shares` of the step's Program.
+    """
+
+    seconds: Mapping[str, float]
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float
+    sent: tuple[Mapping[str, int], ...]
+    bubble: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Prices:
+    """Times of the passes of one layout.
+
+    Args:
+        cluster: on which.
+        config: of the run.
+        lines: axis name -> ranks, of rank 0.
+        shared: which parameters mirrored pipeline ranks hold together: all, tied or none.
+    """
+
+    def __init__(
+        self, cluster: Cluster, config: Config, lines: Mapping[str, Sequence[int]], shared: str = "none"
+    ) -> None:
+        self.cluster, self.config = cluster, config
+        self.lines = {name: cluster.line(ranks) for name, ranks in lines.items()}
+        self.neighbours = cluster.line(lines["pp"][:2])
+        self.sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, shared)
+
+    def compute(self, work: Work) -> tuple[float, float, float]:
+        """Seconds of products, of attention, and of what passes through memory."""
+        cluster, share = self.cluster, self.cluster.efficiency
+        memory = cluster.memory_rate * share.memory
+        products = 0.0
+        for each in work.products:
+            peak = cluster.flops_8bit if each.eight_bits else cluster.flops
+            products += share.kernel_s + each.flops / (peak * share.products) + each.num_bytes / memory
+        attention = work.core_flops / (cluster.flops * share.attention)
+        return products, attention, 2 * work.made_bytes / memory + work.made * share.kernel_s
+
+    def stage(
+        self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None
+    ) -> tuple[dict[str, float], float]:
+        """Seconds of a pass of a stage by kind, and of its all-to-alls; `gathered` as in Sharding.beside."""
+        work = together(unit.passes[op] for unit in units)
+        products, attention, memory = self.compute(work)
+        taken = defaultdict[str, float](float)
+        for (axis, name), sent in work.sent.items():
+            kind = "ep" if axis in EXPERTS else "cp" if axis.startswith("cp") and axis != "cp_tp" else "tp"
+            if (kind, name) == ("cp", "shift"):
+                kind = "ring"
+            taken[kind] += self.cluster.seconds(self.lines[axis], name, sent.calls, sent.num_bytes)
+        spent = {
+            "products": products, "attention": attention, "memory": memory,
+            "tp": self._exposed_tp(op, taken["tp"], products),
+            "cp": taken["cp"] + max(0.0, taken["ring"] - attention),
+        }  # fmt: skip
+        copied = work.host_bytes / (self.cluster.host_rate * self.cluster.efficiency.links)
+        spent["host"] = max(0.0, copied - sum(spent.values()))
+        beside = self.sharding.beside(units, op, gathered)  # what ZeRO-2 and 3 send
+        spent["dp"] = max(0.0, self.transfers(beside, len(units)) - sum(spent.values()))
+        return spent, taken["ep"]
+
+    def _exposed_tp(self, op: str, seconds: float, products: float) -> float:
+        parallel = self.config.parallel
+        share = HIDDEN_TP[op][not parallel.sp]
+        if parallel.tp_overlap != "none" and op != "W":
+            share = 1 - 1 / parallel.tp
+        return seconds - min(share * seconds, products)
+
+    def transfers(self, sent: Mapping[tuple[str, str], float], calls: int) -> float:
+        """Seconds of collectives of data parallelism, one after the other."""
+        return sum(
+            self.cluster.seconds(self.lines[axis], name, calls, num_bytes)
+            for (axis, name), num_bytes in sent.items()
+            if num_bytes  # a dense model has experts' axes, and nothing to send there
+        )
+
+    def message(self) -> float:
+        """Seconds of what travels between stages."""
+        return self.cluster.seconds(self.neighbours, "send", 1, message_bytes(self.config))
+
+
+def step_cost(
+    prices: Prices, program: Program, stages: Sequence[Sequence[Unit]], world: int, token_flops: float
+) -> StepCost:
+    """The time of a step.
+
+    Args:
+        prices: of the layout.
+        program: a verified Program.
+        stages: units of every stage.
+        world: number of ranks.
+        token_flops: FLOPs of a step per token, as the run's own MFU counts them.
+    """
+    config, cluster = prices.config, prices.cluster
+    used = [op for op in OPS if (program.table.op == OPS.index(op)).any()]
+    spent = np.zeros((len(KINDS), len(OPS), program.num_stages))
+    a2a = np.zeros((len(OPS), program.num_stages))
+    gathered = mean_gathered(program, stages, prices.sharding) if prices.sharding.gathers_each else {}
+    for stage, units in enumerate(stages):
+        for op in used:
+            kinds, a2a[OPS.index(op), stage] = prices.stage(units, op, gathered.get((op, stage)))
+            spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
+    share = np.ones(program.num_stages)
+    found = simulate(program, StageCosts(spent.sum(0), a2a, prices.message(), share, share))
+    busiest = int(found.work.argmax())
+    seconds = dict(zip(KINDS, (spent * pass_counts(program)[busiest]).sum((1, 2)).tolist()))
+    seconds |= _waiting(found, busiest)
+    held = [[stages[stage] for _, stage in program.placement.stages_of(rank)] for rank in range(program.num_ranks)]
+    ends = [_end(prices, mine, *_passing(spent.sum(0), program, rank)) for rank, mine in enumerate(held)]
+    for kind in ends[0]:
+        seconds[kind] = seconds.get(kind, 0.0) + max(end[kind] for end in ends)
+    rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
+    flops = rate * token_flops
+    sent = sent_bytes(config, prices.sharding, program, stages)
+    return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent, tuple(waiting_shares(program, found)))
+
+
+def _waiting(found: Simulation, rank: int) -> dict[str, float]:
+    """The part of the makespan in which a rank runs no pass."""
+    ep, p2p = float(found.exposed_a2a[rank]), float(found.exposed_p2p[rank])
+    idle = found.makespan - float(found.work[rank]) - ep - p2p
+    return {"ep": ep, "p2p": p2p, "bubble": max(0.0, idle)}  # below 0 by rounding
+
+
+def _passing(spent: np.ndarray, program: Program, rank: int) -> tuple[float, float]:
+    """Seconds of one micro-batch's forward, and backward, through what a rank holds."""
+    stages = sorted({stage for _, stage in program.placement.stages_of(rank)})
+    whole = spent[OPS.index("B")] if spent[OPS.index("B")].any() else spent[[OPS.index("I"), OPS.index("W")]].sum(0)
+    return float(spent[OPS.index("F")][stages].sum()), float(whole[stages].sum())
+
+
+def _end(prices: Prices, held: Sequence[Sequence[Unit]], forward: float, backward: float) -> dict[str, float]:
+    """Seconds by kind that data parallelism and the optimiser add to a step of a rank.
+
+    Reductions start as the last backward makes gradients, whose last unit nothing follows; weights are gathered in the
+    order in which the next forward wants them.
+    """
+    units = [unit for stage in held for unit in stage]
+    sharding = prices.sharding
+    reduced, gathered = sharding.reduced(units), sharding.gathered(units)
+    last = max((prices.transfers(sharding.reduced([unit], last=True), 1) for unit in units), default=0.0)
+    exposed = max(last, prices.transfers(reduced, len(units)) - backward)
+    exposed += max(0.0, prices.transfers(gathered, len(units)) - forward)
+    return {"dp": exposed, **_update(prices, units)}
+
+
+def _update(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
+    """Seconds of the optimiser by kind: its passes, Muon's iterations and all-to-alls, and what the host adds."""
+    cluster, sharding, share = prices.cluster, prices.sharding, prices.cluster.efficiency
+    passed = passed_bytes(units, sharding) / share.memory
+    found = {"optimizer": passed / cluster.memory_rate, "muon": 0.0, "muon_sent": 0.0, "host": 0.0}
+    if prices.config.optim.offload:
+        found["optimizer"] = passed / cluster.host_memory_rate
+        found["host"] = carried_bytes(units, sharding) / (cluster.host_rate * share.links)
+    for each in rounds(units, sharding):
+        found["muon"] += sum(prices.compute(each.matrices[0].work))
+        sent = each.sent(sharding.sizes[each.cut], sharding.weight)
+        found["muon_sent"] += prices.transfers(sent, 2)
+    return found

@@ -1,0 +1,308 @@
+"""FP8 recipes: the products of gemms.py with both operands in 8 bits.
+
+                 inputs x           gradients dy       weights W          formats
+    blockwise    1×128 of features  1×128 of features  128×128            e4m3 everywhere
+    tensorwise   one scale          one scale          one scale          e4m3; gradients e5m2
+
+A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are made from the 8-bit values
+that forward and input gradient have used (kernels/fp8_turn.py), so only those are kept. Every product is accumulated in
+float32 after at most 128 terms; the result has the dtype of the weights (a weight gradient that of the main gradient).
+On the CPU the same scales and blocks are multiplied in float32, or in float64 for a model in float64.
+
+An operand is (values, scales), both with the tokens in the leading dims: sequence shards are quantised first and
+gathered in 8 bits, which gives the same numbers as the other order. Blockwise, SwiGLU and norms whose result only these
+products read write it in 8 bits at once (stand_in.py): the same bits with one pass over memory. Weights and their
+transposes are quantised at the first use after a change and kept until `forget_quantized`; under ZeRO-3 slices are
+quantised and gathered in 8 bits (fp8_weights.py).
+
+Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp. Experts
+have a scale each, over the rows that have come to this rank, so it depends on ep.
+
+Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022 (arXiv:2209.05433).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.fp8.gemm import fp8_matmul
+from kernels.fp8.quantize import E4M3, E5M2, GROUP, Quantized, quantize_blocks, quantize_rows
+from kernels.fp8.quantize_tensor import (
+    amax_of,
+    amax_of_rows,
+    quantize_by_row,
+    quantize_tensor,
+    quantize_tensor_both_ways,
+)
+from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
+from kernels.fp8_turn import transposed, turn
+from megatron5d.autograd.wgrad import grad_buffer
+from megatron5d.precision.fp8_tensor import (
+    carried_by,
+    eight_bit_layer_norm,
+    eight_bit_rms_norm,
+    eight_bit_swiglu,
+    eight_bit_weighted_swiglu,
+)
+from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_of
+from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
+from megatron5d.topology.shard_spec import spec_of
+
+Reduce = Callable[[Tensor], Tensor]
+"""The maximum, over some ranks, of a float32 tensor."""
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight's products are made in 8 bits."""
+    return isinstance(getattr(weight, "gemms", None), (BlockwiseGemms, TensorwiseGemms, BlockwiseExpertGemms))
+
+
+def quantized_copies(weight: Tensor) -> QuantizedPair:
+    """The 8-bit copies of a weight for which `is_quantized`, made where they are not there."""
+    experts = (stack_of(weight)[0],) if spec_of(weight).expert else ()
+    return weight.gemms.copies(weight, *experts)  # type: ignore[attr-defined]
+
+
+def _flat(x: Operand) -> tuple[Tensor, Tensor]:
+    """An operand with all tokens in one dim: values `[rows, features]`, scales `[rows, c]`."""
+    values, scales = x
+    return values.flatten(0, -2), scales.flatten(0, -2)
+
+
+def _rows(x: Tensor, powers_of_two: bool) -> Operand:
+    """x `[..., features]` quantised in 1×128 groups; what a stand-in carries is so already."""
+    carried = carried_by(x)
+    if carried is not None:
+        return carried
+    q = quantize_rows(x.reshape(-1, x.shape[-1]), E4M3, powers_of_two=powers_of_two)
+    num_scales = q.scales.shape[-1]  # not -1, which is ambiguous where there are no rows
+    return q.values.view(x.shape), q.scales.view(*x.shape[:-1], num_scales)
+
+
+class BlockwiseGemms(Gemms):
+    """Products of a linear layer with the blockwise recipe.
+
+    Args:
+        powers_of_two: scales are powers of two.
+    """
+
+    def __init__(self, powers_of_two: bool) -> None:
+        self.powers_of_two = powers_of_two
+
+    def operand(self, x: Tensor, gradient: bool = False) -> Operand:
+        return _rows(x, self.powers_of_two)
+
+    def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+        if kind != "swiglu":
+            return super().activate(x, kind, overwrite)
+        return eight_bit_swiglu(x, self.powers_of_two, overwrite)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return eight_bit_rms_norm(x, weight, eps, self.powers_of_two)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return eight_bit_layer_norm(x, weight, bias, eps, self.powers_of_two)
+
+    def forward(self, x: Operand, weight: Tensor) -> Tensor:
+        return self._product(x, self.copies(weight).plain, weight.dtype)
+
+    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
+        return self._product(dy, self.copies(weight).transposed, weight.dtype)
+
+    def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
+        a, b = (turn(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two) for each in (dy, x))
+        fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
+
+    def weight_maxima(self, blocks: Tensor) -> Tensor:
+        """Magnitudes of 128×128 blocks `[1, down, across]` -> those that scales are made of, broadcast over blocks."""
+        return blocks
+
+    def over_ranks(self, maxima: Tensor) -> Tensor:
+        """Maxima of this rank -> maxima over all ranks that hold parts of the same weights."""
+        return maxima
+
+    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
+        """`[out, in]` in e4m3 and the scale of each block `[1, down, across]`, as the products read them."""
+        return Quantized(values, scales[0], GROUP)
+
+    def _product(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
+        y = fp8_matmul(Quantized(*_flat(x), 1), weight, out_dtype=dtype)
+        return y.view(*x[0].shape[:-1], -1)
+
+    def copies(self, weight: Tensor) -> QuantizedPair:
+        """The 8-bit copies of a weight, made where they are not there."""
+        return quantized_weight(
+            weight, lambda: QuantizedPair(*quantize_blocks(weight.detach(), powers_of_two=self.powers_of_two))
+        )
+
+
+class TensorwiseGemms(Gemms):
+    """Products of a linear layer with the tensorwise recipe.
+
+    Args:
+        powers_of_two: scales are powers of two.
+        of_tokens: the maximum over the ranks that hold parts of the same input or gradient (tokens or features).
+        of_weight: the maximum over the ranks that hold parts of the same weight.
+    """
+
+    def __init__(self, powers_of_two: bool, of_tokens: Reduce, of_weight: Reduce) -> None:
+        self.powers_of_two, self.of_tokens, self.of_weight = powers_of_two, of_tokens, of_weight
+
+    def operand(self, x: Tensor, gradient: bool = False) -> Operand:
+        amax = self.of_tokens(amax_of(x))
+        q = quantize_tensor(x, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two, amax=amax)
+        return q.values, q.scales.expand(*x.shape[:-1], 1).contiguous()
+
+    def forward(self, x: Operand, weight: Tensor) -> Tensor:
+        return self._product(x, self.copies(weight).plain, weight.dtype)
+
+    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
+        return self._product(dy, self.copies(weight).transposed, weight.dtype)
+
+    def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
+        a, b = (Quantized(transposed(values), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
+        fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
+
+    def weight_maxima(self, blocks: Tensor) -> Tensor:
+        """As in BlockwiseGemms."""
+        return blocks.amax().view(1, 1, 1)
+
+    def over_ranks(self, maxima: Tensor) -> Tensor:
+        """As in BlockwiseGemms."""
+        return self.of_weight(maxima)
+
+    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
+        """As in BlockwiseGemms."""
+        return Quantized(values, scales[0, :1, :1], 0)
+
+    def _product(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
+        values, scales = _flat(x)
+        return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(*x[0].shape[:-1], -1)
+
+    def copies(self, weight: Tensor) -> QuantizedPair:
+        """As in BlockwiseGemms."""
+
+        def make() -> QuantizedPair:
+            amax = self.of_weight(amax_of(weight.detach()))
+            both = quantize_tensor_both_ways(weight.detach(), powers_of_two=self.powers_of_two, amax=amax)
+            return QuantizedPair(*both)
+
+        return quantized_weight(weight, make)
+
+
+class BlockwiseExpertGemms(ExpertGemms):
+    """Products of experts with the blockwise recipe; no group of 128 tokens has tokens of two experts.
+
+    Args:
+        powers_of_two: scales are powers of two.
+    """
+
+    def __init__(self, powers_of_two: bool) -> None:
+        self.powers_of_two = powers_of_two
+
+    def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
+        return _rows(x, self.powers_of_two)
+
+    def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+        if kind != "swiglu":
+            return super().activate(x, weights, kind, overwrite)
+        return eight_bit_weighted_swiglu(x, weights, self.powers_of_two, overwrite)
+
+    def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
+        weight = self.copies(parameter, num_local).plain
+        return grouped_matmul_fp8(self._grouped(x), weight, offsets, parameter.dtype)
+
+    def input_grad(self, dy: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
+        weight = self.copies(parameter, num_local).transposed
+        return grouped_matmul_fp8(self._grouped(dy), weight, offsets, parameter.dtype)
+
+    def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
+        a, b = (self._turned(self._grouped(each), offsets) for each in (dy, x))
+        grouped_weight_grad_fp8(a, b, offsets, by_expert(grad_buffer(parameter), num_local))
+
+    def weight_maxima(self, blocks: Tensor) -> Tensor:
+        """As in BlockwiseGemms, `[E, down, across]`."""
+        return blocks
+
+    def over_ranks(self, maxima: Tensor) -> Tensor:
+        """As in BlockwiseGemms."""
+        return maxima
+
+    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
+        """As in BlockwiseGemms, `[E, out, in]`."""
+        return Quantized(values, scales, GROUP)
+
+    def _grouped(self, x: Operand) -> Quantized:
+        values, scales = x
+        return Quantized(values, scales, 1)
+
+    def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
+        return turn(x, offsets, powers_of_two=self.powers_of_two)
+
+    def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
+        """As in BlockwiseGemms."""
+
+        def make() -> QuantizedPair:
+            return QuantizedPair(
+                *quantize_blocks(by_expert(parameter.detach(), num_local), powers_of_two=self.powers_of_two)
+            )
+
+        return quantized_weight(parameter, make)
+
+
+class TensorwiseExpertGemms(BlockwiseExpertGemms):
+    """Products of experts with one scale for each expert's weight and for each expert's rows.
+
+    The scales are repeated for each block, so that the kernels of blockwise products can read them.
+
+    Args:
+        powers_of_two: scales are powers of two.
+        over_parts: the maximum over the ranks that hold parts of the same experts.
+    """
+
+    def __init__(self, powers_of_two: bool, over_parts: Reduce) -> None:
+        super().__init__(powers_of_two)
+        self.over_parts = over_parts
+
+    def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
+        # not in 8 bits: the scale of an expert's rows is known only when all of them are
+        return ExpertGemms.activate(self, x, weights, kind, overwrite)
+
+    def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
+        rows, num_local = x.shape[0], offsets.numel() - 1
+        expert = torch.searchsorted(offsets[1:].contiguous(), torch.arange(rows, device=x.device), right=True)
+        expert = expert.clamp(max=num_local - 1)  # rows past the last offset are padding
+        amax = torch.zeros(num_local, device=x.device)
+        if rows:
+            amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")
+        amax = self.over_parts(amax)[expert]
+        return quantize_by_row(x, amax, E5M2 if gradient else E4M3, powers_of_two=self.powers_of_two)
+
+    def weight_maxima(self, blocks: Tensor) -> Tensor:
+        return blocks.amax((1, 2), keepdim=True)
+
+    def over_ranks(self, maxima: Tensor) -> Tensor:
+        return self.over_parts(maxima)
+
+    def _grouped(self, x: Operand) -> Quantized:
+        values, scales = x
+        return Quantized(values, scales.expand(-1, -(-values.shape[1] // GROUP)).contiguous(), 1)
+
+    def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
+        return turn(x, offsets, keep=True)
+
+    def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
+        def make() -> QuantizedPair:
+            stack = by_expert(parameter.detach(), num_local)
+            rows, height = stack.flatten(0, 1), stack.shape[1]
+            amax = self.over_parts(amax_of_rows(rows).view(num_local, height).amax(1)).repeat_interleave(height)
+            eight, each = quantize_by_row(rows, amax, powers_of_two=self.powers_of_two)
+            values, scales = eight.view(stack.shape), each.view(num_local, height, 1)[:, :1]
+            blocks = scales.expand(-1, *(-(-n // GROUP) for n in stack.shape[1:])).contiguous()
+            other = Quantized(transposed(values), blocks.mT.contiguous(), GROUP)
+            return QuantizedPair(Quantized(values, blocks, GROUP), other)
+
+        return quantized_weight(parameter, make)

@@ -1,0 +1,114 @@
+"""Random numbers that depend only on (seed, global name, global index): the same initial weights on any layout.
+
+A counter-based generator: element i of the tensor called `name` is hash(seed, name, i), so each rank computes only its
+own rectangle and no rank ever holds a whole large weight. SplitMix64's finaliser (Steele et al. 2014, "Fast
+splittable pseudorandom number generators") gives 64 random bits per element, Box-Muller turns them into a normal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from math import pi, prod
+
+import torch
+
+from megatron5d.topology.shard_spec import ShardSpec, spec_of
+
+_MASK = (1 << 64) - 1
+_CHUNK = 1 << 22  # elements hashed at a time, so that the int64 temporaries take about 100 MB
+
+
+def _signed(x: int) -> int:
+    """The low 64 bits of an integer as int64."""
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift; torch's >> on int64 copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def hash_bits(key: int, index: torch.Tensor) -> torch.Tensor:
+    """64 random bits per index.
+
+    Args:
+        key: 64-bit key of the stream.
+        index: int64, any shape.
+
+    Returns:
+        int64 of the same shape, all bits used.
+    """
+    x = index * _signed(0x9E3779B97F4A7C15) + _signed(key)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def stream_key(seed: int, name: str) -> int:
+    """64-bit key of the stream for a name, such as that of a parameter."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+
+
+def uniform(key: int, index: torch.Tensor) -> torch.Tensor:
+    """Uniform deviates in [0, 1), fp64, one for each element of `index` (int64, any shape)."""
+    return _shift(hash_bits(key, index), 11).double() * 2.0**-53
+
+
+def normal(key: int, index: torch.Tensor) -> torch.Tensor:
+    """Standard normal deviates, fp64, one for each element of `index` (int64, any shape)."""
+    bits = hash_bits(key, index)
+    radius = (_shift(bits, 32).double() + 0.5) * 2.0**-32  # in (0, 1): the logarithm is finite
+    angle = (bits & 0xFFFFFFFF).double() * 2.0**-32
+    return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(2 * pi * angle)
+
+
+@torch.no_grad()
+def initialize(parameter: torch.nn.Parameter, seed: int) -> None:
+    """Fills a local parameter as its ShardSpec says; padding rows become zero.
+
+    Args:
+        parameter: made by `new_parameter`.
+        seed: of the run.
+    """
+    parameter.zero_()
+    for piece in spec_of(parameter).pieces:
+        rows = parameter[piece.row : piece.row + piece.shape[0]] if piece.shape else parameter
+        initialize_rectangle(rows, piece.offset, spec_of(parameter), seed)
+
+
+@torch.no_grad()
+def initialize_rectangle(local: torch.Tensor, offset: tuple[int, ...], spec: ShardSpec, seed: int) -> None:
+    """Fills a rectangle of a global tensor.
+
+    Args:
+        local: the rectangle.
+        offset: its first index in each dim of the global tensor.
+        spec: of the tensor; `init` is a standard deviation, "ones" or "zeros".
+        seed: of the run.
+    """
+    if spec.init == "ones":
+        local.fill_(1.0)
+    elif spec.init == "zeros":
+        local.zero_()
+    elif not local.is_meta:
+        _fill_normal(local, offset, spec.shape, stream_key(seed, spec.name), float(spec.init))
+
+
+def _fill_normal(
+    local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], key: int, std: float, first: int = 0
+) -> None:
+    """local[i...] = std · normal(first + flat index of offset + i within `shape`), some rows at a time."""
+    row_stride = prod(shape[1:])
+    if local.dim() > 2:  # a stack of matrices: one by one, because each may be larger than a chunk
+        for i, matrix in enumerate(local):
+            _fill_normal(matrix, offset[1:], shape[1:], key, std, first + (offset[0] + i) * row_stride)
+        return
+    step = max(1, _CHUNK // max(1, local[0].numel()))
+    within = torch.arange(first, first + 1, device=local.device)
+    if local.dim() == 2:
+        within = torch.arange(first + offset[1], first + offset[1] + local.shape[1], device=local.device)
+    for start in range(0, local.shape[0], step):
+        rows = torch.arange(start, min(start + step, local.shape[0]), device=local.device) + offset[0]
+        index = rows[:, None] * row_stride + within
+        local[start : start + step].copy_((normal(key, index) * std).view(-1, *local.shape[1:]))

@@ -1,0 +1,157 @@
+"""Where a parameter lies in the whole model: nothing else decides sharding.
+
+A local parameter is a stack of pieces along its dim 0. Each piece is a rectangle of one global tensor:
+
+    local rows            global tensor  (fused q, k, v on rank r of tp)
+    0 .. 2d      q heads  rows  2dr .. 2dr+2d
+    2d .. 3d     k head   rows  a·d + ...          copies on `tp_kv` where heads are fewer than ranks
+    3d .. 4d     v head   rows  (a+g)·d + ...      (d: head dim; a query heads, g KV heads)
+
+Rows that no piece covers are padding: they are zero, receive no gradient and are never saved.
+Initialisation, gradient reduction, the gradient norm, ZeRO, checkpoints and Hugging Face conversion all read this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of the global tensor and the local rows that hold it.
+
+    Args:
+        offset: first index in each dim of the global tensor.
+        shape: extent in each dim; all of a local row's elements belong to the rectangle.
+        row: first local row (dim 0) of the rectangle.
+        summed: axes (data parallelism aside) whose ranks hold the same rectangle and each a part of its gradient, to be
+            added up.
+        owner: this rank is the first of those that hold the rectangle; only it counts the piece in norms and writes it
+            to disk.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: int = 0
+    summed: tuple[str, ...] = ()
+    owner: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def flat(self) -> tuple[int, int]:
+        """Start and end (exclusive) of the piece in the flattened local tensor."""
+        start = self.row * prod(self.shape[1:])
+        return start, start + self.numel
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The place of one parameter in the whole model.
+
+    Args:
+        name: global name, the same on any layout.
+        shape: global shape, without padding.
+        pieces: what this rank holds of it.
+        expert: replicated over edp (True) or over dp·cp (False).
+        init: standard deviation of the normal initialisation, or "ones" / "zeros".
+        decay: whether weight decay applies.
+        shared: "pair" where the mirrored pipeline rank holds the parameter too (the second copy of a bidirectional
+            schedule; a tied embedding whose two uses are on different ranks) and counts as data parallel; otherwise "".
+        stack: global rows of each of several matrices stacked in this parameter (q, k and v; gate and up), which Muon
+            orthogonalises one by one; () = one matrix.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    expert: bool = False
+    init: float | str = "zeros"
+    decay: bool = True
+    shared: str = ""
+    stack: tuple[int, ...] = ()
+
+
+def whole(shape: tuple[int, ...], summed: tuple[str, ...] = (), owner: bool = True) -> tuple[Piece]:
+    """The only piece of a tensor that this rank holds entirely; the arguments are those of `Piece`."""
+    return (Piece((0,) * len(shape), shape, 0, summed, owner),)
+
+
+_WITHOUT_MEMORY = ContextVar("parameters without memory", default=False)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Inside this context new parameters have a shape but no memory; a flat buffer gives it to them later.
+
+    This way no rank ever holds more of the model than the slices that it keeps (data_parallel/bucket.py).
+    """
+    token = _WITHOUT_MEMORY.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_MEMORY.reset(token)
+
+
+def has_memory(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has memory, unlike one that was made `without_memory` and not put into a buffer yet."""
+    return parameter.is_contiguous()
+
+
+def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dtype, device) -> torch.nn.Parameter:
+    """A local parameter that carries its spec as `.spec`. Its pieces are not initialised; its padding is zero."""
+    if _WITHOUT_MEMORY.get():
+        # one expanded element; torch does not let a parameter change from the meta device to another
+        values = torch.zeros((), dtype=dtype, device=device).expand(local_shape)
+    else:
+        padded = sum(piece.numel for piece in spec.pieces) < prod(local_shape)
+        values = (torch.zeros if padded else torch.empty)(local_shape, dtype=dtype, device=device)
+    parameter = torch.nn.Parameter(values)
+    parameter.spec = spec  # type: ignore[attr-defined]
+    return parameter
+
+
+def spec_of(parameter: torch.Tensor) -> ShardSpec:
+    """The spec of a parameter that `new_parameter` made."""
+    return parameter.spec  # type: ignore[attr-defined]
+
+
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Divides the flat range [start, stop) of a row-major tensor into at most 2·ndim-1 rectangles.
+
+    Args:
+        shape: of the tensor.
+        start, stop: flat element range.
+
+    Returns:
+        (offset, extent) pairs, in flat order; their elements are contiguous in the flat range.
+    """
+    if stop <= start:
+        return []
+    if len(shape) <= 1:
+        return [((start,), (stop - start,))] if shape else [((), ())]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last or (first == last and start // row == (stop - 1) // row):
+        index = start // row
+        inner = rectangles(shape[1:], start - index * row, stop - index * row)
+        return [((index, *offset), (1, *extent)) for offset, extent in inner]
+    parts = []
+    if start < first * row:
+        inner = rectangles(shape[1:], start - (first - 1) * row, row)
+        parts += [((first - 1, *offset), (1, *extent)) for offset, extent in inner]
+    if last > first:
+        parts.append(((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if stop > last * row:
+        inner = rectangles(shape[1:], 0, stop - last * row)
+        parts += [((last, *offset), (1, *extent)) for offset, extent in inner]
+    return parts

@@ -1,0 +1,140 @@
+"""Turns a step's result into a record and sends it to every writer of the run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatron5d.config.convert import to_dict
+from megatron5d.model.flops import flops_per_token
+from megatron5d.train.build import Run
+from megatron5d.train.expected import Expectation
+from megatron5d.train.monitoring.memory import MEASURED_AFTER, MemoryReport
+from megatron5d.train.monitoring.stragglers import SlowRanks
+from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Wandb, memory_gb, peak_tflops
+from megatron5d.train.step import StepResult
+
+
+class Reporter:
+    """Writes the records of one run; on every rank but 0 it computes and writes nothing.
+
+    Args:
+        run: whose configuration says where to write.
+    """
+
+    def __init__(self, run: Run) -> None:
+        config, progress = run.config, run.progress
+        self.run = run
+        self.active = run.process.rank == 0
+        self._peak = peak_tflops(config.log, run.process.device)
+        self.memory = MemoryReport(run)
+        self.expectation = Expectation(run)
+        self._slow_ranks = SlowRanks(run)
+        self._steps_here = 0
+        self._flops = flops_per_token(config.model, config.train.seq_len)
+        self._pending: dict[str, Any] = {}
+        self._jsonl = self._wandb = None
+        self._display = ProgressDisplay(config.train.steps, progress.step, self.active and config.log.progress)
+        if self.active and config.log.jsonl:
+            self._jsonl = JsonLines(config.log.jsonl, progress.step)
+        if self.active and config.log.wandb.mode != "disabled":
+            self._wandb = Wandb(config.log, to_dict(config), progress.wandb_id)
+            progress.wandb_id = self._wandb.run_id
+        self._since, self._seconds, self._sent = time.perf_counter(), 0.0, dict[str, int]()
+        self._waits = dict[str, float]()
+
+    def start_clock(self) -> None:
+        """A step begins."""
+        self.run.ledger.clear()
+        self.run.ledger.timing = self._slow_ranks.active
+        self._slow_ranks.start()
+        self._since = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """A step is over: what follows (evaluation, saving) counts neither as its time nor as what it sent."""
+        self.run.ledger.timing, self._waits = False, self.run.ledger.take_waits()
+        self._seconds, self._sent = time.perf_counter() - self._since, self.run.ledger.bytes_by_axis()
+        self._slow_ranks.step(self._seconds, self._waits)
+
+    def add(self, name: str, value: float) -> None:
+        """A figure that goes into the next record."""
+        self._pending[name] = value
+
+    def step(self, result: StepResult, lr: float) -> None:
+        """Records one step; written every `log.every` steps, at the first and last, and where there is more to tell.
+
+        Comm: at a record that of SlowRanks; once, after some steps: of MemoryReport and Expectation.
+        """
+        self._steps_here += 1
+        config, step = self.run.config, self.run.progress.step
+        last = config.train.stop_after or config.train.steps
+        more = bool(self._pending or result.layers)  # an evaluation, the routers
+        written = step % config.log.every == 0 or step in (1, last) or result.stop or more
+        told, self._pending = self._pending, {}
+        slow = list[str]()
+        if written:
+            compared, slow = self._slow_ranks.compare()
+            told |= compared
+        measured = []
+        if self._steps_here == MEASURED_AFTER:
+            measured = [self.expectation.beside(result, self._sent), self.memory.measured()]
+        if not self.active:
+            return
+        record = self._record(result, lr)
+        tokens_per_s = record["tokens_per_s_per_gpu"] * self.run.process.world
+        self._display.update(record["loss"], record["grad_norm"], tokens_per_s)
+        if written:
+            record |= told
+            for writer in (self._jsonl, self._wandb):
+                if writer is not None:
+                    writer.write(record)
+        if result.skipped is not None:
+            self.say(f"step {step}: the update is skipped: {result.skipped}")
+        for text in filter(None, [*measured, *slow]):
+            self.say(text)
+
+    def _record(self, result: StepResult, lr: float) -> dict[str, Any]:
+        run, config = self.run, self.run.config
+        rate = result.num_targets / self._seconds / run.process.world
+        record: dict[str, Any] = {
+            "step": run.progress.step,
+            "loss": result.losses["loss"],
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": run.progress.tokens,
+            "step_time_s": self._seconds,
+            "tokens_per_s_per_gpu": rate,
+            "mfu": rate * self._flops / (self._peak * 1e12) if self._peak else None,
+            "memory_gb": memory_gb(run.process.device),
+            "memory_predicted_gb": self.memory.predicted_gb,
+            "consumed_samples": run.progress.consumed_samples,
+        }
+        record |= self.expectation.record()
+        if config.train.z_loss:
+            record["z_loss"] = result.losses["z_loss"]
+        record |= {name: value for name, value in result.losses.items() if name not in ("loss", "z_loss")}
+        if config.optim.on_nonfinite == "skip" or config.optim.skip_norm:
+            record["update_skipped"] = result.skipped is not None
+        if config.parallel.zero:
+            record["zero_exposed_s"] = result.zero_exposed_s
+        if config.parallel.pp > 1:
+            record["bubble"] = result.bubble
+        if config.parallel.cp > 1:
+            record["cp_balance"] = result.cp_balance
+        record |= result.layers
+        for axis, num_bytes in self._sent.items():
+            record[f"comm_{axis}_bytes"] = num_bytes
+        record |= {f"comm_{axis}_exposed_s": seconds for axis, seconds in self._waits.items()}
+        return record
+
+    def say(self, text: str) -> None:
+        """A line on the console of rank 0."""
+        if self.active:
+            self._display.say(text)
+
+    def close(self) -> None:
+        self._slow_ranks.close()
+        self._display.close()
+        for writer in (self._jsonl, self._wandb):
+            if writer is not None:
+                writer.close()

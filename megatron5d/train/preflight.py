@@ -1,0 +1,76 @@
+"""What is wrong with the files of a run's data, as far as it can be seen before anything starts."""
+
+from __future__ import annotations
+
+from functools import partial
+from os.path import exists, isfile
+
+from megatron5d.config.errors import Fault
+from megatron5d.config.schema import Config
+from megatron5d.data.indexed_dataset import IndexedDataset
+from megatron5d.data.sources import split_range
+from megatron5d.train.data import end_of_document, read_sources, tokens_of_part
+
+
+def data_faults(config: Config, world: int) -> list[Fault]:
+    """What is wrong with files that are there: broken, of another kind, or too short for a single sample.
+
+    Only sizes are read, which takes no time; other faults inside of the files are reported while training.
+    """
+    found = []
+    try:
+        sources = read_sources(config)
+    except ValueError:
+        sources = []  # an illegal split, which a law reports
+    for knob, part, prefix, split in sources:
+        if all(isfile(prefix + ending) for ending in (".bin", ".idx")):
+            found += _source_faults(config, knob, prefix, split, part)
+    if config.data.tokenizer is not None and exists(config.data.tokenizer):
+        found += _tokenizer_faults(config)
+    return found
+
+
+def _source_faults(config: Config, knob: str, prefix: str, split: str | None, part: str) -> list[Fault]:
+    """What keeps one pair of .bin and .idx from giving samples."""
+    example = f"{knob}=[{'NAME ' if knob == 'data.valid_sets' else ''}PREFIX]"
+    broken = partial(Fault, "data-broken", (knob,), fix=f"{example} of whole files, as tools/preprocess.py writes them")
+    try:
+        dataset = IndexedDataset(prefix, checked=False)
+    except (ValueError, OSError) as error:
+        return [broken(f"{knob}: {error}", local=True)]
+    if dataset.num_tokens == 0:
+        return []  # which a law reports
+    megatron = config.data.order == "megatron"
+    try:
+        split_range(split, part, dataset.num_sequences if megatron else dataset.num_documents)
+    except ValueError as error:
+        return [Fault("data-split-part", (knob, "data.split"), f"{prefix}: {error}", "data.split=null", True)]
+    if megatron:
+        return []  # its epochs are joined, so that few tokens are enough for any sample
+    try:
+        tokens, seq_len = tokens_of_part(dataset, split, part), config.train.seq_len
+    except ValueError as error:
+        return [broken(f"{knob}: {error}", local=True)]
+    if tokens > seq_len:
+        return []
+    of_it = f"'s part for {part} (data.split = {split})" if split is not None else ""
+    reason = f"{knob}: {prefix}{of_it} holds {tokens} tokens, and one sample takes train.seq_len + 1 = {seq_len + 1}"
+    shorter = f"train.seq_len={tokens - 1} or less, or " if tokens > 1 else ""
+    fix = f"{shorter}{example} of at least {seq_len + 1} tokens"
+    return [Fault("data-too-short", (knob, "train.seq_len"), reason, fix, True)]
+
+
+def _tokenizer_faults(config: Config) -> list[Fault]:
+    """Why a tokenizer's file does not say which token ends a document, where a setting needs it."""
+    try:
+        eod = end_of_document(config)
+    except (ValueError, OSError) as error:
+        fix = "data.tokenizer=FILE from tools/tokenizer.py or of a published model, or null"
+        return [Fault("data-tokenizer-kind", ("data.tokenizer",), f"data.tokenizer: {error}", fix, True)]
+    if eod is not None or not config.data.eod_mask_loss:
+        return []
+    reason = (
+        f"data.eod_mask_loss = true, and data.tokenizer = {config.data.tokenizer} names no token that ends a document"
+    )
+    knobs = ("data.eod_mask_loss", "data.tokenizer")
+    return [Fault("data-tokenizer-eod", knobs, reason, "data.eod=ID of that token, or data.eod_mask_loss=false", True)]

@@ -1,0 +1,93 @@
+"""What a compiled kernel costs and which instructions it uses, read from its binary with tools of Triton's wheel."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+from kernel_lab.capture import Launch
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+SHARED_LIMIT = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
+"""KiB that a block may have on every GPU that a table serves: that of sm_80 is also for 8.6 and 8.9, 99 for its 163."""
+INSTRUCTIONS = {
+    "wgmma": r"\b[HIQ]GMMA",
+    "fp8 wgmma": r"\bQGMMA",
+    "mma": r"\b[HIQ]MMA",
+    "tcgen05": r"\bUTC\w*MMA",
+    "bulk load": r"\bUTMALDG",
+    "bulk store": r"\bUTMASTG",
+    "async copy": r"\bLDGSTS",
+    "mfma": r"\bv_mfma",
+    "system acquire": r"\bLDG\S*STRONG\.SYS",
+    "system release": r"\bMEMBAR\S*\.SYS",
+}
+BESIDE = "exp2 beside wgmma"
+_CLOSED = re.compile(r"\b[HIQ]GMMA.*gsb0")
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+def _nvidia(cubin: bytes, disassemble: bool) -> tuple[int, int, str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", _run("cuobjdump", "-res-usage", file.name))
+        assert usage, "cuobjdump printed no resource usage"
+        # the instructions alone, without looking for where branches lead: the same text in three quarters of the time
+        listing = _run("nvdisasm", "--no-dataflow", "--no-vliw", "-c", file.name) if disassemble else ""
+    return int(usage[1]), int(usage[2]), listing
+
+
+def _beside(listing: str) -> int:
+    """How many exponentials stand between a matrix product's start and the wait for it."""
+    found, waiting = 0, False
+    for operation in re.findall(r"\bHGMMA|\bWARPGROUP\.DEPBAR|\bMUFU\.EX2", listing):
+        if operation == "MUFU.EX2":
+            found += waiting
+        else:
+            waiting = operation == "HGMMA"
+    return found
+
+
+def _amd(assembly: str) -> tuple[int, int, str]:
+    def value(name: str) -> int:
+        found = re.search(rf"\.{name}: +(\d+)", assembly)
+        return int(found[1]) if found else 0
+
+    return value("vgpr_count"), value("vgpr_spill_count") + value("private_segment_fixed_size"), assembly
+
+
+def examine(launch: Launch, architecture: str, disassemble: bool) -> dict:
+    """Resources and instructions of one compiled launch.
+
+    Args:
+        launch: from `capture`.
+        architecture: the target it was compiled for.
+        disassemble: whether to count instructions (slower).
+
+    Returns:
+        registers a thread, stack bytes a thread (spills, local arrays), shared bytes a block, instruction counts
+        (BESIDE: exponentials taken while a matrix product is under way), and how many groups of asynchronous matrix
+        products the assembler closes beyond those that the program commits.
+    """
+    asm = launch.compiled.asm
+    if architecture.startswith("gfx"):
+        registers, stack, listing = _amd(asm["amdgcn"])
+    else:
+        registers, stack, listing = _nvidia(asm["cubin"], disassemble)
+    counts = {name: len(re.findall(pattern, listing)) for name, pattern in INSTRUCTIONS.items()}
+    counts[BESIDE] = _beside(listing)
+    return {
+        "kernel": launch.name,
+        "num_warps": launch.num_warps,
+        "registers": registers,
+        "stack": stack,
+        "shared": launch.compiled.metadata.shared,
+        "instructions": {name: n for name, n in counts.items() if n},
+        "serialised": max(0, len(_CLOSED.findall(listing)) - asm.get("ptx", "").count("wgmma.commit_group")),
+    }

@@ -1,0 +1,202 @@
+"""Compile every kernel for GPUs that are not here, and hold each to its promises.
+
+    python -m kernel_lab.compile_gate
+
+A case fails when a kernel does not compile, spills, takes more registers or shared memory than `budget.json` grants it,
+does not fit the target, lacks an instruction it promised, or waits for each matrix product before it starts the next:
+the assembler puts such waits in, with no more than a remark, where it cannot follow the accumulators. An entry of a
+configuration table that no case selects fails too. Each compilation runs in a forked child with a time limit, because
+the compiler can hang or crash.
+Triton's cache makes the second run fast.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from kernel_lab.binary import SHARED_LIMIT, examine
+from kernel_lab.capture import TARGETS, capture
+from kernel_lab.gate_cases import CASES
+from triton.runtime.cache import triton_key
+
+from kernels import tuning
+
+BUDGET = Path(__file__).with_name("budget.json")
+DEFAULT_TARGETS = ("sm_80", "sm_90", "sm_100")
+_IMPORTED_LATE = ("torch._dynamo", "triton.experimental.gluon.nvidia.hopper")  # by autograd Functions and the compiler
+FRAME_BYTES = {"sm_120": 8}  # the assembler zeroes a slot beside each bulk copy there, and never reads it: no spill
+
+
+def compile_case(name: str, target: str) -> dict:
+    """Compiles one case in this process and reports its launches and the configuration entries it selected."""
+    case = CASES[name]
+    with capture(target) as (launches, selected):
+        case.run()
+    disassemble = target in case.promises
+    reports = [examine(launch, target, disassemble) for launch in launches]
+    return {"launches": _distinct(reports), "selected": sorted(selected)}
+
+
+def _distinct(reports: list[dict]) -> list[dict]:
+    return list({json.dumps(r, sort_keys=True): r for r in reports}.values())
+
+
+def _causes(error: BaseException) -> str:
+    """The error and what led to it: Triton wraps the reason in one compilation error per call."""
+    said = []
+    cause: BaseException | None = error
+    while cause is not None:
+        said.append(f"{type(cause).__name__}: {str(cause)[-600:]}")
+        cause = cause.__cause__
+    return " <- ".join(said)
+
+
+def _in_child(name: str, target: str, limit_s: float) -> dict:
+    """`compile_case` in a forked child; a crash or a hang becomes an error of that case alone."""
+    started = time.monotonic()
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        signal.alarm(int(limit_s))
+        try:
+            answer = compile_case(name, target)
+        except BaseException as error:
+            answer = {"error": _causes(error), "trace": traceback.format_exc()[-3000:]}
+        with os.fdopen(write_end, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not text:
+        cause = "ran past its time limit" if os.WTERMSIG(status) == signal.SIGALRM else f"died with status {status}"
+        return {"error": f"the compiler {cause}", "seconds": round(time.monotonic() - started, 1)}
+    return {**json.loads(text), "seconds": round(time.monotonic() - started, 1)}
+
+
+def faults(name: str, target: str, report: dict, budget: dict) -> list[str]:
+    """What is wrong with a case's report; empty when it passes."""
+    if "error" in report:
+        return [report["error"]]
+    found, limits = [], budget.get(name, {}).get(target)
+    for launch in report["launches"]:
+        who = f"{launch['kernel']} ({launch['num_warps']} warps)"
+        if launch["stack"] > FRAME_BYTES.get(target, 0):
+            found.append(f"{who} spills {launch['stack']} bytes a thread")
+        if launch["shared"] > SHARED_LIMIT[target] * 1024:
+            found.append(
+                f"{who} wants {launch['shared']} bytes of shared memory; {target} has {SHARED_LIMIT[target]} KiB"
+            )
+        for resource in ("registers", "shared"):
+            if limits and launch[resource] > limits[resource]:
+                found.append(f"{who} takes {launch[resource]} {resource}, the budget is {limits[resource]}")
+        if launch["serialised"]:
+            found.append(f"{who} waits for each of its matrix products (ptxas C7510, C7515): no two run side by side")
+    if limits is None:
+        found.append("budget.json has no entry: review the figures, then run with --write-budget")
+    for instruction in CASES[name].promises.get(target, ()):
+        if not any(instruction in launch["instructions"] for launch in report["launches"]):
+            found.append(f"no kernel contains {instruction}, which the case promises")
+    return found
+
+
+def unselected(reports: dict[str, dict[str, dict]], target: str) -> list[str]:
+    """Entries of the target's configuration table that no compiled case reached."""
+    reached = {tuple(s) for by_target in reports.values() for s in by_target.get(target, {}).get("selected", ())}
+    table = tuning.table(tuning.nearest(target))
+    return [f"{op}[{i}]" for op, entries in table.items() for i in range(len(entries)) if (op, i) not in reached]
+
+
+def _warm_up() -> None:
+    """Does what every child would do again, and take longer for than to compile."""
+    for module in _IMPORTED_LATE:
+        importlib.import_module(module)
+    triton_key()  # a hash of the whole compiler, part of each key of its cache
+    torch.empty(2, 2, device="meta", requires_grad=True).float().sum(0).sum().backward()  # torch's meta kernels
+
+
+def run_gate(targets: list[str], wanted: list[str], limit_s: float, jobs: int) -> dict[str, dict[str, dict]]:
+    """Reports by case and target."""
+    _warm_up()
+    work = [(n, t) for n in wanted for t in targets if t in CASES[n].targets]
+    with ThreadPoolExecutor(jobs) as pool:
+        answers = []
+        for (name, target), answer in zip(work, pool.map(lambda item: _in_child(item[0], item[1], limit_s), work)):
+            print(f"compiled {name} {target} in {answer['seconds']} s", file=sys.stderr, flush=True)
+            answers.append(answer)
+    reports: dict[str, dict[str, dict]] = {}
+    for (name, target), answer in zip(work, answers):
+        reports.setdefault(name, {})[target] = answer
+    return reports
+
+
+def write_budget(reports: dict[str, dict[str, dict]]) -> None:
+    """Grants every reported case what it takes now, keeping the entries of cases that were not run."""
+    budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+    for name, by_target in reports.items():
+        for target, report in by_target.items():
+            if "launches" in report:
+                most = {r: max(launch[r] for launch in report["launches"]) for r in ("registers", "shared")}
+                budget.setdefault(name, {})[target] = most
+    BUDGET.write_text(json.dumps({n: budget[n] for n in sorted(budget) if n in CASES}, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("substrings", nargs="*", help="only cases whose names contain one of these")
+    parser.add_argument("--targets", default=",".join(DEFAULT_TARGETS), help=f"of {', '.join(TARGETS)}")
+    parser.add_argument("--all", action="store_true", help="the nightly cases too, and no unreached configuration")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="time limit of one compilation")
+    parser.add_argument("--json", type=Path, help="write the reports here")
+    parser.add_argument("--write-budget", action="store_true", help="accept the present figures")
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    args = _arguments()
+    targets = args.targets.split(",")
+    wanted = [n for n, c in CASES.items() if args.all or not c.nightly]
+    if args.substrings:
+        wanted = [n for n in wanted if any(s in n for s in args.substrings)]
+    reports = run_gate(targets, wanted, args.limit_s, args.jobs)
+    if args.write_budget:
+        write_budget(reports)
+    budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+    failed = 0
+    for name, by_target in reports.items():
+        for target, report in by_target.items():
+            report["faults"] = faults(name, target, report, budget)
+            failed += bool(report["faults"])
+            _print(name, target, report)
+    if args.all and not args.substrings:
+        missing = {t: m for t in targets if (m := unselected(reports, t))}
+        failed += len(missing)
+        print("\n".join(f"no case reaches {', '.join(m)} of {t}" for t, m in missing.items()))
+    if args.json:
+        args.json.write_text(json.dumps(reports))
+    return min(failed, 100)
+
+
+def _print(name: str, target: str, report: dict) -> None:
+    verdict = "FAIL" if report["faults"] else "ok"
+    print(f"{verdict:4} {name} {target} {report.get('seconds', 0)} s")
+    for launch in report.get("launches", ()):
+        used = f"{launch['registers']} registers, {launch['stack']} stack, {launch['shared']} shared"
+        print(f"       {launch['kernel']} {launch['num_warps']} warps: {used} {launch['instructions'] or ''}")
+    for fault in report["faults"]:
+        print(f"     - {fault}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""What the compile gate compiles: every operation, both ways, at shapes that reach every tuned configuration."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from kernel_lab.binary import BESIDE
+from torch import Tensor
+
+import kernels
+from kernels import expert_activation, moe
+from kernels.all_gather_gemm import gather_matmul
+from kernels.fp8.gemm import fp8_matmul
+from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
+from kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row, quantize_tensor, quantize_tensor_both_ways
+from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
+from kernels.fp8_turn import transposed, turn
+from kernels.gemm import grouped_input_grad, grouped_matmul
+from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
+from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
+from kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
+
+ALL = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+HAVE_FP8 = ("sm_90", "sm_100", "sm_120")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One use of an operation.
+
+    Args:
+        run: calls public operations on meta tensors.
+        promises: target -> instructions that at least one kernel of the case must contain.
+        targets: where it must compile.
+        nightly: compiled only when all cases are asked for.
+    """
+
+    run: Callable[[], object]
+    promises: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    targets: tuple[str, ...] = ALL
+    nightly: bool = False
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+    """A tensor that has a shape and no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def forward_and_backward(outputs) -> None:
+    """Sends a gradient of every differentiable output back."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if t.requires_grad]
+    torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+
+
+def _norms(width: int) -> None:
+    x, weight, bias = meta(4096, width, grad=True), meta(width, grad=True), meta(width, grad=True)
+    forward_and_backward(kernels.rms_norm(x, weight, 1e-5))
+    forward_and_backward(kernels.layer_norm(x, weight, bias, 1e-5))
+    for residual in (None, meta(4096, width, grad=True)):
+        forward_and_backward(kernels.add_rms_norm(x, residual, weight, 1e-5))
+        forward_and_backward(kernels.add_layer_norm(x, residual, weight, bias, 1e-5))
+
+
+def _pointwise() -> None:
+    forward_and_backward(kernels.swiglu(meta(4096, 2 * 14336, grad=True)))
+    for approximate in ("none", "tanh"):
+        forward_and_backward(kernels.gelu(meta(4096, 8192, grad=True), approximate))
+    for kind in expert_activation.KINDS:
+        x, weights = meta(8192, 2 * 2048, grad=True), meta(8192, dtype=torch.float32, grad=True)
+        forward_and_backward(expert_activation.weighted_activation(x, weights, kind))
+
+
+def _rope(rotary_dim: int, q_dim: int, interleaved: bool) -> None:
+    q, k = meta(4096, 2, 32, q_dim, grad=True), meta(4096, 2, 8, q_dim, grad=True)
+    cos, sin = (meta(4096, 1, rotary_dim // 2, dtype=torch.float32) for _ in range(2))
+    forward_and_backward(kernels.apply_rope(q, k, cos, sin, interleaved))
+    forward_and_backward(kernels.apply_rope_to_projection(q * 1, (24, 4), cos, sin, interleaved))
+    forward_and_backward(kernels.apply_rope_to_ends(q * 1, k[..., :rotary_dim], cos, sin, interleaved))
+
+
+def _vocabulary() -> None:
+    labels = meta(4096, dtype=torch.int64)
+    forward_and_backward(kernels.cross_entropy(meta(4096, 32000, grad=True), labels))
+    forward_and_backward(kernels.cross_entropy(meta(4096, 32000, dtype=torch.float32, grad=True), labels))
+
+
+def _attention(d: int, dv: int, dtype: torch.dtype = torch.bfloat16, **options) -> None:
+    q = meta(4096, 2, 16, d, dtype=dtype, grad=True)
+    k, v = meta(4096, 2, 4, d, dtype=dtype, grad=True), meta(4096, 2, 4, dv, dtype=dtype, grad=True)
+    forward_and_backward(kernels.attention(q, k, v, scale=d**-0.5, **options))
+
+
+def _attention_ahead(d: int, dv: int, **options) -> None:
+    kernels.attention(meta(4096, 2, 16, d), meta(4096, 2, 4, d), meta(4096, 2, 4, dv), scale=d**-0.5, **options)
+
+
+def _multi_tensor(grad_dtype: torch.dtype) -> None:
+    columns = {name: [meta(4096, 4096, dtype=torch.float32)] for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    columns["grad"], columns["copy"] = [meta(4096, 4096, dtype=grad_dtype)], [meta(4096, 4096)]
+    table, zero = TensorTable(**columns), meta(dtype=torch.float32)
+    squared_norm(table)
+    adamw_step(table, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 3), zero, meta(1, dtype=torch.float32))
+
+
+def _fp8() -> None:
+    x, weight = meta(4096, 7168), meta(4096, 7168)
+    rows, turned = quantize_rows_both_ways(x)
+    blocks, _ = quantize_blocks(weight)
+    fp8_matmul(rows, blocks)
+    quantize_rows(x, powers_of_two=True)
+    fp8_matmul(turned, turn(rows), accumulate_into=meta(7168, 7168, dtype=torch.float32))
+    transposed(rows.values)
+    whole = Quantized(rows.values, meta(1, 1, dtype=torch.float32), 0)
+    fp8_matmul(whole, whole)
+    fp8_matmul(Quantized(meta(4096, 7168, dtype=E5M2), whole.scales, 0), whole)  # a gradient
+
+
+def _fp8_quantised() -> None:
+    quantize_rows_both_ways(meta(4096, 7168))
+    quantize_blocks(meta(4096, 7168))
+    _fp8_tensor()
+
+
+def _fp8_tensor() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        quantize_tensor_both_ways(meta(4096, 7168, dtype=dtype), powers_of_two=True)
+        quantize_tensor(meta(4096, 7168, dtype=dtype), E5M2)
+    x = meta(4096, 7168)
+    quantize_by_row(x, amax_of_rows(x))
+
+
+def _grouped() -> None:
+    x, weight = meta(8192, 2048, grad=True), meta(64, 1408, 2048, grad=True)
+    offsets = meta(65, dtype=torch.int64)
+    forward_and_backward(grouped_matmul(x, weight, offsets))
+    grouped_input_grad(meta(4096, 1000), meta(64, 1000, 2048), offsets)  # the last tile ends in another expert
+
+
+def _grouped_fp8() -> None:
+    x = Quantized(meta(8192, 2048, dtype=torch.float8_e4m3fn), meta(8192, 16, dtype=torch.float32), 1)
+    weight = meta(64, 1408, 2048, dtype=torch.float8_e4m3fn), meta(64, 11, 16, dtype=torch.float32)
+    offsets = meta(65, dtype=torch.int64)
+    grouped_matmul_fp8(x, Quantized(*weight, 128), offsets)
+
+
+def _grouped_fp8_weight_grad() -> None:
+    offsets = meta(65, dtype=torch.int64)
+    x = Quantized(meta(8192, 2048, dtype=E4M3), meta(8192, 16, dtype=torch.float32), 1)
+    dy = Quantized(meta(8192, 1408, dtype=E5M2), meta(8192, 11, dtype=torch.float32), 1)
+    quantize_blocks(meta(64, 1408, 2048), powers_of_two=True)
+    turned, kept = turn(x, offsets, powers_of_two=True), turn(dy, offsets, keep=True)
+    grouped_weight_grad_fp8(turned, turned, offsets, meta(64, 2048, 2048, dtype=torch.float32))
+    grouped_weight_grad_fp8(kept, turned, offsets, meta(64, 1408, 2048))
+
+
+def _overlap(size: int, turned: bool) -> None:
+    x, flags = meta(size, 1024, 4096), meta(size, dtype=torch.int32)
+    weight = meta(4096, 1792) if turned else meta(1792, 4096)
+    addresses, boxes = meta(size, dtype=torch.int64), [meta(1024, 1792) for _ in range(size)]
+    arrivals = Arrivals(flags, 1, Patience(900.0, flags.device))
+    gather_matmul(x, weight, arrivals, 1, turned)
+    out = Outboxes(boxes, list(flags.split(1)), addresses, addresses, flags)
+    matmul_scatter(x, weight, out, 1, 1, turned)
+    sum_arrived(meta(size, 1024, 1792), arrivals)
+    wait_flag(arrivals, 1)
+    raise_flags(out.flags, addresses, 1)
+
+
+def _fp8_fused() -> None:
+    for weights in (None, meta(4096, dtype=torch.float32)):
+        swiglu_quantized(meta(4096, 2 * 2048), weights=weights, powers_of_two=True)
+    for width in (2048, 7168, 16384):
+        rms_norm_quantized(meta(4096, width), meta(width), 1e-5, powers_of_two=True)
+        layer_norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, powers_of_two=True)
+
+
+def _moe() -> None:
+    scores = meta(8192, 64, dtype=torch.float32, grad=True)
+    forward_and_backward(moe.top_k(scores, 8))
+    row = meta(8192 * 8, dtype=torch.int64)
+    where = moe.Places(row.view(8192, 8), row, meta(65, dtype=torch.int64))
+    rows = moe.permute(meta(8192, 2048, grad=True), where)
+    for probs in (None, meta(8192, 8, dtype=torch.float32, grad=True)):
+        forward_and_backward(moe.unpermute(rows, where, probs))
+
+
+HOPPER_ATTENTION = {"sm_80": ("mma",), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
+FLAGS = ("system acquire", "system release")  # what orders the data of other ranks before their flags
+OVERLAP = {
+    "sm_80": ("mma", "async copy", *FLAGS),
+    "sm_90": ("wgmma", "bulk load", *FLAGS),
+    "sm_100": ("tcgen05", *FLAGS),
+}
+DOCUMENTS = {"documents": meta(2, 4096, dtype=torch.int64)}
+ATTENTION = {
+    "64": (64, 64, {}),
+    "128": (128, 128, {}),
+    "128-full": (128, 128, {"causal": False}),
+    "128-documents": (128, 128, DOCUMENTS),
+    "192-128": (192, 128, {}),
+    "256": (256, 256, {}),
+}
+ATTENTION_NIGHTLY = {
+    "96": (96, 96, {}),
+    "64-full-float16": (64, 64, {"causal": False, "dtype": torch.float16}),
+    "128-window": (128, 128, {"window": 1024}),
+    "64-window-sinks": (64, 64, {"window": 128, "sinks": meta(16, grad=True)}),
+    "256-window-softcap": (256, 256, {"window": 1024, "softcap": 50.0}),
+    "192-128-documents": (192, 128, DOCUMENTS),
+}
+
+
+def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
+    def case(d, dv, options):
+        return Case(lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly)
+
+    return {f"attention-{name}": case(*row) for name, row in table.items()}
+
+
+def _ahead_cases() -> dict[str, Case]:
+    """The forward alone, on Hopper: its exponentials are taken while the next product is under way."""
+
+    def case(d, dv, options):
+        return Case(lambda: _attention_ahead(d, dv, **options), {"sm_90": (BESIDE,)}, targets=("sm_90",))
+
+    table: dict[str, tuple] = {"64": (64, 64, {}), "128": (128, 128, {}), "128-window": (128, 128, {"window": 1024})}
+    table |= {"128-documents": (128, 128, DOCUMENTS), "192-128": (192, 128, {})}
+    return {f"attention-ahead-{name}": case(*row) for name, row in table.items()}
+
+
+CASES: dict[str, Case] = {
+    **_attention_cases(ATTENTION, nightly=False),
+    **_attention_cases(ATTENTION_NIGHTLY, nightly=True),
+    **_ahead_cases(),
+    "fp8": Case(_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
+    "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8),
+    "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),  # its products take the plain path there
+    "grouped": Case(
+        _grouped, {"sm_80": ("mma", "async copy"), "sm_90": ("wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}
+    ),
+    "grouped-fp8": Case(_grouped_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8),
+    "grouped-fp8-weight-grad": Case(
+        _grouped_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
+    ),
+    "overlap": Case(lambda: _overlap(8, False), OVERLAP),
+    "overlap-turned": Case(lambda: _overlap(4, True), OVERLAP),
+    "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8),
+    "moe": Case(_moe),
+    "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16)),
+    "adamw-float32-gradients": Case(lambda: _multi_tensor(torch.float32), nightly=True),
+    "pointwise": Case(_pointwise),
+    "rope-128": Case(lambda: _rope(128, 128, False)),
+    "rope-64-of-192-interleaved": Case(lambda: _rope(64, 192, True)),
+    "vocabulary": Case(_vocabulary),
+    **{f"norms-{width}": Case(partial(_norms, width)) for width in (128, 4096, 8192, 16384, 53248)},
+}

@@ -1,0 +1,154 @@
+"""Matrix products: in 8 bits, of experts, into a main gradient, and of rows that come from other ranks."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.all_gather_gemm import gather_matmul
+from kernels.fp8.gemm import fp8_matmul
+from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows
+from kernels.fp8.quantize_tensor import quantize_tensor
+from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
+from kernels.fp8_turn import turn
+from kernels.gemm import grouped_matmul, grouped_weight_grad
+from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
+from kernels.symm_mem_flags import Arrivals, Patience, addresses_of
+from kernels.weight_grad import accumulate_weight_grad, accumulate_weight_grad_triton
+from tools.bench.harness import Benchmark, Calls, random, writing
+
+
+def _product(m: int, n: int, k: int) -> float:
+    return 2 * m * n * k
+
+
+def float8(device: str, m: int, n: int, k: int) -> Calls:
+    """A product of quantised matrices, and the forms of it that torch has."""
+    x, weight = random(device, m, k), random(device, n, k)
+    rows, blocks, weight_rows = quantize_rows(x), quantize_blocks(weight)[0], quantize_rows(weight)
+    whole = quantize_tensor(x), quantize_tensor(weight)
+    main = torch.zeros(m, n, device=device)
+
+    def torch_scaled(a: Quantized, b: Quantized, *scales: Tensor, out_dtype=torch.bfloat16) -> Callable[[], Tensor]:
+        of_a, of_b = scales
+        return lambda: torch._scaled_mm(a.values, b.values.t(), of_a, of_b, out_dtype=out_dtype)
+
+    by_row = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)  # as long as with any other scales
+    a_scales, b_scales = rows.scales.t().contiguous().t(), weight_rows.scales.t().contiguous()  # as cuBLAS reads 1x128
+
+    return {
+        "ours": lambda: fp8_matmul(rows, blocks),
+        "ours, weight gradient": lambda: fp8_matmul(rows, weight_rows, accumulate_into=main),
+        "ours, tensorwise": lambda: fp8_matmul(*whole),
+        "cuBLAS bfloat16": lambda: x @ weight.t(),
+        "torch._scaled_mm": torch_scaled(*whole, *(each.scales.view(()) for each in whole)),
+        "torch._scaled_mm, rowwise": torch_scaled(*whole, *by_row),
+        "torch._scaled_mm, blockwise": torch_scaled(rows, blocks, a_scales, blocks.scales.t()),
+        "torch._scaled_mm, weight gradient": torch_scaled(
+            rows, weight_rows, a_scales, b_scales, out_dtype=torch.float32
+        ),
+    }
+
+
+def _offsets(device: str, experts: int, rows: int) -> Tensor:
+    return torch.linspace(0, rows, experts + 1, device=device).long()
+
+
+def grouped(device: str, experts: int, m: int, n: int, k: int) -> Calls:
+    """m rows, evenly over the experts."""
+    x, weight, offsets = random(device, m, k), random(device, experts, n, k), _offsets(device, experts, m)
+    ends = offsets[1:].int()
+    rows8, weight8 = quantize_rows(x), quantize_blocks(weight)[0]
+    by_row = torch.ones(m, device=device), torch.ones(experts, n, device=device)  # as long as with any other scales
+
+    def torch_scaled() -> Tensor:
+        matrices = weight8.values.transpose(1, 2)
+        return torch._scaled_grouped_mm(rows8.values, matrices, *by_row, offs=ends, out_dtype=torch.bfloat16)
+
+    return {
+        "ours": lambda: grouped_matmul(x, weight, offsets),
+        "ours, float8": lambda: grouped_matmul_fp8(rows8, weight8, offsets),
+        "torch grouped_mm": lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends),
+        "torch._scaled_grouped_mm, rowwise": torch_scaled,
+    }
+
+
+def grouped_weight(device: str, experts: int, m: int, n: int, k: int) -> Calls:
+    """The weight gradient of `grouped`, into float32 main gradients."""
+    x, dy, offsets = random(device, m, k), random(device, m, n), _offsets(device, experts, m)
+    ends, main = offsets[1:].int(), torch.zeros(experts, n, k, device=device)
+    turned_dy, turned_x = (turn(quantize_rows(each), offsets) for each in (dy, x))
+    return {
+        "ours": writing(lambda: grouped_weight_grad(dy, x, offsets, main), main),
+        "ours, float8": writing(lambda: grouped_weight_grad_fp8(turned_dy, turned_x, offsets, main), main),
+        "torch grouped_mm, bfloat16 out": lambda: F.grouped_mm(dy.t(), x, offs=ends),
+    }
+
+
+def weight_gradient(device: str, m: int, n: int, k: int) -> Calls:
+    """A linear layer's weight gradient `[m, n]` from k tokens, added into the float32 main gradient."""
+    dy, x, main = random(device, k, m), random(device, k, n), torch.zeros(m, n, device=device)
+    return {
+        "ours": writing(lambda: accumulate_weight_grad(main, dy, x), main),
+        "ours, Triton": writing(lambda: accumulate_weight_grad_triton(main, dy, x), main),
+        "torch, product and sum": writing(lambda: main.add_(dy.t() @ x), main),
+        "cuBLAS bfloat16, product alone": lambda: dy.t() @ x,
+    }
+
+
+def _arrived(device: str, size: int) -> Arrivals:
+    """Flags of `size` ranks that have long been raised: what the products cost when nothing is awaited."""
+    raised = torch.ones(size, dtype=torch.int32, device=device)
+    return Arrivals(raised, 1, Patience(900.0, raised.device))
+
+
+def gathered(device: str, size: int, m: int, n: int, k: int) -> Calls:
+    """m rows of `size` ranks each."""
+    x, weight, arrivals = random(device, size, m, k), random(device, n, k), _arrived(device, size)
+    return {
+        "ours": lambda: gather_matmul(x, weight, arrivals, 1),
+        "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
+        "cuBLAS, a product a chunk": lambda: torch.cat([chunk @ weight.t() for chunk in x]),
+    }
+
+
+def scattered(device: str, size: int, m: int, n: int, k: int) -> Calls:
+    """m rows for `size` ranks each."""
+    x, weight, arrivals = random(device, size, m, k), random(device, n, k), _arrived(device, size)
+    terms, finished = random(device, size, m, n), torch.zeros_like(arrivals.flags)
+    boxes, views = list(terms.unbind()), list(arrivals.flags.split(1))
+    out = Outboxes(boxes, views, addresses_of(boxes), addresses_of(views), finished)
+    return {
+        "ours": writing(lambda: matmul_scatter(x, weight, out, 1, 1), terms),
+        "ours, the sum": lambda: sum_arrived(terms, arrivals),
+        "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
+    }
+
+
+EXPERTS = {"experts": 64, "m": 65536, "n": 1408, "k": 2048}
+FEW_EXPERTS = {"experts": 3, "m": 96, "n": 32, "k": 64}
+TINY = {"m": 48, "n": 64, "k": 128}
+OF_TWO = {"size": 2, **TINY}
+PRODUCTS = {
+    "float8 blockwise GEMM 4096x7168x16384": Benchmark(
+        float8, _product, "TFLOP/s", {"m": 4096, "n": 7168, "k": 16384}, TINY
+    ),
+    "grouped GEMM, 64 experts": Benchmark(
+        grouped, lambda experts, **sizes: _product(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS
+    ),
+    "grouped GEMM weight gradient, 64 experts": Benchmark(
+        grouped_weight, lambda experts, **sizes: _product(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS
+    ),
+    "weight gradient into float32 14336x4096x8192": Benchmark(
+        weight_gradient, _product, "TFLOP/s", {"m": 14336, "n": 4096, "k": 8192}, TINY
+    ),
+    "gathered product, 8 ranks, 8192x1792x8192": Benchmark(
+        gathered, lambda size, m, n, k: _product(size * m, n, k), "TFLOP/s",
+        {"size": 8, "m": 1024, "n": 1792, "k": 8192}, OF_TWO,
+    ),
+    "scattered product, 8 ranks, 8192x8192x1792": Benchmark(
+        scattered, lambda size, m, n, k: _product(size * m, n, k), "TFLOP/s",
+        {"size": 8, "m": 1024, "n": 8192, "k": 1792}, OF_TWO,
+    ),
+}  # fmt: skip

@@ -1,0 +1,222 @@
+"""What memory bounds: norms, activations, RoPE, and what is quantised."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+from kernels.expert_activation import weighted_activation, weighted_activation_reference
+from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.quantize import quantize_blocks, quantize_reference, quantize_rows, quantize_rows_both_ways
+from kernels.fp8.quantize_tensor import (
+    amax_of,
+    amax_of_rows,
+    quantize_by_row,
+    quantize_tensor,
+    quantize_tensor_both_ways,
+    quantize_tensor_reference,
+)
+from kernels.fp8_turn import transposed, turn, turn_reference
+from tools.bench.harness import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random
+
+EPS = 1e-5
+
+
+def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
+    """Without a residual."""
+    leaves = random(device, rows, width, grad=backward), random(device, width, grad=backward)
+    return beside_compiled(
+        partial(kernels.rms_norm, eps=EPS), partial(kernels.rms_norm_reference, eps=EPS), leaves, backward,
+        torch=lambda x, w: F.rms_norm(x, (width,), w, EPS),
+        Liger=lambda x, w: liger("liger_rms_norm")(x, w, EPS, in_place=False),
+    )  # fmt: skip
+
+
+def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
+    """With a bias."""
+    leaves = tuple(random(device, *shape, grad=backward) for shape in ((rows, width), (width,), (width,)))
+    return beside_compiled(
+        partial(kernels.layer_norm, eps=EPS), partial(kernels.layer_norm_reference, eps=EPS), leaves, backward,
+        torch=lambda x, w, b: F.layer_norm(x, (width,), w, b, EPS),
+        Liger=lambda x, w, b: liger("liger_layer_norm")(x, w, b, EPS),
+    )  # fmt: skip
+
+
+def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
+    """The sum of two and its norm; backward, gradients of both arrive."""
+    shapes = (rows, width), (rows, width), (width,)
+    leaves = tuple(random(device, *shape, grad=backward) for shape in shapes)
+
+    def reference(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return kernels.rms_norm_reference(total, weight, EPS), total
+
+    return beside_compiled(
+        partial(kernels.add_rms_norm, eps=EPS), reference, leaves, backward,
+        Liger=lambda x, residual, w: liger("liger_fused_add_rms_norm")(x, residual, w, EPS, in_place=False),
+    )  # fmt: skip
+
+
+def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
+    """The backward of the norm that a residual branch begins with, and of the stream beside it."""
+    leaves = random(device, rows, width, grad=True), random(device, width, grad=True)
+    return beside_compiled(
+        lambda x, w: kernels.add_rms_norm(x, None, w, EPS),
+        lambda x, w: (kernels.rms_norm_reference(x, w, EPS), x * 1),
+        leaves,
+        True,
+        **{"ours, two passes": lambda x, w: (kernels.rms_norm(x, w, EPS), x.view_as(x))},
+    )
+
+
+def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
+    """From gate and up side by side."""
+    gate_up = random(device, rows, 2 * width, grad=backward)
+    halves = [half.detach().contiguous().requires_grad_(backward) for half in gate_up.chunk(2, -1)]
+    forwards: dict[str, Forward] = {
+        "ours": (lambda: kernels.swiglu(gate_up), (gate_up,)),
+        "torch.compile": (partial(torch.compile(kernels.swiglu_reference), gate_up), (gate_up,)),
+        "Liger, of two tensors": (lambda: liger("liger_swiglu")(*halves), tuple(halves)),
+    }
+    return one_way(forwards, backward)
+
+
+def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
+    """From gate and up side by side, times a weight of each row."""
+    leaves = random(device, rows, 2 * width, grad=backward), torch.rand(rows, device=device, requires_grad=backward)
+    ours, reference = (partial(each, kind="swiglu") for each in (weighted_activation, weighted_activation_reference))
+    return beside_compiled(ours, reference, leaves, backward)
+
+
+def gelu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
+    """The tanh form, as GPT-2 has it."""
+    leaves = (random(device, rows, width, grad=backward),)
+    ours, reference = (partial(each, approximate="tanh") for each in (kernels.gelu, kernels.gelu_reference))
+    return beside_compiled(ours, reference, leaves, backward, torch=partial(F.gelu, approximate="tanh"))
+
+
+def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int) -> Calls:
+    """q of a heads and k of g, half-split."""
+    q, k = (random(device, s, b, heads, d, grad=backward) for heads in (a, g))
+    qkv = random(device, s, b, a + 2 * g, d, grad=backward)
+    angle = random(device, s, 1, d // 2, dtype=torch.float32)
+    tables, whole = (angle.cos(), angle.sin()), torch.cat((angle, angle), -1).transpose(0, 1)
+    qh, kh = (x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k))
+    compiled = torch.compile(kernels.apply_rope_reference)
+    turned = qkv * 1 if backward else qkv  # a projection, which may be written over
+    forwards: dict[str, Forward] = {
+        "ours": (lambda: kernels.apply_rope(q, k, *tables), (q, k)),
+        "ours, in a projection": (lambda: kernels.apply_rope_to_projection(turned, (a, g), *tables), (qkv,)),
+        "torch.compile": (lambda: compiled(q, k, *tables), (q, k)),
+        "Liger": (lambda: liger("liger_rope")(qh, kh, whole.cos(), whole.sin()), (qh, kh)),
+    }
+    return one_way(forwards, backward)
+
+
+def quantisers(device: str, rows: int, width: int) -> Calls:
+    """1x128 rows, and what is made in the same pass."""
+    x = random(device, rows, width)
+    compiled = torch.compile(lambda x: quantize_reference(x, 1))
+    return {
+        "ours": lambda: quantize_rows(x),
+        "ours, both ways": lambda: quantize_rows_both_ways(x),
+        "ours, blocks both ways": lambda: quantize_blocks(x),
+        "torch.compile": lambda: compiled(x),
+    }
+
+
+def one_scale(device: str, rows: int, width: int) -> Calls:
+    """Two passes, as the scale is known only after the first."""
+    x = random(device, rows, width)
+    compiled = torch.compile(quantize_tensor_reference)
+    return {
+        "ours": lambda: quantize_tensor(x),
+        "ours, both ways": lambda: quantize_tensor_both_ways(x),
+        "ours, by row": lambda: quantize_by_row(x, amax_of_rows(x)),
+        "ours, the maximum": lambda: amax_of(x),
+        "torch": lambda: quantize_tensor_reference(x),
+        "torch.compile": lambda: compiled(x),
+    }
+
+
+def turned(device: str, rows: int, width: int) -> Calls:
+    """8-bit rows as the weight gradient reads them."""
+    x = quantize_rows(random(device, rows, width))
+    return {
+        "ours": lambda: turn(x, powers_of_two=True),
+        "ours, values only": lambda: transposed(x.values),
+        "torch": lambda: turn_reference(x, powers_of_two=True),
+        "torch, values only": lambda: x.values.t().contiguous(),
+    }
+
+
+def _to_float8(ours: Callable, kernel: Callable, reference: Callable, *inputs: Tensor) -> Calls:
+    compiled = torch.compile(lambda *inputs: quantize_reference(reference(*inputs), 1))
+    return {
+        "ours": lambda: ours(*inputs),
+        "ours, two kernels": lambda: quantize_rows(kernel(*inputs)),
+        "torch.compile": lambda: compiled(*inputs),
+    }
+
+
+def swiglu_to_float8(device: str, rows: int, width: int) -> Calls:
+    """Nothing wide is written."""
+    return _to_float8(swiglu_quantized, kernels.swiglu, kernels.swiglu_reference, random(device, rows, 2 * width))
+
+
+def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Calls:
+    """RMSNorm, or LayerNorm with a bias; nothing wide is written."""
+    x, *weights = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
+    every: tuple[Callable[..., Any], ...] = (rms_norm_quantized, kernels.rms_norm, kernels.rms_norm_reference)
+    if centred:
+        every = layer_norm_quantized, kernels.layer_norm, kernels.layer_norm_reference
+    ours, kernel, reference = (partial(each, eps=EPS) for each in every)
+    return _to_float8(ours, kernel, reference, x, *weights[: 1 + centred])
+
+
+ROWS, FEED_FORWARD = {"rows": 16384, "width": 4096}, {"rows": 8192, "width": 14336}
+EXPERTS = {"rows": 65536, "width": 2048}
+WIDE = {"rows": 4096, "width": 18432}
+TINY = {"rows": 6, "width": 136}
+HEADS, FEW_HEADS = {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128}, {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16}
+
+
+def _row(make: Callable[..., Calls], bytes_each: int, sizes: dict[str, int]) -> Benchmark:
+    """Bytes that must move for each row and column."""
+    return Benchmark(make, lambda rows, width: rows * width * bytes_each, "GB/s", sizes, TINY)
+
+
+def _rope_row(backward: bool) -> Benchmark:
+    make = partial(rope, backward=backward)
+    return Benchmark(make, lambda s, b, a, g, d: s * b * (a + g) * d * 4, "GB/s", HEADS, FEW_HEADS)
+
+
+POINTWISE = {
+    "float8 rows 16384x4096": _row(quantisers, 3, ROWS),
+    "float8, one scale, 16384x4096": _row(one_scale, 5, ROWS),
+    "float8 turned 16384x4096": _row(turned, 2, ROWS),
+    "SwiGLU to float8 8192x14336": _row(swiglu_to_float8, 5, FEED_FORWARD),
+    "RMSNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=False), 3, ROWS),
+    "LayerNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=True), 3, ROWS),
+    "RMSNorm forward 16384x4096": _row(partial(rms_norm, backward=False), 4, ROWS),
+    "RMSNorm backward 16384x4096": _row(partial(rms_norm, backward=True), 6, ROWS),
+    "RMSNorm forward 4096x18432": _row(partial(rms_norm, backward=False), 4, WIDE),
+    "RMSNorm backward 4096x18432": _row(partial(rms_norm, backward=True), 6, WIDE),
+    "LayerNorm forward 16384x4096": _row(partial(layer_norm, backward=False), 4, ROWS),
+    "LayerNorm backward 16384x4096": _row(partial(layer_norm, backward=True), 6, ROWS),
+    "sum and RMSNorm forward 16384x4096": _row(partial(add_rms_norm, backward=False), 8, ROWS),
+    "sum and RMSNorm backward 16384x4096": _row(partial(add_rms_norm, backward=True), 8, ROWS),
+    "RMSNorm beside its stream, backward 16384x4096": _row(branch_rms_norm, 8, ROWS),
+    "SwiGLU forward 8192x14336": _row(partial(swiglu, backward=False), 6, FEED_FORWARD),
+    "SwiGLU backward 8192x14336": _row(partial(swiglu, backward=True), 10, FEED_FORWARD),
+    "SwiGLU of experts forward 65536x2048": _row(partial(expert_swiglu, backward=False), 6, EXPERTS),
+    "SwiGLU of experts backward 65536x2048": _row(partial(expert_swiglu, backward=True), 10, EXPERTS),
+    "GELU forward 8192x14336": _row(partial(gelu, backward=False), 4, FEED_FORWARD),
+    "GELU backward 8192x14336": _row(partial(gelu, backward=True), 6, FEED_FORWARD),
+    "RoPE, 32 and 8 heads, 16 k tokens": _rope_row(False),
+    "RoPE backward, 32 and 8 heads, 16 k tokens": _rope_row(True),
+}
