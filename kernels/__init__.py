@@ -13,6 +13,7 @@ Hugging Face publishes a different package under the same import name. Whoever i
 from kernels.activation import activate, gelu, gelu_reference, swiglu, swiglu_backward, swiglu_reference
 from kernels.flash_attention.attention import attention, attention_backward, documents_from_cu_seqlens
 from kernels.flash_attention.plain import attention_reference
+from kernels.gemm import accumulate_weight_grad
 from kernels.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -30,7 +31,6 @@ from kernels.vocab_cross_entropy import (
     vocab_cross_entropy_backward,
     vocab_statistics,
 )
-from kernels.weight_grad import accumulate_weight_grad
 
 OWNER = "megatron5d"
 

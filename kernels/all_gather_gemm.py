@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
+from kernels.dispatch import cdiv, jit, tl
 from kernels.flash_attention.tiles import DTYPES
-from kernels.fp8.gemm import swizzled
-from kernels.language import cdiv, jit, tl
 from kernels.symm_mem_flags import Arrivals, wait_flag, wait_for
-from kernels.tiles import by_pointers, matrix, readable, tiles_of
+from kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
 
 
 def gather_matmul_reference(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, turned: bool = False) -> Tensor:

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from kernels import dispatch, tuning
 from kernels.all_gather_gemm import fast, weight_matrix, weight_tile, weight_tiles
-from kernels.dispatch import statistics_dtype
-from kernels.fp8.gemm import swizzled
-from kernels.language import TRITON_DTYPES, cdiv, jit, tl
+from kernels.dispatch import TRITON_DTYPES, cdiv, jit, statistics_dtype, tl
 from kernels.symm_mem_flags import Arrivals, raise_flag, raise_flags, wait_flag, wait_for
-from kernels.tiles import by_pointers, matrix, readable, tiles_of
+from kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import first_order, statistics_dtype
+from kernels.gemm import accumulate_weight_grad
 from kernels.vocab_cross_entropy import IGNORE_INDEX, vocab_cross_entropy_backward, vocab_statistics
-from kernels.weight_grad import accumulate_weight_grad
 
 SLICE_BYTES = 256 * 2**20
 Merge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]

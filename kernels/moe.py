@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import first_order, rows_of, statistics_dtype
-from kernels.language import cdiv, jit, next_power_of_2, tl
+from kernels.dispatch import cdiv, first_order, jit, next_power_of_2, rows_of, statistics_dtype, tl
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.language import TRITON_DTYPES, jit, tl
+from kernels.dispatch import TRITON_DTYPES, jit, tl
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import first_order, statistics_dtype
-from kernels.language import jit, next_power_of_2, tl
+from kernels.dispatch import first_order, jit, next_power_of_2, statistics_dtype, tl
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.language import jit, tl
+from kernels.dispatch import jit, tl
 
 _LOCK = threading.Lock()
 _SPINS = 50

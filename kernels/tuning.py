@@ -6,16 +6,30 @@ A file maps an operation to a list of entries, the first that fits wins:
     {"attention_forward": [{"up_to": {"head_dim": 64}, "config": {"BLOCK_M": 128, ...}}, {"config": {...}}]}
 `up_to` gives upper bounds of shape keys; an entry without it fits everything.
 An architecture without a file takes the newest older one of its vendor.
+
+How products reach tiles of a matrix: by a descriptor for the copy engine, or, before Hopper, by aligned pointers.
+
+Without a copy engine Triton takes a descriptor apart and knows nothing of its shape and stride: every element would be
+loaded by itself, and nothing ahead of time. Made in the kernel, from arguments that are known to be multiples of 16,
+the same descriptor becomes wide asynchronous loads.
+
+What operations would allocate on a GPU that is not there.
+
+On the meta device tensors have shapes and no memory. Within `planned`, operations on them go the way that they would go
+on a GPU: each allocates its outputs, keeps what it keeps for the backward, and launches nothing.
 """
 
+import contextlib
 import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from kernels.dispatch import PLANNED
+from kernels.dispatch import PLANNED, KernelInterface, TensorDescriptor, jit, tl
 
 DIRECTORY = Path(__file__).parent / "configs"
 
@@ -73,3 +87,84 @@ def select(operation: str, device: torch.device, **key: int) -> dict:
         if all(key[name] <= bound for name, bound in entry.get("up_to", {}).items()):
             return dict(entry["config"])
     raise ValueError(f"no configuration of {operation} on {architecture(device)} fits {key}")
+
+
+_WITHOUT_COPY_ENGINE = ("sm_80", "gfx942")
+
+
+def by_pointers(device: torch.device) -> bool:
+    """Whether the device has no copy engine."""
+    return architecture(device) in _WITHOUT_COPY_ENGINE
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the copy engine can read matrix x: neighbours in memory, rows 16 bytes apart."""
+    return x.stride(-1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def tiles_of(x: Tensor, tile: list[int]) -> TensorDescriptor | tuple[Tensor, int]:
+    """What a kernel gives to `matrix`: x `[rows, columns]`, which is `readable`."""
+    return (x, x.stride(0)) if by_pointers(x.device) else TensorDescriptor.from_tensor(x, tile)
+
+
+@jit
+def matrix(tiles, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POINTERS: tl.constexpr):
+    """The matrix behind `tiles_of`, of which `load` takes a tile; zeros beyond its rows and columns."""
+    if POINTERS:
+        tiles = tl.make_tensor_descriptor(tiles[0], [rows, columns], [tiles[1].to(tl.int64), 1], [ROWS, COLUMNS])
+    return tiles
+
+
+@contextlib.contextmanager
+def planned(architecture: str) -> Iterator[None]:
+    """Within, tensors on the meta device take the paths of a GPU that has Triton, which need not be installed here.
+
+    Args:
+        architecture: for example sm_90; the newest older one with a table of tiles stands for it.
+
+    Raises:
+        ValueError: no table is old enough.
+    """
+    token = PLANNED.set(nearest(architecture))
+    try:
+        with _no_launches():
+            yield
+    finally:
+        PLANNED.reset(token)
+
+
+@contextlib.contextmanager
+def _no_launches() -> Iterator[None]:
+    on_grid = KernelInterface.__getitem__
+    KernelInterface.__getitem__ = lambda self, grid: lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__ = on_grid
+
+
+@jit
+def swizzled(program, tiles_m, tiles_n, BAND: tl.constexpr):
+    """Tile coordinates in bands of `BAND` rows of tiles, so that neighbouring programs share operands in cache."""
+    band = program // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    within = program % (BAND * tiles_n)
+    return band * BAND + within % height, within // height
+
+
+def settles(device: torch.device) -> bool:
+    """Whether products that are scaled one by one are taken out behind a barrier: on Blackwell.
+
+    There one thread starts a product, and its sums lie in memory of the whole program. Triton 3.6 and 3.7 let the next
+    product overwrite what other warps have not read (triton-lang/triton, pull request 10263, puts barriers there).
+    The price is that copies no longer run ahead.
+    """
+    return architecture(device) == "sm_100"
+
+
+@jit
+def taken_out(part, SETTLE: tl.constexpr):
+    """A product that every warp has taken out before one of them starts the next (`settles`)."""
+    if SETTLE:
+        tl.debug_barrier()
+    return part

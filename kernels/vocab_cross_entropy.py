@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import first_order, rows_of, statistics_dtype
-from kernels.language import cdiv, jit, tl
+from kernels.dispatch import cdiv, first_order, jit, rows_of, statistics_dtype, tl
 
 IGNORE_INDEX = -100
 

@@ -8,7 +8,7 @@ and the weight then pass half as often. So the forward may go at the speed of a 
 `normalization.py` has the formulas, and decides by the tables which rows are wide.
 """
 
-from kernels.language import jit, tl
+from kernels.dispatch import jit, tl
 
 
 @jit

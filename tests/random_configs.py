@@ -22,7 +22,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.parity.variants import faults_of
-from megatron5d.pipeline_parallel.catalogue import schedule_names
+from megatron5d.pipeline_parallel.registry import schedule_names
 
 AUTO = 0.03  # share of the pipelines whose schedule is searched, which takes seconds
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron5d.comm.exposure import Exposure
+from megatron5d.comm.ledger import Exposure
 from megatron5d.comm.p2p import Form, open_channels
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.executor import Executor

@@ -40,10 +40,17 @@ if __name__ == "__main__":
 import torch
 import torch._functorch.config
 
-from kernels.testing.apart import device_is_lost, in_turn, write_whole
-from kernels.testing.measure import copy_gb_s, gemm_tflop_s, median_ms, peak_bytes
 from tools.bench import BENCHMARKS
-from tools.bench.harness import Benchmark
+from tools.bench.harness import (
+    Benchmark,
+    copy_gb_s,
+    device_is_lost,
+    gemm_tflop_s,
+    in_turn,
+    median_ms,
+    peak_bytes,
+    write_whole,
+)
 
 PER_MS = {"TFLOP/s": 1e9, "GB/s": 1e6}
 SILENCE_S = 150.0  # of one provider: three compilations and all its calls

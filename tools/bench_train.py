@@ -64,7 +64,6 @@ if __name__ == "__main__":
 
 import torch
 
-from kernels.testing.apart import device_is_lost, in_turn, write_whole
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.config.checks import broken_laws
 from megatron5d.config.errors import ConfigError, refuse
@@ -77,6 +76,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
 from megatron5d.train.monitoring.memory import device_bytes, target_here
 from megatron5d.train.monitoring.writers import memory_gb, peak_tflops
+from tools.bench.harness import device_is_lost, in_turn, write_whole
 
 LEARNING_RATE = 1e-4
 ROOM = 0.9  # of the device for what is predicted of ours: the peer's autocast keeps rounded copies of its weights

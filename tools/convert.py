@@ -90,13 +90,11 @@ from megatron5d.checkpoint.folder import read_run, saved_steps
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.names import IGNORED, hf_copies, hf_entries
-from megatron5d.checkpoint.hf.safetensors_folder import Entry, SafetensorsFolder
+from megatron5d.checkpoint.hf.safetensors_folder import Entry, SafetensorsFolder, save_folder, stored_tensors
 from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers, unread
-from megatron5d.checkpoint.hf_save import save_folder, stored_tensors
-from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.checkpoint.load import SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.upcycle import upcycled, upcycled_weights
-from megatron5d.checkpoint.weights import SavedWeights
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megatron5d.data.tokenizer import load_tokenizer

@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.options import OptionParser
+from megatron5d.config.command_line import OptionParser
 
 TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}
 STEPS = {"fp64": 3, "bf16": 1}  # after one, a router that chose otherwise leads another way
@@ -72,17 +72,14 @@ import torch
 from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.errors import ConfigError, refuse
 from megatron5d.config.schema import Config
-from megatron5d.parity.certificate import FORMAT, code_here, configuration_hash, strays_of
-from megatron5d.parity.differences import Difference, axes_of, differences
+from megatron5d.parity.certificate import FORMAT, code_here, configuration_hash, plain, report_text, strays_of, worst_of
+from megatron5d.parity.differences import Difference, axes_of, differences, in_16_bits, rounding_differences, smooth
 from megatron5d.parity.local_ranks import RankFailure
 from megatron5d.parity.run import ROWS_SEED, RankRecord, alone, make_rows, short_run
-from megatron5d.parity.variants import differing, exact, faults_of, shrink
+from megatron5d.parity.variants import Ablation, ablations, differing, exact, faults_of, shrink
+from megatron5d.planning.predict import planned_config
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import end_of_document, first_rows
-from megatron5d.train.parity.ablate import Ablation, ablations
-from megatron5d.train.parity.report import plain, report_text, worst_of
-from megatron5d.train.parity.rounding import in_16_bits, rounding_differences, smooth
-from megatron5d.train.planning.planned import planned_config
 
 IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens
 

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.options import OptionParser
+from megatron5d.config.command_line import OptionParser
 from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
 
 
@@ -91,22 +91,22 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from megatron5d.config.context_cost import FLOPS_PER_BYTE, choices
+from megatron5d.config.checks.context import FLOPS_PER_BYTE, choices
+from megatron5d.config.convert import override_text
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.load import keys_given
 from megatron5d.config.schema import Config
-from megatron5d.planning.fit import fit_text, nearest_fit, override_text
+from megatron5d.planning.fit import fit_text, nearest_fit
 from megatron5d.planning.layout_search import LayoutSearch
 from megatron5d.planning.layout_table import layout_record, layouts_table, step_record, step_table
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
-from megatron5d.planning.predict import Estimator
+from megatron5d.planning.predict import Estimator, planned_config, unplanned_config
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
-from megatron5d.train.device import eight_bit_faults
 from megatron5d.train.monitoring.memory import shortage
 from megatron5d.train.pipeline_layout import micro_batch_counts
-from megatron5d.train.planning.planned import planned_config, unplanned_config
+from megatron5d.train.preflight import eight_bit_faults
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,10 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tqdm import tqdm
 
 from megatron5d.data.corpus import list_files
-from megatron5d.data.documents import BadLine
-from megatron5d.data.journal import Progress
-from megatron5d.data.preprocess import Job, Reporting, preprocess
-from megatron5d.data.tokenize_units import Recipe
+from megatron5d.data.documents import BadLine, Recipe
+from megatron5d.data.preprocess import Job, Progress, Reporting, preprocess
 
 SHOWN_BAD_LINES = 10
 

@@ -20,12 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.model.layer_costs import LayerCosts
-from megatron5d.model.split import BALANCES
-from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
+from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
 from megatron5d.pipeline_parallel.program import Program, placement_name
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_file, write_program
 from megatron5d.pipeline_parallel.search.command import (
     add_learn_options,
@@ -36,6 +35,7 @@ from megatron5d.pipeline_parallel.search.command import (
 )
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
+from megatron5d.planning.auto_schedule import LayerCosts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -191,7 +191,7 @@ def _fitted(options: argparse.Namespace, program: Program, deals: list[LayerCost
 
 def _say_what_numba_would_do() -> None:
     """On stderr, where it is missing."""
-    from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
+    from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
 
     if not IS_COMPILED:
         print(

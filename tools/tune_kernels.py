@@ -40,9 +40,8 @@ import torch
 
 from kernels import tuning
 from kernels.fp8.quantize import Quantized
-from kernels.testing.apart import device_is_lost
-from kernels.testing.measure import median_ms
 from tools.bench import BENCHMARKS
+from tools.bench.harness import device_is_lost, median_ms
 
 WARPS_STAGES = {"num_warps": (4, 8), "num_stages": (2, 3, 4)}
 ATTENTION = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "DESCRIBED": (True, False), **WARPS_STAGES}

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.options import OptionParser
+from megatron5d.config.command_line import OptionParser
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import tuning
+from kernels.dispatch import cdiv, jit, next_power_of_2, tl
 from kernels.flash_attention.mask import (
     among_keys,
     at_edges,
@@ -35,7 +36,6 @@ from kernels.flash_attention.tiles import (
     tile,
     tuning_key,
 )
-from kernels.language import cdiv, jit, next_power_of_2, tl
 
 
 @jit

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.dispatch import cdiv, jit, tl
 from kernels.flash_attention.plain import AttentionRule
-from kernels.language import cdiv, jit, tl
 
 _LOADED = 2048  # tokens that a program looks at together
 

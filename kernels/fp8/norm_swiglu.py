@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.activation import swiglu_reference
-from kernels.dispatch import rows_of
-from kernels.expert_activation import weighted_activation_reference
+from kernels.activation import swiglu_reference, weighted_activation_reference
+from kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, tl
 from kernels.fp8.quantize import E4M3, GROUP, Quantized, largest, quantize_reference, quantize_rows, quantized
-from kernels.language import cdiv, jit, next_power_of_2, tl
 from kernels.norm import launch_forward, layer_norm_reference, rms_norm_reference
 
 MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is written, and quantised from memory

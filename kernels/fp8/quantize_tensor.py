@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.dispatch import rows_of
+from kernels.dispatch import cdiv, jit, rows_of, tl
 from kernels.fp8.quantize import E4M3, Quantized, cast_scaled, largest, quantized, scales_of
-from kernels.language import cdiv, jit, tl
 
 
 def amax_reference(x: Tensor) -> Tensor:

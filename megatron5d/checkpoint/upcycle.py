@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.weights import PREFIX, LazyTensor, SavedWeights, lazy_tensor
+from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, lazy_tensor
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.init_weights import normal, stream_key

@@ -1,12 +1,31 @@
-"""All-to-all over an axis; its transpose is the all-to-all back."""
+"""All-to-all over an axis; its transpose is the all-to-all back.
+
+All-gather and reduce-scatter along dim 0 whose shares differ in size, each the other's transpose.
+
+Both run as one all-to-all, and are recorded as that: it takes uneven shares on every backend, and the terms are added
+up in one fixed order. A rank sends as many bytes as a ring would.
+
+An all-to-all between two phases: one starts it, a later one waits for it. The gradient goes back in the same way.
+
+            phase A                          phase B
+forward     start(x) -> ticket               finish(ticket) -> rows
+backward    waits for the gradient of x      sends the gradient of the rows on its way
+
+A tensor that is still being received must not be in the autograd graph, whose engine could read it too early. So the
+graph carries a ticket of one element, and the rows are kept here.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.dispatch import first_order
 from megatron5d.comm.collectives import Pending, differentiable
 from megatron5d.topology.axis import Axis
 
@@ -44,3 +63,143 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return start_all_to_all(x, axis).wait()
+
+
+def gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+    """`[counts[rank], ...]` -> `[sum(counts), ...]`, rows of rank 0 first.
+
+    Comm: all_gather / reduce_scatter, each as an all_to_all.
+    """
+    return differentiable(x, axis, partial(_gather, counts=counts), partial(_reduce_scatter, counts=counts))
+
+
+def reduce_scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+    """Partial `[sum(counts), ...]` -> summed `[counts[rank], ...]`.
+
+    Comm: reduce_scatter / all_gather, each as an all_to_all.
+    """
+    return differentiable(x, axis, partial(_reduce_scatter, counts=counts), partial(_gather, counts=counts))
+
+
+def _gather(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+    copies = x.repeat(axis.size, *(1,) * (x.ndim - 1))
+    return start_all_to_all(copies, axis, [x.shape[0]] * axis.size, counts).wait()
+
+
+def _reduce_scatter(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+    own = counts[axis.rank]
+    terms = start_all_to_all(x, axis, counts, [own] * axis.size).wait()
+    return terms.view(axis.size, own, *x.shape[1:]).sum(0)
+
+
+class Codec(Protocol):
+    """Encodes rows for the way there; gradients are sent as they are."""
+
+    def encode(self, rows: Tensor) -> Tensor: ...
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+
+class Exchange:
+    """One all-to-all of rows, and its transpose.
+
+    Args:
+        axis: among whom.
+        send: rows for each rank.
+        receive: rows from each rank.
+        codec: of the rows on their way there, and also of those that stay here, for the same numbers on any layout.
+    """
+
+    def __init__(self, axis: Axis, send: list[int], receive: list[int], codec: Codec | None = None) -> None:
+        self.axis, self.send, self.receive, self.codec = axis, send, receive, codec
+        self._dtype: torch.dtype | None = None  # of the rows
+        self._started = False
+        self._rows: Pending | None = None
+        self._grad: Pending | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        """Starts sending the rows; when a phase is recomputed, nothing is sent again.
+
+        Args:
+            x: `[sum(send), ...]`, rows for rank 0 first.
+
+        Returns:
+            The ticket for `finish`, one element.
+
+        Comm: all_to_all of the rows that are not this rank's own / waits for what `finish` sends back.
+        """
+        return _Start.apply(x, self)
+
+    def finish(self, ticket: Tensor) -> Tensor:
+        """Waits for the rows.
+
+        Args:
+            ticket: from `start`, perhaps detached since.
+
+        Returns:
+            `[sum(receive), ...]`, rows of rank 0 first.
+
+        Comm: none / all_to_all back.
+        """
+        rows = _Finish.apply(ticket, self)
+        if torch.is_grad_enabled():
+            self._rows = None  # without a graph they stay: a recomputation will ask again
+        return rows
+
+    def repeat(self, x: Tensor) -> Tensor:
+        """The rows that `finish` returns, from what `start` was given; without a gradient. Comm: all_to_all."""
+        return self._decoded(self._sent(x).wait())
+
+    def _start(self, x: Tensor) -> None:
+        if not self._started:
+            self._started = True
+            self._dtype = x.dtype
+            self._rows = self._sent(x)
+
+    def _sent(self, x: Tensor) -> Pending:
+        rows = x.detach() if self.codec is None else self.codec.encode(x.detach())
+        return start_all_to_all(rows, self.axis, self.send, self.receive)
+
+    def _wait(self) -> Tensor:
+        assert self._rows is not None, "rows are fetched once where gradients are recorded"
+        return self._decoded(self._rows.wait().detach())
+
+    def _decoded(self, rows: Tensor) -> Tensor:
+        if self.codec is None:
+            return rows
+        assert self._dtype is not None
+        return self.codec.decode(rows, self._dtype)
+
+    def _start_back(self, grad: Tensor) -> None:
+        self._grad = start_all_to_all(grad, self.axis, self.receive, self.send)
+
+    def _wait_back(self) -> Tensor:
+        assert self._grad is not None, "the gradient of the rows was never sent back"
+        grad, self._grad = self._grad.wait(), None
+        return grad
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        exchange._start(x)
+        return x.new_zeros(1)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, _):
+        return ctx.exchange._wait_back(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ticket, exchange):
+        ctx.exchange = exchange
+        return exchange._wait()
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        ctx.exchange._start_back(grad)
+        return grad.new_zeros(1), None

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron5d.topology.axis import Axis
-from megatron5d.topology.store import default_store, missing_ranks, ranks_text, wait_until
+from megatron5d.topology.rendezvous import default_store, missing_ranks, ranks_text, wait_until
 
 _KEY = "megatron5d/lost"  # in the store
 _ANSWERS = f"{_KEY}/answers"

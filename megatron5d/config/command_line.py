@@ -1,9 +1,17 @@
-"""Parses the command line: a few flags of our own, and Hydra overrides, which load.py reads."""
+"""Parses the command line: a few flags of our own, and Hydra overrides, which load.py reads.
+
+The text of `--help`: flags, the options of each group, and the YAML files with every key and its unit.
+
+Command lines of tools: options, with positional words such as overrides anywhere between them.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from megatron5d.config.convert import groups_of_keys, leaves
 from megatron5d.config.errors import Fault, closest, closest_key
@@ -82,3 +90,74 @@ def _unknown_flag(flag: str) -> Fault:
     else:
         fix = f"options are written key=value, such as train.gbs=8; the flags are {', '.join(FLAGS)}"
     return Fault("unknown-flag", (meant or flag,), f"{flag} is no flag", fix)
+
+
+_HEAD = """\
+pretrain.py [flags] [group=option ...] [key=value ...]
+
+A group chooses a file of conf/, a key one value in it; later words win. Examples:
+    bash launch/local.sh 16 experiment=quickstart train.steps=400
+    python pretrain.py model=llama3_8b parallel.tp=8 parallel.sp=true data.train='[0.7 /d/web, 0.3 /d/code]'
+Exit codes: 0 finished, 2 configuration refused, 75 stopped on a signal with a checkpoint saved.
+"""
+
+
+def groups_in(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """The groups of some config folders, each with the options it offers."""
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.glob("*/**/*.yaml"):
+            group, *name = file.relative_to(folder).with_suffix("").parts
+            found.setdefault(group, set()).add("/".join(name))
+    return {group: sorted(options) for group, options in sorted(found.items())}
+
+
+def help_text(folders: Sequence[Path]) -> str:
+    """The text of `--help`.
+
+    Args:
+        folders: config folders, ours first.
+    """
+    groups = groups_in(folders)
+    parts = [_HEAD, "Flags:", *(f"    {flag:14} {what}" for flag, what in FLAGS.items()), "", "Groups:"]
+    parts += [f"    {group:14} {', '.join(options)}" for group, options in groups.items()]
+    for group in groups:
+        listing = folders[0] / group / "default.yaml"
+        if listing.is_file():
+            parts += ["", f"{group}:", *("    " + line for line in listing.read_text().splitlines())]
+    return "\n".join(parts) + "\n"
+
+
+class OptionParser(argparse.ArgumentParser):
+    """An ArgumentParser whose positional words may be anywhere on the command line; also with subcommands."""
+
+    _words: argparse.Action | None = None
+    _takes_overrides = False
+
+    def add_words(self, name: str, **options: Any) -> None:
+        """Adds a positional argument of several words; takes the options of `add_argument`."""
+        self._words = self.add_argument(name, **options)
+
+    def add_overrides(self) -> None:
+        """Adds overrides of the configuration as pretrain.py takes them, and `--config-dir`."""
+        self.add_argument(
+            "--config-dir", action="append", default=[], metavar="DIR", help=FLAGS["--config-dir"].removeprefix("DIR ")
+        )
+        self.add_words("overrides", nargs="*", metavar="key=value", help="of the configuration")
+        self._takes_overrides = True
+
+    def parse_known_args(  # type: ignore[override]  # whose overloads tell what a given namespace becomes
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Also takes words after later options, which argparse does not."""
+        found, left = super().parse_known_args(args, namespace)
+        if self._words is None:
+            return found, left
+        for word in left:
+            if word.startswith("-"):
+                near = closest(word.partition("=")[0], self._option_string_actions, 0.6)
+                self.error(f"{word} is no option" + (f"; did you mean {near}?" if near else ""))
+        words = [*getattr(found, self._words.dest), *map(self._words.type or str, left)]  # type: ignore[arg-type]
+        folders = found.config_dir if self._takes_overrides else []
+        setattr(found, self._words.dest, [*(f"--config-dir={folder}" for folder in folders), *words])
+        return found, []

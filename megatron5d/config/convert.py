@@ -230,3 +230,20 @@ def _example(kind: Any, value: Any, path: str, optional: bool) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     return f"[{','.join(map(str, default))}]" if isinstance(default, list) else str(default)
+
+
+Change = dict[str, Any]  # key of the configuration -> value
+
+
+def changed(config: Config, change: Change) -> Config:
+    """The configuration with some keys of one dot replaced."""
+    for key, value in change.items():
+        group, name = key.split(".")
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
+    return config
+
+
+def override_text(change: Change) -> str:
+    """A change as overrides on a command line."""
+    said = {key: "null" if value is None else str(value).lower() for key, value in change.items()}
+    return " ".join(f"{key}={value}" for key, value in said.items())

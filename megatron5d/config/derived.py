@@ -1,8 +1,19 @@
-"""Which layers of a model are mixtures of experts."""
+"""Which layers of a model are mixtures of experts.
+
+The matrices of a model's layers, by the global names that their weights carry (without `.weight`).
+
+The strings that name data in a configuration: weighted prefixes, named sets, and shares of a split.
+"""
 
 from __future__ import annotations
 
-from megatron5d.config.schema import ModelConfig
+import fnmatch
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron5d.config.schema import Config, ModelConfig
 
 
 def moe_layers(model: ModelConfig) -> list[int]:
@@ -26,3 +37,132 @@ def blocks(model: ModelConfig) -> range:
 def is_moe(model: ModelConfig, block: int) -> bool:
     """Whether a block is a mixture of experts; blocks of multi-token prediction are if the last layer is."""
     return min(block, model.num_layers - 1) in moe_layers(model)
+
+
+def matrices(model: ModelConfig) -> list[str]:
+    """The matrices that precision.fp8 may multiply in 8 bits, layer by layer; never embedding, head and routers.
+
+    Nor the down-projections of latent attention where tp sums gradients before them: each rank has the gradient of its
+    own heads there, and the sum of what is rounded would depend on tp.
+    """
+    queries = ["q_down", "q_up"] if model.q_lora_rank is not None else ["q"]
+    attention = [*queries, "kv_down", "kv_up", "out"] if model.attention == "mla" else ["qkv", "out"]
+    if not model.latents_travel:
+        attention = [name for name in attention if not name.endswith("_down")]
+    mixtures = set(moe_layers(model))
+    names = []
+    for i in range(model.num_layers):
+        blocks = ["mlp"]
+        if i in mixtures:
+            blocks = ["experts", "shared_expert"] if model.shared_ffn_hidden_size else ["experts"]
+        names += [f"layers.{i}.attention.{matrix}" for matrix in attention]
+        names += [f"layers.{i}.{block}.{matrix}" for block in blocks for matrix in ("up", "down")]
+    return names
+
+
+def quantised_matrices(config: Config) -> list[str]:
+    """The matrices that this configuration multiplies in 8 bits."""
+    precision, num_layers = config.precision, config.model.num_layers
+    if precision.fp8 == "none":
+        return []
+    layers = range(precision.fp8_skip_first, num_layers - precision.fp8_skip_last)
+    return [
+        name
+        for name in matrices(config.model)
+        if int(name.split(".")[1]) in layers and not any(fnmatch.fnmatch(name, glob) for glob in precision.fp8_exclude)
+    ]
+
+
+def cut_features(config: Config, name: str) -> dict[str, tuple[int, int]]:
+    """The local dims of a matrix other than the hidden size.
+
+    Args:
+        config: of the run.
+        name: from `matrices`.
+
+    Returns:
+        Formula of the dim, as text -> (local size, ranks over which it is cut); parts of a fused matrix separately.
+    """
+    model, tp = config.model, config.parallel.tp
+    etp = config.parallel.etp or tp
+    block, matrix = name.split(".")[2:]
+    if block != "attention":
+        knob, over, size = {
+            "mlp": ("model.ffn_hidden_size", "parallel.tp", model.ffn_hidden_size),
+            "shared_expert": ("model.shared_ffn_hidden_size", "parallel.tp", model.shared_ffn_hidden_size),
+            "experts": ("model.moe_ffn_hidden_size", "etp", model.expert_hidden_size),
+        }[block]
+        ranks = etp if over == "etp" else tp
+        return {f"{knob} / {over}": (size // ranks, ranks)}
+    nope, turned, value = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+    queries, keys = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    out, out_knob = (value, "v_head_dim") if model.attention == "mla" else (model.head_dim, "head_dim")
+    query_knobs = "model.num_heads·(qk_nope_head_dim + qk_rope_head_dim) / parallel.tp"
+    return {
+        "qkv": {
+            "model.num_heads·head_dim / parallel.tp": (queries * model.head_dim, tp),
+            "model.num_kv_heads·head_dim / parallel.tp": (keys * model.head_dim, tp),
+        },
+        "out": {f"model.num_heads·{out_knob} / parallel.tp": (queries * out, tp)},
+        "q_down": {"model.q_lora_rank": (model.q_lora_rank or 0, 1)},
+        "q_up": {query_knobs: (queries * (nope + turned), tp)},
+        "q": {query_knobs: (queries * (nope + turned), tp)},
+        "kv_down": {"model.kv_lora_rank + qk_rope_head_dim": (model.kv_lora_rank + turned, 1)},
+        "kv_up": {
+            "model.num_heads·(qk_nope_head_dim + v_head_dim) / parallel.tp": (queries * (nope + value), tp),
+            "model.kv_lora_rank": (model.kv_lora_rank, 1),
+        },
+    }[matrix]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One `weight prefix` of .bin and .idx."""
+
+    prefix: str
+    weight: float
+    weighted: bool  # the weight was written, not assumed
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether it names something, with a finite weight above 0."""
+        return self.prefix != "" and 0 < self.weight < math.inf
+
+
+def source_of(entry: str) -> Source:
+    """An entry of `data.train`, such as "0.3 /data/wiki"; a prefix alone has the weight 1."""
+    first, _, rest = entry.strip().partition(" ")
+    try:
+        return Source(rest.strip(), float(first), True)
+    except ValueError:
+        return Source(entry.strip(), 1.0, False)
+
+
+def named_entries(entries: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, `weight prefix`) of each entry of `data.valid_sets`, such as "code 0.7 /data/c"."""
+    pairs = [text.strip().partition(" ") for text in entries]
+    return [(name, entry.strip()) for name, _, entry in pairs]
+
+
+def split_shares(split: str | None) -> list[float]:
+    """The shares of train, valid and test in a split string such as "969,30,1", not normalised; missing ones are 0.
+
+    Raises:
+        ValueError: the string is not one to three numbers of positive sum.
+    """
+    if split is None:
+        return [1.0, 0.0, 0.0]
+    numbers = split.split(",")
+    if len(numbers) > 3 or not all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", number) for number in numbers):
+        raise ValueError(f"data.split={split!r}: one to three numbers 'train,valid,test', such as '969,30,1'")
+    shares = [float(number) for number in numbers] + [0.0] * (3 - len(numbers))
+    if sum(shares) == 0:
+        raise ValueError(f"data.split={split!r} sums to 0; '1,0,0' gives everything to train")
+    return shares
+
+
+def split_of(c: Config) -> tuple[int, int]:
+    """(outer, inner): the cp axis as rings of keys and values over groups that exchange heads."""
+    method, cp = c.parallel.cp_method, c.parallel.cp
+    inner = {"ulysses": cp, "two_level": c.parallel.cp_inner}.get(method, 1)
+    return cp // inner, inner

@@ -19,10 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.check import Law
 from megatron5d.config.checks.values import WORDS
-from megatron5d.config.command_line import Arguments, parse_arguments
+from megatron5d.config.command_line import Arguments, groups_in, help_text, parse_arguments
 from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key, value_of
 from megatron5d.config.errors import ConfigError, Fault, alternatives, closest
-from megatron5d.config.help import groups_in, help_text
 from megatron5d.config.schema import Config
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

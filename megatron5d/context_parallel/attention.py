@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron5d.comm.collectives import gather_from
 from megatron5d.context_parallel.all_gather import AllGatherAttention
+from megatron5d.context_parallel.block_attention import ConcatenatedKV, KVFormat
 from megatron5d.context_parallel.block_plan import ContextPlan
-from megatron5d.context_parallel.kv_format import ConcatenatedKV, KVFormat
 from megatron5d.context_parallel.ring import RingAttention
 from megatron5d.context_parallel.ulysses import heads_for_sequence, sequence_for_heads, shared_heads
 from megatron5d.topology.axis import Axis

@@ -1,14 +1,25 @@
-"""From rows of tokens to a micro-batch: inputs, labels, the loss mask, positions and documents."""
+"""From rows of tokens to a micro-batch: inputs, labels, the loss mask, positions and documents.
+
+What context parallelism means to the model: this rank's positions, and the attention that reaches all others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
+from megatron5d.config.derived import split_of
+from megatron5d.config.schema import Config
+from megatron5d.context_parallel.block_plan import Planner
+from megatron5d.context_parallel.zigzag import SequenceLayout
+from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
+from megatron5d.topology.mesh import Mesh
 
 
 def make_micro_batch(
@@ -73,3 +84,72 @@ def positions_from_begins(begins: Tensor) -> Tensor:
     index = torch.arange(begins.shape[1]).expand(begins.shape)
     latest = torch.where(begins, index, 0).cummax(dim=1).values
     return index - latest
+
+
+_SEQUENCES = (  # fields of a micro-batch whose last dim is the sequence
+    "tokens", "labels", "loss_mask", "positions", "padding", "ahead_tokens", "ahead_labels", "ahead_mask",
+)  # fmt: skip
+
+
+class SequenceSharding:
+    """Turns a micro-batch of whole sequences into what this cp rank's model reads; the loader calls it.
+
+    Multi-token prediction looks ahead while sequences are whole; then attention is planned, and this rank's positions
+    are taken.
+
+    Args:
+        config: of the run (parallel.cp_method, cp_inner, train.seq_len, the model's masks and num_mtp_layers).
+        mesh: this rank's axes.
+        device: where the plan's index tensors will be used.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
+        self.cp, model = mesh["cp"], config.model
+        layout = SequenceLayout(config.train.seq_len, *split_of(config))
+        self.depths = model.num_mtp_layers
+        masks: dict[str, Any] = {"causal": model.attention_causal, "window": model.attention_window}
+        self._plan = Planner(layout, self.cp.rank, **masks, device=device)
+
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        """`[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
+
+        Args:
+            batch: whole sequences, on the CPU (the plan looks at where documents end).
+        """
+        batch = look_ahead(batch, self.depths)
+        if self.cp.size == 1:
+            return batch
+        plan = self._plan(batch.documents)
+        held = torch.from_numpy(plan.layout.rows(self.cp.rank))  # [s/cp]: the positions that this rank holds
+        whole = {name: getattr(batch, name) for name in _SEQUENCES}
+        # each [b, s] -> [b, s/cp]; what looks ahead [D, b, s] -> [D, b, s/cp]
+        local: dict[str, Any] = {name: None if values is None else values[..., held] for name, values in whole.items()}
+        return replace(batch, **local, documents=None, context=plan)
+
+
+def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
+    """Adds what the prediction blocks read. It needs whole sequences, so it comes before cp takes its rows.
+
+    A prediction of depth k counts where the main prediction k tokens later counts and, if documents are told apart, is
+    in the same document.
+
+    Args:
+        batch: whole sequences.
+        depths: model.num_mtp_layers.
+
+    Returns:
+        The batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end of a sequence.
+    """
+    if depths == 0:
+        return batch
+    tokens, labels, masks = [], [], []
+    following = batch.labels.clamp(min=0)  # token i+1; padding is 0, as in tokens
+    for k in range(1, depths + 1):
+        tokens.append(F.pad(following[:, k - 1 :], (0, k - 1)))
+        labels.append(F.pad(batch.labels[:, k:], (0, k), value=IGNORED))
+        mask = F.pad(batch.loss_mask[:, k:], (0, k))
+        if batch.documents is not None:
+            mask = mask * (F.pad(batch.documents[:, k:], (0, k), value=-1) == batch.documents)
+        masks.append(mask)
+    stacked = {"tokens": tokens, "labels": labels, "mask": masks}
+    return replace(batch, **{f"ahead_{name}": torch.stack(rows) for name, rows in stacked.items()})

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from megatron5d.data.batch import make_micro_batch
-from megatron5d.data.sampler import global_batch_size, micro_batch_samples
+from megatron5d.data.sample_order import global_batch_size, micro_batch_samples
 from megatron5d.data.samples import Samples
-from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
+from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
 
 Step = tuple[int, list[MicroBatch]]  # consumed_samples after the step, its micro-batches
 

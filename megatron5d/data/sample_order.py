@@ -3,14 +3,72 @@
 Sample j of an epoch is tokens j·seq_len to (j+1)·seq_len, both included: one more than seq_len, because the last input
 needs a label, so neighbouring samples share a token. `sequential` takes j = 0, 1, 2 …; `shuffled` permutes them by a
 function of seed and epoch, so nothing is built, stored or exchanged between ranks.
+
+A keyed permutation of 0 … n−1 that is computed and not stored, so shuffling a billion samples takes no memory.
+
+Swap-or-not: each round pairs x with (k − x) mod n, and swaps the pair if a bit that both of them compute is set. Each
+round is its own inverse, so the whole is a bijection for any n.
+
+Source: Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", CRYPTO 2012, Figure 1.
+
+The numbers of the samples that a step takes, and of those that a data-parallel rank takes of them.
+
+The state of the whole data pipeline is one number, `consumed_samples`. A step takes the next gbs samples of the global
+order, so its set of samples depends on neither dp nor mbs. Each micro-step takes the next mbs·dp of them, of which rank
+r gets the r-th mbs, as in Megatron.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.data.permutation import Permutation, hash_key
+
+ROUNDS = 64  # the paper suggests 6·log2(n) or more: each round divides the distance to a random order by about sqrt(2)
+MASK = (1 << 64) - 1
+
+
+def mix(x: int) -> int:
+    """A bijective hash of 64 bits: the finaliser of SplitMix64.
+
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014 (mix64variant13).
+    """
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def hash_key(*parts: int) -> int:
+    """One 64-bit key from several integers and their order."""
+    key = 0
+    for part in parts:
+        key = mix((key + 0x9E3779B97F4A7C15 + (part & MASK)) & MASK)
+    return key
+
+
+class Permutation:
+    """The permutation of 0 … n−1 that belongs to a key.
+
+    Args:
+        n: number of elements, at least 1.
+        key: 64 bits, see `hash_key`.
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        assert n >= 1, n
+        self.n = n
+        self._rounds = [(hash_key(key, 2 * r) % n, hash_key(key, 2 * r + 1)) for r in range(ROUNDS)]
+
+    def __call__(self, x: int) -> int:
+        """The position that `x` is mapped to."""
+        assert 0 <= x < self.n, (x, self.n)
+        for k, round_key in self._rounds:
+            partner = (k - x) % self.n
+            if mix((max(x, partner) + round_key) & MASK) & 1:
+                x = partner
+        return x
 
 
 class PackedStream:
@@ -59,3 +117,52 @@ class PackedStream:
                 self._epoch = epoch, Permutation(self.samples_per_epoch, hash_key(self._key, epoch))
             j = self._epoch[1](j)
         return self.start + j * self.seq_len
+
+
+def global_batch_size(consumed_samples: int, gbs: int, ramp: Sequence[int] | None = None) -> int:
+    """The global batch size of the step that begins after `consumed_samples`, in sequences.
+
+    Args:
+        consumed_samples: sequences of all earlier steps.
+        gbs: final global batch.
+        ramp: [start gbs, increment, ramp length in sequences]; None = constant.
+
+    Returns:
+        The size, which grows by the increment at equal distances of consumed samples.
+    """
+    if ramp is None:
+        return gbs
+    start, increment, length = ramp
+    increments = (gbs - start) // increment
+    if consumed_samples >= length or increments == 0:
+        return gbs
+    return start + consumed_samples * increments // length * increment
+
+
+def samples_of_steps(steps: int, gbs: int, ramp: Sequence[int] | None = None, consumed: int = 0) -> int:
+    """Sequences that are taken after `steps` more steps, those `consumed` before included."""
+    for done in range(steps):
+        size = global_batch_size(consumed, gbs, ramp)
+        if size == gbs:  # the ramp is over: the rest is a product
+            return consumed + (steps - done) * gbs
+        consumed += size
+    return consumed
+
+
+def micro_batch_samples(consumed_samples: int, gbs: int, mbs: int, dp_rank: int, dp_size: int) -> list[range]:
+    """The samples of one step that belong to one data-parallel rank.
+
+    Args:
+        consumed_samples: sequences of all earlier steps.
+        gbs: this step's global batch, in sequences.
+        mbs: micro-batch, in sequences.
+        dp_rank: 0 … dp_size − 1.
+        dp_size: data-parallel ranks.
+
+    Returns:
+        One range of mbs sample numbers per micro-batch, gbs/(mbs·dp) of them.
+    """
+    assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+    assert gbs % (mbs * dp_size) == 0, (gbs, mbs, dp_size)
+    starts = range(consumed_samples + dp_rank * mbs, consumed_samples + gbs, mbs * dp_size)
+    return [range(start, start + mbs) for start in starts]

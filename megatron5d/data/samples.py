@@ -10,14 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron5d.config.sources import Source, source_of
-from megatron5d.data.blend import SURPLUS, megatron_blend, megatron_sizes, mixing_cycle
-from megatron5d.data.index_cache import cached_arrays
+from megatron5d.config.derived import Source, source_of
+from megatron5d.data.blend import SURPLUS, megatron_blend, megatron_sizes, mixing_cycle, normalised, split_range
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order
-from megatron5d.data.permutation import hash_key
-from megatron5d.data.sample_order import PackedStream
-from megatron5d.data.sources import normalised, split_range
+from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order, cached_arrays
+from megatron5d.data.sample_order import PackedStream, hash_key
 
 INDEX_VERSION = 1  # raise when the meaning of a cached index changes
 

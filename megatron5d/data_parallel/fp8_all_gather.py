@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kernels.fp8.quantize import E4M3, scales_of
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather
-from megatron5d.comm.exposure import Exposure
+from megatron5d.comm.ledger import Exposure
 from megatron5d.data_parallel.flat_memory import allocate, free
 from megatron5d.precision.fp8_weights import (
     block_maxima,

@@ -35,7 +35,7 @@ from itertools import groupby
 from torch import nn
 
 from megatron5d.comm.collectives import Pending
-from megatron5d.comm.exposure import Exposure
+from megatron5d.comm.ledger import Exposure
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.fp8_all_gather import requantize
 from megatron5d.precision.fp8_weights import forget_quantized

@@ -9,17 +9,20 @@
 
 The router's weight of each choice goes to the expert beside the row, a second all-to-all of n·k numbers, and is applied
 there (experts.py), so that no row that comes home is kept for the gradient of the weights.
-Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/exchange.py), so that other work
+Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/all_to_all.py), so that other work
 runs in between. Rows are always ordered by expert, then by source rank, then by token, and the sums at home run in the
 order of a token's choices: the same tokens give the same sums, in the same order, on any layout.
 Splits of an all-to-all must be on the host, which therefore waits for the device in every `send`, once a layer and
 micro-batch, and again where a layer is recomputed; with one rank and every choice sent it does not.
 Memory: a rank receives at most n·min(k, E/ep) rows from each of the ep·etp ranks, namely if all tokens choose its
 experts. Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
+
+How many rows travel where a forecast runs on the meta device, whose tensors have no values to count.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,11 +31,48 @@ from torch import Tensor
 
 from kernels.dispatch import first_order
 from kernels.moe import Places, permute, permute_choices, places, unpermute
+from megatron5d.comm.all_to_all import Codec, Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.collectives import start_all_gather
-from megatron5d.comm.exchange import Codec, Exchange
-from megatron5d.comm.uneven import gather_rows, reduce_scatter_rows
-from megatron5d.expert_parallel.planned_load import PlannedLoad
 from megatron5d.topology.axis import Axis
+
+
+@dataclass
+class PlannedLoad:
+    """What is assumed of the rows that a rank receives.
+
+    Args:
+        load: rows that it receives, in even shares.
+        limit: rows that it may receive at most, in even shares (the experts' capacity).
+        sent: fraction of the choices that is sent at all.
+    """
+
+    load: float = 1.0
+    limit: float = math.inf
+    sent: float = 1.0
+
+    def counts(self, num_choices: int, ep: Axis, etp: Axis, num_local: int) -> Tensor:
+        """Counts of rows from every rank to every expert, in which this rank receives `load` times an even share.
+
+        No rank receives more than all choices, or than its experts' capacity; the others receive less as this one
+        receives more.
+
+        Args:
+            num_choices: n·k of one rank.
+            ep, etp: axes of the expert view.
+            num_local: E/ep.
+
+        Returns:
+            int64 `[ep, etp, ep, E/ep]`: source ep, source etp, target ep, its expert.
+        """
+        choices = num_choices * self.sent
+        sent = round(choices * min(1.0, self.limit))
+        most = min(sent, math.ceil(choices / ep.size * min(self.limit, ep.size)))
+        mine = min(most, round(choices / ep.size * self.load))
+        rows = [mine if rank == ep.rank else min(most, (sent - mine) // max(1, ep.size - 1)) for rank in range(ep.size)]
+        after = (ep.rank + 1) % ep.size
+        rows[after] += min(sent - sum(rows), most - rows[after])
+        split = torch.tensor([[n // num_local + (e < n % num_local) for e in range(num_local)] for n in rows])
+        return split.expand(ep.size, etp.size, ep.size, num_local)
 
 
 class Trip(Protocol):

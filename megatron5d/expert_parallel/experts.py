@@ -3,7 +3,7 @@
 up    [E, 2f, h]   with swiglu the gate rows, then the up rows, of each expert; E cut over ep, f over etp
 down  [E, h, f]    E cut over ep, f over etp: the output is a partial sum over etp
 
-The router's weights are applied between the two (kernels/expert_activation.py).
+The router's weights are applied between the two (kernels/activation.py).
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from kernels.moe import Places, permute, places, unpermute
-from megatron5d.comm.all_to_all import start_all_to_all
+from megatron5d.comm.all_to_all import Codec, Exchange, start_all_to_all
 from megatron5d.comm.collectives import Pending, start_all_gather
-from megatron5d.comm.exchange import Codec, Exchange
 from megatron5d.expert_parallel.dispatcher import DirectTrip, Dispatcher
 from megatron5d.topology.axis import Axis
 

@@ -7,6 +7,12 @@
 
 Source: Shazeer et al. 2017 (arXiv:1701.06538); groups: DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; sigmoid scores
 and the bias: Wang et al. 2024 (arXiv:2408.15664), DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
+
+Experts with a limited capacity: which choices of a micro-batch they drop.
+
+The limit is for the whole micro-batch, wherever its tokens lie, so that no layout changes what is dropped:
+ceil(factor · T·k/E) choices per expert, T tokens that are not padding. Source: Fedus et al. 2021 (arXiv:2101.03961),
+section 2.2; by probability: Megatron-Core's `moe_token_drop_policy=probs`.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from torch import Tensor, nn
 from kernels.dispatch import first_order, statistics_dtype
 from kernels.moe import top_k
 from megatron5d.autograd.wgrad import Defer, add_weight_grad, grad_buffer, run_now
+from megatron5d.comm.collectives import all_gather
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
@@ -171,3 +178,49 @@ def weights_of(scores: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
     if config.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * config.routed_scaling_factor
+
+
+def within_capacity(
+    experts: Tensor, weights: Tensor, order: Tensor, num_experts: int, factor: float, by: str, axis: Axis
+) -> Tensor:
+    """Which choices are within the experts' capacity.
+
+    Args:
+        experts: int64 `[n, k]`; `num_experts` where there is no choice (padding).
+        weights: `[n, k]`.
+        order: int64 `[n]`, place of each token in the micro-batch; different for all of its tokens.
+        num_experts: how many experts there are.
+        factor: moe.capacity_factor.
+        by: probability or position; of equal probabilities the earlier token stays.
+        axis: ranks that share the micro-batch's tokens, the same number each.
+
+    Returns:
+        bool `[n, k]`; False for padding.
+
+    Comm: all_gather of 2k+1 fp64 numbers a token.
+    """
+    n, k = experts.shape
+    mine = torch.cat((experts.double(), weights.detach().double(), order[:, None].double()), dim=1)
+    everybody = all_gather(mine, axis)  # [n, 2k+1] -> [N, 2k+1]  all_gather cp_tp
+    in_order = everybody[:, -1].argsort()
+    choices = everybody[in_order]
+    taken = _taken(choices[:, :k].long().flatten(), choices[:, k : 2 * k].flatten(), num_experts, factor, by)
+    keep = torch.empty(everybody.shape[0], k, dtype=torch.bool, device=experts.device)
+    keep[in_order] = taken.view(-1, k)
+    return keep[axis.rank * n : (axis.rank + 1) * n]
+
+
+def _taken(experts: Tensor, weights: Tensor, num_experts: int, factor: float, by: str) -> Tensor:
+    """bool per choice, choices in the order of their tokens."""
+    if by == "probability":
+        line = weights.argsort(descending=True, stable=True)
+    else:
+        line = torch.arange(experts.numel(), device=experts.device)
+    line = line[experts[line].argsort(stable=True)]  # by expert, and for each expert those it keeps longest first
+    queue = experts[line]
+    bounds = torch.searchsorted(queue, torch.arange(num_experts + 1, device=queue.device))
+    place = torch.arange(queue.numel(), device=queue.device) - bounds[queue]
+    limit = torch.ceil(factor * bounds[-1].double() / num_experts)  # bounds[-1] = T·k
+    taken = torch.empty_like(queue, dtype=torch.bool)
+    taken[line] = (place < limit) & (queue < num_experts)
+    return taken

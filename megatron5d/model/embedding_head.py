@@ -11,11 +11,10 @@ from megatron5d.autograd.wgrad import Defer, run_now
 from megatron5d.comm.collectives import gather_last_dim, local_slice
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.norm import Norm
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.tensor_parallel.cross_entropy import SlicedLoss, vocab_parallel_cross_entropy
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, VocabRange, vocab_weight
 from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter
-from megatron5d.tensor_parallel.sliced_loss import SlicedLoss
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 

@@ -21,8 +21,7 @@ from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.expert_parallel.load_balancing import Balancer
 from megatron5d.expert_parallel.router import Jitter
-from megatron5d.model.attention import Attention
-from megatron5d.model.context import context_attention
+from megatron5d.model.attention import Attention, context_attention
 from megatron5d.model.embedding_head import TIED, Embedding, Head
 from megatron5d.model.mla import Mla
 from megatron5d.model.mlp import Mlp

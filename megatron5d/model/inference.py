@@ -14,14 +14,13 @@ from torch import Tensor
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.weights import load_hf_weights
-from megatron5d.checkpoint.load import whole_checkpoint
-from megatron5d.checkpoint.weights import load_weights
+from megatron5d.checkpoint.load import load_weights, whole_checkpoint
 from megatron5d.config.checks import broken_laws
 from megatron5d.config.convert import from_dict
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron5d.model.gpt import Gpt
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import Mesh, build_mesh

@@ -26,10 +26,10 @@ from megatron5d.autograd.wgrad import Defer, grad_buffer
 from megatron5d.comm.collectives import copy_to, gather_from
 from megatron5d.config.schema import ModelConfig
 from megatron5d.context_parallel.attention import ContextAttention
-from megatron5d.model.attention_core import AttentionCore
+from megatron5d.model.attention import AttentionCore
 from megatron5d.model.norm import Norm
 from megatron5d.model.rope import RotaryTables, softmax_temperature
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.precision.gemm import PLAIN, Gemms, gemms_of
 from megatron5d.tensor_parallel.linear import (
     ColumnParallelLinear,

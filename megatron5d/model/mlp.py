@@ -10,7 +10,7 @@ from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts
 from megatron5d.autograd.wgrad import Defer
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.norm import Norm
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
+from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis

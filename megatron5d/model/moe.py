@@ -20,24 +20,23 @@ from torch import Tensor, nn
 
 from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts, Source, computed_from
 from megatron5d.autograd.wgrad import Defer
+from megatron5d.comm.all_to_all import Codec
 from megatron5d.comm.collectives import join_from, local_slice, split_to
-from megatron5d.comm.exchange import Codec
 from megatron5d.config.schema import ModelConfig, MoeConfig
-from megatron5d.expert_parallel.capacity import within_capacity
 from megatron5d.expert_parallel.dispatcher import Dispatcher, TokenDispatcher, Trip
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.expert_parallel.hierarchical_dispatcher import NodeDispatcher
 from megatron5d.expert_parallel.load_balancing import Balancer, Tokens
-from megatron5d.expert_parallel.router import Jitter, Router
+from megatron5d.expert_parallel.router import Jitter, Router, within_capacity
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import Norm
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.precision.wire import EightBitRows
+from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.precision.fp8_tensor import EightBitRows
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
 State = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Trip, Source | None]
-"""What goes from phase to phase: the residual; the tickets of the exchanges under way (comm/exchange.py), of rows and,
+"""What goes from phase to phase: the residual; the tickets of the exchanges under way (comm/all_to_all.py), of rows and,
 to the experts, of their weights; for a shared expert its input, then its output, else None; where the tokens go; and
 the tokens, if they are to be sent once more."""
 

@@ -15,49 +15,19 @@ The order of the halves and the norm of h⁰ are those of the released weights. 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron5d.autograd.wgrad import Defer
 from megatron5d.config.schema import ModelConfig
 from megatron5d.model.embedding_head import OutputMatrix
 from megatron5d.model.norm import Norm
-from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
+from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
 from megatron5d.topology.axis import Axis
-
-
-def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
-    """Adds what the prediction blocks read. It needs whole sequences, so it comes before cp takes its rows.
-
-    A prediction of depth k counts where the main prediction k tokens later counts and, if documents are told apart, is
-    in the same document.
-
-    Args:
-        batch: whole sequences.
-        depths: model.num_mtp_layers.
-
-    Returns:
-        The batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end of a sequence.
-    """
-    if depths == 0:
-        return batch
-    tokens, labels, masks = [], [], []
-    following = batch.labels.clamp(min=0)  # token i+1; padding is 0, as in tokens
-    for k in range(1, depths + 1):
-        tokens.append(F.pad(following[:, k - 1 :], (0, k - 1)))
-        labels.append(F.pad(batch.labels[:, k:], (0, k), value=IGNORED))
-        mask = F.pad(batch.loss_mask[:, k:], (0, k))
-        if batch.documents is not None:
-            mask = mask * (F.pad(batch.documents[:, k:], (0, k), value=-1) == batch.documents)
-        masks.append(mask)
-    stacked = {"tokens": tokens, "labels": labels, "mask": masks}
-    return replace(batch, **{f"ahead_{name}": torch.stack(rows) for name, rows in stacked.items()})
 
 
 class WithLossSums(nn.Module):

@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from megatron5d.comm.collectives import all_reduce
-from megatron5d.config.matrices import quantised_matrices
+from megatron5d.config.derived import quantised_matrices
 from megatron5d.config.schema import Config
 from megatron5d.precision.fp8_recipes import (
     BlockwiseExpertGemms,
@@ -17,8 +17,7 @@ from megatron5d.precision.fp8_recipes import (
     TensorwiseGemms,
 )
 from megatron5d.precision.gemm import ExpertGemms, Gemms
-from megatron5d.tensor_parallel.fused import Fused
-from megatron5d.tensor_parallel.overlap import WHOLE, Chunked, Overlap
+from megatron5d.tensor_parallel.overlap import WHOLE, Chunked, Fused, Overlap
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
 

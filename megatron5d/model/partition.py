@@ -1,16 +1,203 @@
-"""Which layers each pipeline stage holds, and which parameters two ranks hold together."""
+"""Which layers each pipeline stage holds, and which parameters two ranks hold together.
+
+How a row of layers is cut into stages: so that no stage, or no rank with all its stages, has too much to do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from math import ceil, inf
+
+import numpy as np
 
 from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.flops import end_flops, layer_flops
-from megatron5d.model.split import split_layers
 from megatron5d.pipeline_parallel.program import Placement
+
+BALANCES = ("stages", "ranks", "late", "ends")
+"""What a split evens: stages; ranks with all their stages; and the latter in two ways that differ only where
+micro-batches go both ways, see `fewer_in_the_middle`."""
+MORE_AT_ENDS = 1 / 4
+"""Of an even share of the layers: what `ends` gives to the two end ranks beyond that."""
+
+
+def split_layers(balance: str, costs: Sequence[float], placement: Placement, first: float, last: float) -> list[int]:
+    """Layers per stage so that what `balance` names is even.
+
+    Args:
+        balance: one of BALANCES; a run without a search has `auto`, which is `stages`.
+        costs: as in `even_stages`.
+        placement: which rank holds which stage.
+        first: as in `even_stages`.
+        last: as in `even_stages`.
+
+    Raises:
+        ValueError: too few layers.
+    """
+    if balance in ("auto", "stages"):
+        return even_stages(costs, placement.num_stages, first, last)
+    layout = even_ranks(costs, placement, first, last)
+    if balance == "ranks" or placement.copies == 1 or placement.num_ranks < 4:
+        return layout
+    heavy_ends = balance == "ends" and first + last > 0
+    more = ceil(len(costs) / placement.num_ranks * MORE_AT_ENDS) if heavy_ends else 0
+    return fewer_in_the_middle(layout, more)
+
+
+def even_stages(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """Layers per stage so that the most expensive stage costs as little as possible; of such splits the most even one.
+
+    Args:
+        costs: of every layer, in any unit.
+        num_stages: to deal the layers to; each gets one at least, but for an end whose own cost is not 0.
+        first: cost that the first stage has besides (the embedding), in the same unit.
+        last: cost that the last stage has besides (the head).
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    total = np.array([0.0, *accumulate(costs)])
+    begin, end = np.ogrid[: len(total), : len(total)]
+
+    def load(stage: int) -> np.ndarray:
+        own = first * (stage == 0) + last * (stage == num_stages - 1)
+        return np.where((end > begin) | ((end == begin) & (own > 0)), total - total[:, None] + own, inf)
+
+    highest, _ = _cheapest_split(len(costs), num_stages, load, np.maximum)
+    if highest == inf:
+        raise ValueError(
+            f"model.num_layers = {len(costs)} is fewer than the {num_stages} stages of the pipeline (parallel.pp "
+            f"times the chunks that pipeline.schedule or parallel.vpp asks for); "
+            f"model.num_layers={num_stages}, or parallel.pp=1"
+        )
+
+    def evenness(before: np.ndarray, own: np.ndarray) -> np.ndarray:
+        return before + np.where(own <= highest * (1 + 1e-9), own * own, inf)
+
+    return _cheapest_split(len(costs), num_stages, load, evenness)[1]
+
+
+def _cheapest_split(
+    num_layers: int,
+    num_stages: int,
+    load: Callable[[int], np.ndarray],
+    add: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> tuple[float, list[int]]:
+    """The cost and the layout of the cheapest cut of a row of layers into stages; earlier stages are the larger ones.
+
+    Args:
+        num_layers, num_stages: sizes.
+        load: stage -> `[first layer, last layer + 1]` cost of the stage.
+        add: (cost of the stages before, load of one more) -> cost of all.
+    """
+    cost, cuts = np.array([0.0] + [inf] * num_layers), []
+    for stage in range(num_stages):
+        options = add(cost[::-1, None], load(stage)[::-1])  # backwards: of equal ones the one that begins last
+        cuts.append(num_layers - options.argmin(axis=0))
+        cost = options.min(axis=0)
+    layout, end = [], num_layers
+    for cut in reversed(cuts):
+        layout.append(int(end - cut[end]))
+        end = cut[end]
+    return float(cost[-1]), layout[::-1]
+
+
+def even_ranks(costs: Sequence[float], placement: Placement, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """Layers per stage so that the busiest rank, with all its stages, has as little to do as can be.
+
+    Of such splits one with even ranks, and of these one with even stages. Each layer in turn goes to the rank with the
+    least, and there to the stage with the least, which is the optimum where layers cost the same; where they do not,
+    layers then move on as long as that helps. A rank that an end keeps busy may hold no layer anywhere, so stages
+    between the ends may be empty.
+
+    Args:
+        costs: of every layer, in any unit.
+        placement: which rank holds which stage; of two copies each does half of the work.
+        first: cost that the first stage has besides (the embedding), in the same unit.
+        last: cost that the last stage has besides (the head).
+
+    Raises:
+        ValueError: some rank would have nothing to do.
+    """
+    unit, num_stages = sum(costs) / len(costs), placement.num_stages
+    total = np.array([0.0, *accumulate(cost / unit for cost in costs)])
+    ends = np.zeros(num_stages)
+    ends[0] += first / unit
+    ends[-1] += last / unit
+    share = np.zeros((placement.num_ranks, num_stages))  # of a stage's work that a rank does
+    for line in placement.route:
+        share[line, range(num_stages)] += 1 / placement.copies
+    loads, ranks = ends.copy(), share @ ends
+    for _ in costs:
+        stage = _first_of(loads, *_evenness(share.T + ranks))
+        loads[stage] += 1
+        ranks += share[:, stage]
+    counts = np.rint(loads - ends).astype(int)
+    best = -1
+    while best != 0:
+        options = np.array([counts, *_moves(counts, share[(share @ (counts + ends)).argmax()] > 0)])
+        cuts = np.concatenate([np.zeros_like(options[:, :1]), options.cumsum(axis=1)], axis=1)
+        loads = np.diff(total[cuts]) + ends
+        best = _first_of(np.square(loads).sum(axis=1), *_evenness(loads @ share.T))
+        counts = options[best]
+    if not (share @ (counts + ends)).all():
+        raise ValueError(
+            f"model.num_layers = {len(costs)} leaves one of the {placement.num_ranks} ranks of the pipeline without "
+            f"anything to do; model.num_layers={placement.num_ranks}, or parallel.pp=1"
+        )
+    return counts.tolist()
+
+
+def fewer_in_the_middle(layout: Sequence[int], more: int) -> list[int]:
+    """Layers per stage where rank r holds stages r and p − 1 − r, so that the middle ranks are not late.
+
+    A middle rank waits for its first micro-batch, and then for the first one to come back: in both it helps to have
+    fewer layers there. So the pairs of stages hold the fewer layers, the nearer they are to the middle, and what
+    differs lies in the second half, where the last stages are the larger ones. Found by experiment.
+
+    Args:
+        layout: of `even_ranks`.
+        more: layers that move from the middle to the first stage; end ranks wait for nobody, and a head has no
+            all-to-all, so they may have more to do than the others.
+    """
+    half = len(layout) // 2
+    pairs = sorted((layout[s] + layout[-1 - s] for s in range(1, half)), reverse=True)
+    moved = 0
+    while moved < more and pairs[0] > 1:
+        pairs[pairs.count(pairs[0]) - 1] -= 1  # the innermost of the fullest: the order stays
+        moved += 1
+    early = round(sum(pairs) / len(pairs) / 2)
+    front = [min(early, pair) for pair in pairs]
+    back = [pair - own for pair, own in zip(pairs, front)]
+    return [layout[0] + moved, *front, *reversed(back), layout[-1]]
+
+
+def _evenness(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How even splits are, given every rank's work `[options, ranks]`: the sum of squares, and the maximum."""
+    return np.square(ranks).sum(axis=1), ranks.max(axis=1)
+
+
+def _first_of(*keys: np.ndarray) -> int:
+    """Which option is least by the last key, and of equal ones by the key before; the first where all are equal."""
+    return int(np.lexsort([key.round(9) for key in keys])[0])  # rounded, for equal ones differ in the last digits
+
+
+def _moves(counts: np.ndarray, busiest: np.ndarray) -> Iterator[np.ndarray]:
+    """Splits with one layer in another stage: from any to its neighbours, from those of the busiest rank to all.
+
+    What lies between the two stages shifts by a layer.
+    """
+    stages = range(len(counts))
+    for a in np.flatnonzero(counts):
+        for b in stages:
+            if b != a and (busiest[a] or abs(a - b) == 1):
+                moved = counts.copy()
+                moved[a] -= 1
+                moved[b] += 1
+                yield moved
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from torch import Tensor
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket
-from megatron5d.optim.rounding import store_rounded
-from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decays
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decays, store_rounded
 
 
 def apex_adam() -> type | None:

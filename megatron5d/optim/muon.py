@@ -11,6 +11,12 @@ expert; MLA's projections are one matrix each. Norms, biases and what `optim.muo
 The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. Each matrix is orthogonalised whole, on
 one rank, in the dtype of the weights (assembly.py), so the numbers are the same on any layout.
 Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982, Moonlight), sections 2.2 and 2.3; Kimi K2.
+
+Newton-Schulz iteration: approximates the nearest orthogonal matrix, with matrix products only.
+
+X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X maps every singular value x of X to a·x + b·x³ + c·x⁵ and keeps the singular vectors.
+The coefficients enlarge small values quickly (by a⁵ ≈ 485 in five steps) and keep large ones within [0.68, 1.14].
+Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 """
 
 from __future__ import annotations
@@ -26,12 +32,34 @@ from torch import Tensor
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket, Segment
 from megatron5d.optim.matrix_gather import Assembly, CutMatrix
-from megatron5d.optim.newton_schulz import orthogonalize
-from megatron5d.optim.rounding import store_rounded
-from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decays
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decays, store_rounded
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-7  # added to the norm, so that a matrix of zeros stays zero
+
+
+def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+    """For each matrix U·S·Vᵀ an approximation of U·Vᵀ, with singular values near 1.
+
+    Args:
+        matrices: `[n, rows, cols]`; all arithmetic is in their dtype.
+        steps: of the iteration.
+
+    Returns:
+        `[n, rows, cols]`, a new tensor.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]  # the Gram matrix of the short side is smaller
+    x = matrices.mT if tall else matrices
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + _EPS)  # no singular value above 1
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
 
 _RMS = 0.2  # root mean square of an update at rate 1, about the same as AdamW's
 

@@ -1,4 +1,7 @@
-"""What a parity certificate says about configuration and code, and whether it still belongs to them."""
+"""What a parity certificate says about configuration and code, and whether it still belongs to them.
+
+What the parity check has found, as a record for programs and as text for people.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import hashlib
 import json
 import platform
 import subprocess
+from collections import Counter
+from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ import torch
 import megatron5d
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
+from megatron5d.parity.differences import Difference
 
 FORMAT = 1
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,3 +90,82 @@ def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[s
     if hashes[1] != source_hash():
         faults.append(f"the code is not the one that was checked (commit {commit})")
     return faults
+
+
+def plain(each: Difference) -> dict[str, Any]:
+    """A difference without what JSON has no word for."""
+    return {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in asdict(each).items()}
+
+
+def worst_of(found: list[Difference]) -> dict[str, dict[str, Any]]:
+    """The largest difference of each quantity."""
+    worst: dict[str, Difference] = {}
+    for each in found:
+        if each.quantity not in worst or each.relative > worst[each.quantity].relative:
+            worst[each.quantity] = each
+    return {quantity: plain(each) for quantity, each in worst.items()}
+
+
+def report_text(record: dict[str, Any]) -> str:
+    """A record of the parity check as text."""
+    changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in record["changed"].items())
+    lines = [f"changed for this check: {changes or 'nothing'}", ""]
+    if record["verdict"] == "failed":
+        lines += [record["failure"], "", "FAILED: the ranks did not come to an end"]
+    else:
+        lines.append(f"{'quantity':<16}{'worst':>9}  where")
+        lines += [f"{quantity:<16}{_place(each)}" for quantity, each in record["quantities"].items()]
+        lines.append("")
+    if record["verdict"] == "equal":
+        what = f"{record['compared']} figures and tensors of {record['world']} ranks"
+        near = f"within {record['tolerance']:g} of one process"
+        if record["precision"] == "bf16":
+            near = f"no further from fp64 than {record['tolerance']:g} times as far as one process in bf16"
+        return "\n".join([*lines, f"EQUAL: {what} are {near}"])
+    if record["verdict"] == "different":
+        lines += _story(record)
+    if None in (without := record["without"]).values():
+        return "\n".join([*lines, f"--bisect tries it with one of these at a time: {', '.join(without)}"])
+    for verdict in ("equal", "different", "failed"):
+        if names := [change for change, each in without.items() if each == verdict]:
+            lines.append(f"{verdict} with one of: {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def _place(each: dict[str, Any]) -> str:
+    if each["rank"] is None:
+        return f"{'-':>9}  {each['name']} {each['position']} is held by nobody"
+    relative = "not finite" if each["relative"] is None else f"{each['relative']:.1e}"
+    name = f"{each['name']} {list(each['position'])}" if each["position"] else each["name"]
+    values = f": {each['got']:.12g}, and {each['expected']:.12g} in one process" if each["ranks"] else ""
+    return f"{relative:>9}  {name} on rank {each['rank']}{values}"
+
+
+def _story(record: dict[str, Any]) -> list[str]:
+    """What differs first, and what that says."""
+    tensors = record["tensors"]
+    counts = [f"{figures} of step 1" for figures in [", ".join(record["first_step"])] if figures]
+    kinds = Counter(each["quantity"] for each in tensors)
+    counts += [f"{kind} of {count} parameter{'s' if count > 1 else ''}" for kind, count in kinds.items()]
+    limit = f"by more than {record['tolerance']:g}"
+    if record["precision"] == "bf16":
+        limit = f"by more than rounding, over {record['tolerance']:g} times as far from fp64 as one process in bf16"
+    lines = [f"DIFFERENT {limit}: {'; '.join(counts) or 'figures of later steps alone'}"]
+    if not tensors:
+        return lines
+    first = tensors[0]
+    same = [each for each in tensors if each["quantity"] == first["quantity"]]
+    if any(name.endswith("loss") for name in record["first_step"]):
+        lines.append("A loss of the first step differs: look at the forward, or the data.")
+    elif first["quantity"] == "gradient":
+        lines.append("Losses of the first step are equal, gradients differ: look at a backward, or a sum over ranks.")
+    else:
+        lines.append("The gradients of the first step are equal: look at the update, or weights that were not sent.")
+    for title, each in (("first in the model", first), ("last in the model, where a backward begins", same[-1])):
+        ranks = "none holds it" if each["rank"] is None else f"ranks {', '.join(map(str, each['ranks']))}"
+        lines += [
+            f"  {title}: {each['quantity']} of {each['name']}, {ranks}",
+            f"    {_place(each).strip()}",
+            f"    cut by {', '.join(each['cut_by']) or 'nothing'}; summed over {', '.join(each['summed_over'])}",
+        ]
+    return lines if len(same) > 1 else lines[:-3]

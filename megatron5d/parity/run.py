@@ -14,14 +14,13 @@ from torch import Tensor
 
 from megatron5d.checkpoint.layout import sharded_slice
 from megatron5d.config.schema import Config, ParallelConfig, PipelineConfig, RecomputeConfig
-from megatron5d.data.batch import make_micro_batch
-from megatron5d.data.sampler import micro_batch_samples
+from megatron5d.data.batch import SequenceSharding, make_micro_batch
+from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.parity.local_ranks import run_ranks
-from megatron5d.pipeline_parallel.microbatch import IGNORED, MicroBatch
+from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 from megatron5d.train.build import build_trainer, sizes_of

@@ -1,11 +1,17 @@
-"""What a stage tells data parallelism about its phases, so that weights are gathered and gradients reduced in time."""
+"""What a stage tells data parallelism about its phases, so that weights are gathered and gradients reduced in time.
+
+One micro-batch's tokens, labels and masks, which every phase of every stage may read beside its input.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 PASSES = ("forward", "again", "backward", "weights")
 """What a phase is run for: F; again, where a backward recomputes it; the gradient of its input, in B and I; and the
@@ -46,3 +52,54 @@ class NoHooks:
 
     def after(self, phase: nn.Module, passing: str) -> None:
         pass
+
+
+IGNORED = -100  # a token or label that is padding; torch's cross_entropy ignores the same value
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The sequences of one micro-batch on one data-parallel rank, b = mbs; whole until data/batch.py cuts them."""
+
+    tokens: Tensor  # int64 [b, s/cp]: inputs; padding is 0
+    labels: Tensor  # int64 [b, s/cp]: the token after each input; padding is IGNORED
+    loss_mask: Tensor  # fp32 [b, s/cp]: 1 where the prediction counts, 0 where it does not
+    positions: Tensor  # int64 [b, s/cp]: place in the sequence, or in its document under data.document_mask
+    documents: Tensor | None  # int64 [b, s]: document's number in its sequence; None = no such masks, or in `context`
+    padding: Tensor | None = None  # bool [b, s/cp]: True where the input is padding; None = nowhere
+    samples: Tensor | None = None  # int64 [b], in training: numbers of the sequences among all that the run reads
+    context: Any = None  # under cp: what attention computes on this rank (context_parallel.plan.ContextPlan)
+    # with multi-token prediction of D depths (model/mtp.py: look_ahead):
+    ahead_tokens: Tensor | None = None  # int64 [D, b, s/cp]: the token 1, 2, ... D places after each input
+    ahead_labels: Tensor | None = None  # int64 [D, b, s/cp]: the token after that
+    ahead_mask: Tensor | None = None  # fp32 [D, b, s/cp]: 1 where the prediction counts
+
+    @property
+    def num_targets(self) -> Tensor:
+        """Number of predictions that count, an fp32 scalar: this micro-batch's share of the loss's denominator."""
+        return self.loss_mask.sum()
+
+    @property
+    def target_counts(self) -> Tensor:
+        """fp64 `[1 + D]`: `num_targets`, and those of each depth of multi-token prediction."""
+        depths = [] if self.ahead_mask is None else list(self.ahead_mask.sum((1, 2)))
+        return torch.stack([self.num_targets, *depths]).double()
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Number of inputs that are not padding, an fp64 scalar."""
+        count = torch.full((), self.tokens.numel(), dtype=torch.float64, device=self.tokens.device)
+        return count if self.padding is None else count - self.padding.sum()
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> MicroBatch:
+        """The same micro-batch on another device."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatch:
+        """The same micro-batch in page-locked memory, from which copies to a GPU overlap with compute."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change) -> MicroBatch:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(value) for name, value in tensors.items()}
+        return dataclasses.replace(self, **changed)

@@ -1,8 +1,16 @@
-"""What makes a function of `schedules/` a schedule with a name; catalogue.py finds it."""
+"""What makes a function of `schedules/` a schedule with a name; catalogue.py finds it.
 
+Schedules by name: a new one is one decorated function in one file of `schedules/`, and nothing else to edit.
+"""
+
+import difflib
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
+from megatron5d.pipeline_parallel import schedules
 from megatron5d.pipeline_parallel.program import Program
 
 Generator = Callable[..., Program]
@@ -40,3 +48,62 @@ def schedule(name: str, chunks: int = 1, any_chunks: bool = False) -> Callable[[
         return generator
 
     return register
+
+
+def schedule_names() -> list[str]:
+    """Returns the names of all registered schedules."""
+    return list(_load())
+
+
+def find_schedule(name: str) -> Schedule:
+    """Returns the schedule called `name`.
+
+    Raises:
+        ValueError: No schedule is called so.
+    """
+    known = _load()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"pipeline.schedule={name} is unknown; {hint}the named ones are {', '.join(known)}")
+    return known[name]
+
+
+def build_program(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Program:
+    """Returns the Program of a named schedule.
+
+    Args:
+        name: the schedule, as in `pipeline.schedule`.
+        num_ranks: pipeline ranks (`parallel.pp`).
+        num_microbatches: micro-batches of one step, over both directions where there are two.
+        chunks: stages per rank and copy (`parallel.vpp`); None = as the schedule needs.
+
+    Raises:
+        ValueError: An unknown name, or sizes that the schedule does not admit; it names the nearest legal value.
+    """
+    found = find_schedule(name)
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"pipeline.schedule={name} with parallel.pp={num_ranks} and num_microbatches={num_microbatches}: "
+            "both must be at least 1"
+        )
+    chunks = found.chunks if chunks is None else chunks
+    if found.any_chunks and chunks < 2:
+        raise ValueError(f"pipeline.schedule={name} interleaves chunks, but parallel.vpp={chunks}; set parallel.vpp=2")
+    if not found.any_chunks and chunks != found.chunks:
+        raise ValueError(
+            f"pipeline.schedule={name} cuts the layers of a rank into {found.chunks}, but parallel.vpp={chunks}; "
+            f"set parallel.vpp={found.chunks}"
+        )
+    return found.generator(num_ranks, num_microbatches, chunks)
+
+
+def _load() -> dict[str, Schedule]:
+    _import_schedules()
+    return dict(sorted(REGISTERED.items()))
+
+
+@cache
+def _import_schedules() -> None:
+    for module in pkgutil.iter_modules(schedules.__path__):
+        importlib.import_module(f"{schedules.__name__}.{module.name}")

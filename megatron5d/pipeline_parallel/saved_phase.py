@@ -16,8 +16,7 @@ from kernels.dispatch import first_order
 from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.autograd.wgrad import Closure, hand_over_grads, run_now
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.pipeline_parallel.phase import PhaseHooks
+from megatron5d.pipeline_parallel.phase import MicroBatch, PhaseHooks
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record a phase's input; gets no gradient itself

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.autograd.wgrad import run_now
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.pipeline_parallel.phase import NoHooks, PhaseHooks
+from megatron5d.pipeline_parallel.phase import MicroBatch, NoHooks, PhaseHooks
 from megatron5d.pipeline_parallel.saved_phase import GroupPassage
 
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.convert import Change, changed, override_text
 from megatron5d.config.schema import Config
-from megatron5d.plan.search import Change
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import RankMemory, gigabytes
 from megatron5d.train.pipeline_layout import pipeline_faults
-
-
-def changed(config: Config, change: Change) -> Config:
-    """The configuration with some keys of one dot replaced."""
-    for key, value in change.items():
-        group, name = key.split(".")
-        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
-    return config
 
 
 def steps(config: Config) -> list[Change]:
@@ -103,9 +94,3 @@ def fit_text(found: tuple[Change, int] | None) -> str:
         )
     change, needed = found
     return f"{override_text(change)}, which needs {gigabytes(needed)}"
-
-
-def override_text(change: Change) -> str:
-    """A change as overrides on a command line."""
-    said = {key: "null" if value is None else str(value).lower() for key, value in change.items()}
-    return " ".join(f"{key}={value}" for key, value in said.items())

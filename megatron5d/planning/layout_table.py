@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron5d.plan.search import Candidate
 from megatron5d.planning.clusters import GIB, Cluster
+from megatron5d.planning.layout_search import Candidate
 from megatron5d.planning.step_time import StepCost
 
 _TOLD = {

@@ -16,21 +16,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.planning import planned
+from kernels.tuning import planned
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.config.schema import Config
-from megatron5d.data.batch import make_micro_batch
+from megatron5d.data.batch import SequenceSharding, make_micro_batch
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.model.context import SequenceSharding
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import Gpt
 from megatron5d.model.moe import MoeDispatch
 from megatron5d.optim.grad_clip import global_square_sum
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.pipeline_parallel.pipeline import passes_of
-from megatron5d.plan.replay import Replay
-from megatron5d.planning.memory_peak import Peak, find_peak
+from megatron5d.pipeline_parallel.executor import passes_of
+from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.planning.memory_peak import Peak, Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Tracer, relay_trace
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes

@@ -4,7 +4,7 @@ A pass is the work of one action of a schedule: F, B, I or W of one micro-batch.
 on tensors without memory, while every storage is counted. So there are no formulas to keep in step with the layers:
 what they keep for the backward, pass to each other or need temporarily is counted where it happens, buffers of
 collectives included. Weights are whole; what data parallelism does with them and with their 8-bit copies is another
-matter (plan/replay.py). Of many equal layers in a row only three are run; the middle one stands for all between the
+matter (planning/memory_peak.py). Of many equal layers in a row only three are run; the middle one stands for all between the
 first and the last.
 """
 
@@ -57,13 +57,13 @@ class StageTrace:
     """The passes of one stage, phase by phase in the order in which they run.
 
     The stage's input and the gradient of its output count from the beginning of the pass that takes them. What a pass
-    passes on does not count any more at its end. Data parallelism's buffers do not count (plan/replay.py).
+    passes on does not count any more at its end. Data parallelism's buffers do not count (planning/memory_peak.py).
 
     Args:
         passes: op (F, B, I, W) -> its steps.
         output_kept: whether the stage's last phase saves its output until the backward.
         making: as `passes`, where each phase makes the 8-bit copies of its weights. The temporary tensors of that
-            count, the copies do not (plan/replay.py).
+            count, the copies do not (planning/memory_peak.py).
     """
 
     passes: dict[str, tuple[Step, ...]]

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from kernels.dispatch import statistics_dtype
 from megatron5d.autograd.offload import WATCH
 from megatron5d.comm.ledger import Ledger
-from megatron5d.config.derived import is_moe
-from megatron5d.config.matrices import quantised_matrices
+from megatron5d.config.derived import is_moe, quantised_matrices
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.model.embedding_head import TIED, loss_terms
 from megatron5d.model.flops import core_flops

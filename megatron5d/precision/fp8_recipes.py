@@ -5,7 +5,7 @@
     tensorwise   one scale          one scale          one scale          e4m3; gradients e5m2
 
 A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are made from the 8-bit values
-that forward and input gradient have used (kernels/fp8_turn.py), so only those are kept. Every product is accumulated in
+that forward and input gradient have used (kernels/fp8/quantize.py), so only those are kept. Every product is accumulated in
 float32 after at most 128 terms; the result has the dtype of the weights (a weight gradient that of the main gradient).
 On the CPU the same scales and blocks are multiplied in float32, or in float64 for a model in float64.
 
@@ -28,8 +28,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.fp8.gemm import fp8_matmul
-from kernels.fp8.quantize import E4M3, E5M2, GROUP, Quantized, quantize_blocks, quantize_rows
+from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
+from kernels.fp8.quantize import E4M3, E5M2, GROUP, Quantized, quantize_blocks, quantize_rows, transposed, turn
 from kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
@@ -37,8 +37,6 @@ from kernels.fp8.quantize_tensor import (
     quantize_tensor,
     quantize_tensor_both_ways,
 )
-from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8_turn import transposed, turn
 from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.precision.fp8_tensor import (
     carried_by,

@@ -15,8 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kernels.fp8.quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of
-from kernels.fp8_turn import transposed
+from kernels.fp8.quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of, transposed
 from megatron5d.topology.shard_spec import spec_of
 
 _CHUNK = 1 << 22  # elements quantised at a time, so that float32 temporaries take some tens of MB

@@ -4,16 +4,33 @@ With m = max z and l = Σ exp(z - m) over a token's whole row of logits, loss = 
 mᵢ, lᵢ and z_labelᵢ (0 if it does not hold the label) of its columns; then m = max mᵢ, l = Σ lᵢ·exp(mᵢ - m) and
 z_label = Σ z_labelᵢ.
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+
+Output matrix and cross-entropy together: logits of a few tokens at a time, computed again in the backward.
+
+    forward    slice by slice: logits = x·Wᵀ and three numbers per token, which are merged over tp once, at the end
+    backward   slice by slice: logits again, their gradient in place, dx = dlogits·W, and dW = dlogitsᵀ·x to `defer`
+
+This keeps x and two numbers per token instead of the logits `[s/cp, b, v/tp]`, and computes the product twice. F and B
+hold the logits of one slice at a time. Where a schedule splits the backward, the gradients of all slices wait for W, as
+every operand of a weight gradient does.
+Source: Liger-Kernel (arXiv:2410.10989), which computes the gradients in the forward already.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kernels import vocab_cross_entropy_backward, vocab_statistics
 from kernels.dispatch import first_order
-from megatron5d.comm.collectives import all_reduce
+from megatron5d.autograd.recompute import recomputable
+from megatron5d.autograd.wgrad import Defer, run_now
+from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron5d.precision.gemm import Operand, gemms_of
 from megatron5d.tensor_parallel.embedding import VocabRange
 from megatron5d.topology.axis import Axis
 
@@ -74,3 +91,104 @@ def vocab_parallel_cross_entropy(
     Comm: all_reduce tp of s/cp·b (max) and 2·s/cp·b (sum) elements / none.
     """
     return _VocabCrossEntropy.apply(logits, labels, vocab, tp, z_coef)
+
+
+@dataclass(frozen=True)
+class SlicedLoss:
+    """Token losses of a linear head whose logits never exist as a whole.
+
+    Args:
+        vocab: which rows of the vocabulary this rank holds.
+        tp: axis that cuts it.
+        sp: hidden states arrive cut along the sequence.
+        tokens: how many tokens have logits at a time, rounded down to whole sequence positions, at least one.
+        z_coef: coefficient of the z-loss.
+        softcap: logits z become softcap·tanh(z/softcap); 0 = they stay.
+    """
+
+    vocab: VocabRange
+    tp: Axis
+    sp: bool
+    tokens: int
+    z_coef: float = 0.0
+    softcap: float = 0.0
+
+    def __call__(self, x: Tensor, weight: Tensor, labels: Tensor, defer: Defer = run_now) -> tuple[Tensor, Tensor]:
+        """What `vocab_parallel_cross_entropy` returns for the logits of x.
+
+        Args:
+            x: `[s/cp/tp, b, h]` with sp, else `[s/cp, b, h]`.
+            weight: `[v/tp, h]`.
+            labels: int64 `[s/cp, b]`, global token ids; negative = no loss.
+            defer: takes the weight-gradient half of the backward.
+
+        Returns:
+            loss and log-sum-exp (not differentiable), `[s/cp, b]`, fp32 (fp64 for fp64).
+
+        Comm: all_gather tp with sp, 2× all_reduce tp of s/cp·b and 2·s/cp·b elements / all_gather and reduce_scatter
+        with sp, else all_reduce.
+        """
+        return _SlicedLoss.apply(x, weight, labels, self, defer)
+
+    def gather(self, operand: Operand) -> list[Pending]:
+        """Starts gathering each part of the operand: with sp `[s/cp/tp, b, h]` -> `[s/cp, b, h]`.
+
+        Comm: all_gather tp of s/cp·b·h elements with sp, else none.
+        """
+        return [start_all_gather(part, self.tp) if self.sp else Pending(part) for part in operand]
+
+    def slices(self, positions: int, batch: int) -> Iterator[slice]:
+        """Ranges of sequence positions, `tokens` tokens each."""
+        step = max(1, self.tokens // batch)
+        return (slice(lo, lo + step) for lo in range(0, positions, step))
+
+    def logits(self, operand: Operand, weight: Tensor) -> Tensor:
+        """`[n, v/tp]` of a slice of n tokens."""
+        z = gemms_of(weight).forward(operand, weight).flatten(0, 1)
+        return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
+
+    def logit_grads(self, z: Tensor, labels: Tensor, row_max: Tensor, row_sum: Tensor, dloss: Tensor) -> Tensor:
+        """Gradient of the linear layer's output, from the logits, which it overwrites."""
+        slope = 1 - (z / self.softcap).square() if self.softcap else None
+        rows = labels, row_max, row_sum, dloss
+        dz = vocab_cross_entropy_backward(z, *rows, self.vocab.start, self.vocab.valid, z_coef=self.z_coef)
+        return dz if slope is None else dz.mul_(slope)
+
+
+class _SlicedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, labels, head: SlicedLoss, defer: Defer):
+        ctx.head, ctx.weight, ctx.defer = head, weight, defer
+        operand = recomputable(x, gemms_of(weight).operand)
+        parts = tuple(part.wait() for part in head.gather(operand))  # [s/cp/tp, b, h] -> [s/cp, b, h]  all_gather tp
+        found = []
+        for here in head.slices(*labels.shape):
+            logits = head.logits(tuple(part[here] for part in parts), weight)  # [n, v/tp] of a slice of n tokens
+            found.append(vocab_statistics(logits, labels[here].reshape(-1), head.vocab.start, head.vocab.valid))
+            del logits
+        local_max, local_sum, target = map(torch.cat, zip(*found))  # [s/cp·b] each
+        row_max, row_sum, target = merge_statistics(local_max, local_sum, target, head.tp)  # 2× all_reduce tp
+        ctx.save_for_backward(labels, row_max, row_sum, *operand)
+        lse = (row_max + torch.log(row_sum)).view(labels.shape)
+        loss = torch.where(labels < 0, 0, lse - target.view(labels.shape))
+        ctx.mark_non_differentiable(lse)
+        return loss, lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dloss, _):
+        head, weight = ctx.head, ctx.weight
+        labels, row_max, row_sum, *operand = ctx.saved_tensors
+        gemms, tp = gemms_of(weight), head.tp
+        by_token = labels, row_max.view_as(labels), row_sum.view_as(labels), dloss
+        parts = tuple(part.wait() for part in head.gather(tuple(operand)))  # -> [s/cp, b, h]  all_gather tp
+        dx = torch.empty(*labels.shape, weight.shape[1], dtype=weight.dtype, device=labels.device)
+        for here in head.slices(*labels.shape):
+            x = tuple(part[here] for part in parts)
+            dz = head.logit_grads(head.logits(x, weight), *(each[here].reshape(-1) for each in by_token))
+            dy = gemms.operand(dz.unflatten(0, (-1, labels.shape[1])), gradient=True)
+            dx[here] = gemms.input_grad(dy, weight)  # partial [positions, b, h]
+            ctx.defer(partial(gemms.weight_grad, weight, dy, x))
+        # partial [s/cp, b, h] -> [s/cp/tp, b, h]  reduce_scatter tp; without sp [s/cp, b, h]  all_reduce tp
+        reducing = start_reduce_scatter(dx, tp) if head.sp else start_all_reduce(dx, tp)
+        return reducing.wait(), None, None, None, None

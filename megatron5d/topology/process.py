@@ -12,9 +12,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron5d.topology.launcher import MET, Environment, read_environment
-from megatron5d.topology.rendezvous import meet
-from megatron5d.topology.store import default_store, num_registered, register, wait_until
+from megatron5d.topology.rendezvous import (
+    MET,
+    Environment,
+    default_store,
+    meet,
+    num_registered,
+    read_environment,
+    register,
+    wait_until,
+)
 
 LEAVING_S = 60.0  # rank 0 waits at most so long for the others to leave first
 _LEFT = "left"  # the register of the ranks that are about to leave

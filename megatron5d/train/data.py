@@ -9,15 +9,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megatron5d.config.derived import named_entries, source_of, split_shares
 from megatron5d.config.schema import Config
-from megatron5d.config.sources import named_entries, source_of, split_shares
+from megatron5d.data.batch import SequenceSharding
+from megatron5d.data.blend import split_range
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.loader import Loader
-from megatron5d.data.sampler import samples_of_steps
+from megatron5d.data.sample_order import samples_of_steps
 from megatron5d.data.samples import Samples, open_samples
-from megatron5d.data.sources import split_range
 from megatron5d.data.tokenizer import load_tokenizer
-from megatron5d.model.context import SequenceSharding
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.mesh import Mesh
 

@@ -22,11 +22,10 @@ from megatron5d.model.partition import (
     stage_specs,
     two_embeddings_knob,
 )
-from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
-from megatron5d.pipeline_parallel.faults import ProgramError
 from megatron5d.pipeline_parallel.program import Placement, Program
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_file
-from megatron5d.pipeline_parallel.verify import verify
+from megatron5d.pipeline_parallel.verify import ProgramError, verify
 from megatron5d.planning.auto_schedule import Found, known_programs, prediction, run_costs, searched
 from megatron5d.topology.all_ranks import on_rank_0
 from megatron5d.topology.process import Process

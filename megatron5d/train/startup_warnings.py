@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
+from megatron5d.config.derived import source_of
 from megatron5d.config.schema import Config
-from megatron5d.config.sources import source_of
+from megatron5d.data.blend import normalised
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.data.sources import normalised
 from megatron5d.train.data import end_of_document, eod_and_size, held_out, read_sources, tokens_of_part
 
 LOOKED_AT = 64  # documents of a file

@@ -17,8 +17,8 @@ from megatron5d.expert_parallel.load_balancing import Balancer
 from megatron5d.model.embedding_head import Term
 from megatron5d.optim.grad_clip import clip_coefficient, global_square_sum
 from megatron5d.optim.optimizer import Optimizer
-from megatron5d.pipeline_parallel.microbatch import MicroBatch
-from megatron5d.pipeline_parallel.pipeline import Pipeline
+from megatron5d.pipeline_parallel.executor import Pipeline
+from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.topology.mesh import Mesh
 from megatron5d.train.guard import Guard
 

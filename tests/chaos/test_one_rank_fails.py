@@ -76,7 +76,7 @@ PLANTS = {
         *(0, lambda: raises("megatron5d.train.monitoring.report.JsonLines", KeyError("ours"))),
         *([LOG], "in planted(?s:.)*KeyError: 'ours'"),
     ),
-    "predicting": (0, lambda: raises("megatron5d.train.expected.expected_bubble"), ["parallel.pp=2"], "/a/file"),
+    "predicting": (0, lambda: raises("megatron5d.planning.predict.expected_bubble"), ["parallel.pp=2"], "/a/file"),
     "opening data": (1, lambda: raises("megatron5d.train.data.open_samples"), [], "/a/file"),
     "reading a Hugging Face file": (
         1,

@@ -14,8 +14,8 @@ from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config, ModelConfig, TrainConfig
 from megatron5d.model.flops import parameter_count
-from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import Costs
+from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.topology.grid import resolve

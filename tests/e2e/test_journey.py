@@ -18,8 +18,8 @@ from whole_stage import WholeStage
 import megatron5d.model.attention as attention_module
 import megatron5d.model.embedding_head as ends_module
 from megatron5d.context_parallel.attention import ContextAttention
+from megatron5d.data.batch import SequenceSharding
 from megatron5d.model.attention import Attention
-from megatron5d.model.context import SequenceSharding
 from megatron5d.model.embedding_head import Head
 from megatron5d.model.gpt import Gpt
 from megatron5d.model.mlp import Mlp
@@ -92,7 +92,7 @@ def travel(rank, world):
         ContextAttention.__call__,
     )
     whole = micro_batch(CONFIG, make_rows(CONFIG, 1)[:2])
-    local = journal.wrap("model/context.py", lambda _: (SequenceSharding(CONFIG, mesh)(whole)).tokens)(whole.tokens)
+    local = journal.wrap("data/batch.py", lambda _: (SequenceSharding(CONFIG, mesh)(whole)).tokens)(whole.tokens)
     stage = WholeStage(model.phases)
     sums = stage.forward(0, None, SequenceSharding(CONFIG, mesh)(whole))
     forward = len(journal.ops)

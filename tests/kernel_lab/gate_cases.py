@@ -9,14 +9,22 @@ from kernel_lab.binary import BESIDE
 from torch import Tensor
 
 import kernels
-from kernels import expert_activation, moe
+from kernels import activation as expert_activation
+from kernels import moe
 from kernels.all_gather_gemm import gather_matmul
-from kernels.fp8.gemm import fp8_matmul
+from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
-from kernels.fp8.quantize import E4M3, E5M2, Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
+from kernels.fp8.quantize import (
+    E4M3,
+    E5M2,
+    Quantized,
+    quantize_blocks,
+    quantize_rows,
+    quantize_rows_both_ways,
+    transposed,
+    turn,
+)
 from kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row, quantize_tensor, quantize_tensor_both_ways
-from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8_turn import transposed, turn
 from kernels.gemm import grouped_input_grad, grouped_matmul
 from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm

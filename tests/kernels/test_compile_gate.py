@@ -111,7 +111,7 @@ def test_the_number_of_rows_of_an_expert_compiles_nothing_anew():
 import torch
 from kernels.fp8.quantize import E4M3, Quantized
 from kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
-from kernels.fp8_turn import turn
+from kernels.fp8.quantize import turn
 from kernels.gemm import grouped_matmul
 from kernel_lab.capture import capture
 from kernel_lab.gate_cases import meta

@@ -10,7 +10,7 @@ import kernels
 from kernels import dispatch
 from kernels.fp8.quantize_tensor import amax_of, quantize_tensor
 from kernels.moe import top_k
-from kernels.tiles import readable
+from kernels.tuning import readable
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 

@@ -12,9 +12,8 @@ from ranks import run_ranks
 from runs import records, train_on_ranks, whole_tensors, write_corpus
 
 from megatron5d.config.schema import CheckpointConfig, DataConfig, InitConfig, LogConfig, PipelineConfig, RopeScaling
-from megatron5d.data.batch import make_micro_batch
+from megatron5d.data.batch import SequenceSharding, make_micro_batch
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.model.context import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.model.rope import inverse_frequencies
 from megatron5d.topology.mesh import build_mesh

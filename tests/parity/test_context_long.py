@@ -9,7 +9,7 @@ from parity_configs import config_of
 from ranks import run_ranks
 from whole_stage import WholeStage
 
-from megatron5d.model.context import SequenceSharding
+from megatron5d.data.batch import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of

@@ -9,7 +9,7 @@ from layouts import assert_parity, make_rows, micro_batch
 from ranks import run_ranks
 from whole_stage import WholeStage
 
-from megatron5d.comm.exchange import Exchange
+from megatron5d.comm.all_to_all import Exchange
 from megatron5d.config.schema import (
     Config,
     ModelConfig,

@@ -20,8 +20,8 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.program import Action, make_program, zigzag_placement
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import write_program
 
 FULL = os.environ.get("MEGATRON5D_FULL") == "1"

@@ -13,8 +13,8 @@ from parity_configs import MLA, config_of
 from ranks import run_ranks
 
 from megatron5d.config.schema import MoeConfig, PipelineConfig, RecomputeConfig
-from megatron5d.data.sampler import micro_batch_samples
-from megatron5d.model.context import SequenceSharding
+from megatron5d.data.batch import SequenceSharding
+from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.gpt import Gpt
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of

@@ -8,7 +8,7 @@ from parity import test_pipeline_layouts as pipeline
 from parity_configs import config_of
 
 from megatron5d.config.schema import RecomputeConfig
-from megatron5d.pipeline_parallel.catalogue import schedule_names
+from megatron5d.pipeline_parallel.registry import schedule_names
 
 PER_STEP = {"zero": 3, "regather": "per_step", "reduce": "per_step"}
 MIXED = {"zero": 3, "regather": "per_step"}

@@ -7,15 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.all_gather_gemm import gather_matmul
-from kernels.fp8.gemm import fp8_matmul
-from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows
+from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
+from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows, turn
 from kernels.fp8.quantize_tensor import quantize_tensor
-from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8_turn import turn
-from kernels.gemm import grouped_matmul, grouped_weight_grad
+from kernels.gemm import accumulate_weight_grad, accumulate_weight_grad_triton, grouped_matmul, grouped_weight_grad
 from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
 from kernels.symm_mem_flags import Arrivals, Patience, addresses_of
-from kernels.weight_grad import accumulate_weight_grad, accumulate_weight_grad_triton
 from tools.bench.harness import Benchmark, Calls, random, writing
 
 

@@ -1,9 +1,21 @@
-"""A row of the table of speeds: what one call does, and everybody who can do it."""
+"""A row of the table of speeds: what one call does, and everybody who can do it.
+
+Timing on a GPU: the median of many runs over several inputs, with a cold cache; and the device's own limits.
+
+Work on a GPU in a process of its own: what crashes there, hangs, or breaks its device ends one piece and no more.
+"""
 
 import importlib
-from collections.abc import Callable, Mapping
+import json
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,3 +117,137 @@ def beside_compiled(
     """Our operation, the compiler's version of its plain one, and others by name; all take the leaves."""
     every = {"ours": ours, "torch.compile": torch.compile(reference), **others}
     return one_way({name: (partial(run, *leaves), leaves) for name, run in every.items()}, backward)
+
+
+FLUSH_BYTES = 512 * 2**20  # more than any second-level cache
+CLOCK_HZ = 2e9  # about the highest of GPUs in data centres; `median_ms` waits twice as long
+_LONGEST_S = 0.01
+
+
+def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float:
+    """Median time of a call in milliseconds.
+
+    Args:
+        calls: the same work on different inputs, taken in turn.
+        repeats: how many timed calls.
+
+    Returns:
+        Milliseconds on the device. Before each call the device waits for as long as the host takes to launch it, lest
+        a launch that takes longer than its kernel be timed in its place.
+    """
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    since = time.perf_counter()
+    calls[0]()
+    launch_s = min(time.perf_counter() - since, _LONGEST_S)
+    starts, stops = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+    for i, (start, stop) in enumerate(zip(starts, stops)):
+        flush.zero_()
+        torch.cuda._sleep(int(2 * launch_s * CLOCK_HZ))
+        start.record()
+        calls[i % len(calls)]()
+        stop.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(stop) for start, stop in zip(starts, stops))
+    return times[len(times) // 2]
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that is allocated during a call, what it returns included, beyond what was before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def copy_gb_s() -> float:
+    """Bytes read and written a second by a plain copy of 2 GiB, in GB/s."""
+    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_ms([lambda: target.copy_(source)], 20) / 1e6
+
+
+def gemm_tflop_s() -> float:
+    """bfloat16 GEMM of 8192³ by the vendor's library, in TFLOP/s."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return 2 * 8192**3 / median_ms([lambda: a @ b.t()], 20) / 1e9
+
+
+Worker = Callable[[Sequence[str], Callable[[tuple], None]], None]
+"""Does the named pieces one after the other: tells of what it has found, and with `(name,)` that a piece is done."""
+
+
+def device_is_lost() -> bool:
+    """Whether an earlier kernel has broken this process's GPU, so that nothing more runs on it."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def write_whole(file: Path | None, found: object) -> None:
+    """Writes JSON in the place of what the file holds, at once: an interrupt leaves the old figures or the new."""
+    if file is not None:
+        part = file.with_name(file.name + ".part")
+        part.write_text(json.dumps(found, indent=1))
+        part.replace(file)
+
+
+def _run(worker: Worker, names: Sequence[str], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes: the parent ends this one
+    worker(names, connection.send)
+
+
+def in_turn(
+    worker: Worker, names: Sequence[str], limit_s: float, until: float, context: BaseContext | None = None
+) -> Iterator[tuple]:
+    """What a worker tells, piece by piece; where it dies or falls silent, another one goes on behind that piece.
+
+    Args:
+        worker: runs in the other process; a function of a module.
+        names: of the pieces.
+        limit_s: the longest silence.
+        until: of `time.monotonic()`; then no piece is waited for any more.
+        context: how processes are started; None = spawn, which a parent may that has used its GPU.
+
+    Yields:
+        What the worker told, without the `(name,)` at the end of a piece; and `(name, reason)` of a piece that ended
+        without it, also where time was up.
+    """
+    context = context or multiprocessing.get_context("spawn")
+    left = list(names)
+    while left and time.monotonic() < until:
+        receive, send = context.Pipe(duplex=False)
+        child = context.Process(target=_run, args=(worker, left, send), daemon=False)  # type: ignore[attr-defined]
+        child.start()
+        send.close()
+        try:
+            yield from _told(receive, left, limit_s, until)
+        finally:
+            child.kill()
+            child.join()
+            receive.close()
+    yield from ((name, "not reached: the time is up") for name in left)
+
+
+def _told(receive: Connection, left: list[str], limit_s: float, until: float) -> Iterator[tuple]:
+    """What one process tells; takes from `left` what it has done, and the piece that it has not survived."""
+    while left:
+        patience = min(limit_s, until - time.monotonic())
+        if not receive.poll(max(patience, 0.0)):
+            yield left.pop(0), f"nothing heard in {limit_s:.0f} s" if patience == limit_s else "the time is up"
+            return
+        try:
+            message = receive.recv()
+        except EOFError:
+            yield left.pop(0), "its process has died"
+            return
+        if message == (left[0],):
+            left.pop(0)
+        else:
+            yield message

@@ -9,9 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels.expert_activation import weighted_activation, weighted_activation_reference
+from kernels.activation import weighted_activation, weighted_activation_reference
 from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
-from kernels.fp8.quantize import quantize_blocks, quantize_reference, quantize_rows, quantize_rows_both_ways
+from kernels.fp8.quantize import (
+    quantize_blocks,
+    quantize_reference,
+    quantize_rows,
+    quantize_rows_both_ways,
+    transposed,
+    turn,
+    turn_reference,
+)
 from kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
@@ -20,7 +28,6 @@ from kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
     quantize_tensor_reference,
 )
-from kernels.fp8_turn import transposed, turn, turn_reference
 from tools.bench.harness import Benchmark, Calls, Forward, beside_compiled, liger, one_way, random
 
 EPS = 1e-5

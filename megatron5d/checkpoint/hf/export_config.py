@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from megatron5d.checkpoint.hf.families import GELU, WINDOW_BY_LAYER
-from megatron5d.checkpoint.hf.moe_mla import SPARSE, routing_settings, wanted_routing
+from megatron5d.checkpoint.hf.moe_mla import (
+    LATENT,
+    SPARSE,
+    mla_settings,
+    routing_settings,
+    wanted_attention,
+    wanted_routing,
+)
 from megatron5d.config.schema import ModelConfig, RopeScaling
-from megatron5d.model.hf_mla import LATENT, mla_settings, wanted_attention
 
 _ARCHITECTURE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron5d.model.hf_mla import LATENT_EPS
+from megatron5d.checkpoint.hf.moe_mla import LATENT_EPS
 
 DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # Llama, but for biases, windows, norms on q and k, packing
 WINDOW_BY_LAYER = ("qwen2", "qwen3")  # whose layers may differ in what they see

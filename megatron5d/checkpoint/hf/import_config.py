@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.checkpoint.hf.families import ALIASES, COMPUTED, DEFAULTS, GELU, WINDOW_BY_LAYER
-from megatron5d.checkpoint.hf.moe_mla import routing_fields
+from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
 from megatron5d.checkpoint.hf.safetensors_folder import BLOCK
 from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import ModelConfig, RopeScaling
-from megatron5d.model.hf_mla import LATENT, mla_fields
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:

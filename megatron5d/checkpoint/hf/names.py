@@ -7,11 +7,10 @@ no row is permuted; GPT-2's Conv1D keeps [in, out] and already fuses q, k and v 
 from __future__ import annotations
 
 from megatron5d.checkpoint.hf.families import DENSE
-from megatron5d.checkpoint.hf.moe_mla import SPARSE, moe_entries
+from megatron5d.checkpoint.hf.moe_mla import SPARSE, mla_entries, moe_entries
 from megatron5d.checkpoint.hf.safetensors_folder import Entry
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
-from megatron5d.model.hf_mla import mla_entries
 
 # Stored names that carry no weights: rotary tables and causal masks that older versions saved as buffers.
 IGNORED = {

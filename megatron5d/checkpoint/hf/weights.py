@@ -15,7 +15,7 @@ from megatron5d.checkpoint.hf.moe_mla import FUSED
 from megatron5d.checkpoint.hf.names import BASE_PREFIX, HEAD, IGNORED, hf_copies, hf_entries
 from megatron5d.checkpoint.hf.safetensors_folder import Entry, SafetensorsFolder, check_names, load_shards
 from megatron5d.checkpoint.layout import ShardedTensor, sharded_parameter
-from megatron5d.checkpoint.weights import PREFIX, LazyTensor, lazy_tensor
+from megatron5d.checkpoint.load import PREFIX, LazyTensor, lazy_tensor
 from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import ShardSpec, spec_of

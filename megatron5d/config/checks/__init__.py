@@ -8,13 +8,11 @@ from megatron5d.config.checks.check import Law
 from megatron5d.config.checks.context import CONTEXT_LAWS
 from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.checks.layout import LAYOUT_LAWS
-from megatron5d.config.checks.model import ATTENTION_LAWS
-from megatron5d.config.checks.precision import PRECISION_LAWS
+from megatron5d.config.checks.model import ATTENTION_LAWS, MOE_LAWS
+from megatron5d.config.checks.precision import PRECISION_LAWS, RECOMPUTE_LAWS
 from megatron5d.config.checks.training import RUN_LAWS
 from megatron5d.config.checks.values import VALUE_LAWS
 from megatron5d.config.errors import Fault
-from megatron5d.config.laws_moe import MOE_LAWS
-from megatron5d.config.laws_recompute import RECOMPUTE_LAWS
 from megatron5d.config.schema import Config
 
 # Laws of single values come first: the others may rely on each value being legal by itself.

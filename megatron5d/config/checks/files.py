@@ -11,9 +11,9 @@ from pathlib import Path
 
 from megatron5d.config.checks.check import Law
 from megatron5d.config.convert import value_of
+from megatron5d.config.derived import named_entries, source_of, split_shares
 from megatron5d.config.errors import alternatives
 from megatron5d.config.schema import Config
-from megatron5d.config.sources import named_entries, source_of, split_shares
 
 
 def _bad_weights(entries: list[str]) -> list[str]:

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.search.clock import Clock
-from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
 from megatron5d.pipeline_parallel.search.evolve import Evolution
-from megatron5d.pipeline_parallel.search.problem import Contender, Problem
-from megatron5d.pipeline_parallel.search.shipped import starting_points
+from megatron5d.pipeline_parallel.search.policy import starting_points
+from megatron5d.pipeline_parallel.search.problem import Clock, Contender, Problem
+from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
 
 FINALISTS = 2
 """Policies of each arm left at the end whose Programs are made, where there is time for several."""

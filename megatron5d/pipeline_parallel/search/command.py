@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron5d.pipeline_parallel.search.lanes import PAIRS
-from megatron5d.pipeline_parallel.search.model import CostModel
-from megatron5d.pipeline_parallel.search.placements import DEFAULT
+from megatron5d.pipeline_parallel.search.policy import PAIRS
+from megatron5d.pipeline_parallel.search.problem import DEFAULT, CostModel
 
 if TYPE_CHECKING:  # the search compiles its core with numba, for which no other subcommand should wait
+    from megatron5d.pipeline_parallel.search.policy import Shipped
     from megatron5d.pipeline_parallel.search.search import SearchResult
-    from megatron5d.pipeline_parallel.search.shipped import Shipped
 
 
 SEARCH_S = 10.0
@@ -82,9 +81,9 @@ def run_learn(options: argparse.Namespace, costs: CostModel) -> Shipped:
     Raises:
         ValueError: Options that `learn` refuses.
     """
-    from megatron5d.pipeline_parallel.search.clock import Clock
     from megatron5d.pipeline_parallel.search.learn import learn
-    from megatron5d.pipeline_parallel.search.shipped import shipped_policies, write_policies
+    from megatron5d.pipeline_parallel.search.policy import shipped_policies, write_policies
+    from megatron5d.pipeline_parallel.search.problem import Clock
 
     clock = Clock(_seconds(options, LEARN_S), options.evaluations)
     memory = options.memory * options.pp

@@ -6,8 +6,15 @@ import numpy as np
 
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Placement, Program
-from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED, compiled_part
-from megatron5d.pipeline_parallel.search.timeline import begin, empty_times, evaluate, graph_of, priced
+from megatron5d.pipeline_parallel.search.timeline import (
+    IS_COMPILED,
+    begin,
+    compiled_part,
+    empty_times,
+    evaluate,
+    graph_of,
+    priced,
+)
 
 TRIES = 1500 if IS_COMPILED else 30
 """Splits to look at from each start: with numba a second or two, after which little is gained."""

@@ -3,13 +3,9 @@
 import numpy as np
 
 from megatron5d.pipeline_parallel.search.arms import Arm
-from megatron5d.pipeline_parallel.search.clock import Clock
 from megatron5d.pipeline_parallel.search.list_scheduler import STUCK
-from megatron5d.pipeline_parallel.search.model import CostModel
-from megatron5d.pipeline_parallel.search.placements import placement_called
-from megatron5d.pipeline_parallel.search.policy import policy_of
-from megatron5d.pipeline_parallel.search.problem import Problem
-from megatron5d.pipeline_parallel.search.shipped import Shipped, starting_points
+from megatron5d.pipeline_parallel.search.policy import Shipped, policy_of, starting_points
+from megatron5d.pipeline_parallel.search.problem import Clock, CostModel, Problem, placement_called
 from megatron5d.pipeline_parallel.simulate import simulate
 
 DECIMALS = 6

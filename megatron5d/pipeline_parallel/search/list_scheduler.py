@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED, Records, compiled, compiled_part
-from megatron5d.pipeline_parallel.search.lanes import Lanes
-from megatron5d.pipeline_parallel.search.policy import Rules
+from megatron5d.pipeline_parallel.search.policy import Lanes, Rules
+from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED, Records, compiled, compiled_part
 
 F, I, W = 0, 1, 2
 NEVER = np.inf

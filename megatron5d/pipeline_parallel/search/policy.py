@@ -1,10 +1,95 @@
-"""The numbers that decide what a free rank does next; they name no micro-batch, so they serve every p and m."""
+"""The numbers that decide what a free rank does next; they name no micro-batch, so they serve every p and m.
 
+The search's view of a pipeline: every (direction, stage) is a lane, and what is known of a lane is one record.
+
+Policies found earlier, shipped as data: where every search starts.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.search.lanes import Lanes
+from megatron5d.pipeline_parallel.costs import StageCosts
+from megatron5d.pipeline_parallel.program import OPS, Placement
+
+LANE_OPS = ("F", "I", "W")
+"""What the search schedules; a full backward is an I and its W."""
+PAIRS = ("F&I", "F&W", "I&W", "F&F", "I&I")
+"""Which two may overlap; two weight gradients have nothing to hide."""
+UNLIKE = PAIRS[:3]
+"""What policies overlap: two of one kind pay here and there only, where the local search puts them."""
+
+LANE = np.dtype(
+    [
+        ("rank", "i8"),  # who holds it
+        ("beside", "i8", 2),  # the lanes of the next stage and of the stage before, -1 where there is none
+        ("latency", "f8", 2),  # of the messages to them
+        ("count", "i8"),  # micro-batches
+        ("compute", "f8", 3),  # time of F, I, W
+        ("a2a", "f8", 3),  # all-to-all inside F, I, W
+        ("size", "f8"),  # activations of one micro-batch
+    ]
+)
+
+
+class Lanes(NamedTuple):
+    """What a list schedule needs to know of a placement, its costs and its memory. G lanes, R ranks, C lanes a rank."""
+
+    table: np.ndarray  # [G] of LANE
+    held_by: np.ndarray  # [R, C] the lanes of each rank, the one nearest to the embedding first
+    position: np.ndarray  # [R] where a rank lies between an end (-1) and the middle or turn (1) of its route
+    cap: np.ndarray  # [R] the most activations a rank may hold
+    pairs: np.ndarray  # [3] which of UNLIKE may overlap
+    span: int  # ranks of the whole pipeline, in which policies reckon, too
+    unit: float  # mean compute of an action: the time in which policies reckon
+
+
+def lanes_of(
+    placement: Placement,
+    costs: StageCosts,
+    direction: Sequence[int],
+    memory: float | np.ndarray,
+    pairs: Collection[str] = PAIRS,
+) -> Lanes:
+    """Returns the lanes of a placement.
+
+    Args:
+        placement: which rank holds which stage.
+        costs: of every stage.
+        direction: of every micro-batch.
+        memory: the most activations a rank may hold, in micro-batches of one rank's layers; one number or one a rank.
+        pairs: which of PAIRS may overlap; none does where there is no all-to-all to hide.
+    """
+    num_stages, num_ranks, copies = placement.num_stages, placement.num_ranks, placement.copies
+    lane = np.arange(copies * num_stages)
+    stage, ops = lane % num_stages, [OPS.index(op) for op in LANE_OPS]
+    table = np.zeros(len(lane), dtype=LANE)
+    rank = table["rank"] = np.array(placement.route).reshape(-1)
+    beside = np.stack([np.where(stage < num_stages - 1, lane + 1, -1), np.where(stage > 0, lane - 1, -1)], axis=1)
+    table["beside"] = beside
+    table["latency"] = np.where(rank[beside] != rank[:, None], costs.comm, 0.0)
+    table["count"] = np.bincount(direction, minlength=copies)[lane // num_stages]
+    table["compute"], table["a2a"] = costs.compute[ops][:, stage].T, costs.a2a[ops][:, stage].T
+    table["size"] = costs.activation[stage]
+    held_by = [
+        [d * num_stages + s for d, s in sorted(placement.stages_of(r), key=lambda held: held[1])]
+        for r in range(num_ranks)
+    ]
+    line = np.arange(num_ranks) / max(num_ranks - 1, 1)
+    return Lanes(
+        table=table,
+        held_by=np.array(held_by, dtype=np.int64),
+        position=1 - 2 * abs(2 * line - 1) if copies > 1 else 2 * line - 1,
+        cap=np.broadcast_to(np.asarray(memory, dtype=float), (num_ranks,)) + 1e-9,
+        pairs=np.array([bool(costs.a2a.any()) and pair in pairs for pair in UNLIKE]),
+        span=num_ranks,
+        unit=float(table["compute"].mean()) or 1.0,
+    )
 
 
 class Policy(NamedTuple):
@@ -133,3 +218,69 @@ def resampled(policy: Policy, num_lanes: int) -> Policy:
 
     per_lane = ("priority", "slope", "crowding", "reserve")
     return policy._replace(**{name: fit(getattr(policy, name)) for name in per_lane})
+
+
+FILE = Path(__file__).with_name("policies.json")
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A policy with the place where it was found.
+
+    Args:
+        placement: name of the placement.
+        costs: text of the costs.
+        num_ranks: pp.
+        num_microbatches: of one step.
+        memory: cap, in micro-batches of one rank's layers.
+        overhead: what it reached there.
+        policy: the numbers.
+    """
+
+    placement: str
+    costs: str
+    num_ranks: int
+    num_microbatches: int
+    memory: float
+    overhead: float
+    policy: Policy
+
+
+@cache
+def shipped_policies() -> tuple[Shipped, ...]:
+    """Returns all policies of the file."""
+    if not FILE.exists():
+        return ()
+    return tuple(
+        Shipped(**{**entry, "policy": _policy(entry["policy"])}) for entry in json.loads(FILE.read_text())["policies"]
+    )
+
+
+def starting_points(num_lanes: int) -> list[np.ndarray]:
+    """Returns the numbers of every policy to start from, fitted to ranks of `num_lanes` lanes; the plain one first."""
+    found = [resampled(shipped.policy, num_lanes) for shipped in shipped_policies()]
+    return [flat(policy) for policy in (plain_policy(num_lanes), *found)]
+
+
+def write_policies(policies: Iterable[Shipped], path: Path) -> None:
+    """Writes the file, one line a field, six decimals a number: with three, schedules change."""
+    entries = [
+        {
+            **{name: value for name, value in vars(shipped).items() if name != "policy"},
+            "policy": {name: np.round(field, 6).tolist() for name, field in shipped.policy._asdict().items()},
+        }
+        for shipped in policies
+    ]
+    lines = ",\n".join(
+        "  {\n" + ",\n".join(f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items()) + "\n  }"
+        for entry in entries
+    )
+    path.write_text('{\n "policies": [\n' + lines + "\n ]\n}\n")
+
+
+def _policy(fields: dict[str, list]) -> Policy:
+    policy = Policy(**{name: np.array(field, dtype=float) for name, field in fields.items()})
+    expected = shapes(policy.crowding.shape[0])
+    wrong = [name for name, field in policy._asdict().items() if field.shape != expected[name]]
+    assert not wrong, f"{FILE.name}: fields of the wrong shape: {wrong}"
+    return policy

@@ -1,28 +1,170 @@
-"""Search for a Program: evolution over the policies of a list scheduler, then local search on what it found."""
+"""Search for a Program: evolution over the policies of a list scheduler, then local search on what it found.
 
+The named schedules as a floor under the search: what it returns is never worse than the best of them that fits.
+
+What a search returns.
+
+Results kept on disk under a hash of the question that they answer, so that the next run starts at once.
+
+Shipped policies are no part of the question: a run that goes on keeps its schedule when better ones have been learnt.
+"""
+
+import hashlib
+import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache as keep
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron5d.pipeline_parallel.costs import Costs
-from megatron5d.pipeline_parallel.program import loop_placement
+from megatron5d.pipeline_parallel.costs import Costs, StageCosts
+from megatron5d.pipeline_parallel.program import Placement, Program, loop_placement, make_program
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
+from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
 from megatron5d.pipeline_parallel.search.arms import evolve
-from megatron5d.pipeline_parallel.search.cache import file_for, load, store
-from megatron5d.pipeline_parallel.search.clock import Clock
-from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
-from megatron5d.pipeline_parallel.search.lanes import PAIRS
-from megatron5d.pipeline_parallel.search.model import CostModel, are_equal, is_even
-from megatron5d.pipeline_parallel.search.named import best_named
-from megatron5d.pipeline_parallel.search.placements import called, candidates, placement_called
-from megatron5d.pipeline_parallel.search.policy import flat, plain_policy
-from megatron5d.pipeline_parallel.search.problem import Contender, Problem
-from megatron5d.pipeline_parallel.search.refine import refine
-from megatron5d.pipeline_parallel.search.result import SearchResult
+from megatron5d.pipeline_parallel.search.local_search import refine
+from megatron5d.pipeline_parallel.search.policy import PAIRS, flat, plain_policy
+from megatron5d.pipeline_parallel.search.problem import (
+    Clock,
+    Contender,
+    CostModel,
+    Problem,
+    are_equal,
+    called,
+    candidates,
+    is_even,
+    placement_called,
+)
+from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
 from megatron5d.pipeline_parallel.simulate import lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
+
+LARGE = 1 << 14
+"""pp · num_microbatches beyond which the named schedules are compared at 4·pp micro-batches, and the best one built."""
+
+
+def best_named(
+    pp: int, num_microbatches: int, costs: CostModel, memory: np.ndarray, placements: Collection[str]
+) -> Program | None:
+    """Returns the fastest named schedule that fits; None where none does.
+
+    Args:
+        pp: pipeline ranks.
+        num_microbatches: of one step.
+        costs: of every placement.
+        memory: `[pp]` the most activations a rank may hold.
+        placements: names of those that may be used.
+    """
+    few = min(num_microbatches, 4 * pp) if pp * num_microbatches > LARGE else num_microbatches
+    ranking = sorted(
+        ((makespan, name, chunks) for makespan, name, chunks in _all(pp, few, costs, memory, placements)),
+        key=lambda found: found[0],
+    )
+    for _, name, chunks in ranking:
+        for _, program in _built(name, pp, num_microbatches, chunks, costs, memory):
+            return program
+    return None
+
+
+def _all(pp, num_microbatches, costs, memory, placements) -> Iterator[tuple[float, str, int]]:
+    wanted = sorted({int(name.partition(":")[2] or 1) for name in placements})
+    for name in schedule_names():
+        schedule = find_schedule(name)
+        fitting = [n for n in wanted if n > 1] if schedule.any_chunks else {schedule.chunks}.intersection(wanted)
+        for chunks in fitting:
+            for makespan, program in _built(name, pp, num_microbatches, chunks, costs, memory):
+                if called(program.placement) in placements:
+                    yield makespan, name, chunks
+
+
+def _built(name, pp, num_microbatches, chunks, costs, memory) -> Iterator[tuple[float, Program]]:
+    """Yields the Program of one schedule with its makespan, or nothing where the sizes or the memory refuse it."""
+    try:
+        program = build_program(name, pp, num_microbatches, chunks)
+        stage_costs = costs.of(program.placement)
+    except ValueError:
+        return
+    result = simulate(program, stage_costs)
+    if (result.peak_activations <= memory + 1e-9).all():
+        yield result.makespan, program
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best Program found, verified; times in the unit of the costs.
+
+    Args:
+        program: called `auto`, or by its name where a named schedule is the best.
+        makespan: from the first action's start to the last one's end.
+        overhead: makespan − the compute of the busiest rank.
+        bubble: overhead / makespan.
+        peak: `[num_ranks]` activations, in micro-batches of one rank's layers.
+        lower_bound: an overhead below which no Program of this placement goes with so many activations.
+        placement: name of the placement.
+        evaluations: list schedules tried.
+        elapsed_s: time taken.
+        compiled: whether numba was there; without it a list schedule takes a hundred times as long.
+        named: the best named schedule that fits, and its makespan; None where none does.
+        split: which of several ways to deal the layers to stages it is for.
+    """
+
+    program: Program
+    makespan: float
+    overhead: float
+    bubble: float
+    peak: np.ndarray
+    lower_bound: float
+    placement: str
+    evaluations: int
+    elapsed_s: float
+    compiled: bool
+    named: tuple[str, float] | None
+    split: int = 0
+
+
+FORMAT = 2
+"""Raised when a file or the search itself changes its meaning: older files are then not found."""
+
+
+def file_for(folder: Path, problems: Sequence[Problem], limits: Sequence[Any]) -> Path:
+    """Returns where the result for these problems and limits lies, or would lie."""
+    found = hashlib.sha256(json.dumps([FORMAT, *limits]).encode())
+    for problem in problems:
+        described = [problem.placement.route, problem.num_microbatches, problem.memory.tolist(), problem.pairs]
+        found.update(json.dumps(described).encode())
+        for field in fields(StageCosts):
+            found.update(np.asarray(getattr(problem.costs, field.name), dtype=float).tobytes())
+    return folder / f"schedule-{found.hexdigest()[:32]}.json"
+
+
+def store(file: Path, result: SearchResult) -> None:
+    """Writes a result beside its place and renames it: it is there whole or not at all, whoever else writes it."""
+    program = result.program
+    content = {
+        **{name: value for name, value in vars(result).items() if name not in ("program", "peak")},
+        "peak": result.peak.tolist(),
+        "name": program.name,
+        "route": program.placement.route,
+        "direction": program.direction,
+        "csv": write_program(program),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(f".{id(result):x}")
+    beside.write_text(json.dumps(content))
+    beside.replace(file)
+
+
+def load(file: Path) -> SearchResult:
+    """Returns a result as it was stored."""
+    content = json.loads(file.read_text())
+    route, direction = content.pop("route"), content.pop("direction")
+    name, text, peak, named = (content.pop(key) for key in ("name", "csv", "peak", "named"))
+    ranks = read_program(text, name, len(peak), len(direction)).ranks
+    program = make_program(name, Placement(tuple(map(tuple, route)), len(peak)), direction, ranks)
+    return SearchResult(program=program, peak=np.array(peak), named=tuple(named) if named else None, **content)
+
 
 SMALL_RANKS = 16
 """Policies for more ranks than this are first searched for at this many, where all stages are alike."""
@@ -32,7 +174,7 @@ HEATS = 0.4
 """Share at which the local search goes on with one Program alone, the most promising of those that it tried."""
 TRIED = 4
 """Programs that the local search tries: which of them it makes fastest, their makespans do not tell."""
-LARGE = 1 << 17
+LARGE_SEARCH = 1 << 17
 """Actions of a problem from which on there is time for one Program alone."""
 
 
@@ -168,7 +310,7 @@ def _resized(problem: Problem, costs: CostModel, pp: int, num_microbatches: int)
 
 
 def _num_tried(problems: list[Problem]) -> int:
-    return 1 if max(problem.num_actions for problem in problems) >= LARGE else TRIED
+    return 1 if max(problem.num_actions for problem in problems) >= LARGE_SEARCH else TRIED
 
 
 def _most_promising(contenders: list[Contender], count: int) -> list[Contender]:

@@ -11,17 +11,18 @@ import torch
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.convert import changed, override_text
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.executor import PipelineError
-from megatron5d.planning.fit import changed, fit_text, nearest_fit, override_text, steps
+from megatron5d.planning.fit import fit_text, nearest_fit, steps
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
-from megatron5d.train.crash import cause_of
-from megatron5d.train.device import device_faults
 from megatron5d.train.pipeline_layout import PipelinePlan
+from megatron5d.train.preflight import device_faults
+from megatron5d.train.signals import cause_of
 
 MEASURED_AFTER = 3  # steps: by then every buffer has been used
 _HISTORY = 100_000  # allocations that a snapshot remembers

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron5d.config.convert import to_dict
 from megatron5d.model.flops import flops_per_token
+from megatron5d.planning.predict import Expectation
 from megatron5d.train.build import Run
-from megatron5d.train.expected import Expectation
 from megatron5d.train.monitoring.memory import MEASURED_AFTER, MemoryReport
 from megatron5d.train.monitoring.stragglers import SlowRanks
 from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Wandb, memory_gb, peak_tflops

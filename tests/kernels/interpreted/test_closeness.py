@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from kernels.expert_activation import weighted_activation
+from kernels.activation import weighted_activation
 from kernels.gemm import grouped_matmul
 
 LUCK = 1.05

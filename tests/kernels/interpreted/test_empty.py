@@ -5,13 +5,11 @@ import torch
 
 import kernels
 from kernels import moe
-from kernels.expert_activation import weighted_activation
-from kernels.fp8.gemm import fp8_matmul
+from kernels.activation import weighted_activation
+from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
-from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways
+from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways, turn
 from kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
-from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8_turn import turn
 from kernels.gemm import grouped_matmul, grouped_weight_grad
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.expert_activation import weighted_activation
+from kernels.activation import weighted_activation
 from kernels.fp8 import gemm as module
 from kernels.fp8 import norm_swiglu as fp8_fused
 from kernels.fp8.gemm import fp8_matmul
@@ -19,9 +19,10 @@ from kernels.fp8.quantize import (
     quantize_reference,
     quantize_rows,
     quantize_rows_both_ways,
+    turn,
+    turn_reference,
 )
 from kernels.fp8.quantize_tensor import quantize_tensor
-from kernels.fp8_turn import turn, turn_reference
 
 pytestmark = pytest.mark.eight_bits
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.fp8.quantize import E4M3, E5M2
+from kernels.fp8.quantize import E4M3, E5M2, transposed
 from kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
@@ -18,7 +18,6 @@ from kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
     quantize_tensor_reference,
 )
-from kernels.fp8_turn import transposed
 
 pytestmark = pytest.mark.eight_bits
 

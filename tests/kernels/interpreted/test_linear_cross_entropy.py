@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import linear_cross_entropy as module
-from kernels.weight_grad import accumulate_weight_grad
+from kernels.gemm import accumulate_weight_grad
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

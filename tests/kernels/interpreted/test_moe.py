@@ -5,9 +5,8 @@ import torch
 
 from kernels import gemm as grouped
 from kernels import moe
-from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows
-from kernels.fp8_grouped import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
-from kernels.fp8_turn import turn
+from kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
+from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows, turn
 
 COUNTS = [[5, 0, 130, 1], [0, 0, 0, 7], [64, 64, 64, 64], [1], [0, 200]]
 

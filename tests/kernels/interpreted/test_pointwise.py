@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernels
-from kernels.expert_activation import KINDS, weighted_activation
+from kernels.activation import KINDS, weighted_activation
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 

@@ -11,10 +11,9 @@ from ranks import run_ranks
 
 from megatron5d.checkpoint.folder import fault_of, newest, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
-from megatron5d.checkpoint.load import load_tensors
+from megatron5d.checkpoint.load import SavedWeights, load_tensors
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.storage import Reader
-from megatron5d.checkpoint.weights import SavedWeights
 
 VALUES = {"model.a": torch.randn(6, 4, dtype=torch.float64), "model.b": torch.randn(10)}
 

@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatron5d.checkpoint.hf.safetensors_folder import INDEX, SINGLE, Entry, SafetensorsFolder, load_shards
-from megatron5d.checkpoint.hf_save import save_folder, stored_tensors
+from megatron5d.checkpoint.hf.safetensors_folder import (
+    INDEX,
+    SINGLE,
+    Entry,
+    SafetensorsFolder,
+    load_shards,
+    save_folder,
+    stored_tensors,
+)
 from megatron5d.checkpoint.layout import sharded_parameter
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, spec_of
 

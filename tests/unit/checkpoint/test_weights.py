@@ -7,9 +7,8 @@ import torch
 from ranks import run_ranks
 
 from megatron5d.checkpoint.layout import ShardedTensor, named
-from megatron5d.checkpoint.load import find_checkpoint, load_tensors
+from megatron5d.checkpoint.load import SavedWeights, find_checkpoint, lazy_tensor, load_tensors, load_weights
 from megatron5d.checkpoint.save import Saver
-from megatron5d.checkpoint.weights import SavedWeights, lazy_tensor, load_weights
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 

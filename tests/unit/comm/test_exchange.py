@@ -7,9 +7,8 @@ from torch import nn
 from whole_stage import WholeStage
 
 from megatron5d.autograd.recompute import ActivationPolicy
-from megatron5d.comm.exchange import Exchange
+from megatron5d.comm.all_to_all import Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.ledger import Ledger
-from megatron5d.comm.uneven import gather_rows, reduce_scatter_rows
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron5d.comm.exposure import Exposure
-from megatron5d.comm.ledger import Ledger
+from megatron5d.comm.ledger import Exposure, Ledger
 from megatron5d.topology.axis import Axis
 
 

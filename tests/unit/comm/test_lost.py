@@ -10,10 +10,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron5d.comm import failures as lost
-from megatron5d.comm.collectives import all_reduce
+from megatron5d.comm.collectives import all_reduce, start_shift
 from megatron5d.comm.failures import LineLost, PeerLost, silent_ranks
 from megatron5d.comm.p2p import Form, open_channels
-from megatron5d.comm.ring import start_shift
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

@@ -11,8 +11,8 @@ import torch
 from ranks import RankFailure, run_ranks
 
 from kernels.symm_mem_flags import Patience
-from megatron5d.comm import segments
 from megatron5d.comm import symmetric_memory as mailbox
+from megatron5d.comm import symmetric_memory as segments
 from megatron5d.comm.ledger import Ledger
 from megatron5d.comm.symmetric_memory import BoxExchange, Mailbox
 from megatron5d.topology.axis import Axis

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron5d.config.checks import broken_laws
-from megatron5d.config.context_cost import recommended
+from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import key_of, keys, leaves, value_of
 from megatron5d.config.load import CONF, load_config
 from megatron5d.config.schema import Config, ModelConfig

@@ -13,10 +13,10 @@ from ranks import run_ranks
 from whole_stage import WholeStage
 
 from megatron5d.comm.ledger import Ledger
-from megatron5d.config.context_cost import advice, choices, hidden_from, recommended, traffic
+from megatron5d.config.checks.context import advice, choices, hidden_from, recommended, traffic
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import ParallelConfig, PrecisionConfig
-from megatron5d.model.context import SequenceSharding
+from megatron5d.data.batch import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of

@@ -22,7 +22,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.pipeline_parallel.catalogue import build_program
+from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import write_program
 from megatron5d.train.pipeline_layout import pipeline_faults
 from megatron5d.train.state import checkpoint_faults

@@ -8,8 +8,8 @@ import torch
 from ranks import run_ranks
 
 from kernels import attention
+from megatron5d.comm.collectives import Shift
 from megatron5d.comm.ledger import Ledger
-from megatron5d.comm.ring import Shift
 from megatron5d.context_parallel import all_gather as allgather
 from megatron5d.context_parallel import ring
 from megatron5d.context_parallel.attention import ContextAttention

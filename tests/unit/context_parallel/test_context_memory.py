@@ -16,7 +16,7 @@ from megatron5d.context_parallel import all_gather as allgather
 from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.context_parallel.block_plan import Planner
 from megatron5d.context_parallel.zigzag import SequenceLayout
-from megatron5d.model.context import SequenceSharding
+from megatron5d.data.batch import SequenceSharding
 from megatron5d.model.gpt import Gpt
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.topology.axis import Axis

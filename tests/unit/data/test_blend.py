@@ -6,10 +6,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megatron5d.config.sources import Source, source_of
+from megatron5d.config.derived import Source, source_of
 from megatron5d.data import blend
-from megatron5d.data.blend import megatron_blend, megatron_sizes, mixing_cycle
-from megatron5d.data.sources import normalised, split_range
+from megatron5d.data.blend import megatron_blend, megatron_sizes, mixing_cycle, normalised, split_range
 
 
 def test_sources_are_weight_and_prefix():

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from megatron5d.data import corpus
-from megatron5d.data.corpus import kind_of, list_files, units
+from megatron5d.data.corpus import kind_of, list_files, open_stream, units
 from megatron5d.data.documents import BadLine, documents
-from megatron5d.data.streams import open_stream
 
 TEXTS = [f"document {i} " + "x" * (i * 7 % 50) + "\nsecond line é中" for i in range(60)]
 LINES = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS)).encode()

@@ -8,7 +8,7 @@ import torch
 
 from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.data.loader import Loader
-from megatron5d.data.sampler import samples_of_steps
+from megatron5d.data.sample_order import samples_of_steps
 from megatron5d.data.samples import open_samples
 
 

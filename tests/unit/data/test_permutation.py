@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron5d.data.permutation import Permutation, hash_key
+from megatron5d.data.sample_order import Permutation, hash_key
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 97, 256, 1000, 2311])

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron5d.data import preprocess
+from megatron5d.data.documents import Recipe
 from megatron5d.data.indexed_dataset import IndexedDataset, finish_partial
-from megatron5d.data.journal import Journal
-from megatron5d.data.tokenize_units import Recipe
+from megatron5d.data.preprocess import Journal
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.data.tokenizer_training import train_sentencepiece
 
@@ -144,8 +144,8 @@ KILLER = """
 import os, signal, sys
 from pathlib import Path
 from megatron5d.data import corpus, preprocess
-from megatron5d.data.journal import Journal
-from megatron5d.data.tokenize_units import Recipe
+from megatron5d.data.preprocess import Journal
+from megatron5d.data.documents import Recipe
 if __name__ == "__main__":
     corpus.UNIT_BYTES = 1500
     files, tokenizer, out, kill_after, save_every_s, workers = sys.argv[1:]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron5d.data.sampler import global_batch_size, micro_batch_samples, samples_of_steps
+from megatron5d.data.sample_order import global_batch_size, micro_batch_samples, samples_of_steps
 
 
 @pytest.mark.parametrize(("mbs", "dp"), list(itertools.product([1, 2, 3, 4], [1, 2, 3, 5, 8])))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.data.tiktoken_ranks import CL100K_PATTERN, GPT2_PATTERN, O200K_PATTERN
-from megatron5d.data.tokenizer import RUN, load_tokenizer
+from megatron5d.data.tokenizer import CL100K_PATTERN, GPT2_PATTERN, O200K_PATTERN, RUN, load_tokenizer
 from megatron5d.data.tokenizer_training import train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -17,7 +17,7 @@ from megatron5d.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
-from megatron5d.data.sampler import micro_batch_samples
+from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.gpt import Gpt
 from megatron5d.precision import fp8_weights
 from megatron5d.precision.fp8_weights import block_maxima, blocks_in, forget_quantized, quantize_slice

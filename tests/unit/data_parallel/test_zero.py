@@ -13,7 +13,7 @@ from torch import nn
 from megatron5d.autograd.wgrad import grad_buffer
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
-from megatron5d.data.sampler import micro_batch_samples
+from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import Gpt

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megatron5d.expert_parallel.capacity import within_capacity
+from megatron5d.expert_parallel.router import within_capacity
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

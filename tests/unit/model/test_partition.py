@@ -17,10 +17,17 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.model.flops import flops_per_token, head_flops
-from megatron5d.model.partition import StageSpec, layers_per_stage, shared_by_mirror, stage_specs
-from megatron5d.model.split import even_ranks, even_stages, split_layers
-from megatron5d.model.stage_costs import ModelCosts
+from megatron5d.model.partition import (
+    StageSpec,
+    even_ranks,
+    even_stages,
+    layers_per_stage,
+    shared_by_mirror,
+    split_layers,
+    stage_specs,
+)
 from megatron5d.pipeline_parallel.program import Placement, loop_placement, mirrored_placement, zigzag_placement
+from megatron5d.planning.auto_schedule import ModelCosts
 
 
 def every_layout(num_layers, num_stages, first, last):

@@ -15,7 +15,7 @@ from megatron5d.config.schema import Config, OptimConfig, PrecisionConfig
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim import muon
-from megatron5d.optim.newton_schulz import orthogonalize
+from megatron5d.optim.muon import orthogonalize
 from megatron5d.optim.optimizer import build_optimizer
 from megatron5d.parity.run import short_run
 from megatron5d.topology.axis import Axis

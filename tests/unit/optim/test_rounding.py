@@ -9,9 +9,9 @@ from parity_configs import config_of
 
 from megatron5d.config.schema import OptimConfig, PrecisionConfig
 from megatron5d.data_parallel.bucket import Bucket, Segment
-from megatron5d.optim import rounding
+from megatron5d.optim import sharded_state as rounding
 from megatron5d.optim.adamw import AdamW
-from megatron5d.optim.rounding import global_index, round_stochastically, store_rounded
+from megatron5d.optim.sharded_state import global_index, round_stochastically, store_rounded
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, whole
 

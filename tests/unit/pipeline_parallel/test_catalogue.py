@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 
 CONTRACT = [
     "gpipe", "1f1b", "interleaved", "bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe", "dualpipe_v"

@@ -12,12 +12,11 @@ from timed_stages import FORM, last_gradient, run_timed, timed_executor
 from torch_pipelining import OurPipeline, unchecked_axis
 
 from megatron5d.comm.failures import PeerLost
-from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.executor import Executor, PipelineError, forward_only
-from megatron5d.pipeline_parallel.messages import Flow, input_of, output_of
+from megatron5d.pipeline_parallel.messages import Flow, input_of, output_of, receipts
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
-from megatron5d.pipeline_parallel.receipts import receipts
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.topology.axis import Axis
 

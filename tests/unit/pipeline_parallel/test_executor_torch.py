@@ -5,7 +5,7 @@ import torch
 from ranks import run_ranks
 from torch_pipelining import NAMES, SCHEDULES, OurPipeline, TorchPipeline, serial_grads, unchecked_axis
 
-from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
 from megatron5d.pipeline_parallel.verify import verify
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch_pipelining import NAMES, SCHEDULES, OurPipeline, TorchPipeline, unchecked_axis
 
-from megatron5d.pipeline_parallel.catalogue import build_program
+from megatron5d.pipeline_parallel.registry import build_program
 
 pytestmark = pytest.mark.alone
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from timed_stages import come_first, run_timed, timed_executor
 
-from megatron5d.comm.exposure import Exposure
-from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
+from megatron5d.comm.ledger import Exposure
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import Program
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
 from megatron5d.topology.axis import Axis
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import slot_text
 from megatron5d.pipeline_parallel.schedules.gpipe_and_1f1b import group_sizes
 from megatron5d.pipeline_parallel.simulate import lower_bound, simulate

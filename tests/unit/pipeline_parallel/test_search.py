@@ -5,23 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron5d.model.layer_costs import LayerCosts
-from megatron5d.model.split import BALANCES
-from megatron5d.pipeline_parallel.catalogue import build_program
+from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import Costs, parse_costs
 from megatron5d.pipeline_parallel.program import OPS, loop_placement, mirrored_placement, zigzag_placement
+from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search import search
-from megatron5d.pipeline_parallel.search.clock import Clock
-from megatron5d.pipeline_parallel.search.fold import is_mirrored
-from megatron5d.pipeline_parallel.search.lanes import PAIRS
-from megatron5d.pipeline_parallel.search.named import best_named
-from megatron5d.pipeline_parallel.search.placements import candidates
-from megatron5d.pipeline_parallel.search.problem import Problem
-from megatron5d.pipeline_parallel.search.refine import refine
-from megatron5d.pipeline_parallel.search.search import search_program
-from megatron5d.pipeline_parallel.search.shipped import starting_points
+from megatron5d.pipeline_parallel.search.local_search import refine
+from megatron5d.pipeline_parallel.search.policy import PAIRS, starting_points
+from megatron5d.pipeline_parallel.search.problem import Clock, Problem, candidates, is_mirrored
+from megatron5d.pipeline_parallel.search.search import best_named, search_program
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.pipeline_parallel.verify import verify
+from megatron5d.planning.auto_schedule import LayerCosts
 
 DENSE, EXPERTS, DEAR = "F=1,I=1.2,W=0.8,comm=0.1", "a2aF=0.5,a2aB=0.5", "a2aF=1,a2aB=1,comm=0.1"
 # costs, placement, copies, memory, evaluations, overhead at most; 16 ranks, 64 micro-batches

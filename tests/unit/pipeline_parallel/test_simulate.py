@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron5d.pipeline_parallel.catalogue import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.program import (
     OPS,
@@ -18,6 +17,7 @@ from megatron5d.pipeline_parallel.program import (
     program_from_table,
     zigzag_placement,
 )
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
 from megatron5d.pipeline_parallel.verify import verify
 

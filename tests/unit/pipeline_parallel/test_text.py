@@ -6,9 +6,9 @@ import io
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.program import Action, placement_name
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_file, read_program, slot_text, write_program
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.pipeline_parallel.verify import verify

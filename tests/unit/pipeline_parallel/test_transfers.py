@@ -4,7 +4,6 @@ from collections import defaultdict
 
 import pytest
 
-from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.messages import (
     Flow,
     Message,
@@ -15,6 +14,7 @@ from megatron5d.pipeline_parallel.messages import (
     slot_messages,
 )
 from megatron5d.pipeline_parallel.program import Action
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_program
 
 PROGRAMS = [(name, p, m) for name in schedule_names() for p, m in ((2, 4), (4, 9), (4, 16)) if "dual" not in name] + [

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import Costs
-from megatron5d.pipeline_parallel.faults import ProgramError
 from megatron5d.pipeline_parallel.program import Action, Placement, loop_placement, make_program, zigzag_placement
-from megatron5d.pipeline_parallel.verify import verify
+from megatron5d.pipeline_parallel.registry import build_program
+from megatron5d.pipeline_parallel.verify import ProgramError, verify
 
 
 def action(text):

@@ -7,17 +7,14 @@ import sys
 import numpy as np
 import pytest
 
-from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import parse_costs
+from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import write_program
-from megatron5d.pipeline_parallel.search.clock import Clock
-from megatron5d.pipeline_parallel.search.compiled import IS_COMPILED
-from megatron5d.pipeline_parallel.search.lanes import PAIRS
-from megatron5d.pipeline_parallel.search.placements import placement_called
-from megatron5d.pipeline_parallel.search.problem import Problem
-from megatron5d.pipeline_parallel.search.refine import refine
+from megatron5d.pipeline_parallel.search.local_search import refine
+from megatron5d.pipeline_parallel.search.policy import PAIRS, starting_points
+from megatron5d.pipeline_parallel.search.problem import Clock, Problem, placement_called
 from megatron5d.pipeline_parallel.search.search import search_program
-from megatron5d.pipeline_parallel.search.shipped import starting_points
+from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
 
 COSTS = parse_costs("F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5")
 

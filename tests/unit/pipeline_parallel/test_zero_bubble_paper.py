@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from megatron5d.pipeline_parallel.catalogue import build_program
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.program import Program
+from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import held_activations, held_stash, simulate
 from megatron5d.pipeline_parallel.verify import verify
 from tests.unit.pipeline_parallel.zero_bubble_greedy import zero_bubble_greedy

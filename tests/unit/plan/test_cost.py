@@ -10,13 +10,12 @@ from ranks import run_ranks
 from megatron5d.comm.ledger import Ledger, Traffic
 from megatron5d.config.derived import blocks
 from megatron5d.config.schema import LogConfig, PipelineConfig, PrecisionConfig, RecomputeConfig
-from megatron5d.data.sampler import micro_batch_samples
-from megatron5d.model.context import SequenceSharding
+from megatron5d.data.batch import SequenceSharding
+from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.flops import core_flops, flops_per_token
 from megatron5d.model.gpt import Gpt
-from megatron5d.plan.update import carried_bytes, rounds
 from megatron5d.planning.clusters import cluster_called, cluster_of
-from megatron5d.planning.dp_traffic import Sharding
+from megatron5d.planning.dp_traffic import Sharding, carried_bytes, rounds
 from megatron5d.planning.memory_forecast import Target
 from megatron5d.planning.predict import Estimator, step_on
 from megatron5d.planning.step_time import Prices, StepCost

@@ -8,9 +8,9 @@ from parity_configs import config_of
 
 from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.convert import changed
 from megatron5d.config.schema import Config, PrecisionConfig
 from megatron5d.planning.clusters import cluster_called
-from megatron5d.planning.fit import changed
 from megatron5d.planning.predict import Estimator
 from megatron5d.train.pipeline_layout import planned_pipeline
 

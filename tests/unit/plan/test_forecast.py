@@ -15,8 +15,8 @@ from ranks import run_ranks
 
 from megatron5d.autograd.offload import HostCopy
 from megatron5d.config.schema import DataConfig, PipelineConfig, RecomputeConfig
-from megatron5d.data.sampler import micro_batch_samples
-from megatron5d.model.context import SequenceSharding
+from megatron5d.data.batch import SequenceSharding
+from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.gpt import Gpt
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.planning.memory_forecast import Forecaster, Target

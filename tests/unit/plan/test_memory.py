@@ -10,24 +10,24 @@ from parity_configs import config_of
 
 from kernels import dispatch, swiglu
 from kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
-from kernels.planning import planned
+from kernels.tuning import planned
+from megatron5d.config.convert import changed
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import LogConfig
-from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.simulate import peak_memory
-from megatron5d.plan.replay import Replay
-from megatron5d.planning.fit import changed, nearest_fit
+from megatron5d.planning.fit import nearest_fit
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.memory_peak import Peak, find_peak
+from megatron5d.planning.memory_peak import Peak, Replay, find_peak
 from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Step, relay_trace
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.planning.rank_memory import GIB, RankMemory, table
 from megatron5d.topology.process import Process
-from megatron5d.train.crash import crash_message
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_faults, memory_snapshots, shortage
+from megatron5d.train.signals import crash_message
 
 H100 = Target("sm_90")
 

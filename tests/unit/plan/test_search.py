@@ -8,22 +8,20 @@ from parity_configs import config_of
 
 from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.convert import changed
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.partition import stage_specs
-from megatron5d.plan.search import Candidate, Proposals, Questions, best
 from megatron5d.planning import layout_search as layouts
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.dp_traffic import Sharding
-from megatron5d.planning.fit import changed
-from megatron5d.planning.layout_search import LayoutSearch
+from megatron5d.planning.layout_search import Candidate, LayoutSearch, Proposals, Questions, best
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.predict import Estimator
+from megatron5d.planning.predict import Estimator, planned_config
 from megatron5d.planning.rank_memory import CONTEXT_BYTES, FRAGMENTATION
 from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import lines_of
 from megatron5d.train.build import sizes_of
 from megatron5d.train.pipeline_layout import pipeline_faults, planned_pipeline
-from megatron5d.train.planning.planned import planned_config
 
 CLUSTER = dataclasses.replace(cluster_called("h100"), node=4)
 

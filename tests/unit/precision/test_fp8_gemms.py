@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron5d.config.matrices import matrices, quantised_matrices
+from megatron5d.config.derived import matrices, quantised_matrices
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.model.gpt import Gpt

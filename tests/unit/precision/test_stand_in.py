@@ -9,7 +9,7 @@ from parity_configs import config_of
 from whole_stage import WholeStage
 
 import kernels
-from kernels.expert_activation import weighted_activation
+from kernels.activation import weighted_activation
 from megatron5d.autograd import recompute as activations
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.model.gpt import Gpt

@@ -8,8 +8,7 @@ from torch import nn
 from megatron5d.comm.ledger import Ledger
 from megatron5d.precision.fp8_recipes import BlockwiseGemms, TensorwiseGemms
 from megatron5d.precision.gemm import PLAIN
-from megatron5d.tensor_parallel.fused import Fused
-from megatron5d.tensor_parallel.overlap import Chunked, Product, Whole
+from megatron5d.tensor_parallel.overlap import Chunked, Fused, Product, Whole
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 

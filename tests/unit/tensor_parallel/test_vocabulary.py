@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from megatron5d.tensor_parallel.cross_entropy import SlicedLoss
 from megatron5d.tensor_parallel.embedding import VocabRange
-from megatron5d.tensor_parallel.sliced_loss import SlicedLoss
 from megatron5d.topology.axis import Axis
 
 

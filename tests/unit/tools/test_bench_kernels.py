@@ -9,10 +9,9 @@ import time
 import pytest
 import torch
 
-from kernels.testing import measure
-from kernels.testing.apart import in_turn
 from tools import bench_kernels
-from tools.bench.harness import Benchmark
+from tools.bench import harness as measure
+from tools.bench.harness import Benchmark, in_turn
 
 LIMITS = {"device": "a GPU", "torch": "2", "limits": {"GB/s": 1000.0, "TFLOP/s": 100.0}}
 

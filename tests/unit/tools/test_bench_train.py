@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from kernels.testing.apart import in_turn
 from tools import bench_train
+from tools.bench.harness import in_turn
 
 
 @pytest.fixture(autouse=True)

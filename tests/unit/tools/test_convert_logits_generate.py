@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.load import SavedWeights
 from megatron5d.checkpoint.save import Saver
-from megatron5d.checkpoint.weights import SavedWeights
 from tools import convert, generate, logits
 
 transformers = pytest.importorskip("transformers")

@@ -7,14 +7,13 @@ import sys
 import numpy as np
 import pytest
 
-from megatron5d.model.split import BALANCES
-from megatron5d.pipeline_parallel.catalogue import build_program, schedule_names
+from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import parse_costs
 from megatron5d.pipeline_parallel.program import zigzag_placement
+from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import write_program
-from megatron5d.pipeline_parallel.search.policy import Policy, flat
+from megatron5d.pipeline_parallel.search.policy import FILE, Policy, flat, starting_points
 from megatron5d.pipeline_parallel.search.problem import Problem
-from megatron5d.pipeline_parallel.search.shipped import FILE, starting_points
 from tools.schedule import main
 
 REAL = "F=1,I=1.2,W=0.8,comm=0.1"

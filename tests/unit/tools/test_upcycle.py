@@ -6,8 +6,8 @@ import torch
 
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.load import PREFIX, SavedWeights
 from megatron5d.checkpoint.save import Saver
-from megatron5d.checkpoint.weights import PREFIX, SavedWeights
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.model.gpt import Gpt

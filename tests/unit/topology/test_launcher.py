@@ -5,7 +5,7 @@ import os
 import pytest
 from ranks import run_ranks
 
-from megatron5d.topology.launcher import Environment, first_host, read_environment, restarted_job
+from megatron5d.topology.rendezvous import Environment, first_host, read_environment, restarted_job
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SLURM = {

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron5d.topology import process, rendezvous
-from megatron5d.topology.launcher import Environment
 from megatron5d.topology.process import start_process, stop_process, use_batch_scheduling
-from megatron5d.topology.store import num_registered, register, wait_until
+from megatron5d.topology.rendezvous import Environment, num_registered, register, wait_until
 
 
 def test_one_process_initialises_nothing():

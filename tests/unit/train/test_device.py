@@ -9,8 +9,8 @@ from parity_configs import config_of
 import pretrain
 from kernels import tuning
 from megatron5d.config.schema import PrecisionConfig
-from megatron5d.train import device
-from megatron5d.train.device import device_faults
+from megatron5d.train import preflight as device
+from megatron5d.train.preflight import device_faults
 from tools import plan
 
 RUN = ["model=tiny", "model.ffn_hidden_size=256", "train.gbs=8", "log.memory_check=refuse", "log.device_memory_gb=80"]

@@ -15,10 +15,10 @@ from megatron5d.config.schema import (
     PipelineConfig,
     TrainConfig,
 )
-from megatron5d.pipeline_parallel.catalogue import build_program
+from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
 from megatron5d.planning.auto_schedule import known_programs, run_costs
-from megatron5d.train.expected import expected_bubble
+from megatron5d.planning.predict import expected_bubble
 from megatron5d.train.pipeline_layout import plan_pipeline
 
 STEPS, EVAL_EVERY = 4, 2

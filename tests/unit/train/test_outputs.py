@@ -8,7 +8,7 @@ import pytest
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.load import from_yaml
 from megatron5d.config.schema import CheckpointConfig, Config, LogConfig
-from megatron5d.train.outputs import locked_outputs
+from megatron5d.train.loop import locked_outputs
 
 
 def config_in(folder: Path) -> Config:

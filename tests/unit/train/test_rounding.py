@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron5d.config.schema import Config, PrecisionConfig
+from megatron5d.parity.differences import in_16_bits, rounding_differences
 from megatron5d.parity.run import RankRecord
 from megatron5d.parity.variants import faults_of
-from megatron5d.train.parity.rounding import in_16_bits, rounding_differences
 
 
 def record(loss: float, first: float) -> RankRecord:

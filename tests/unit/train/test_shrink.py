@@ -8,9 +8,8 @@ import pytest
 from megatron5d.config.convert import value_of
 from megatron5d.config.load import CONF, load_config
 from megatron5d.model.flops import parameter_count
-from megatron5d.parity.variants import differing, exact, faults_of, features, shrink
+from megatron5d.parity.variants import ablations, differing, exact, faults_of, features, shrink
 from megatron5d.train.build import sizes_of
-from megatron5d.train.parity.ablate import ablations
 
 MODELS = sorted(path.stem for path in Path(CONF / "model").glob("*.yaml") if path.stem != "gpt2_xl")  # 25 heads
 LAYOUT = ["parallel.tp=2", "parallel.sp=true", "parallel.cp=2", "parallel.pp=2", "train.gbs=64", "train.seq_len=512"]

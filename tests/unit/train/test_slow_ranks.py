@@ -12,11 +12,10 @@ import torch
 from ranks import run_ranks
 from runs import records, write_corpus
 
-from megatron5d.comm.exposure import Exposure
-from megatron5d.comm.ledger import Ledger
+from megatron5d.comm.ledger import Exposure, Ledger
 from megatron5d.config.schema import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.pipeline_parallel.pipeline import Pipeline
+from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve

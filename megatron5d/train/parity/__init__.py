@@ -1,1 +1,0 @@
-"""Whether a layout computes what one process computes: a short run of both, and everything that differs."""
