@@ -1,75 +1,17 @@
 """Which path a tensor takes, and which precision its sums are kept in.
 
-Triton where it is installed; otherwise its names, so that plain paths run and a GPU can be planned for.
-
-The names that kernels take from Triton, where it is not installed: all but the compiler.
-
-Files of kernels can be imported for their plain paths, and on the meta device, where nothing is launched
-(`planning.py`), the code around a kernel is what it is with Triton.
+Kernels take Triton's names from here: Triton's own where it is installed, otherwise those of without_triton.py, so that
+plain paths run and a GPU can be planned for.
 """
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class KernelInterface:
-    """A kernel that nobody can compile: it has a name, and is launched on no grid."""
-
-    def __init__(self, kernel: Callable[..., Any]) -> None:
-        self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        """`kernel[grid]`, which `planning.py` puts another in place of.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(f"{self.__name__} needs Triton, which is not installed: `pip install triton`")
-
-
-def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`@jit` and `@jit(options)`."""
-    return KernelInterface if kernel is None else KernelInterface(kernel)
-
-
-@dataclass
-class TensorDescriptor:
-    """A tensor, and the tile of it that a copy engine takes."""
-
-    base: Tensor
-    shape: Sequence[int]
-    strides: Sequence[int]
-    block_shape: Sequence[int]
-
-    @classmethod
-    def from_tensor(cls, x: Tensor, block_shape: Sequence[int]) -> "TensorDescriptor":
-        return cls(x, x.shape, x.stride(), block_shape)
-
-
-class _Language:
-    """triton.language, as far as it is named outside kernels: dtypes, and annotations of their arguments."""
-
-    def __getattr__(self, name: str) -> "_Language":
-        return self
-
-
-tl = _Language()
-
-
-def cdiv(x: int, y: int) -> int:
-    return -(-x // y)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
 
 try:
     import triton.language as tl
@@ -79,16 +21,17 @@ try:
 
     HAS_TRITON = True
 except ImportError:
+    from kernels.without_triton import KernelInterface, TensorDescriptor, cdiv, jit, next_power_of_2, tl
+
     HAS_TRITON = False
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 __all__ = ["HAS_TRITON", "TRITON_DTYPES", "KernelInterface", "TensorDescriptor", "cdiv", "jit", "next_power_of_2", "tl"]
 
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLANNED: ContextVar[str | None] = ContextVar("planned_architecture", default=None)
-"""The GPU architecture whose fast paths tensors on the meta device take (`planning.py`); None = the plain paths."""
+"""The GPU architecture whose fast paths tensors on the meta device take (`tuning.py`); None = the plain paths."""
 _NUM_PROCESSORS_WITHOUT_GPU = 4
 _NUM_PROCESSORS_PLANNED = 132  # of an H100; it sizes partial sums of a few megabytes
 

@@ -4,7 +4,7 @@ A token t chooses experts e[t, 1..k]. Rows are sorted by expert, stably, so that
     permute     row place[t, j] = x[t]
     unpermute   y[t] = sum_j p[t, j] · row place[t, j]
 They are each other's transposes (with p = 1), so each is the other's gradient. Counts and offsets stay on the device.
-With p = 1 nothing is kept for the backward: weights may have been applied in the experts (`expert_activation.py`).
+With p = 1 nothing is kept for the backward: weights may have been applied in the experts (`activation.py`).
 """
 
 from dataclasses import dataclass

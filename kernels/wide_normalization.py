@@ -5,7 +5,7 @@ written too); backward, x and dy are read and dx is written. That holds as long 
 stay in the second-level cache, through which they pass once more between the walks; the backward also reads and writes
 its float32 share of dw there. It takes two rows at a time where the cache holds the rows of all programs: each share
 and the weight then pass half as often. So the forward may go at the speed of a copy, and the backward will not.
-`normalization.py` has the formulas, and decides by the tables which rows are wide.
+`norm.py` has the formulas, and decides by the tables which rows are wide.
 """
 
 from kernels.dispatch import jit, tl

@@ -10,8 +10,8 @@ The three products of experts in 8 bits, over tokens sorted by expert; counts st
     forward          y[r] = W[e] x[r]                                     1×128 groups of x, 128×128 blocks of W
     input gradient   dx[r] = W[e]ᵀ dy[r]                                  the same with the transposed weight
     weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ      both turned: 1×128 groups of tokens
-Every 128 terms the product leaves the tensor cores, is scaled and added in float32 (see fp8_matmul.py). The groups of
-the weight gradient begin anew with every expert (fp8_turn.py), so no group mixes tokens of two.
+Every 128 terms the product leaves the tensor cores, is scaled and added in float32 (see gemm.py). The groups of
+the weight gradient begin anew with every expert (quantize.py), so no group mixes tokens of two.
 """
 
 import torch

@@ -8,7 +8,7 @@ Experts have a scale each, for their rows: there both passes work by row (`amax_
 caller makes the maxima of experts out of those of rows.
 
 Each program writes the maximum of its tile, and those maxima are reduced on the device: no atomics, no waiting for the
-host, and the same bits in any order. The arithmetic is that of fp8_quantize.py: the kernels' bits are the references'.
+host, and the same bits in any order. The arithmetic is that of quantize.py: the kernels' bits are the references'.
 """
 
 import torch

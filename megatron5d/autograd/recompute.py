@@ -190,7 +190,7 @@ def computed_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> 
 
 
 class _Carrier:
-    """Saved instead of a stand-in (stand_in.py) whose operand may be on the host."""
+    """Saved instead of a stand-in (fp8_tensor.py) whose operand may be on the host."""
 
     def __init__(self, tensor: Tensor, kept: tuple[Tensor | HostCopy, ...]) -> None:
         self.form, self.kept = (tensor.shape, tensor.dtype), kept

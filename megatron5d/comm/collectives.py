@@ -9,7 +9,8 @@ slice                all_gather           split_to
 all_gather           slice                join_from
 
 All of them are the identity on an axis of size 1. Gathers and scatters run along dim 0, the sequence of `[s, b, h]`.
-On tensors of the meta device, which have no values, they allocate what they would and send nothing (planning/memory_trace.py).
+On tensors of the meta device, which have no values, they allocate what they would and send nothing
+(planning/memory_trace.py).
 
 Passing a tensor one rank on, around an axis.
 """

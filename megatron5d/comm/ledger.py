@@ -63,9 +63,6 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
-T = TypeVar("T")
-
-
 @dataclass
 class Traffic:
     """Totals of one (axis, operation) on this rank."""

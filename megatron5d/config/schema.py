@@ -1,7 +1,7 @@
 """The whole configuration as frozen dataclasses, one for each Hydra group, with units and defaults.
 
-They hold plain values only. `laws.py` refuses values that do not fit together, `load.py` keys and values that are
-misspelled. All other code gets these objects and never a Hydra node.
+They hold plain values only. `checks/__init__.py` refuses values that do not fit together, `load.py` keys and values
+that are misspelled. All other code gets these objects and never a Hydra node.
 """
 
 from __future__ import annotations

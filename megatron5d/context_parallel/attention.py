@@ -2,7 +2,7 @@
 
 q, k, v [s/cp, b, heads, d]
   -> [s/outer, b, heads/inner, d]   exchange heads for sequence, all_to_all cp_inner
-  -> attention to the keys of all outer ranks: ring.py or allgather.py
+  -> attention to the keys of all outer ranks: ring.py or all_gather.py
   -> [s/cp, b, a/tp, dv]            exchange sequence for heads, all_to_all cp_inner
 
 ring and allgather have inner = 1, ulysses has outer = 1, two_level has both (layout.py).
@@ -54,7 +54,7 @@ class ContextAttention:
         Returns:
             `[s/cp, b, a/tp, dv]`.
 
-        Comm: see ring.py, allgather.py, ulysses.py.
+        Comm: see ring.py, all_gather.py, ulysses.py.
         """
         both = shared_heads(torch.cat((k, v), -1), self.inner)  # [s/cp, b, g', d+dv]; g' = g/tp, at least inner
         block = heads_for_sequence(both, self.inner)  # -> [s/outer, b, g'/inner, d+dv]  all_to_all cp_inner

@@ -4,7 +4,7 @@ forward    each block makes outer-1 hops: (outer-1)·(s/outer)·b·g'·(d+dv) el
 backward   each block makes the same hops again, and its gradient (fp32) follows one hop behind, collecting what every
            rank adds, until it is back at its owner: twice as many transfers as forward
 If a window or document masks hide everything beyond fewer hops, no more are made, and gradients go straight home.
-Where latents travel instead (kv_format.py), each way takes (outer-1)·(s/outer)·b·(r+dr) elements.
+Where latents travel instead (block_attention.py), each way takes (outer-1)·(s/outer)·b·(r+dr) elements.
 a' and g' are the query and KV heads of one inner rank; without inner ranks outer is cp, a' is a/tp and g' is g/tp.
 Source: Liu et al. 2023 (arXiv:2310.01889).
 """

@@ -129,7 +129,7 @@ UNIT_FILES = 256  # text files in a unit, at most
 JSONL = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 PARQUET = (".parquet",)
 TEXT = (".txt", ".md", ".txt.gz", ".txt.zst")
-JOURNALS = ("*.preprocess.json", "*.preprocess.partial.json*")  # of preprocessing itself (journal.py)
+JOURNALS = ("*.preprocess.json", "*.preprocess.partial.json*")  # of preprocessing itself (preprocess.py)
 
 
 @dataclass(frozen=True)

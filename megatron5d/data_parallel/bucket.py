@@ -18,8 +18,8 @@ What is in memory, in elements per bucket; N = `numel` (each parameter padded to
     3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is computed and reduced
 
 A temporary buffer is allocated and freed in place (flat_memory.py), so parameters remain views of it. Matrices that
-are multiplied in 8 bits may be gathered as 8-bit values instead (eight_bits.py): N bytes while the unit computes, and
-N/n bytes that stay.
+are multiplied in 8 bits may be gathered as 8-bit values instead (fp8_all_gather.py): N bytes while the unit computes,
+and N/n bytes that stay.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     2      whole      1/n         1/n                   m reduce_scatters; all_gather of the weights after the step
     3      1/n        1/n         1/n                   m reduce_scatters; 2·m all_gathers of the weights
 
-The unit is a bucket: usually all parameters of a block, of the embedding or of the head. buckets.py says what stays in
-memory, zero.py when weights are gathered and how many elements are sent.
+The unit is a bucket: usually all parameters of a block, of the embedding or of the head. bucket.py says what stays in
+memory, weight_gather.py when weights are gathered and how many elements are sent.
 
 Gradients under ZeRO-2 and 3. A unit's gradient is accumulated in a buffer of main-gradient dtype, allocated at the
 unit's first weight gradient (under a split backward: in W). By default it is reduce-scattered after every micro-batch

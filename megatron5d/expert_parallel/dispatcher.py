@@ -2,20 +2,20 @@
 
                forward                                            collectives forward / backward
     send       [n, h] -> [n·k, h] sorted by expert -> under way   all_gather ep_etp of counts, all_to_all ep / –
-    enter_node nothing here; in hierarchy.py the second half of the way
+    enter_node nothing here; in hierarchical_dispatcher.py the second half of the way
     receive    rows for this rank's experts -> [r, h] by expert   all_gather etp / reduce_scatter etp, all_to_all ep
     send_back  [r, h], partial over etp -> under way              reduce_scatter etp, all_to_all ep / all_gather etp
     combine    [n·k, h] -> sum [n, h]                             – / all_to_all ep
 
 The router's weight of each choice goes to the expert beside the row, a second all-to-all of n·k numbers, and is applied
 there (experts.py), so that no row that comes home is kept for the gradient of the weights.
-Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/all_to_all.py), so that other work
-runs in between. Rows are always ordered by expert, then by source rank, then by token, and the sums at home run in the
-order of a token's choices: the same tokens give the same sums, in the same order, on any layout.
-Splits of an all-to-all must be on the host, which therefore waits for the device in every `send`, once a layer and
-micro-batch, and again where a layer is recomputed; with one rank and every choice sent it does not.
-Memory: a rank receives at most n·min(k, E/ep) rows from each of the ep·etp ranks, namely if all tokens choose its
-experts. Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
+Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/all_to_all.py), so that other
+work runs in between. Rows are always ordered by expert, then by source rank, then by token, and the sums at home run in
+the order of a token's choices: the same tokens give the same sums, in the same order, on any layout. Splits of an
+all-to-all must be on the host, which therefore waits for the device in every `send`, once a layer and micro-batch, and
+again where a layer is recomputed; with one rank and every choice sent it does not. Memory: a rank receives at most
+n·min(k, E/ep) rows from each of the ep·etp ranks, namely if all tokens choose its experts. Source: GShard, Lepikhin et
+al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
 
 How many rows travel where a forecast runs on the meta device, whose tensors have no values to count.
 """
@@ -76,7 +76,7 @@ class PlannedLoad:
 
 
 class Trip(Protocol):
-    """The way of one micro-batch's rows: straight (`DirectTrip`), or over nodes (hierarchy.py)."""
+    """The way of one micro-batch's rows: straight (`DirectTrip`), or over nodes (hierarchical_dispatcher.py)."""
 
     @property
     def offsets(self) -> Tensor:
@@ -124,7 +124,7 @@ class Trip(Protocol):
 
 
 class TokenDispatcher(Protocol):
-    """Starts trips: `Dispatcher`, or `NodeDispatcher` in hierarchy.py."""
+    """Starts trips: `Dispatcher`, or `NodeDispatcher` in hierarchical_dispatcher.py."""
 
     planned: PlannedLoad  # what forecasts assume instead of counts
 

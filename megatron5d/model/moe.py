@@ -36,9 +36,9 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
 State = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Trip, Source | None]
-"""What goes from phase to phase: the residual; the tickets of the exchanges under way (comm/all_to_all.py), of rows and,
-to the experts, of their weights; for a shared expert its input, then its output, else None; where the tokens go; and
-the tokens, if they are to be sent once more."""
+"""What goes from phase to phase: the residual; the tickets of the exchanges under way (comm/all_to_all.py), of rows
+and, to the experts, of their weights; for a shared expert its input, then its output, else None; where the tokens go;
+and the tokens, if they are to be sent once more."""
 
 
 def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> TokenDispatcher:

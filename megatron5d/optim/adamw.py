@@ -3,7 +3,7 @@
 With optim.implementation=kernel, clipping, update and the rounding of masters to weights are one pass over memory
 (kernels/multi_tensor.py); other implementations take three.
 Without master weights (precision.master_weights=false) bf16 weights are converted to fp32, updated, and rounded back
-stochastically (rounding.py), one bucket at a time.
+stochastically (sharded_state.py), one bucket at a time.
 
 Source: Loshchilov & Hutter 2019 (arXiv:1711.05101). The arithmetic is torch's fused AdamW, or NVIDIA apex's FusedAdam
 where it is installed (PyPI's package of that name is another one).

@@ -9,7 +9,7 @@ q, k and v of a fused projection are separate matrices, and so are gate and up (
 expert; MLA's projections are one matrix each. Norms, biases and what `optim.muon_exclude` names are updated by AdamW.
 
 The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. Each matrix is orthogonalised whole, on
-one rank, in the dtype of the weights (assembly.py), so the numbers are the same on any layout.
+one rank, in the dtype of the weights (matrix_gather.py), so the numbers are the same on any layout.
 Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982, Moonlight), sections 2.2 and 2.3; Kimi K2.
 
 Newton-Schulz iteration: approximates the nearest orthogonal matrix, with matrix products only.

@@ -9,8 +9,8 @@ Without master weights, an update w ← bf16(w - u) is lost whenever u is below 
 Rounded stochastically it happens with the probability u / spacing, and nothing is lost on average (Gupta et al. 2015,
 arXiv:1502.02551).
 
-The random bits depend only on seed, step, global name and global index of an element (topology/init_weights.py), so slices,
-copies and resumed runs use the same.
+The random bits depend only on seed, step, global name and global index of an element (topology/init_weights.py), so
+slices, copies and resumed runs use the same.
 """
 
 from __future__ import annotations

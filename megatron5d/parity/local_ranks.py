@@ -29,7 +29,7 @@ import torch
 import torch._dynamo  # noqa: F401 (optimisers import it, which takes a second: once here, not in each rank)
 import torch.distributed as dist
 
-from megatron5d.topology.collective_notes import first_mismatch, note_collectives
+from megatron5d.parity.collective_trace import first_mismatch, note_collectives
 from megatron5d.topology.process import use_batch_scheduling
 
 _STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to the training loop
@@ -71,7 +71,7 @@ class _Rank:
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Calls `fn(rank, world, *args)` on `world` forked ranks and returns their values in rank order.
 
-    Shapes, types and order of all collectives are compared between the ranks (collective_notes.py).
+    Shapes, types and order of all collectives are compared between the ranks (collective_trace.py).
     TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment adds torch's own checks, as it does for a user.
 
     Args:
@@ -141,7 +141,7 @@ def _set_variables(rank: int, world: int) -> None:
 
 
 def _notes(folder: Path, rank: int) -> Path:
-    """Where a rank writes its collectives (collective_notes.py)."""
+    """Where a rank writes its collectives (collective_trace.py)."""
     return folder / f"collectives{rank}"
 
 

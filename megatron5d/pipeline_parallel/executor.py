@@ -1,6 +1,6 @@
 """Runs one rank's part of any Program: actions in order, messages on their channels, pairs interleaved.
 
-Before a slot runs, the receives of a later slot are posted (transfers.py). Then each action waits for its own input,
+Before a slot runs, the receives of a later slot are posted (messages.py). Then each action waits for its own input,
 runs its stage phase by phase, and passes its output on: to a channel, to another stage of this rank, or at the end of
 the model to the loss. Two overlapped actions take turns, one phase each, so that the communication that one has started
 proceeds under the compute of the other.

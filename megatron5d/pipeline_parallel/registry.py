@@ -1,4 +1,4 @@
-"""What makes a function of `schedules/` a schedule with a name; catalogue.py finds it.
+"""What makes a function of `schedules/` a schedule with a name; registry.py finds it.
 
 Schedules by name: a new one is one decorated function in one file of `schedules/`, and nothing else to edit.
 """

@@ -1,6 +1,6 @@
 """One stage of the model at run time: a list of phases, run forward and backward micro-batch by micro-batch.
 
-Every phase is a small autograd graph of its own, cut off at its input (passage.py). That gives the actions of a
+Every phase is a small autograd graph of its own, cut off at its input (saved_phase.py). That gives the actions of a
 schedule without surgery on graphs:
 
     F   run the phases, keep each one's input and graph

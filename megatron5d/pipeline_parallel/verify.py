@@ -1,6 +1,6 @@
 """Prove a Program before it runs: complete, in order, free of deadlock, with matching messages and within its memory.
 
-The channel model is the executor's: sends are asynchronous, each flow (see transfers.py) is a channel of its own, and a
+The channel model is the executor's: sends are asynchronous, each flow (see messages.py) is a channel of its own, and a
 message blocks its channel until it has been received. Then a Program can only hang if its actions wait for each other
 in a circle, or if one end of a channel takes messages in another order than the other end sends them.
 

@@ -1,6 +1,6 @@
 """What data parallelism sends for some units: whose gradients are reduced, whose weights are gathered, and when.
 
-The formulas are those of data_parallel/grad_sync.py and zero.py; n ranks share a bucket, of Ψ elements.
+The formulas are those of data_parallel/grad_sync.py and weight_gather.py; n ranks share a bucket, of Ψ elements.
 
 How much ZeRO-3 gathers for the passes of a pipeline rank: the rules of data_parallel/weight_gather.py, unit by unit.
 
@@ -10,8 +10,9 @@ slot depends on the slot and the one after it alone, and each such pair is follo
 
 What the optimiser adds to a step: passes over the elements that a rank owns, Muon's whole matrices, the host's part.
 
-Under Muon a rank makes one matrix of each round orthogonal (optim/matrix_gather.py), and every round takes as long as its
-largest matrix. With `optim.offload` gradients travel to the host, which updates, and weights back; nothing hides that.
+Under Muon a rank makes one matrix of each round orthogonal (optim/matrix_gather.py), and every round takes as long as
+its largest matrix. With `optim.offload` gradients travel to the host, which updates, and weights back; nothing hides
+that.
 """
 
 from __future__ import annotations

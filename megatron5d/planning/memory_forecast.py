@@ -1,8 +1,8 @@
 """What memory every rank of a run will need: its layers are built and run on the meta device, and bytes counted.
 
 The model, data parallelism and the optimiser are the ones that train (build.py), on tensors that have sizes and no
-memory; one micro-batch passes each kind of layer (planning/memory_trace.py), and the pipeline's Program says how many are in
-flight (planning/memory_peak.py). No rank is started: any layout of any world can be asked about.
+memory; one micro-batch passes each kind of layer (planning/memory_trace.py), and the pipeline's Program says how many
+are in flight (planning/memory_peak.py). No rank is started: any layout of any world can be asked about.
 """
 
 from __future__ import annotations

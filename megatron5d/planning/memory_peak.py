@@ -29,7 +29,7 @@ from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 
 Move = tuple[nn.Module, str]
-"""A phase, and how it is passed (hooks.py)."""
+"""A phase, and how it is passed (phase.py)."""
 
 
 class Replay(MemoryWatch):
@@ -274,7 +274,7 @@ class _Walk:
         self.see(action, replay.peak_bytes - replay.live_bytes)
 
     def _take(self, action: Action) -> None:
-        """The action takes its input, and messages that it proves to have arrived are freed (receipts.py)."""
+        """The action takes its input, and messages that it proves to have arrived are freed (messages.py)."""
         for flow, count in self._proofs.get(action, ()):
             while self._settled[flow] < count:
                 self._settled[flow] += 1

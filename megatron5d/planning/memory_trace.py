@@ -4,8 +4,8 @@ A pass is the work of one action of a schedule: F, B, I or W of one micro-batch.
 on tensors without memory, while every storage is counted. So there are no formulas to keep in step with the layers:
 what they keep for the backward, pass to each other or need temporarily is counted where it happens, buffers of
 collectives included. Weights are whole; what data parallelism does with them and with their 8-bit copies is another
-matter (planning/memory_peak.py). Of many equal layers in a row only three are run; the middle one stands for all between the
-first and the last.
+matter (planning/memory_peak.py). Of many equal layers in a row only three are run; the middle one stands for all
+between the first and the last.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ class Expectation:
     def predict(self) -> str | None:
         """Predicts a step; what to tell of it. On rank 0, and nothing while the batch grows.
 
-        Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes that take as long as
-        their FLOPs.
+        Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes that take as long
+        as their FLOPs.
         """
         run, config = self.run, self.run.config
         if config.train.gbs_ramp is not None:

@@ -1,8 +1,8 @@
 """The memory that a rank needs in bytes, by kind, and tables of it.
 
 What stays from step to step (weights, gradients, optimiser state) and what is temporary (activations, messages,
-workspace) is counted in planning/memory_forecast.py, trace.py and peak.py; here it is added up. Either of two moments
-of a step may need most: the worst moment of its passes, or the reduction, update and gathering at its end.
+workspace) is counted in planning/memory_forecast.py, memory_trace.py and memory_peak.py; here it is added up. Either of
+two moments of a step may need most: the worst moment of its passes, or the reduction, update and gathering at its end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one pass through a layer is made of: products, attention, tensors made, bytes sent. cost.py has the times."""
+"""The work of one pass through a layer: GEMMs, attention, tensors made, bytes sent. step_time.py has times."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""FP8 recipes: the products of gemms.py with both operands in 8 bits.
+"""FP8 recipes: the products of gemm.py with both operands in 8 bits.
 
                  inputs x           gradients dy       weights W          formats
     blockwise    1×128 of features  1×128 of features  128×128            e4m3 everywhere
     tensorwise   one scale          one scale          one scale          e4m3; gradients e5m2
 
 A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are made from the 8-bit values
-that forward and input gradient have used (kernels/fp8/quantize.py), so only those are kept. Every product is accumulated in
-float32 after at most 128 terms; the result has the dtype of the weights (a weight gradient that of the main gradient).
-On the CPU the same scales and blocks are multiplied in float32, or in float64 for a model in float64.
+that forward and input gradient have used (kernels/fp8/quantize.py), so only those are kept. Every product is
+accumulated in float32 after at most 128 terms; the result has the dtype of the weights (a weight gradient that of the
+main gradient). On the CPU the same scales and blocks are multiplied in float32, or in float64 for a model in float64.
 
 An operand is (values, scales), both with the tokens in the leading dims: sequence shards are quantised first and
 gathered in 8 bits, which gives the same numbers as the other order. Blockwise, SwiGLU and norms whose result only these
-products read write it in 8 bits at once (stand_in.py): the same bits with one pass over memory. Weights and their
+products read write it in 8 bits at once (fp8_tensor.py): the same bits with one pass over memory. Weights and their
 transposes are quantised at the first use after a change and kept until `forget_quantized`; under ZeRO-3 slices are
 quantised and gathered in 8 bits (fp8_weights.py).
 

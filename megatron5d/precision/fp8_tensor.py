@@ -1,9 +1,9 @@
 """Results that exist only in 8 bits: of SwiGLU before a down-projection, of a norm before an up-projection.
 
-A result that only 8-bit products read is never written in its wide dtype (kernels/fp8/norm_swiglu.py). A stand-in takes its
-place in autograd's graph: a tensor with the shape and dtype of the wide result but without its memory, whose storage
-carries the operand (gemms.py). It gets gradients like any tensor, and recomputation and views find the operand. All its
-values read as NaN, so a mistake makes the step fail instead of being wrong.
+A result that only 8-bit products read is never written in its wide dtype (kernels/fp8/norm_swiglu.py). A stand-in takes
+its place in autograd's graph: a tensor with the shape and dtype of the wide result but without its memory, whose
+storage carries the operand (gemm.py). It gets gradients like any tensor, and recomputation and views find the operand.
+All its values read as NaN, so a mistake makes the step fail instead of being wrong.
 
 Encodes rows of activations as bytes to send them over the network: half the bytes of bfloat16.
 

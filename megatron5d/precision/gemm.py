@@ -5,8 +5,8 @@
     weight_grad    dW += dyᵀ·x
 
 An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors with the tokens in
-their leading dims, which layers pass on without looking inside. Here it is the tensor itself; in fp8.py it is 8-bit
-values and their scales. model/options.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
+their leading dims, which layers pass on without looking inside. Here it is the tensor itself; in fp8_recipes.py it is
+8-bit values and their scales. model/options.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
 
 The operation before a product (`activate`, the norms) is here as well, because its result may have a form that only
 the product can read.

@@ -5,9 +5,9 @@
     product_scatter  one product, then reduce_scatter   products for the other ranks first, own chunk last; their sums
 
 In chunks there are tp products, each of 1/tp of the rows. Either way (tp-1)/tp of the whole travels. `chunked` passes
-chunks around a ring of ranks and adds up in that order; `fused` (fused.py) writes them into the memory of the rank that
-wants them.
-Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition" (ASPLOS 2023).
+chunks around a ring of ranks and adds up in that order; `fused` (overlap.py) writes them into the memory of the rank
+that wants them. Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition" (ASPLOS
+2023).
 
 `parallel.tp_overlap=fused`: ranks write into each other's memory, and products work on whatever has arrived.
 

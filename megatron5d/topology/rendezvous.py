@@ -40,7 +40,7 @@ class Environment:
         world: number of processes.
         local_rank: index among the processes of this node, which chooses the GPU.
         meeting: where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at world 1, or
-            "met" where the launcher has made the process group already and will destroy it (forked_ranks.py).
+            "met" where the launcher has made the process group already and will destroy it (local_ranks.py).
     """
 
     rank: int = 0

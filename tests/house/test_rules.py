@@ -70,7 +70,7 @@ PLANTED = [
         "only lower ones",
     ),
     ("floors_hold", {"megatron5d/attic/a.py": ""}, "the room megatron5d/attic has no floor"),
-    ("floors_hold", {"megatron5d/model/a.py": "from pretrain import main"}, "imports pretrain (floor 7)"),
+    ("floors_hold", {"megatron5d/model/a.py": "from pretrain import main"}, "imports pretrain (floor 8)"),
     (
         "no_circles",
         {
@@ -101,10 +101,14 @@ PLANTED = [
     (
         "hydra_ends_at_the_door",
         {"megatron5d/config/checks/__init__.py": "from omegaconf import DictConfig"},
-        "laws.py:1",
+        "checks/__init__.py:1",
     ),
     ("ground_floor_is_light", {"kernels/a.py": "def f():\n    import numpy"}, "kernels/a.py:2: imports numpy"),
-    ("ground_floor_is_light", {"megatron5d/config/checks/__init__.py": "import torch"}, "laws.py:1: imports torch"),
+    (
+        "ground_floor_is_light",
+        {"megatron5d/config/checks/__init__.py": "import torch"},
+        "checks/__init__.py:1: imports torch",
+    ),
     ("top_level_is_fixed", {"notes.txt": ""}, "notes.txt: not a part"),
 ]
 
@@ -128,7 +132,7 @@ ALLOWED = [
     ("parameters_are_few", {"tools/plan.py": "class A:\n    def f(self, a, b, c, d, e, f, g, h, *, i, j): pass"}),
     ("files_are_short", {"tools/plan.py": "x = 1\n" * 400}),
     ("top_level_is_fixed", {"runs/a": "", "train.log": ""}),
-    ("ground_floor_is_light", {"kernels/testing/a.py": "import numpy", "kernels/b.py": "from kernels import c, os"}),
+    ("ground_floor_is_light", {"kernels/b.py": "from kernels import c, os"}),
 ]
 
 

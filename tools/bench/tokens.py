@@ -8,7 +8,6 @@ from torch import Tensor
 
 import kernels
 from kernels import moe
-from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 from tools.bench.harness import Benchmark, Calls, Forward, liger, one_way, random, writing
 
@@ -64,21 +63,6 @@ def cross_entropy_both_ways(device: str, tokens: int, vocabulary: int) -> Calls:
             liger("liger_cross_entropy")(logits, labels, reduction="sum"), logits
         ),
     }  # fmt: skip
-
-
-def head(device: str, tokens: int, width: int, vocabulary: int) -> Calls:
-    """The head and the loss, with the gradients of both inputs."""
-    x, weight = random(device, tokens, width, grad=True), random(device, vocabulary, width, grad=True)
-    labels, ones = _labels(device, tokens, vocabulary), torch.ones(tokens, device=device)
-
-    def gradients(loss) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss, (x, weight))
-
-    return {
-        "ours": lambda: gradients(linear_cross_entropy(x, weight, labels, ones)[0]),
-        "torch, whole logits": lambda: gradients(F.cross_entropy(x @ weight.t(), labels, reduction="sum")),
-        "Liger": lambda: gradients(liger("liger_fused_linear_cross_entropy")(x, weight, labels, reduction="sum")),
-    }
 
 
 def _routed(device: str, tokens: int, experts: int, k: int) -> tuple[Tensor, moe.Places]:
@@ -172,10 +156,6 @@ TOKENS = {
     "cross-entropy forward 8192x128256": _logits(cross_entropy, 2),
     "cross-entropy backward 8192x128256": _logits(cross_entropy_backward, 4),
     "cross-entropy, both ways, 8192x128256": _logits(cross_entropy_both_ways, 6),
-    "head and cross-entropy, both ways, 8192x4096x128256": Benchmark(
-        head, lambda tokens, width, vocabulary: 6 * tokens * width * vocabulary, "TFLOP/s",
-        {**LOGITS, "width": 4096}, {**FEW_LOGITS, "width": 64},
-    ),
     "MoE permute, 16 k tokens, 8 of 64": _way_of_tokens(permute, lambda k: 1 + k),
     "MoE un-permute forward, 16 k tokens, 8 of 64": _way_of_tokens(partial(unpermute, backward=False), lambda k: k + 1),
     "MoE un-permute backward, 16 k tokens, 8 of 64": _way_of_tokens(

@@ -1,7 +1,7 @@
 """A Hugging Face config.json as fields of our ModelConfig, or a refusal that names every option we do not compute.
 
 Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`). What a file leaves
-out has the family's default (hf_families.py). Dropout rates are not part of the function computed at evaluation and are
+out has the family's default (families.py). Dropout rates are not part of the function computed at evaluation and are
 passed over.
 """
 

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensor is which part of ours; routers and experts are in hf_moe.py, latents in hf_mla.py.
+"""Which Hugging Face tensor is which part of ours; routers and experts are in moe_mla.py, latents in moe_mla.py.
 
 Names and orientations as transformers writes them to disk. All families rotate as we do, half-split or interleaved, so
 no row is permuted; GPT-2's Conv1D keeps [in, out] and already fuses q, k and v in our order.

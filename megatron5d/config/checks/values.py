@@ -122,7 +122,7 @@ def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callabl
 
 
 def _schedule_is_a_name(c: Config) -> bool:
-    """Whether it is a word or file:<path>. The schedules that exist are checked elsewhere (train/pipeline_layout.py)."""
+    """Whether it is a word or file:<path>; train/pipeline_layout.py checks that the schedule exists."""
     kind, colon, path = c.pipeline.schedule.partition(":")
     return kind == "file" and path != "" if colon else re.fullmatch(r"\w+", kind) is not None
 

@@ -11,7 +11,6 @@ from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, sw
 from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways, turn
 from kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
 from kernels.gemm import grouped_matmul, grouped_weight_grad
-from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 
 
@@ -21,10 +20,6 @@ def leaf(*shape, dtype=torch.bfloat16):
 
 def tables(tokens, half):
     return torch.zeros(tokens, 1, half), torch.zeros(tokens, 1, half)
-
-
-def cross_entropy_of_nothing(x, weight):
-    return linear_cross_entropy(x, weight, torch.zeros(0, dtype=torch.int64), torch.zeros(0))[0]
 
 
 DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
@@ -52,7 +47,6 @@ DIFFERENTIABLE = {  # operation, leaves, the shape of its first output
         (3, 2, 4, 16),
     ),
     "cross_entropy": (lambda z: kernels.cross_entropy(z, torch.zeros(0, dtype=torch.int64)), [(0, 9)], (0,)),
-    "linear_cross_entropy": (cross_entropy_of_nothing, [(0, 8), (9, 8)], ()),
     "grouped_matmul": (
         lambda x, w: grouped_matmul(x, w, torch.zeros(3, dtype=torch.int64)), [(0, 16), (2, 8, 16)], (0, 8),
     ),
