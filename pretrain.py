@@ -25,11 +25,11 @@ from megatron5d.checkpoint.hf.weights import model_config_from_hf
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.topology.process import start_process, stop_process
 from megatron5d.topology.rendezvous import read_environment
+from megatron5d.train.crash import crash_message
 from megatron5d.train.loop import train
 from megatron5d.train.monitoring.memory import memory_faults
 from megatron5d.train.pipeline_layout import pipeline_faults, schedule_faults
 from megatron5d.train.preflight import data_faults, device_faults
-from megatron5d.train.signals import crash_message
 from megatron5d.train.state import checkpoint_faults
 
 

@@ -101,7 +101,7 @@ assert plain.tolist() == [0.0, 9.0]
 
 def test_kernel(tmp_path):
     (tmp_path / "relu_squared.py").write_text(example("kernel"))
-    paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'tests'}", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", IN_INTERPRETER]
     run = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

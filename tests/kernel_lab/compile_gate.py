@@ -1,6 +1,6 @@
 """Compile every kernel for GPUs that are not here, and hold each to its promises.
 
-    python -m kernel_lab.compile_gate
+    PYTHONPATH=tests python -m kernel_lab.compile_gate
 
 A case fails when a kernel does not compile, spills, takes more registers or shared memory than `budget.json` grants it,
 does not fit the target, lacks an instruction it promised, or waits for each matrix product before it starts the next:

@@ -14,10 +14,14 @@ ROOT = Path(__file__).parents[2]
 EVERYTHING = os.environ.get("MEGATRON5D_ALL_KERNELS") == "1"
 
 
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+    "PYTHONPATH": "tests"
+}
+
+
 def gate(*arguments: str, timeout_s: float = 900) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "kernel_lab.compile_gate", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s)
 
 
 def test_every_kernel_is_within_its_budget(tmp_path):
@@ -30,7 +34,7 @@ def test_every_kernel_is_within_its_budget(tmp_path):
     compiled = {
         each["kernel"] for by_target in reports.values() for one in by_target.values() for each in one["launches"]
     }
-    sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.py"))
     assert compiled == set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE)), "a case compiles every kernel"
 
 
@@ -124,8 +128,7 @@ with capture("sm_90") as (launches, _):
 print(len({id(launch.compiled) for launch in launches}), len(launches))
 print("st.global.b8" in launches[1].compiled.asm["ptx"])  # of turn: values stored byte by byte
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.stdout.split() == ["4", "16", "False"], run.stdout + run.stderr
 
 
@@ -148,6 +151,5 @@ for operation, kernel, products in (("forward", "_forward_kernel", 5), ("backwar
     work = sum(64 * int(n) * 16 for n in made) * launch.num_warps // 4
     print(work / (products * config["BLOCK_M"] * config["BLOCK_N"] * 128))
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.stdout.split() == ["1.0", "1.0", "1.0"], run.stdout + run.stderr

@@ -20,9 +20,9 @@ from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
+from megatron5d.train.crash import cause_of
 from megatron5d.train.pipeline_layout import PipelinePlan
 from megatron5d.train.preflight import device_faults
-from megatron5d.train.signals import cause_of
 
 MEASURED_AFTER = 3  # steps: by then every buffer has been used
 _HISTORY = 100_000  # allocations that a snapshot remembers

@@ -19,9 +19,9 @@ def with_fault(tmp_path, name, right, wrong):
     """The module with `right` replaced by `wrong`; without a fault where both are equal."""
     source = (ROOT / f"{name}.py").read_text()
     assert right in source, f"{name}.py no longer contains {right!r}: plant the fault anew"
-    path = tmp_path / f"{name}.py"
+    path = tmp_path / "planted.py"
     path.write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location(f"planted_{name}", path)
+    spec = importlib.util.spec_from_file_location(f"planted_{name.replace('/', '_')}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -111,8 +111,8 @@ def weight_grad(module):
 
 TAIL = "dy = tl.where(mine, dy, tl.zeros_like(dy))\n        x = tl.where(mine, x, tl.zeros_like(x))"
 FAULTS = {
-    "dropped mask": ("normalization", norm, "column_is_live = column < width", "column_is_live = column >= 0"),
-    "dropped eps": ("normalization", norm, "/ width + eps)", "/ width + 100 * eps + 0.1)"),
+    "dropped mask": ("norm", norm, "column_is_live = column < width", "column_is_live = column >= 0"),
+    "dropped eps": ("norm", norm, "/ width + eps)", "/ width + 100 * eps + 0.1)"),
     "wrong stride": ("rope", rope, "s * q_stride_s + b * q_stride_b", "s * q_stride_b + b * q_stride_s"),
     "wrong sign": ("rope", rope, "x1 * cos - x2 * sin).to(y_ptr", "x1 * cos + x2 * sin).to(y_ptr"),
     "too few heads": (
@@ -130,52 +130,67 @@ FAULTS = {
         "num_valid_columns, other=0.0",
     ),
     "off-by-one tile": (
-        "flash_attention_forward",
+        "flash_attention/forward",
         attention_forward,
         "for place in tl.range(begin, end, BLOCK_N)",
         "for place in tl.range(begin, end - BLOCK_N if MASKED else end, BLOCK_N)",
     ),
     "no mask on the last keys": (
-        "flash_attention_forward",
+        "flash_attention/forward",
         attention_forward,
         "for place in tl.range(begin, end, BLOCK_N)",
         "for place in tl.range(begin, end if MASKED else end + BLOCK_N, BLOCK_N)",
     ),
     "scores not ahead": (
-        "flash_attention_forward",
+        "flash_attention/forward",
         attention_forward,
         "following = place + BLOCK_N",
         "following = place",
     ),
-    "nothing but edges": ("flash_attention_forward", attention_in_a_window, "at_edges(place, span)", "place"),
+    "nothing but edges": ("flash_attention/forward", attention_in_a_window, "at_edges(place, span)", "place"),
     "the edges' end": (
-        "flash_attention_forward",
+        "flash_attention/forward",
         attention_in_a_window,
         "following, span[1])",
         "following, span[2])",
     ),
-    "no causal mask": ("flash_attention_forward", attention_forward, "tl.where(seen, ", "tl.where(seen | True, "),
-    "no rescaling": ("flash_attention_forward", attention_forward, "out = out * shrink[:, None]", "out = out * 1.0"),
-    "no delta": ("flash_attention_backward", attention_backward, "(dp - delta[None, :])", "dp"),
+    "no causal mask": ("flash_attention/forward", attention_forward, "tl.where(seen, ", "tl.where(seen | True, "),
+    "no rescaling": ("flash_attention/forward", attention_forward, "out = out * shrink[:, None]", "out = out * 1.0"),
+    "no delta": ("flash_attention/backward", attention_backward, "(dp - delta[None, :])", "dp"),
     "late start": (
-        "flash_attention_backward",
+        "flash_attention/backward",
         attention_backward,
         "tl.range(begin, end, BLOCK_M)",
         "tl.range(begin + BLOCK_M, end, BLOCK_M)",
     ),
-    "missing promotion": ("fp8_matmul", float8, "total += part", "total = part"),
-    "one side's scale": ("fp8_matmul", float8, "part * (a * b)[:, None]", "part * a[:, None]"),
-    "signed maximum": ("fp8_tensor", float8_tensor, "largest(largest(x, 1), 0)", "tl.max(tl.max(x, 1), 0)"),
+    "missing promotion": ("fp8/gemm", float8, "total += part", "total = part"),
+    "one side's scale": ("fp8/gemm", float8, "part * (a * b)[:, None]", "part * a[:, None]"),
+    "signed maximum": ("fp8/quantize_tensor", float8_tensor, "largest(largest(x, 1), 0)", "tl.max(tl.max(x, 1), 0)"),
     "maximum of some columns": (
-        "fp8_tensor",
+        "fp8/quantize_tensor",
         float8_tensor,
         "largest(largest(x, 1), 0)",
         "tl.max(tl.min(tl.abs(x), 1), 0)",
     ),
-    "turned by columns": ("fp8_tensor", float8_tensor, "column[None, :] * rows +", "column[None, :] * columns +"),
-    "one row's maximum": ("fp8_tensor", float8_rows, "amax_ptr + row, row < rows", "amax_ptr + row * 0, row < rows"),
-    "last tile's maximum": ("fp8_tensor", float8_rows, "row * across + tl.program_id(0) % across", "row * across"),
-    "neighbours' rows": ("grouped_matmul", weight_grad, TAIL, "dy = dy\n        x = x"),
+    "turned by columns": (
+        "fp8/quantize_tensor",
+        float8_tensor,
+        "column[None, :] * rows +",
+        "column[None, :] * columns +",
+    ),
+    "one row's maximum": (
+        "fp8/quantize_tensor",
+        float8_rows,
+        "amax_ptr + row, row < rows",
+        "amax_ptr + row * 0, row < rows",
+    ),
+    "last tile's maximum": (
+        "fp8/quantize_tensor",
+        float8_rows,
+        "row * across + tl.program_id(0) % across",
+        "row * across",
+    ),
+    "neighbours' rows": ("gemm", weight_grad, TAIL, "dy = dy\n        x = x"),
 }
 
 

@@ -26,8 +26,8 @@ from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Step, relay_t
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.planning.rank_memory import GIB, RankMemory, table
 from megatron5d.topology.process import Process
+from megatron5d.train.crash import crash_message
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_faults, memory_snapshots, shortage
-from megatron5d.train.signals import crash_message
 
 H100 = Target("sm_90")
 
