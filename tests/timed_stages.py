@@ -64,6 +64,18 @@ def wait_until(moment: float) -> float:
     return max(moment, now)
 
 
+class TimedPass:
+    """An action of two steps: the halves of its compute, of which the second ends with what the action passes on."""
+
+    def __init__(self, halves: Iterator[Tensor | None]) -> None:
+        self._halves, self._left = halves, 2
+        self.state: Tensor | None = None
+
+    def advance(self) -> bool:
+        self.state, self._left = next(self._halves), self._left - 1
+        return self._left > 0
+
+
 @dataclass
 class TimedStage:
     """A stage with the times of `costs`; values travel through it as numbers that name their origin.
@@ -77,6 +89,13 @@ class TimedStage:
     held: Held
     in_flight: set[int] = field(default_factory=set)
 
+    phases = (None,)  # not an empty stage
+
+    def begin(self, op: str, microbatch: int, x: Tensor | None, batch) -> TimedPass:
+        """An action of a Stage, whose steps are waits."""
+        steps = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[op]
+        return TimedPass(steps(op, microbatch, x))
+
     def _phases(self, op: str, microbatch: int) -> Iterator[None]:
         index, begin = OPS.index(op), time.perf_counter()
         compute = float(self.costs.compute[index, self.number]) * self.unit_s
@@ -87,25 +106,26 @@ class TimedStage:
         end = wait_until(arrived + compute / 2)
         self.held.timeline.append(Timing(Action(op, self.number, microbatch), begin, end))
 
-    def forward_steps(self, microbatch: int, x: Tensor | None, batch) -> Iterator[Tensor]:
+    def _forward(self, op: str, microbatch: int, x: Tensor | None) -> Iterator[Tensor]:
         self.held.add(float(self.costs.activation[self.number]))
         self.in_flight.add(microbatch)
         self._check(x, microbatch, self.number - 1 if self.number else None)
-        for _ in self._phases("F", microbatch):
+        for _ in self._phases(op, microbatch):
             yield torch.empty(0)
         yield torch.tensor([float(self.number), float(microbatch), 0.0, 0.0], dtype=FORM.dtype)
 
-    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Tensor | None]:
+    def _backward(self, op: str, microbatch: int, grad: Tensor) -> Iterator[Tensor | None]:
         self._check(grad, microbatch, self.number + 1)
-        for _ in self._phases("I" if split else "B", microbatch):
+        for _ in self._phases(op, microbatch):
             yield None
-        if not split:
+        if op == "B":
             self._release(microbatch)
         yield torch.tensor([float(self.number), float(microbatch), 0.0, 0.0], dtype=FORM.dtype)
 
-    def weight_steps(self, microbatch: int) -> Iterator[None]:
-        yield from self._phases("W", microbatch)
+    def _weights(self, op: str, microbatch: int, _: None) -> Iterator[None]:
+        yield from self._phases(op, microbatch)
         self._release(microbatch)
+        yield None
 
     def prefetch(self, op: str) -> None:
         pass
@@ -119,7 +139,7 @@ class TimedStage:
             assert value is not None and value[:2].tolist() == [origin, microbatch], (self.number, microbatch, value)
 
     def evaluate(self, x: Tensor | None, batch) -> Tensor:
-        *_, y = self.forward_steps(batch, x, batch)
+        *_, y = self._forward("F", batch, x)
         self._release(batch)
         return y
 

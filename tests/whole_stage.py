@@ -4,24 +4,27 @@ from megatron5d.pipeline_parallel.stage import Stage
 
 
 class WholeStage(Stage):
-    """The arguments are those of the steps of a Stage."""
+    """The arguments are those of `Stage.begin`."""
+
+    def whole(self, op, microbatch, x=None, batch=None):
+        """All steps of an action: what it passes on."""
+        running = self.begin(op, microbatch, x, batch)
+        while running.advance():
+            pass
+        return running.state
 
     def forward(self, microbatch, x, batch):
         """F: the stage's output."""
-        *_, y = self.forward_steps(microbatch, x, batch)
-        return y
+        return self.whole("F", microbatch, x, batch)
 
     def backward(self, microbatch, grad):
         """B: the gradient of the input."""
-        *_, dx = self.backward_steps(microbatch, grad)
-        return dx
+        return self.whole("B", microbatch, grad)
 
     def backward_input(self, microbatch, grad):
         """I: the gradient of the input; weight gradients are kept."""
-        *_, dx = self.backward_steps(microbatch, grad, split=True)
-        return dx
+        return self.whole("I", microbatch, grad)
 
     def backward_weight(self, microbatch):
         """W: the weight gradients that I kept."""
-        for _ in self.weight_steps(microbatch):
-            pass
+        self.whole("W", microbatch)

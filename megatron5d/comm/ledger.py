@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,19 +30,24 @@ class Exposure:
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # used again: making one costs the host time
 
-    def during(self, act: Callable[[], T]) -> T:
-        """`act()`, timed."""
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Times what is done inside."""
         if not self._cuda:
             since = time.perf_counter()
-            result = act()
+            yield
             self._host_s += time.perf_counter() - since
-            return result
+            return
         begin, end = self._free.pop() if self._free else (_event(), _event())
         begin.record()
-        result = act()
+        yield
         end.record()
         self._events.append((begin, end))
-        return result
+
+    def during(self, act: Callable[[], T]) -> T:
+        """`act()`, timed."""
+        with self.timed():
+            return act()
 
     def clear(self) -> None:
         """Forgets all that was measured."""

@@ -170,19 +170,19 @@ class GradSync:
         """Has the weights of this phase, with which the next action begins, gathered during the one that starts now."""
         self.weights.prefetch(phase, forward)
 
-    def before(self, phase: nn.Module, passing: str) -> None:
+    def before(self, phase: nn.Module, kind: str) -> None:
         """Waits for the weights that this phase reads; W reads none."""
-        if passing == "again":
+        if kind == "recompute":
             self.weights.before_recompute(phase)
-        elif passing != "weights":
-            self.weights.before(phase, passing == "forward")
+        elif kind != "wgrad":
+            self.weights.before(phase, kind == "forward")
 
-    def after(self, phase: nn.Module, passing: str) -> None:
+    def after(self, phase: nn.Module, kind: str) -> None:
         """Releases the weights that this phase has read, under ZeRO-3; or its weight gradients are there."""
-        if passing == "weights":
+        if kind == "wgrad":
             self._reduce(phase)
-        elif passing != "again":
-            self.weights.after(phase, passing == "forward")
+        elif kind != "recompute":
+            self.weights.after(phase, kind == "forward")
 
     def _reduce(self, phase: nn.Module) -> None:
         """Starts to reduce the buckets whose last gradient of the step, or (ZeRO-2, 3) of the micro-batch, has come.

@@ -10,7 +10,8 @@ This rank's part of the pipeline: its stages and channels, for steps of any numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from megatron5d.pipeline_parallel.messages import (
 )
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.pipeline_parallel.program import Action, Placement, Program, make_program
-from megatron5d.pipeline_parallel.stage import Relay, Stage
+from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.topology.axis import Axis
 
 Loss = Callable[[MicroBatch, Tensor], Tensor | None]
@@ -40,8 +41,6 @@ Value = tuple[str, int, int]
 
 MAX_UNPROVEN = 2  # messages of a channel that are under way where forwards run alone, and nothing proves their arrival
 
-_DONE = object()
-
 
 class PipelineError(RuntimeError):
     """An action failed; says on which rank, and which."""
@@ -50,14 +49,27 @@ class PipelineError(RuntimeError):
 class _Task:
     """One action with everything that it needs, looked up once for all steps."""
 
-    __slots__ = ("action", "op", "microbatch", "stage", "inbox", "source", "outbox", "target", "is_last", "receipts")
+    __slots__ = (
+        "action",
+        "op",
+        "microbatch",
+        "stage",
+        "inbox",
+        "source",
+        "outbox",
+        "target",
+        "is_last",
+        "receipts",
+        "running",
+    )
 
-    def __init__(self, action: Action, stage: Stage | Relay, num_stages: int) -> None:
+    def __init__(self, action: Action, stage: Stage, num_stages: int) -> None:
         self.action, self.stage = action, stage
         self.op, index, self.microbatch = action  # index of the stage
         self.inbox: Inbox | None = None
         self.outbox: Outbox | None = None
         self.receipts: list[tuple[Outbox, int]] = []
+        self.running: Pass | None = None  # while the action is under way
         self.source: Value | None = None  # its input, if that is made on this rank
         self.target: Value | None = None  # its output, if that is used on this rank
         self.is_last = self.op == "F" and index == num_stages - 1
@@ -86,7 +98,7 @@ class Executor:
         self,
         program: Program,
         rank: int,
-        stages: Mapping[tuple[int, int], Stage | Relay],
+        stages: Mapping[tuple[int, int], Stage],
         channels: Mapping[Flow, Outbox | Inbox],
         name: str = "",
         training: bool = True,
@@ -134,13 +146,9 @@ class Executor:
             self._post(receives, tasks, form)
             for each in following:
                 each.stage.prefetch(each.op)
-            if len(tasks) == 1:
-                for _ in self._advance(tasks[0], batches, loss):
-                    pass
-            else:
-                running = [self._advance(each, batches, loss) for each in tasks]
-                while running:
-                    running = [action for action in running if next(action, _DONE) is not _DONE]
+            running = list(tasks)
+            while running:
+                running = [each for each in running if self._advance(each, batches, loss)]
         self._finish()
 
     def _post(self, receives: tuple[Inbox, ...], tasks: tuple[_Task, ...], form: Form) -> None:
@@ -150,30 +158,27 @@ class Executor:
         except Exception as error:
             raise self._failure(tasks[0].action, error) from error
 
-    def _advance(self, task: _Task, batches: Sequence[MicroBatch], loss: Loss) -> Iterator[None]:
-        """One action, phase by phase."""
-        try:
-            y = None
-            for output in self._start(task, batches):
-                y = output
-                yield None
-            if y is not None:
-                self._hand_on(task, y, batches, loss)
-        except Exception as error:
-            raise self._failure(task.action, error) from error
+    def _advance(self, task: _Task, batches: Sequence[MicroBatch], loss: Loss) -> bool:
+        """Runs the next step of an action; returns whether another follows.
 
-    def _start(self, task: _Task, batches: Sequence[MicroBatch]) -> Iterator[Tensor | None]:
-        """The generator of the action's phases. The stage alone holds the input, and decides how long."""
-        if task.op == "W":
-            return task.stage.weight_steps(task.microbatch)
-        if task.op == "F":
+        The action takes its input at its first step, so that a partner computes meanwhile, and passes its output on
+        after its last. The stage alone holds the input, and decides how long.
+        """
+        try:
             batch = batches[task.microbatch]
             if not self.training:
-                return iter((task.stage.evaluate(self._input(task), batch),))
-            return task.stage.forward_steps(task.microbatch, self._input(task), batch)
-        grad = self._input(task)
-        assert grad is not None
-        return task.stage.backward_steps(task.microbatch, grad, task.op == "I")
+                y = task.stage.evaluate(self._input(task), batch)
+            else:
+                if task.running is None:
+                    task.running = task.stage.begin(task.op, task.microbatch, self._input(task), batch)
+                if task.running.advance():
+                    return True
+                y, task.running = task.running.state, None
+            if y is not None:
+                self._hand_on(task, y, batch, loss)
+        except Exception as error:
+            raise self._failure(task.action, error) from error
+        return False
 
     def _input(self, task: _Task) -> Tensor | None:
         """The action's input `[s/cp/tp, b, h]`, once it is there; None at the model's beginning.  receive pp"""
@@ -184,14 +189,14 @@ class Executor:
             outbox.settle(count)
         return x
 
-    def _hand_on(self, task: _Task, y: Tensor, batches: Sequence[MicroBatch], loss: Loss) -> None:
+    def _hand_on(self, task: _Task, y: Tensor, batch: MicroBatch, loss: Loss) -> None:
         """Passes the action's output on: to a channel, to another stage of this rank, or to the loss."""
         if task.outbox is not None:
             task.outbox.send(y)  # [s/cp/tp, b, h]  send pp
             if self._most_sent is not None:
                 task.outbox.keep(self._most_sent)
         elif task.is_last:
-            grad = loss(batches[task.microbatch], y)
+            grad = loss(batch, y)
             if self.training:
                 assert grad is not None and task.target is not None
                 self._values[task.target] = grad
@@ -219,9 +224,9 @@ class Executor:
 def _following(slots: Sequence[tuple[_Task, ...]]) -> list[tuple[_Task, ...]]:
     """For each slot that reads weights, the actions of the next slot that does: their first weights can be gathered.
 
-    W reads none, and a relay has none.
+    W reads none, and an empty stage has none.
     """
-    needy = [any(each.op != "W" and not isinstance(each.stage, Relay) for each in tasks) for tasks in slots]
+    needy = [any(each.op != "W" and each.stage.phases for each in tasks) for tasks in slots]
     positions = [position for position, needs in enumerate(needy) if needs]
     found: list[tuple[_Task, ...]] = [()] * len(slots)
     for position, after in zip(positions, positions[1:]):
@@ -265,7 +270,7 @@ class Pipeline:
         self,
         program_of: Callable[[int], Program],
         placement: Placement,
-        stages: Mapping[tuple[int, int], Stage | Relay],
+        stages: Mapping[tuple[int, int], Stage],
         axis: Axis,
         form: Form,
         timeout_s: float | None = None,
@@ -285,8 +290,8 @@ class Pipeline:
 
     @property
     def stages(self) -> list[Stage]:
-        """This rank's stages, without relays."""
-        return [stage for stage in self._stages.values() if isinstance(stage, Stage)]
+        """This rank's stages that have phases."""
+        return [stage for stage in self._stages.values() if stage.phases]
 
     def executor(self, num_microbatches: int, training: bool = True) -> Executor:
         """The executor for a number of micro-batches, made at its first use."""
@@ -303,13 +308,12 @@ class Pipeline:
             )
         return self._executors[key]
 
-    def train(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """Forward and backward of all micro-batches (see Executor.run)."""
-        executor = self.executor(len(batches))
-        self._runs.during(lambda: executor.run(batches, loss, self.form))
+    def timed(self) -> AbstractContextManager[None]:
+        """Measures a step for `take_bubble`."""
+        return self._runs.timed()
 
     def take_bubble(self) -> float:
-        """Fraction of the last `train` in which this rank waited for messages; the device must have finished it."""
+        """Fraction of the last `timed` step in which this rank waited for messages, once the device has finished it."""
         waited, ran = self._waits.take(), self._runs.take()
         return waited / ran if ran else 0.0
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-PASSES = ("forward", "again", "backward", "weights")
-"""What a phase is run for: F; again, where a backward recomputes it; the gradient of its input, in B and I; and the
-weight gradients. These are made in W, or in B together with the gradient of the input: then `weights` has no beginning,
+KINDS = ("forward", "recompute", "backward", "wgrad")
+"""What a phase is run for: F; once more, where a backward recomputes it; the gradient of its input, in B and I; and the
+weight gradients. These are made in W, or in B together with the gradient of the input: then `wgrad` has no beginning,
 and ends when `backward` has."""
 
 
@@ -28,13 +28,13 @@ class PhaseHooks(Protocol):
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
         """The action after the one that starts now begins with this phase, whose weights may be gathered early."""
 
-    def before(self, phase: nn.Module, passing: str) -> None:
-        """The phase is about to be run for one of PASSES. All but `weights` read its weights."""
+    def before(self, phase: nn.Module, kind: str) -> None:
+        """The phase is about to be run for one of KINDS. All but `wgrad` read its weights."""
 
-    def after(self, phase: nn.Module, passing: str) -> None:
-        """It has been run. The weights stay from `again` to the end of `backward`, and are not needed after others.
+    def after(self, phase: nn.Module, kind: str) -> None:
+        """It has been run. The weights stay from `recompute` to the end of `backward`, and are not needed after others.
 
-        At the end of `weights` all weight gradients of this phase and micro-batch have been added up.
+        At the end of `wgrad` all weight gradients of this phase and micro-batch have been added up.
         """
 
 
@@ -47,10 +47,10 @@ class NoHooks:
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
         pass
 
-    def before(self, phase: nn.Module, passing: str) -> None:
+    def before(self, phase: nn.Module, kind: str) -> None:
         pass
 
-    def after(self, phase: nn.Module, passing: str) -> None:
+    def after(self, phase: nn.Module, kind: str) -> None:
         pass
 
 

@@ -1,11 +1,11 @@
-"""One micro-batch on its way through one phase (`Passage`), or through a group of neighbours (`GroupPassage`).
+"""The saved context of one phase and micro-batch: its graph between forward and backward.
 
 What goes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,99 +15,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from kernels.dispatch import first_order
 from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import policy_of
-from megatron5d.autograd.wgrad import Closure, hand_over_grads, run_now
-from megatron5d.pipeline_parallel.phase import MicroBatch, PhaseHooks
+from megatron5d.autograd.wgrad import Closure, hand_over_grads
+from megatron5d.pipeline_parallel.phase import MicroBatch
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record a phase's input; gets no gradient itself
 
 
-class GroupPassage:
-    """One micro-batch on its way through a group of phases; recomputed ones keep only what enters the first.
-
-    Args:
-        phases: in order.
-        batch: what they read beside their input.
-        recompute: run forward without graphs, and once more before the backward, in B or I and never in W.
-        hooks: told when phases begin and end.
-    """
-
-    def __init__(self, phases: Sequence[nn.Module], batch: MicroBatch, recompute: bool, hooks: PhaseHooks) -> None:
-        self.phases, self.batch, self.recompute, self.hooks = phases, batch, recompute, hooks
-        self.passages: list[Passage] = []
-        self.x: Any = None  # recompute: the input, until the backward begins
-        self._host_bytes = policy_of(phases[0]).input_host_bytes
-
-    def forward_steps(self, x: Any) -> Iterator[Any]:
-        """Yields after each phase with its output."""
-        if self.recompute:
-            self.x = _map_tensors(self._kept, x)
-        for phase in self.phases:
-            self.hooks.before(phase, "forward")
-            if self.recompute:
-                with torch.no_grad():
-                    x = phase(x, self.batch, run_now)
-            else:
-                x = self._with_graph(phase, x)
-            self.hooks.after(phase, "forward")
-            yield x
-
-    def backward_steps(self, grad: Any, split: bool) -> Iterator[Any]:
-        """Yields None after each phase that has run again, then after each one with the gradient of its input."""
-        if self.recompute:
-            x, self.x = _on_device(self.x), None
-            for phase in self.phases:
-                self.hooks.before(phase, "again")
-                x = self._with_graph(phase, x)
-                self.hooks.after(phase, "again")
-                yield None
-            del x
-        for earlier, passage in reversed(list(zip([None, *self.passages], self.passages))):
-            if earlier is not None:
-                earlier.fetch()
-            self.hooks.before(passage.phase, "backward")
-            upstream = passage.backward(grad, split)
-            self.hooks.after(passage.phase, "backward")
-            if not split:
-                self.hooks.after(passage.phase, "weights")
-            if upstream is not None:
-                grad = upstream
-            yield upstream
-
-    def weight_steps(self) -> Iterator[None]:
-        """Yields after each phase, last to first, whose kept weight gradients have been computed."""
-        for passage in reversed(self.passages):
-            self.hooks.before(passage.phase, "weights")
-            passage.weight_grads.run()
-            self.hooks.after(passage.phase, "weights")
-            yield None
-
-    def fetch(self) -> None:
-        """Starts copying back from the host what the backward will need first."""
-        if self.passages:
-            self.passages[-1].fetch()
-        for item in _flattened(self.x):
-            if isinstance(item, HostCopy):
-                item.fetch()
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that wait in the host's memory until a backward fetches them."""
-        inputs = [item for item in _flattened(self.x) if isinstance(item, HostCopy)]
-        return sum(copy.num_bytes for copy in inputs + [copy for each in self.passages for copy in each.copies])
-
-    def _kept(self, x: Tensor) -> Tensor | HostCopy:
-        large = self._host_bytes is not None and x.numel() * x.element_size() >= self._host_bytes
-        return HostCopy(x) if large else x
-
-    def _with_graph(self, phase: nn.Module, x: Any) -> Any:
-        passage = Passage(phase, self.batch)
-        self.passages.append(passage)
-        return passage.forward(x)
-
-
-class Passage:
-    """One micro-batch on its way through one phase, with the graph between forward and backward.
+class SavedPhase:
+    """One phase and micro-batch, with the graph between forward and backward.
 
     Args:
         phase: called as `phase(x, batch, defer)`; its ActivationPolicy says what the graph keeps.
@@ -116,7 +32,7 @@ class Passage:
 
     __slots__ = ("phase", "batch", "input_grads", "output_edges", "copies", "weight_grads")
 
-    def __init__(self, phase: nn.Module, batch: MicroBatch) -> None:
+    def __init__(self, phase: nn.Module, batch: MicroBatch | None) -> None:
         self.phase, self.batch = phase, batch
         self.input_grads: Any = None  # state of the input, with an _InputGrad in place of each tensor with a gradient
         self.output_edges: Any = None  # state of the output, with its place in the graph instead of each such tensor
@@ -125,11 +41,11 @@ class Passage:
 
     def forward(self, x: Any) -> Any:
         """The phase's output, detached from its graph; `x` is the detached output of the phase before."""
-        self.input_grads = _map_tensors(_InputGrad, x)
+        self.input_grads = map_tensors(_InputGrad, x)
         with torch.enable_grad(), policy_of(self.phase).saving(self.phase) as self.copies:
             y = self.phase(_attach(x, self.input_grads), self.batch, self.weight_grads)
-        self.output_edges = _map_tensors(_edge, y)
-        return _map_tensors(Tensor.detach, y)
+        self.output_edges = map_tensors(_edge, y)
+        return map_tensors(Tensor.detach, y)
 
     def fetch(self) -> None:
         """Starts copying back what waits on the host."""
@@ -219,7 +135,7 @@ def _edge(tensor: Tensor) -> GradientEdge | None:
 
 def _backward(edges: Any, grad: Any) -> None:
     """Backward from a phase's output; leaves out entries without a gradient, and those that require none."""
-    both = zip(_flattened(edges), _flattened(grad), strict=True)
+    both = zip(flattened(edges), flattened(grad), strict=True)
     pairs = [(edge, g) for edge, g in both if isinstance(edge, GradientEdge) and isinstance(g, Tensor)]
     roots, grads = tuple(edge for edge, _ in pairs), tuple(g for _, g in pairs)
     # What torch.autograd.backward calls in the end: its own checks of edges, which the engine repeats, would take as
@@ -235,20 +151,20 @@ def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:
     return listed
 
 
-def _map_tensors(change: Callable[[Tensor], Any], state: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], state: Any) -> Any:
     """A state with its floating-point tensors changed."""
     if isinstance(state, tuple):
-        return tuple(_map_tensors(change, item) for item in state)
+        return tuple(map_tensors(change, item) for item in state)
     return change(state) if isinstance(state, Tensor) and state.is_floating_point() else state
 
 
-def _flattened(state: Any) -> list[Any]:
+def flattened(state: Any) -> list[Any]:
     """The entries of a state in order; an edge, which is a named tuple, counts as one."""
-    return [entry for item in state for entry in _flattened(item)] if type(state) is tuple else [state]
+    return [entry for item in state for entry in flattened(item)] if type(state) is tuple else [state]
 
 
-def _on_device(state: Any) -> Any:
+def on_device(state: Any) -> Any:
     """A state with what waits on the host back on its device."""
     if isinstance(state, tuple):
-        return tuple(map(_on_device, state))
+        return tuple(map(on_device, state))
     return state.value() if isinstance(state, HostCopy) else state

@@ -8,7 +8,7 @@ schedule without surgery on graphs:
     I   per phase, last to first: gradient of the input; what phases hand to `defer` (the weight-gradient GEMMs) is kept
     W   per phase, last to first: the kept weight gradients
 
-A forward and a backward advance phase by phase (`forward_steps` and `backward_steps` are generators), so that two
+The steps of an action are data, made once a stage (`steps_of`). A `Pass` runs them one at a time, so that two
 micro-batches can be interleaved, the communication of one under the compute of the other.
 Between the phases of a stage goes a tensor or a tuple; its floating-point tensors have gradients, everything else
 (indices, plans, None) is passed on as it is. Between stages goes one tensor.
@@ -18,17 +18,44 @@ once more, in B or I, communication included.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.autograd.wgrad import run_now
 from megatron5d.pipeline_parallel.phase import MicroBatch, NoHooks, PhaseHooks
-from megatron5d.pipeline_parallel.saved_phase import GroupPassage
+from megatron5d.pipeline_parallel.saved_phase import SavedPhase, flattened, map_tensors, on_device
+
+
+class Step(NamedTuple):
+    """One phase in one pass: a part of an action that is not interrupted."""
+
+    kind: str  # one of KINDS in phase.py
+    phase: nn.Module
+    place: int  # of the phase in its stage
+    group: int | None = None  # of recomputation; None = the phase keeps its graph
+    opens: bool = False  # the group's first phase, whose input the group keeps
+
+
+def steps_of(phases: Sequence[nn.Module]) -> dict[str, list[Step]]:
+    """Returns the steps of every op; a recompute group runs forward once more before its backward, in B and in I."""
+    forward: list[Step] = []
+    backward: list[Step] = []
+    for number, (key, members) in enumerate(groupby(enumerate(phases), key=lambda each: policy_of(each[1]).group)):
+        places, group = list(members), None if key is None else number
+
+        def run(kind: str, places=places, group=group) -> list[Step]:
+            return [Step(kind, phase, i, group, group is not None and i == places[0][0]) for i, phase in places]
+
+        forward += run("forward")
+        backward = [*(run("recompute") if group is not None else ()), *run("backward")[::-1], *backward]
+    wgrad = [Step("wgrad", phase, i) for i, phase in reversed(list(enumerate(phases)))]
+    return {"F": forward, "B": backward, "I": backward, "W": wgrad}
 
 
 class Stage:
@@ -36,58 +63,39 @@ class Stage:
 
     Args:
         phases: called as `phase(x, batch, defer) -> y` with hidden states `[s/cp/tp, b, h]`; the first stage's first
-            phase ignores x (None) and reads tokens from the batch, the last stage's last returns sums of losses.
+            phase ignores x (None) and reads tokens from the batch, the last stage's last returns sums of losses. A
+            stage without phases hands on what it is given.
         hooks: told when phases begin and end; None = nobody listens.
     """
 
     def __init__(self, phases: Sequence[nn.Module], hooks: PhaseHooks | None = None) -> None:
         self.phases = list(phases)
         self.hooks: PhaseHooks = hooks or NoHooks()
-        self.hooks.register(self.phases)
-        self._groups = phase_groups(self.phases)
-        self._in_flight: dict[int, list[GroupPassage]] = {}
+        if self.phases:
+            self.hooks.register(self.phases)
+        self.steps = steps_of(self.phases)
+        self._in_flight: dict[int, InFlight] = {}
 
     def prefetch(self, op: str) -> None:
         """Tells the hooks with which phase the next action begins, whose weights they gather early; W needs none."""
-        if op != "W":
+        if op != "W" and self.phases:
             self.hooks.prefetch(self.phases[0 if op == "F" else -1], op == "F")
 
-    def forward_steps(self, microbatch: int, x: Tensor | None, batch: MicroBatch) -> Iterator[Any]:
-        """F: yields after each phase with its output; the last one yielded is the stage's output, a tensor."""
-        passages = self._in_flight[microbatch] = []
-        for phases, recompute in self._groups:
-            passage = GroupPassage(phases, batch, recompute, self.hooks)
-            passages.append(passage)
-            for y in passage.forward_steps(x):
-                x = y
-                yield y
-
-    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Any]:
-        """B, or I with `split`: yields after each phase, last to first, with the gradient of its input.
-
-        Yields None after the embedding, which has no input, and after each phase that has run forward again.
+    def begin(self, op: str, microbatch: int, x: Any = None, batch: MicroBatch | None = None) -> Pass:
+        """Returns an action that is ready to run.
 
         Args:
-            microbatch: one whose forward has run.
-            grad: gradient of the stage's output.
-            split: keep the weight gradients for `weight_steps`.
+            op: F, B, I or W.
+            microbatch: its number; B, I and W follow its F, and W its I.
+            x: F: the stage's input, None for the first; B and I: the gradient of its output.
+            batch: F: what phases read beside their input.
         """
-        passages = self._in_flight[microbatch]
-        passages[-1].fetch()
-        for earlier, passage in reversed(list(zip([None, *passages], passages))):
-            if earlier is not None:
-                earlier.fetch()
-            for upstream in passage.backward_steps(grad, split):
-                if upstream is not None:
-                    grad = upstream
-                yield upstream
-        if not split:
+        if op == "F":
+            self._in_flight[microbatch] = InFlight(batch, len(self.phases))
+        saved = self._in_flight[microbatch]
+        if op in "BW":
             del self._in_flight[microbatch]
-
-    def weight_steps(self, microbatch: int) -> Iterator[None]:
-        """W: yields after each phase, last to first, whose kept weight gradients have been computed."""
-        for passage in reversed(self._in_flight.pop(microbatch)):
-            yield from passage.weight_steps()
+        return Pass(self, op, saved, x)
 
     def evaluate(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Forward without gradients; nothing is kept."""
@@ -101,7 +109,7 @@ class Stage:
 
     def host_bytes(self, microbatch: int) -> int:
         """Bytes that a micro-batch, whose forward has begun, keeps in the host's memory."""
-        return sum(passage.host_bytes for passage in self._in_flight.get(microbatch, ()))
+        return self._in_flight[microbatch].host_bytes if microbatch in self._in_flight else 0
 
     @property
     def num_in_flight(self) -> int:
@@ -109,35 +117,108 @@ class Stage:
         return len(self._in_flight)
 
 
-class Relay:
-    """A stage without layers: it hands on what it is given."""
+class InFlight:
+    """What a stage keeps of one micro-batch between its forward and its backward.
 
-    num_in_flight = 0
+    Args:
+        batch: what phases read beside their input.
+        num_phases: of the stage.
+    """
 
-    def __init__(self) -> None:
-        self.phases: list[nn.Module] = []
+    def __init__(self, batch: MicroBatch | None, num_phases: int) -> None:
+        self.batch = batch
+        self.phases: list[SavedPhase | None] = [None] * num_phases
+        self.inputs: dict[int, Any] = {}  # recompute group -> what enters it
 
-    def prefetch(self, op: str) -> None:
-        pass
+    def open(self, step: Step) -> SavedPhase:
+        """Returns the phase with a graph to be made by its `forward`."""
+        saved = self.phases[step.place] = SavedPhase(step.phase, self.batch)
+        return saved
 
-    def forward_steps(self, microbatch: int, x: Tensor | None, batch: MicroBatch) -> Iterator[Any]:
-        """The input, in one step."""
-        return iter((x,))
+    def of(self, step: Step) -> SavedPhase:
+        """Returns the phase with the graph that its `forward` has made."""
+        saved = self.phases[step.place]
+        assert saved is not None, f"the forward of {type(step.phase).__name__} has not run"
+        return saved
 
-    def backward_steps(self, microbatch: int, grad: Tensor, split: bool = False) -> Iterator[Tensor]:
-        """The gradient, in one step."""
-        return iter((grad,))
+    def fetch(self, step: Step) -> None:
+        """Starts copying back from the host what a step of a backward will need."""
+        if step.kind == "recompute" and step.opens:
+            for item in flattened(self.inputs[step.group]):  # type: ignore[index]
+                if isinstance(item, HostCopy):
+                    item.fetch()
+        elif step.kind == "backward" and (saved := self.phases[step.place]) is not None:
+            saved.fetch()
 
-    def weight_steps(self, microbatch: int) -> Iterator[None]:
-        """No weights, no steps."""
-        return iter(())
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in the host's memory until a backward fetches them."""
+        copies = [copy for saved in self.phases if saved is not None for copy in saved.copies]
+        inputs = [item for x in self.inputs.values() for item in flattened(x) if isinstance(item, HostCopy)]
+        return sum(copy.num_bytes for copy in copies + inputs)
 
-    def evaluate(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        assert x is not None
+
+class Pass:
+    """An action on its way through a stage, step by step.
+
+    Args:
+        stage: whose phases run.
+        op: F, B, I or W.
+        saved: of the micro-batch.
+        state: F: the stage's input, and at the end its output. B and I: the gradient of its output, and at the end
+            that of its input; None where it has none.
+    """
+
+    __slots__ = ("steps", "state", "_at", "_inner", "_op", "_hooks", "_saved")
+
+    def __init__(self, stage: Stage, op: str, saved: InFlight, state: Any) -> None:
+        self.steps, self.state = stage.steps[op], state
+        self._op, self._hooks, self._saved = op, stage.hooks, saved
+        self._at = 0
+        self._inner: Any = None  # goes from phase to phase of a group that runs once more
+
+    def advance(self) -> bool:
+        """Runs the next step, if there is one; returns whether another follows."""
+        if self._at == len(self.steps):
+            return False
+        step, saved, hooks = self.steps[self._at], self._saved, self._hooks
+        kind, phase = step.kind, step.phase
+        if self._op in "BI":
+            self._fetch_ahead()
+        hooks.before(phase, kind)
+        if kind == "forward" and step.group is None:
+            self.state = saved.open(step).forward(self.state)
+        elif kind == "forward":
+            if step.opens:
+                saved.inputs[step.group] = _kept(phase, self.state)  # type: ignore[index]
+            with torch.no_grad():
+                self.state = phase(self.state, saved.batch, run_now)
+        elif kind == "recompute":
+            if step.opens:
+                self._inner = on_device(saved.inputs.pop(step.group))  # type: ignore[arg-type]
+            self._inner = saved.open(step).forward(self._inner)
+        elif kind == "backward":
+            self._inner = None
+            self.state = saved.of(step).backward(self.state, split=self._op == "I")
+        else:
+            saved.of(step).weight_grads.run()
+        hooks.after(phase, kind)
+        if self._op == "B" and kind == "backward":
+            hooks.after(phase, "wgrad")
+        self._at += 1
+        return self._at < len(self.steps)
+
+    def _fetch_ahead(self) -> None:
+        """Copies come back from the host one step before they are read; those of the first step have no such time."""
+        if self._at == 0:
+            self._saved.fetch(self.steps[0])
+        if self._at + 1 < len(self.steps):
+            self._saved.fetch(self.steps[self._at + 1])
+
+
+def _kept(phase: nn.Module, x: Any) -> Any:
+    """What enters a recompute group, as it is kept: large tensors on the host where the group's first phase says so."""
+    at_least = policy_of(phase).input_host_bytes
+    if at_least is None:
         return x
-
-
-def phase_groups(phases: Sequence[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
-    """Neighbours of one recompute group, or of none, and whether they are recomputed."""
-    groups = groupby(phases, key=lambda phase: policy_of(phase).group)
-    return [(list(group), key is not None) for key, group in groups]
+    return map_tensors(lambda t: HostCopy(t) if t.numel() * t.element_size() >= at_least else t, x)

@@ -29,7 +29,7 @@ from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.planning.memory_peak import Peak, Replay, find_peak
-from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Tracer, relay_trace
+from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Tracer, empty_trace
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
@@ -172,7 +172,7 @@ class Forecaster:
         """The trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
         config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
-            return relay_trace(self._message_bytes()), 0
+            return empty_trace(self._message_bytes()), 0
         signatures = tuple(map(_signature, units))
         key = (signatures, spec.embedding, spec.head, model.embedding is not None and model.head is not None)
         if key not in self._known:

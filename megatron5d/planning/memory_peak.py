@@ -23,13 +23,10 @@ from torch import nn
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.messages import Flow, input_of, output_of, receipts, slot_messages
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
-from megatron5d.pipeline_parallel.stage import Stage, phase_groups
+from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Step
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
-
-Move = tuple[nn.Module, str]
-"""A phase, and how it is passed (phase.py)."""
 
 
 class Replay(MemoryWatch):
@@ -50,16 +47,8 @@ class Replay(MemoryWatch):
         # weights that are not gathered, and whose 8-bit copies are still to be made
         staying = [weight for bucket in sync.buckets if not bucket.shards_weights for weight in bucket.parameters]
         self._staying, self._unused = set(staying), set(staying)
-        self._moves: dict[tuple[str, int], list[Move]] = {}
-        for stage, own in phases.items():
-            Stage(own, sync)  # tells data parallelism the order of its phases
-            again: list[Move] = []
-            for group, recompute in reversed(phase_groups(own)):
-                again += [(phase, "again") for phase in group if recompute]
-                again += [(phase, "backward") for phase in group[::-1]]
-            self._moves["F", stage] = [(phase, "forward") for phase in own]
-            self._moves["B", stage] = self._moves["I", stage] = again
-            self._moves["W", stage] = [(phase, "weights") for phase in own[::-1]]
+        # a stage tells data parallelism the order of its phases when it is made
+        self._steps = {stage: Stage(own, sync).steps for stage, own in phases.items()}
 
     def __enter__(self):
         entered = super().__enter__()
@@ -79,9 +68,9 @@ class Replay(MemoryWatch):
             Whether it makes 8-bit copies of its weights.
         """
         self.forget_peak()
-        phase, passing = self._moves[action.op, action.stage][step]
-        self._sync.before(phase, passing)
-        return passing != "weights" and self._make_copies(phase, passing == "backward")
+        kind, phase, *_ = self._steps[action.stage][action.op][step]
+        self._sync.before(phase, kind)
+        return kind != "wgrad" and self._make_copies(phase, kind == "backward")
 
     def _make_copies(self, phase: nn.Module, backward: bool) -> bool:
         """Makes the 8-bit copies that a phase reads, and returns whether some of them were not there."""
@@ -99,17 +88,17 @@ class Replay(MemoryWatch):
 
     def allocate(self, action: Action, step: int, place: int) -> None:
         """The step's phase makes its first weight gradient for a bucket, given by its place among the phase's."""
-        phase, _ = self._moves[action.op, action.stage][step]
+        phase = self._steps[action.stage][action.op][step].phase
         bucket = self._sync.buckets[self._sync.buckets_of(phase)[place]]
         if bucket.shards_grads:
             bucket.allocate_grads()
 
     def after(self, action: Action, step: int) -> None:
         """The step has run."""
-        phase, passing = self._moves[action.op, action.stage][step]
-        self._sync.after(phase, passing)
-        if action.op == "B" and passing == "backward":
-            self._sync.after(phase, "weights")
+        kind, phase, *_ = self._steps[action.stage][action.op][step]
+        self._sync.after(phase, kind)
+        if action.op == "B" and kind == "backward":
+            self._sync.after(phase, "wgrad")
 
 
 Passage = tuple[int, int]
@@ -178,8 +167,8 @@ def find_peak(
 
 
 def _following(slots: Sequence[Slot], traces: Mapping[int, StageTrace]) -> list[Slot]:
-    """For each slot that reads weights, the actions of the next such slot; neither W nor relays read weights."""
-    reading = [tuple(a for a in slot if a.op != "W" and not traces[a.stage].is_relay) for slot in slots]
+    """For each slot that reads weights, the actions of the next such slot; neither W nor empty stages read weights."""
+    reading = [tuple(a for a in slot if a.op != "W" and not traces[a.stage].is_empty) for slot in slots]
     places = [place for place, actions in enumerate(reading) if actions]
     found: list[Slot] = [()] * len(slots)
     for place, after in zip(places, places[1:]):
@@ -214,8 +203,12 @@ class _Walk:
         op, stage, microbatch = action
         here, trace = (stage, microbatch), self.traces[stage]
         self._take(action)
-        forward, place = trace.passes["F"], 0
+        forward, place, begun = trace.passes["F"], 0, False
         for done, step in enumerate(trace.passes[op]):
+            if step.kind != BOUNDARY:  # as in the executor: the input comes with the first phase's turn
+                if begun:
+                    yield True
+                begun = True
             if op == "F":
                 self._keep(here, forward[:done], done)
             if step.kind == BOUNDARY or self.replay is None:
@@ -227,8 +220,6 @@ class _Walk:
             if step.frees:  # the activations of this phase; with the last phase, also its output
                 alive = self._forward[here][1]
                 self._keep(here, forward, alive - (2 if alive == len(forward) else 1))
-            if step.kind != BOUNDARY or (done == 0 and trace.is_relay):  # as the executor: what passes on has no turn
-                yield True
         if op == "F":
             self._keep(here, forward, len(forward))
             if here in self._shared:
@@ -286,7 +277,7 @@ class _Walk:
         elif action.op == "F" and action.stage > 0:
             own = self._local.pop((action.stage - 1, action.microbatch))
             self.messages -= own
-            if not own and not self.traces[action.stage].is_relay:  # which keeps nothing of it
+            if not own and not self.traces[action.stage].is_empty:  # which keeps nothing of it
                 self._shared.add((action.stage, action.microbatch))
         elif action.op != "F" and action.stage < self.program.num_stages - 1:
             self.messages -= self._local.pop((action.stage + 1, action.microbatch))

@@ -10,7 +10,7 @@ between the first and the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kernels.dispatch import statistics_dtype
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.phase import NoHooks
-from megatron5d.pipeline_parallel.stage import Stage, phase_groups
+from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.precision.fp8_recipes import quantized_copies
 from megatron5d.precision.fp8_weights import forget_quantized
@@ -71,7 +71,7 @@ class StageTrace:
     making: dict[str, tuple[Step, ...]] = field(default_factory=dict)
 
     @property
-    def is_relay(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether the stage has no layer, so that it only passes messages on."""
         return all(step.kind == BOUNDARY for step in self.passes["F"])
 
@@ -80,8 +80,8 @@ class StageTrace:
         return sum(step.delta for step in self.passes[op])
 
 
-def relay_trace(message_bytes: int) -> StageTrace:
-    """The trace of a relay: it holds a message until it passes it on."""
+def empty_trace(message_bytes: int) -> StageTrace:
+    """The trace of a stage without phases: it holds a message until it passes it on."""
     passed = (Step(BOUNDARY, message_bytes, message_bytes), Step(BOUNDARY, 0, -message_bytes))
     return StageTrace({"F": passed, "B": passed, "I": passed, "W": ()}, output_kept=False)
 
@@ -145,8 +145,7 @@ class Tracer:
             passes["F"] = self._forward(watch, stage, times, first)
             passes["I" if split else "B"] = self._backward(watch, stage, times, last, split)
             if split:
-                order = [(phase, False) for phase in stage.phases[::-1]]
-                passes["W"] = self._record(watch, stage.weight_steps(0), order, times)
+                passes["W"] = self._record(watch, stage.begin("W", 0), times)
         return passes
 
     def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
@@ -162,27 +161,22 @@ class Tracer:
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], first: bool
     ) -> tuple[Step, ...]:
         x, arrival = (None, Step(BOUNDARY, 0, 0)) if first else self._boundary(watch, False)
-        work = stage.forward_steps(0, x, self.batch)
+        work = stage.begin("F", 0, x, self.batch)
         del x
-        order = [(phase, False) for phase in stage.phases]
-        return (arrival, *self._record(watch, work, order, times, lambda: stage.host_bytes(0)))
+        return (arrival, *self._record(watch, work, times, lambda: stage.host_bytes(0)))
 
     def _backward(
         self, watch: MemoryWatch, stage: Stage, times: Mapping[nn.Module, int], last: bool, split: bool
     ) -> tuple[Step, ...]:
         grad, arrival = self._boundary(watch, last)
-        work = stage.backward_steps(0, grad, split)
+        work = stage.begin("I" if split else "B", 0, grad)
         del grad
-        order: list[tuple[nn.Module, bool]] = []
-        for phases, recompute in reversed(phase_groups(stage.phases)):
-            order += [(phase, False) for phase in phases if recompute] + [(phase, True) for phase in phases[::-1]]
-        return (arrival, *self._record(watch, work, order, times))
+        return (arrival, *self._record(watch, work, times))
 
     def _record(
         self,
         watch: MemoryWatch,
-        work: Iterator[Any],
-        order: Sequence[tuple[nn.Module, bool]],
+        work: Pass,
         times: Mapping[nn.Module, int],
         host_bytes: Callable[[], int] = lambda: 0,
     ) -> tuple[Step, ...]:
@@ -191,21 +185,23 @@ class Tracer:
         Args:
             watch: counts bytes.
             work: the pass.
-            order: the phase of every step, and whether the step is its backward.
             times: how many equal phases each one stands for.
             host_bytes: bytes of the pass that are in the host's memory at the moment.
         """
         steps = []
-        for phase, frees in order:
+        for kind, phase, *_ in work.steps:
             before, away, self._begun = watch.forget_peak(), host_bytes(), {}
-            next(work)
+            work.advance()
             rise, *later = (most - before for most in (*self._begun.values(), watch.peak_bytes))
             places = [self._sync.buckets_of(phase).index(bucket) for bucket in self._begun] if self._sync else []
             delta, host = watch.live_bytes - before, host_bytes() - away
-            steps.append(Step(type(phase).__name__, rise, delta, frees, host, tuple(zip(places, later))))
+            steps.append(Step(type(phase).__name__, rise, delta, kind == "backward", host, tuple(zip(places, later))))
         before = watch.forget_peak()
-        assert next(work, None) is None
-        return (*_expanded(steps, [times[phase] for phase, _ in order]), Step(BOUNDARY, 0, watch.live_bytes - before))
+        work.state = None
+        return (
+            *_expanded(steps, [times[step.phase] for step in work.steps]),
+            Step(BOUNDARY, 0, watch.live_bytes - before),
+        )
 
     def _begin_grads(self, bucket: int) -> None:
         """Stands for the allocation of a bucket's gradients."""
@@ -221,11 +217,11 @@ class _Requantized(NoHooks):
         eight_bits = [bucket for bucket in ([] if sync is None else sync.buckets) if bucket.eight_bits is not None]
         self._gathered = {weight for bucket in eight_bits for weight in bucket.parameters}
 
-    def before(self, phase: nn.Module, passing: str) -> None:
-        if passing == "weights":  # which reads none
+    def before(self, phase: nn.Module, kind: str) -> None:
+        if kind == "wgrad":  # which reads none
             return
         forget_quantized(weight for weight in phase.parameters() if weight not in self._gathered)
-        for weight in self._gathered.intersection(phase.parameters()) if passing == "backward" else ():
+        for weight in self._gathered.intersection(phase.parameters()) if kind == "backward" else ():
             quantized_copies(weight).forget_transposed()
 
 

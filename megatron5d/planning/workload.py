@@ -28,7 +28,7 @@ from megatron5d.model.gpt import Gpt, is_recomputed
 from megatron5d.model.partition import StageSpec
 from megatron5d.optim.matrix_gather import whole_shape
 from megatron5d.optim.muon import replace_by_update, takes_muon
-from megatron5d.pipeline_parallel.stage import Stage, phase_groups
+from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.planning.work import Matrix, Product, Unit, Work, together
@@ -278,26 +278,20 @@ def _passes(config: Config, model: Gpt, batch, counter: _Counter) -> dict[str, d
     for back in "BIB":  # the first pass makes the weights' gradients, which are there from then on
         stage = Stage(phases)
         counter.take(0.0)
-        found["F"] = _run(stage.forward_steps(0, None, batch), [(p, "F") for p in phases], counter, core)
-        order: list[tuple[nn.Module, str]] = []
-        for group, recompute in reversed(phase_groups(phases)):
-            order += [(phase, "F") for phase in group if recompute] + [(phase, "I") for phase in group[::-1]]
+        found["F"] = _run(stage.begin("F", 0, None, batch), counter, core)
         grad = torch.empty(len(loss_terms(config)), dtype=statistics_dtype(form.dtype), device="meta")
-        found[back] = _run(stage.backward_steps(0, grad, back == "I"), order, counter, core)
+        found[back] = _run(stage.begin(back, 0, grad), counter, core)
         if back == "I":
-            found["W"] = _run(stage.weight_steps(0), [(p, "W") for p in phases[::-1]], counter, core)
+            found["W"] = _run(stage.begin("W", 0), counter, core)
     return found
 
 
-def _run(
-    steps: Iterator, order: Sequence[tuple[nn.Module, str]], counter: _Counter, core: _Core
-) -> dict[nn.Module, Work]:
+def _run(work: Pass, counter: _Counter, core: _Core) -> dict[nn.Module, Work]:
     """What each phase does in a pass; one that is computed again does so in its own backward."""
     found: dict[nn.Module, list[Work]] = defaultdict(list)
-    for phase, op in order:
-        next(steps)
-        found[phase].append(counter.take(core(phase, op)))
-    assert next(steps, None) is None
+    for kind, phase, *_ in work.steps:
+        work.advance()
+        found[phase].append(counter.take(core(phase, kind)))
     return {phase: together(works) for phase, works in found.items()}
 
 
@@ -313,10 +307,10 @@ class _Core:
         recompute = config.recompute
         self._again = recompute.mode == "selective" and "attention" in recompute.parts
 
-    def __call__(self, phase: nn.Module, op: str) -> float:
+    def __call__(self, phase: nn.Module, kind: str) -> float:
         if getattr(phase, "kind", None) != "attention":
             return 0.0
-        return self._forward * {"F": 1.0, "I": 2.5 + self._again, "W": 0.0}[op]
+        return self._forward * {"forward": 1.0, "recompute": 1.0, "backward": 2.5 + self._again, "wgrad": 0.0}[kind]
 
 
 def _count_products(model: nn.Module, counter: _Counter) -> None:

@@ -17,7 +17,7 @@ from megatron5d.model.gpt import DTYPES, Gpt
 from megatron5d.optim.muon import takes_muon
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.executor import Pipeline
-from megatron5d.pipeline_parallel.stage import Relay, Stage
+from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.grid import Sizes, resolve
 from megatron5d.topology.init_weights import initialize_rectangle
@@ -101,7 +101,7 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
     held = plan.placement.stages_of(mesh["pp"].rank)
     phases = {stage: model.phases_of(stage) for _, stage in held}
-    stages = {(direction, stage): Stage(phases[stage], sync) if phases[stage] else Relay() for direction, stage in held}
+    stages = {(direction, stage): Stage(phases[stage], sync) for direction, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
     pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
     terms = loss_terms(config)

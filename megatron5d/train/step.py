@@ -150,7 +150,9 @@ class Trainer:
         batches = [batch.to(device) for batch in batches]
         if self.balancer is not None:
             self._start_balancing(self.balancer, batches, watched)
-        self.pipeline.train(batches, loss)
+        executor = self.pipeline.executor(len(batches))
+        with self.pipeline.timed():
+            executor.run(batches, loss, self.pipeline.form)
         return self._counted_once(loss.sums)
 
     def _start_balancing(self, balancer: Balancer, batches: Sequence[MicroBatch], watched: bool) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron5d.pipeline_parallel.phase import PASSES, PhaseHooks
+from megatron5d.pipeline_parallel.phase import KINDS, PhaseHooks
 from megatron5d.train.build import Run
 
 GATHERING, BETWEEN, REST = "wait for gathered weights", "between phases: messages, loss", "end: reduction, update"
@@ -82,23 +82,23 @@ class WatchedHooks:
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
         self._hooks.prefetch(phase, forward)
 
-    def before(self, phase: nn.Module, passing: str) -> None:
+    def before(self, phase: nn.Module, kind: str) -> None:
         self._laps.lap(BETWEEN)
-        self._hooks.before(phase, passing)
+        self._hooks.before(phase, kind)
         self._laps.lap(GATHERING)
-        kind, place = self._names[phase]
-        span = record_function(f"{place} {kind} {passing}") if self._ranges else None
+        name, place = self._names[phase]
+        span = record_function(f"{place} {name} {kind}") if self._ranges else None
         if span is not None:
             span.__enter__()
-        self._running = kind, span
+        self._running = name, span
 
-    def after(self, phase: nn.Module, passing: str) -> None:
+    def after(self, phase: nn.Module, kind: str) -> None:
         if self._running is not None:  # else, in B, the weight gradients were made in the backward, which is over
-            (kind, span), self._running = self._running, None
+            (name, span), self._running = self._running, None
             if span is not None:
                 span.__exit__(None, None, None)
-            self._laps.lap(kind, passing)
-        self._hooks.after(phase, passing)
+            self._laps.lap(name, kind)
+        self._hooks.after(phase, kind)
 
 
 class Profiler:
@@ -182,9 +182,9 @@ def table(seconds: Mapping[Mark, float]) -> str:
     """Milliseconds of each kind of phase by pass, then what lies between; shares of the whole step."""
     whole, rest = sum(seconds.values()), (GATHERING, BETWEEN, REST)
     kinds = sorted({kind for kind, _ in seconds if kind not in rest}, key=lambda kind: -_of(kind, seconds))
-    lines = [f"{'ms':<32}" + "".join(f"{passing:>10}" for passing in PASSES) + f"{'sum':>10}{'share':>8}"]
+    lines = [f"{'ms':<32}" + "".join(f"{passing:>10}" for passing in KINDS) + f"{'sum':>10}{'share':>8}"]
     for kind in kinds:
-        each = [seconds.get((kind, passing), 0.0) for passing in PASSES]
+        each = [seconds.get((kind, passing), 0.0) for passing in KINDS]
         lines.append(_line(kind, sum(each), whole, each))
     for what in rest:
         if (taken := _of(what, seconds)) >= 1e-3 * whole:
@@ -198,4 +198,4 @@ def _of(kind: str, seconds: Mapping[Mark, float]) -> float:
 
 def _line(name: str, taken: float, whole: float, each: Sequence[float] = ()) -> str:
     columns = "".join(f"{1e3 * part:>10.2f}" if part else f"{'':>10}" for part in each)
-    return f"{name:<32}{columns:<{10 * len(PASSES)}}{1e3 * taken:>10.2f}{taken / whole:>8.1%}"
+    return f"{name:<32}{columns:<{10 * len(KINDS)}}{1e3 * taken:>10.2f}{taken / whole:>8.1%}"

@@ -38,7 +38,7 @@ def finished(sync, units, order, rank):
     sync.start_step(dict.fromkeys(units, 1))
     for i in order:
         units[i].weight.main_grad += rank + 1
-        sync.after(units[i], "weights")
+        sync.after(units[i], "wgrad")
     before_end = list(started)
     sync.finish_reduce()
     return before_end, started, [bucket.grads[:5].tolist() for bucket in sync.buckets]

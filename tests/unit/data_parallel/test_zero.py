@@ -145,10 +145,10 @@ def test_resident_bytes_are_what_the_stage_promises():
             whole = []
             heard = here.sync.after
 
-            def after(phase, passing, heard=heard, here=here, whole=whole):
-                heard(phase, passing)
-                if passing == "weights":
-                    held = ([getattr(b, f"holds_{kind}") for b in here.sync.buckets] for kind in ("weights", "grads"))
+            def after(phase, kind, heard=heard, here=here, whole=whole):
+                heard(phase, kind)
+                if kind == "wgrad":
+                    held = ([getattr(b, f"holds_{what}") for b in here.sync.buckets] for what in ("weights", "grads"))
                     whole.append(list(map(sum, held)))
 
             here.sync.after = after
@@ -223,7 +223,7 @@ def test_one_unit_alone_reduces_each_micro_batch_before_the_next():
         sync.start_step({unit: 3})
         for number in range(3):
             grad_buffer(unit.weight).add_(10**number * (rank + 1))
-            sync.after(unit, "weights")
+            sync.after(unit, "wgrad")
         sync.finish_reduce()
         (bucket,) = sync.buckets
         return [bucket.grad_slice[slice(*segment.owned)].unique().tolist() for segment in bucket.segments()]

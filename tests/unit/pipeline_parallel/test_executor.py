@@ -95,10 +95,10 @@ class Breaks:
     def __getattr__(self, name):
         return getattr(self.stage, name)
 
-    def backward_steps(self, microbatch, grad, split=False):
-        if microbatch == 3:
+    def begin(self, op, microbatch, x, batch):
+        if op in "BI" and microbatch == 3:
             raise ValueError("the gradient of a broken stage")
-        return self.stage.backward_steps(microbatch, grad, split)
+        return self.stage.begin(op, microbatch, x, batch)
 
 
 def test_an_error_names_rank_action_stage_and_micro_batch():
@@ -272,20 +272,22 @@ def test_two_overlapped_actions_take_turns():
     log = []
 
     class Logged:
-        num_in_flight = 0
+        num_in_flight, phases = 0, "abc"
 
         def prefetch(self, op):
             pass
 
-        def forward_steps(self, microbatch, x, batch):
-            for phase in "abc":
-                log.append(f"F{microbatch}{phase}")
-                yield torch.zeros(1)
+        def begin(self, op, microbatch, x, batch):
+            return Logs(op, microbatch)
 
-        def backward_steps(self, microbatch, grad, split=False):
-            for phase in "cba":
-                log.append(f"B{microbatch}{phase}")
-                yield None
+    class Logs:
+        def __init__(self, op, microbatch):
+            self.left = [f"{op}{microbatch}{phase}" for phase in ("abc" if op == "F" else "cba")]
+            self.state = torch.zeros(1) if op == "F" else None
+
+        def advance(self):
+            log.append(self.left.pop(0))
+            return bool(self.left)
 
     Executor(program, 0, {(0, 0): Logged()}, {}).run([0, 1], lambda batch, y: y, FORM)
     assert log[3:9] == ["F1a", "B0c", "F1b", "B0b", "F1c", "B0a"]

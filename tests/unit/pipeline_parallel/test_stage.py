@@ -100,12 +100,10 @@ def test_two_micro_batches_interleave_phase_by_phase():
     stage = WholeStage(layers)
     stage.forward(0, None, BATCHES[0])
     log.clear()
-    backward, forward = stage.backward_steps(0, GRAD), stage.forward_steps(1, None, BATCHES[1])
-    for _ in range(3):
-        next(backward)
-        next(forward)
+    backward, forward = stage.begin("B", 0, GRAD), stage.begin("F", 1, None, BATCHES[1])
+    follows = [(backward.advance(), forward.advance()) for _ in range(3)]
     assert log == ["I", "W", "F"] * 3
-    assert next(backward, "end") == "end" and next(forward, "end") == "end"
+    assert follows == [(True, True), (True, True), (False, False)]
     stage.backward(1, GRAD)
     for ours, theirs in zip(grads(layers), truth()):
         torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
@@ -115,11 +113,11 @@ def test_hooks_hear_of_weights_when_they_are_complete():
     heard = []
 
     class Hooks(NoHooks):
-        def before(self, phase, passing):
-            heard.append((passing, layers.index(phase)))
+        def before(self, phase, kind):
+            heard.append((kind, layers.index(phase)))
 
-        def after(self, phase, passing):
-            heard.append((f"/{passing}", layers.index(phase)))
+        def after(self, phase, kind):
+            heard.append((f"/{kind}", layers.index(phase)))
 
     layers, _ = make()
     stage = WholeStage(layers, Hooks())
@@ -130,11 +128,11 @@ def test_hooks_hear_of_weights_when_they_are_complete():
     assert heard == [(word, i) for i in (2, 1, 0) for word in ("backward", "/backward")]
     heard.clear()
     stage.backward_weight(0)
-    assert heard == [(word, i) for i in (2, 1, 0) for word in ("weights", "/weights")]
+    assert heard == [(word, i) for i in (2, 1, 0) for word in ("wgrad", "/wgrad")]
     stage.forward(1, None, BATCHES[0])
     heard.clear()
     stage.backward(1, GRAD)
-    assert heard == [(word, i) for i in (2, 1, 0) for word in ("backward", "/backward", "/weights")]
+    assert heard == [(word, i) for i in (2, 1, 0) for word in ("backward", "/backward", "/wgrad")]
 
 
 def test_the_gradient_of_the_input_comes_back():

@@ -177,11 +177,11 @@ def _pass(config, model, batch) -> Counter[str]:
         stage = Stage(model.phases_of(index))
         with DeviceWatch() as watch:
             x = None if model.stages[index].embedding else torch.zeros(form.shape, dtype=form.dtype)
-            work = stage.forward_steps(0, x, batch)
+            work = stage.begin("F", 0, x, batch)
             del x
             for phase in stage.phases:
                 before = watch.live_bytes
-                next(work)
+                work.advance()
                 time.sleep(0.02)  # gloo's threads let go of what they have sent a moment later
                 kept[type(phase).__name__] += watch.live_bytes - before
     return kept
@@ -279,12 +279,12 @@ LAYOUTS = {
     "interleaved": (2, {"pp": 2, "vpp": 2, "gbs": 4, "schedule": "interleaved"}),
     "zb_v": (2, {"pp": 2, "gbs": 4, "schedule": "zb_v", "model": "odd_vocab_tied"}),
     "v_min": (2, {"pp": 2, "gbs": 8, "schedule": "v_min"}),
-    "zb_v-relay": (2, {"pp": 2, "gbs": 8, "schedule": "zb_v", "layout": [1, 0, 2, 1]}),
-    "zero3-relays": (
+    "zb_v-empty-stage": (2, {"pp": 2, "gbs": 8, "schedule": "zb_v", "layout": [1, 0, 2, 1]}),
+    "zero3-empty-stages": (
         4,
         {"zero": 3, "pp": 2, "vpp": 3, "gbs": 8, "schedule": "interleaved", "layout": [1, 2, 0, 0, 1, 0]},
     ),
-    "overlap-relays": (
+    "overlap-empty-stages": (
         2,
         {"pp": 2, "vpp": 2, "gbs": 8, "schedule": "interleaved_overlap", "recompute": "full", "layout": [0, 1, 0, 3]},
     ),

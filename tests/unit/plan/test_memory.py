@@ -22,7 +22,7 @@ from megatron5d.pipeline_parallel.simulate import peak_memory
 from megatron5d.planning.fit import nearest_fit
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.memory_peak import Peak, Replay, find_peak
-from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Step, relay_trace
+from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Step, empty_trace
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.planning.rank_memory import GIB, RankMemory, table
 from megatron5d.topology.process import Process
@@ -108,19 +108,19 @@ def test_what_two_stages_of_a_rank_share_is_there_until_both_have_let_go_of_it()
     assert peaks == [2 * (6 + 6) + 4 + 50] * 2  # of two micro-batches what both stages keep, and 1B1's own
 
 
-def test_what_a_relay_passes_on_stays_with_the_stage_before_it():
+def test_what_an_empty_stage_passes_on_stays_with_the_stage_before_it():
     """Which saves it: after 0F0 6 are kept, message included, and 60 are needed in 0F1."""
     forward = Step(BOUNDARY, 0, 0), Step("mlp", 60, 6), Step(BOUNDARY, 0, 0)
     backward = Step(BOUNDARY, 4, 4), Step("mlp", 5, -6, True), Step(BOUNDARY, 0, -4)
-    traces = {0: StageTrace({"F": forward, "B": backward}, output_kept=True), 1: relay_trace(4)}
+    traces = {0: StageTrace({"F": forward, "B": backward}, output_kept=True), 1: empty_trace(4)}
     peak = find_peak(alone("0F0 1F0 0F1 1F1 1B1 1B0 0B1 0B0"), 0, traces, message_bytes=4)
     assert (peak.total, str(peak.action)) == (66, "0F1")
 
 
 def test_receives_are_posted_before_a_slot_knows_what_has_arrived():
-    """Relays of bfs, before 2F1 has its input, which proves that 0F0's output has arrived: what 0F0, 0F1 and 2F0 have
-    sent, and room for what 2F1, 2B0 and 2B1 will take."""
-    peak = find_peak(build_program("bfs", 2, 2), 0, dict.fromkeys(range(4), relay_trace(4)), message_bytes=4)
+    """Empty stages of bfs, before 2F1 has its input, which proves that 0F0's output has arrived: what 0F0, 0F1 and 2F0
+    have sent, and room for what 2F1, 2B0 and 2B1 will take."""
+    peak = find_peak(build_program("bfs", 2, 2), 0, dict.fromkeys(range(4), empty_trace(4)), message_bytes=4)
     assert (peak.total, peak.messages, str(peak.action)) == (6 * 4, 6 * 4, "2F1")
 
 

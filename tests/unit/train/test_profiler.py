@@ -68,8 +68,8 @@ def test_laps_fill_the_step(profiled):
     step_s = records(folder / "log.jsonl")[2]["step_time_s"]  # with the wait for data
     assert 0.5 * step_s < sum(lap["seconds"] for lap in laps) < 1.5 * step_s
     passes = {(lap["what"], lap["pass"]) for lap in laps if lap["pass"]}
-    layer = ("forward", "again", "backward", "weights")
-    ends = {("Embedding", "forward"), ("Embedding", "backward"), ("Embedding", "weights")}
+    layer = ("forward", "recompute", "backward", "wgrad")
+    ends = {("Embedding", "forward"), ("Embedding", "backward"), ("Embedding", "wgrad")}
     assert passes == {(kind, each) for kind in ("Attention", "Mlp") for each in layer} | ends
     assert all(lap["seconds"] > 0 for lap in laps if lap["pass"])
 
@@ -87,8 +87,8 @@ def test_a_trace_has_a_range_for_every_phase_of_every_pass(profiled):
         f"layers.{layer}.{place} {kind} {each}": MICRO_BATCHES
         for layer in range(LAYERS // 2, LAYERS)
         for place, kind in enumerate(("Attention", "Mlp"))
-        for each in ("forward", "again", "backward", "weights")
-    } | {f"head Head {each}": MICRO_BATCHES for each in ("forward", "backward", "weights")}
+        for each in ("forward", "recompute", "backward", "wgrad")
+    } | {f"head Head {each}": MICRO_BATCHES for each in ("forward", "backward", "wgrad")}
     assert {name: count for name, count in counts.items() if name in expected} == expected
     assert not [name for name in counts if name.startswith(("layers.", "head ", "embedding ")) and name not in expected]
 
