@@ -148,7 +148,9 @@ class Executor:
                 each.stage.prefetch(each.op)
             running = list(tasks)
             while running:
-                running = [each for each in running if self._advance(each, batches, loss)]
+                for task in tuple(running):
+                    if not self._advance(task, batches, loss):
+                        running.remove(task)
         self._finish()
 
     def _post(self, receives: tuple[Inbox, ...], tasks: tuple[_Task, ...], form: Form) -> None:
