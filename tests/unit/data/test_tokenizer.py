@@ -2,13 +2,15 @@
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron5d.data.tokenizer import CL100K_PATTERN, GPT2_PATTERN, O200K_PATTERN, RUN, load_tokenizer
+from megatron5d.data.tiktoken_ranks import CL100K_PATTERN, GPT2_PATTERN, O200K_PATTERN
+from megatron5d.data.tokenizer import RUN, load_tokenizer
 from megatron5d.data.tokenizer_training import train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,6 +57,8 @@ def tiktoken_file(tmp_path_factory):
     ranks = [bytes([b]) for b in range(256)] + [b"ab", b"cd", b"abcd", b" ab"]
     path = tmp_path_factory.mktemp("tik") / "tokenizer.model"
     path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(ranks)))
+    beside = {"pattern": "cl100k", "added_tokens_decoder": {"260": {"content": "<|endoftext|>"}}}
+    path.with_name("tokenizer_config.json").write_text(json.dumps(beside))
     return path
 
 
@@ -144,14 +148,52 @@ def test_tiktoken_merges_by_rank(tiktoken_file):
     assert (tokenizer.vocab_size, tokenizer.eod) == (261, 260)
 
 
-@pytest.mark.parametrize(("num_ranks", "vocab", "eod"), [(100256, 100277, 100257), (128000, 128256, 128001)])
-def test_published_tiktoken_vocabularies_are_known_by_their_size(tmp_path, num_ranks, vocab, eod):
-    pytest.importorskip("tiktoken")
-    tokens = [bytes([b]) for b in range(256)] + [b"%06d" % i for i in range(num_ranks - 256)]
-    path = tmp_path / "x.tiktoken"
+def made_up_ranks(path, count):
+    tokens = [bytes([b]) for b in range(256)] + [b"%06d" % i for i in range(count - 256)]
     path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
-    tokenizer = load_tokenizer(path)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (vocab, eod)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "vocab", "bos", "eod", "pieces"),
+    [
+        (50256, 50257, None, 50256, ["I", "'", "M", " Hello", "World", " 1234"]),
+        (100256, 100277, None, 100257, ["I", "'M", " HelloWorld", " ", "123", "4"]),
+        (128000, 128256, 128000, 128001, ["I", "'M", " HelloWorld", " ", "123", "4"]),
+        (151643, 151851, None, 151643, ["I", "'M", " HelloWorld", " ", "1", "2", "3", "4"]),
+        (163584, 163840, 163584, 163585, ["I'M", " Hello", "World", " ", "123", "4"]),
+        (199998, 200019, None, 199999, ["I'M", " Hello", "World", " ", "123", "4"]),
+        (200000, 202048, 200000, 200001, ["I'M", " Hello", "World", " ", "123", "4"]),
+    ],
+)
+def test_published_tiktoken_vocabularies_are_known_by_their_size(tmp_path, num_ranks, vocab, bos, eod, pieces):
+    pytest.importorskip("tiktoken")
+    regex = pytest.importorskip("regex")
+    tokenizer = load_tokenizer(made_up_ranks(tmp_path / "x.tiktoken", num_ranks))
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (vocab, bos, eod)
+    cut = regex.findall(tokenizer._model._pat_str, "I'M HelloWorld 1234", regex.VERSION1)
+    assert [piece for piece in cut if piece] == pieces if num_ranks != 50256 else cut[:2] == ["I", "'"]
+    if num_ranks == 151643:  # Qwen's own tokenizer composes characters first
+        assert tokenizer.encode("e\u0301") == tokenizer.encode("\xe9")
+
+
+def test_ranks_of_an_unknown_vocabulary_are_refused_with_a_file_that_describes_them(tmp_path):
+    """Pattern and special tokens cannot be guessed; what the message prints can be written into that file."""
+    pytest.importorskip("tiktoken")
+    path = made_up_ranks(tmp_path / "tokenizer.model", 300)
+    with pytest.raises(ValueError, match="a vocabulary of 300 ranks is none of those known.*tokenizer.json") as refused:
+        load_tokenizer(path)
+    beside = path.with_name("tokenizer_config.json")
+    example = re.search(r"\{.*\}", str(refused.value))[0]
+    assert str(beside) in str(refused.value)
+    beside.write_text(example)
+    for tokenizer in (load_tokenizer(path), load_tokenizer(tmp_path)):
+        assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.token(300)) == (301, 300, "<|endoftext|>")
+    beside.write_text(json.dumps({**json.loads(example), "pattern": "("}))
+    with pytest.raises(ValueError, match=r"pattern '\(' cannot be used"):
+        load_tokenizer(path)
+    beside.write_text(json.dumps({**json.loads(example), "pattern": "a+|."}))
+    assert load_tokenizer(path).encode("aab") == [97, 97, 98]
 
 
 def test_patterns_cut_text_as_published():
