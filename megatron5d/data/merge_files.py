@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.data.special_tokens import FilesBeside, read_object
-from megatron5d.data.tiktoken_ranks import PUBLISHED, QWEN2_PATTERN
+from megatron5d.data.tiktoken_ranks import PUBLISHED, QWEN2_PATTERN, QWEN_SPECIAL
 
 # ends of the two names: of transformers, of Megatron's gpt2-vocab.json too, and of OpenAI
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
@@ -60,7 +60,7 @@ def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
     model.decoder = decoders.ByteLevel()
     added = {token: number for token, number in beside.added().items() if token not in tokens}
     if qwen2 and not added:
-        added = {token: number for token, number in PUBLISHED[151_643].special.items() if number < 151_646}
+        added = {token: len(tokens) + i for i, token in enumerate(t for t in QWEN_SPECIAL[:3] if t not in tokens)}
     for token, number in sorted(added.items(), key=lambda item: item[1]):
         model.add_tokens([AddedToken(token, normalized=False)])
         if model.token_to_id(token) != number:

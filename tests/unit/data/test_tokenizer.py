@@ -24,6 +24,15 @@ TEXTS = [
     "a <|endoftext|> b </s> <unk> <0x41>",
     "12345 3.14",
 ]
+AWKWARD = [
+    "don't I'LL 've",
+    "x=3.14 12345\xb2",
+    "\r\n\r\n a\tb",
+    "e\u0301 \xe9",
+    "\u3000\xa0x",
+    "[END]</s>",
+    "a\ud7a3\u200d",
+]
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +255,19 @@ def test_patterns_cut_text_as_published():
         ("bad.tiktoken", b"YQ== 0\nYg== one\n", r"bad\.tiktoken:2: .*base64-token rank"),
         ("same.tiktoken", b"YQ== 0\nYg== 0\n", "2 tokens share 1 ranks"),
         ("cut.tiktoken", b"YQ== 0\nYg== 1\n", r"254 of the 256 bytes are no tokens \(0x00 is the first\)"),
+        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer.*lfs pull"),
+        ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+        ("tokenizer.model", b"\n<!DOCTYPE html><html>", "is a web page.*raw"),
+        ("tokenizer.json.gz", b"\x1f\x8b\x08\0", "gunzip"),
+        ("model.safetensors", b"\x40\0\0\0\0\0\0\0{}", "safetensors file of weights"),
+        ("pytorch_model.bin", b"PK\x03\x04", "archive of weights"),
+        ("vocab.txt", b"[PAD]\n[unused0]\n", "WordPiece vocabulary"),
+        ("tok.vocab", b"<unk>\t0\n<s>\t0\n", r"list for readers beside a sentencepiece model.*\.model"),
+        ("merges.txt", b"#version: 0.2\na b\n", r"vocab\.json must stand beside"),
+        ("vocab.json", b'{"a": 0, "b": 1}', r"without its merges.*merges\.txt must stand beside"),
+        ("tokenizer_config.json", b'{"eos_token": "</s>"}', r"JSON, but not a tokenizer\.json.*folder"),
+        ("tekken.json", b'{"vocab": [], "config": {"pattern": "a"}}', r"not a tekken\.json: KeyError"),
+        ("half.json", b'{"model": {"vocab"', r"not a tokenizer\.json, and no JSON"),
     ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path, name, content, message):
@@ -254,6 +276,54 @@ def test_damaged_files_are_refused_by_name(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message) as refused:
         load_tokenizer(tmp_path / name)
     assert name in str(refused.value)
+
+
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"),
+                                   ("encoder.json", "vocab.bpe")])  # fmt: skip
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_vocabulary_and_merges_are_read_as_transformers_reads_them(hugging_face_file, tmp_path, names, kind):
+    transformers = pytest.importorskip("transformers")
+    model = json.loads(hugging_face_file.read_text())["model"]
+    vocab, merges = tmp_path / names[0], tmp_path / names[1]
+    tokens = [token for token in model["vocab"] if kind == "GPT2Tokenizer" or token != "<|endoftext|>"]
+    vocab.write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    merges.write_text("#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in model["merges"]))
+    added = {
+        len(tokens) + i: {"content": t, "special": True} for i, t in enumerate(t for t in TOKENS if t not in tokens)
+    }
+    settings = {"tokenizer_class": kind, "added_tokens_decoder": added, "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = getattr(transformers, kind)(str(vocab), str(merges))
+    assert theirs.eos_token_id == load_tokenizer(vocab).eod
+    for path in (vocab, merges, tmp_path) if "gpt2" not in names[0] else (vocab, merges):
+        ours = load_tokenizer(path)
+        for text in [*TEXTS, *AWKWARD]:
+            assert ours.encode(text) == theirs(text, split_special_tokens=True, add_special_tokens=False).input_ids
+        assert ours.decode(ours.encode("a b\n")) == "a b\n" and ours.vocab_size == len(tokens) + len(added)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "CodeGenTokenizer"}))
+    with pytest.raises(ValueError, match="tokenizer_class CodeGenTokenizer may split text in its own way"):
+        load_tokenizer(vocab)
+
+
+def test_tekken_has_its_special_tokens_first(tmp_path):
+    """As mistral_common does: an id is the rank plus the number of special tokens; ranks beyond the size are left."""
+    tiktoken = pytest.importorskip("tiktoken")
+    tokens = [bytes([b]) for b in range(256)] + [b"ab", b"cd", b"abcd", b" ab", b"unused"]
+    content = {
+        "config": {"pattern": r"\s?\w+|.|\n", "default_vocab_size": 360, "default_num_special_tokens": 100},
+        "vocab": [{"rank": i, "token_bytes": base64.b64encode(t).decode()} for i, t in enumerate(tokens)],
+    }
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    ranks = {token: i for i, token in enumerate(tokens[:260])}
+    theirs = tiktoken.Encoding("x", pat_str=content["config"]["pattern"], mergeable_ranks=ranks, special_tokens={})
+    ours = load_tokenizer(tmp_path)
+    assert (ours.vocab_size, ours.bos, ours.eod, ours.adds_bos, ours.token(99)) == (360, 1, 2, True, "<SPECIAL_99>")
+    for text in [*TEXTS, *AWKWARD, "abcd ab unused"]:
+        ids = ours.encode(text)
+        assert ids == [i + 100 for i in theirs.encode_ordinary(text)] and ours.decode([1, *ids, 2]) == text
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
