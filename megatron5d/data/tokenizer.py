@@ -169,12 +169,20 @@ def tokenizer_digest(path: str | os.PathLike[str]) -> str:
 def changes_text(tokenizer: Tokenizer) -> list[str]:
     """What the tokenizer does not keep of a text, in words; [] = it keeps all that is tried here."""
     tried = {"line breaks": "a\nb", "tabs": "a\tb", "runs of spaces": "a  b", "capital letters": "aB"}
-    return [what for what, text in tried.items() if tokenizer.decode(tokenizer.encode(text)) != text]
+    return [what for what, text in tried.items() if tokenizer.decode(_encoded(tokenizer, text)) != text]
 
 
 def text_may_hold(tokenizer: Tokenizer, number: int) -> bool:
     """Whether a text that spells a token gets its id, so that it does not only stand where it was put."""
-    return any(number in tokenizer.encode(text) for text in (tokenizer.token(number), tokenizer.decode([number])))
+    return any(number in _encoded(tokenizer, text) for text in (tokenizer.token(number), tokenizer.decode([number])))
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text; none where the tokenizer has none, and no token for what is unknown."""
+    try:
+        return tokenizer.encode(text)
+    except Exception:  # bare ones of the package tokenizers
+        return []
 
 
 class _Vocabulary:
