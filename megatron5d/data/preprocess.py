@@ -198,13 +198,7 @@ def preprocess(
         ValueError: a bad line (unless they are skipped), a broken file, or another job's files at the prefix.
     """
     started = time.monotonic()
-    tokenizer = load_tokenizer(job.recipe.tokenizer, job.recipe.eod, job.recipe.bos)
-    if job.recipe.prepend_bos and tokenizer.bos is None:
-        raise ValueError(f"--prepend-bos: {job.recipe.tokenizer} has no begin-of-text token; name one with --bos")
-    if job.recipe.append_eod and tokenizer.eod is None:
-        raise ValueError(f"--append-eod: {job.recipe.tokenizer} has no end-of-document token; name one with --eod")
-    for text in _warnings(job.recipe, tokenizer):
-        reporting.warning(text)
+    tokenizer = _opened(job.recipe, reporting)
     outputs = [prefix for parts in job.outputs() for prefix in parts]
     journal = Journal(job.prefix, job.fingerprint(tokenizer.eod, tokenizer.bos), outputs)
     if overwrite:
@@ -232,17 +226,26 @@ def preprocess(
     return {**summary, "up_to_date": False}
 
 
-def _warnings(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
-    """What the tokenizer does not keep of a text, and tokens around documents that may stand inside of them, too."""
-    around = [tokenizer.eod] * recipe.append_eod + [tokenizer.bos] * recipe.prepend_bos
-    found = [
-        f"token {number} ({tokenizer.token(number)!r}) is in every document that spells it, not only where it is put"
-        for number in around
-        if number is not None and text_may_hold(tokenizer, number)
-    ]
+def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
+    """The tokenizer; tells what it does not keep of a text, and of tokens that may stand inside of documents, too.
+
+    Raises:
+        ValueError: it has no token of those that shall stand around documents.
+    """
+    tokenizer = load_tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
+    if recipe.prepend_bos and tokenizer.bos is None:
+        raise ValueError(f"--prepend-bos: {recipe.tokenizer} has no begin-of-text token; name one with --bos")
+    if recipe.append_eod and tokenizer.eod is None:
+        raise ValueError(f"--append-eod: {recipe.tokenizer} has no end-of-document token; name one with --eod")
+    for number in [tokenizer.eod] * recipe.append_eod + [tokenizer.bos] * recipe.prepend_bos:
+        if number is not None and text_may_hold(tokenizer, number):
+            name = tokenizer.token(number)
+            reporting.warning(
+                f"token {number} ({name!r}) is in every document that spells it, not only where it is put"
+            )
     if lost := changes_text(tokenizer):
-        found.append(f"{recipe.tokenizer} does not keep {', '.join(lost)}: decoding its tokens gives another text")
-    return found
+        reporting.warning(f"{recipe.tokenizer} does not keep {', '.join(lost)}: decoding its tokens gives another text")
+    return tokenizer
 
 
 def _result(job: Job, progress: Progress) -> dict:

@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -89,39 +88,6 @@ def test_eod_is_found_and_not_shown(tokenizer_path):
     tokenizer = load_tokenizer(tokenizer_path)
     assert tokenizer.eod is not None and tokenizer.eod < tokenizer.vocab_size
     assert tokenizer.decode([*tokenizer.encode("x"), tokenizer.eod]) == "x"
-
-
-def test_sentencepiece_is_trained_to_size(sentencepiece_file):
-    tokenizer = load_tokenizer(sentencepiece_file)
-    assert sentencepiece_file.name == "tok.model"
-    assert (tokenizer.vocab_size, tokenizer.eod) == (1000, 1)
-    text = CORPUS[0]
-    assert len(tokenizer.encode(text)) < len(text) / 2
-
-
-def test_long_documents_are_not_dropped_from_training(tmp_path):
-    pytest.importorskip("sentencepiece")
-    words = "zebra quagga okapi " * 30_000  # far beyond sentencepiece's limit for one input
-    path = train_sentencepiece([words], 300, tmp_path / "t")
-    assert len(load_tokenizer(path).encode("quagga okapi")) <= 6
-
-
-def test_impossible_vocabulary_gives_sentencepieces_reason(tmp_path):
-    pytest.importorskip("sentencepiece")
-    with pytest.raises(ValueError, match="--vocab-size 60000.*Vocabulary size too high.*<= "):
-        train_sentencepiece(["a b c"], 60000, tmp_path / "t")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_wrong_with_the_texts_is_told_as_it_is(tmp_path):
-    pytest.importorskip("sentencepiece")
-
-    def texts():
-        yield "a b c"
-        raise ValueError("corpus.jsonl:2: no field 'text'")
-
-    with pytest.raises(ValueError, match="^corpus.jsonl:2: no field 'text'$"):
-        train_sentencepiece(texts(), 270, tmp_path / "t")
 
 
 def test_bos_of_a_hugging_face_template_is_not_added(hugging_face_file):
@@ -336,35 +302,3 @@ def test_a_missing_package_is_named(tokenizer_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package[tokenizer_path.name], None)
     with pytest.raises(ValueError, match=f"needs the package {package[tokenizer_path.name]}: pip install"):
         load_tokenizer(tokenizer_path)
-
-
-def tool(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "tools/tokenizer.py", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        **options,
-    )
-
-
-def test_tool_trains_and_shows(tmp_path):
-    pytest.importorskip("sentencepiece")
-    made = tool(
-        "train", "--input", "tests/unit/data", "--glob", "*.py", "--vocab-size", 600, "--out", tmp_path / "t", "--json"
-    )
-    assert made.returncode == 0, made.stderr
-    assert json.loads(made.stdout)["vocab_size"] == 600
-    shown = tool("show", tmp_path / "t.model", "--text", "-", "--json", input="def f():\n\tpass")
-    found = json.loads(shown.stdout)
-    assert shown.returncode == 0 and found["round_trip"] and "".join(found["pieces"]) == "def f():\n\tpass"
-    refused = tool("show", tmp_path / "nowhere.model")
-    assert refused.returncode == 2 and "no such tokenizer file" in refused.stderr and "Traceback" not in refused.stderr
-    nameless = tool("train", "--input", "tests/unit/data", "--out", f"{tmp_path}/folder/")
-    assert nameless.returncode == 2 and "ends in no name" in nameless.stderr and not (tmp_path / "folder").exists()
-
-
-@pytest.mark.parametrize(("texts", "vocab_size", "reason"), [([""], 600, "every file is empty"), (["a"], 257, "258")])
-def test_what_cannot_be_trained_is_said_in_our_words(tmp_path, texts, vocab_size, reason):
-    with pytest.raises(ValueError, match=reason):
-        train_sentencepiece(texts, vocab_size, tmp_path / "t")
