@@ -94,7 +94,7 @@ _CL100K_SPECIAL = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_s
 
 # ranks in the file -> vocabulary
 PUBLISHED: dict[int, Published] = {
-    50_256: Published("r50k_base, GPT-2", GPT2_PATTERN, {"<|endoftext|>": 50_256}),
+    50_256: Published("GPT-2", GPT2_PATTERN, {"<|endoftext|>": 50_256}),
     50_280: Published("p50k_base", GPT2_PATTERN, {"<|endoftext|>": 50_256}),  # the file leaves a gap at 50256
     100_256: Published("cl100k_base", CL100K_PATTERN, {**_from(100_257, _CL100K_SPECIAL), "<|endofprompt|>": 100_276}),
     128_000: Published("Llama 3", CL100K_PATTERN, _from(128_000, LLAMA3_SPECIAL)),

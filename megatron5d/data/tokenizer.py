@@ -243,7 +243,7 @@ class SentencePieceTokenizer(_Vocabulary):
         except RuntimeError as error:
             raise ValueError(
                 f"{path}: not a sentencepiece model, tokenizer.json, tekken.json, vocab.json with merges.txt or "
-                f"tiktoken file, or a damaged one: {len(content)} bytes that begin with {content[:16]!r} ({error})"
+                f"tiktoken file, or a damaged one: {len(content)} bytes that begin with {content[:16]!r}"
             ) from error
         model, self._size = self._model, self._model.get_piece_size()
         known = {model.id_to_piece(i): i for i in range(self._size)}
@@ -317,8 +317,10 @@ class HuggingFaceTokenizer(_Vocabulary):
         unread = special_names(known, beside)
         self._name_tokens(beside, known, added | {known[name] for name in unread}, (eod, bos))
         unread |= {self._names[i] for i in (self.eod, self.bos) if i is not None}
-        there = [name for name in sorted(unread, key=known.__getitem__) if known[name] in taken]
-        self._model.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in there])
+        for name in sorted(unread, key=known.__getitem__):
+            # a word of the vocabulary that has a role (a pad_token "!") stays text, and is decoded
+            if known[name] in added & taken or (known[name] in taken and known[name] not in self.encode(name)):
+                self._model.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
         begins = self._model.encode("", add_special_tokens=True).ids[:1]
         wanted = merges is not None and bool(beside.config.get("add_bos_token"))
         self.adds_bos = self.bos is not None and (begins == [self.bos] or wanted)

@@ -167,6 +167,13 @@ def test_no_text_is_read_as_the_token_that_ends_a_document(folder, make):
         assert tokenizer.decode([*ids, tokenizer.eod]) == SPELLED
 
 
+def test_an_ordinary_token_with_a_role_stays_text(folder):
+    """A pad_token "!" is in texts, and comes back."""
+    write(folder, tokenizer_config={"eos_token": "[END]", "pad_token": "!", "additional_special_tokens": ["a"]})
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode([*tokenizer.encode("a! b"), tokenizer.eod]) == "a! b"
+
+
 def test_tokens_added_as_text_are_read_as_transformers_reads_them(folder):
     """Runs of spaces (GPT-NeoX) and tags (Gemma, Qwen 3) are in the vocabulary to be found in text."""
     tokenizers = pytest.importorskip("tokenizers")
