@@ -12,7 +12,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,15 +101,12 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
             is not in its vocabulary.
     """
     file = tokenizer_file(path)
-    with file.open("rb") as opened:
-        head = opened.read(4096)
-    if not head:
-        raise ValueError(f"{file}: the tokenizer file is empty")
     pair = pair_of(file)
     if pair is not None:
+        for part in pair:
+            _head(part, MISTAKEN[:-1])
         return HuggingFaceTokenizer(pair[0], eod, bos, pair[1])
-    if mistaken := next((what for begin, what in MISTAKEN if re.match(begin, head, re.DOTALL)), None):
-        raise ValueError(f"{file} {mistaken}")
+    head = _head(file)
     if head.lstrip()[:1] == b"{":
         if b'"added_tokens"' in head:
             return HuggingFaceTokenizer(file, eod, bos)
@@ -117,6 +114,22 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
     if looks_like_ranks(head):
         return TiktokenTokenizer(file, eod, bos)
     return SentencePieceTokenizer(file, eod, bos)
+
+
+def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes:
+    """The first bytes of a file.
+
+    Raises:
+        ValueError: there is none, or they are those of something else than a tokenizer.
+    """
+    with file.open("rb") as opened:
+        head = opened.read(4096)
+    if not head:
+        raise ValueError(f"{file}: the tokenizer file is empty")
+    for begin, what in mistaken:
+        if re.match(begin, head, re.DOTALL):
+            raise ValueError(f"{file} {what}")
+    return head
 
 
 def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
@@ -213,15 +226,12 @@ class _Vocabulary:
         self._names = {number: name for name, number in known.items()}
         self.vocab_size = max(self._names, default=-1) + 1
         path, (eod, bos) = beside.path, asked
-        self.eod = (
-            end_of_document(beside, known, special, own[0])
-            if eod is None
-            else asked_for(path, eod, known, "end-of-document")
-        )
-        self.bos = (
-            begin_of_document(beside, known, special, own[1])
-            if bos is None
-            else asked_for(path, bos, known, "begin-of-text")
+        self.eod, self.bos = (
+            find(beside, known, special, named) if token is None else asked_for(path, token, known, what)
+            for find, named, token, what in (
+                (end_of_document, own[0], eod, "end-of-document"),
+                (begin_of_document, own[1], bos, "begin-of-text"),
+            )
         )
 
     def token(self, number: int) -> str:

@@ -272,6 +272,9 @@ def test_vocabulary_and_merges_are_read_as_transformers_reads_them(hugging_face_
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "CodeGenTokenizer"}))
     with pytest.raises(ValueError, match="tokenizer_class CodeGenTokenizer may split text in its own way"):
         load_tokenizer(vocab)
+    merges.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=f"{merges.name} is a Git LFS pointer"):
+        load_tokenizer(vocab)
 
 
 def test_tekken_has_its_special_tokens_first(tmp_path):
