@@ -65,9 +65,19 @@ class FilesBeside:
         return tokens | legacy if "added_tokens_decoder" in self.config else legacy | tokens
 
     def added(self) -> dict[str, int]:
-        """Tokens with their ids that tokenizer_config.json and added_tokens.json add to the vocabulary."""
-        found = {_text(token): int(i) for i, token in (self.config.get("added_tokens_decoder") or {}).items()}
-        return {**read_object(self.path.with_name("added_tokens.json")), **found}
+        """Tokens with their ids that tokenizer_config.json and added_tokens.json add to the vocabulary.
+
+        Raises:
+            ValueError: an id is no number.
+        """
+        file = self.path.with_name("added_tokens.json")
+        try:
+            found = {str(token): int(i) for token, i in read_object(file).items()}
+            file = self.path.with_name("tokenizer_config.json")
+            decoder = self.config.get("added_tokens_decoder") or {}
+            return found | {_text(token): int(i) for i, token in decoder.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: tokens and ids of added tokens cannot be read: {error}") from error
 
     def special(self) -> set[str]:
         """Every token that has a role."""
