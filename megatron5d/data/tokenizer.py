@@ -323,14 +323,19 @@ class HuggingFaceTokenizer(_Vocabulary):
         known = self._model.get_vocab(with_added_tokens=True)
         taken = set(known.values())
         known |= {token: i for token, i in beside.added().items() if token not in known and i not in taken}
-        added = set(self._model.get_added_tokens_decoder()) | (set(known.values()) - taken)
+        listed = self._model.get_added_tokens_decoder()
+        added = set(listed) | (set(known.values()) - taken)
         unread = special_names(known, beside)
         self._name_tokens(beside, known, added | {known[name] for name in unread}, (eod, bos))
         unread |= {self._names[i] for i in (self.eod, self.bos) if i is not None}
-        for name in sorted(unread, key=known.__getitem__):
-            # a word of the vocabulary that has a role (a pad_token "!") stays text, and is decoded
-            if known[name] in added & taken or (known[name] in taken and known[name] not in self.encode(name)):
-                self._model.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
+        # a word of the vocabulary that has a role (a pad_token "!") stays text, and is decoded
+        marked = [
+            tokenizers.AddedToken(name, special=True, normalized=False)
+            for name in sorted(unread, key=known.__getitem__)
+            if (not listed[known[name]].special if known[name] in listed else not text_may_hold(self, known[name]))
+            and known[name] in taken
+        ]
+        self._model.add_special_tokens(marked)
         begins = self._model.encode("", add_special_tokens=True).ids[:1]
         wanted = merges is not None and bool(beside.config.get("add_bos_token"))
         self.adds_bos = self.bos is not None and (begins == [self.bos] or wanted)
