@@ -67,18 +67,17 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> Tokenizer:
     return load_tokenizer(path, config.data.eod)
 
 
-def encode_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Config) -> list[int]:
-    """The prompt's tokens. Documents of our own runs begin with no token unless preprocess.py put one there."""
+def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Config) -> list[int]:
+    """What stands before a prompt. Documents of our own runs begin with no token unless preprocess.py put one there."""
     if args.bos and tokenizer.bos is None:
         raise ValueError("--bos: the tokenizer names no begin-of-text token (bos_token in tokenizer_config.json)")
     begins = args.bos if args.bos is not None else tokenizer.adds_bos and not config.data.train
-    begin = [tokenizer.bos] if begins and tokenizer.bos is not None else []
-    return begin + tokenizer.encode(args.prompt)
+    return [tokenizer.bos] if begins and tokenizer.bos is not None else []
 
 
 def continue_text(predictor: Predictor, tokenizer: Tokenizer, args: argparse.Namespace) -> list[int]:
     """The prompt's tokens and the new ones."""
-    prompt = encode_prompt(tokenizer, args, predictor.config)
+    prompt = begin_of_prompt(tokenizer, args, predictor.config) + tokenizer.encode(args.prompt)
     vocab_size = predictor.config.model.vocab_size
     if outside := [token for token in prompt if token >= vocab_size]:
         raise ValueError(

@@ -252,7 +252,8 @@ def test_a_prompt_begins_as_the_tokenizers_files_say(imported, tmp_path, capsys)
         assert tokens(*source)[:3] == [9, 3, 7] and tokens(*source, "--no-bos")[:2] == [3, 7]
     args = generate.parse(["--hf", "x", "--prompt", "w3"])
     trained = Config(data=DataConfig(["corpus"]))
-    assert generate.encode_prompt(load_tokenizer(tmp_path), args, trained) == [3]
+    assert generate.begin_of_prompt(load_tokenizer(tmp_path), args, trained) == []
+    assert generate.begin_of_prompt(load_tokenizer(tmp_path), args, Config()) == [9]
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
     assert generate.main(["--hf", str(hf), "--tokenizer", str(tmp_path), "--prompt", "w3", "--bos"]) == 2
     assert "--bos: the tokenizer names no begin-of-text token" in capsys.readouterr().err
