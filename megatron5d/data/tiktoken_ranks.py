@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron5d.data.special_tokens import FilesBeside
+
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 CL100K_PATTERN = (
@@ -110,18 +112,15 @@ def looks_like_ranks(head: bytes) -> bool:
     return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?", head.split(b"\n", 1)[0]) is not None
 
 
-def read_ranks(path: Path, config: dict[str, Any], added: dict[str, int]) -> Ranks:
+def read_ranks(path: Path) -> Ranks:
     """Reads a tiktoken file.
 
-    Args:
-        path: of the file.
-        config: tokenizer_config.json beside it; its `pattern` (a regular expression, or a name of PATTERNS) goes before
-            the published one.
-        added: special tokens that the files beside it name.
+    The `pattern` in tokenizer_config.json beside it (a regular expression, or a name of PATTERNS) goes before the
+    published one; the special tokens that the files beside it add go before the published ones, too.
 
     Raises:
         ValueError: a line is not a base64 token and a rank (names the line), two tokens have the same rank, a single
-            byte is not a token, or the vocabulary is none of PUBLISHED and `config` has no pattern.
+            byte is not a token, or the vocabulary is none of PUBLISHED and no pattern is given.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -133,9 +132,10 @@ def read_ranks(path: Path, config: dict[str, Any], added: dict[str, int]) -> Ran
         except (ValueError, binascii.Error):
             raise ValueError(f"{path}:{number}: {line[:60]!r} is not 'base64-token rank'") from None
     _check_whole(path, ranks)
-    published = PUBLISHED.get(len(ranks))
+    published, beside, taken = PUBLISHED.get(len(ranks)), FilesBeside(path), set(ranks.values())
+    added = {token: number for token, number in beside.added().items() if number not in taken}
     special = {**(published.special if published else {}), **added}
-    pattern = config.get("pattern")
+    pattern = beside.config.get("pattern")
     if pattern is not None:
         return Ranks(ranks, PATTERNS.get(str(pattern), str(pattern)), special)
     if published is None:

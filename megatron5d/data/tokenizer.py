@@ -358,9 +358,8 @@ class TiktokenTokenizer(_Vocabulary):
         except ImportError as error:
             raise ValueError(f"{path} needs the package tiktoken: pip install 'megatron5d[data]'") from error
         beside = FilesBeside(path)
-        found = read_ranks(path, beside.config, beside.added()) if tekken is None else read_tekken(path, tekken)
-        taken = set(found.ranks.values())
-        special = {token: i for token, i in found.special.items() if i not in taken}
+        found = read_ranks(path) if tekken is None else read_tekken(path, tekken)
+        special = found.special
         try:
             self._model = tiktoken.Encoding(
                 path.stem, pat_str=found.pattern, mergeable_ranks=found.ranks, special_tokens=special
