@@ -35,7 +35,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 = likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=50, metavar="K", help="draw among K tokens; 0 = all (default 50)")
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the draws (default 0)")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="sentencepiece, tokenizer.json or tiktoken file")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer's file of any kind, or its folder")
+    parser.add_argument(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin the prompt with the begin-of-text token (default: as the tokenizer's files say; no after training)",
+    )
     parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"], help="of the computation (default: the source's)")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
     parser.add_argument("--json", action="store_true", help="print {prompt, text, tokens} instead of the text")
@@ -62,9 +67,17 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> Tokenizer:
     return load_tokenizer(path, config.data.eod)
 
 
+def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Config) -> list[int]:
+    """What stands before a prompt. Documents of our own runs begin with no token unless preprocess.py put one there."""
+    if args.bos and tokenizer.bos is None:
+        raise ValueError("--bos: the tokenizer names no begin-of-text token (bos_token in tokenizer_config.json)")
+    begins = args.bos if args.bos is not None else tokenizer.adds_bos and not config.data.train
+    return [tokenizer.bos] if begins and tokenizer.bos is not None else []
+
+
 def continue_text(predictor: Predictor, tokenizer: Tokenizer, args: argparse.Namespace) -> list[int]:
     """The prompt's tokens and the new ones."""
-    prompt = tokenizer.encode(args.prompt)
+    prompt = begin_of_prompt(tokenizer, args, predictor.config) + tokenizer.encode(args.prompt)
     vocab_size = predictor.config.model.vocab_size
     if outside := [token for token in prompt if token >= vocab_size]:
         raise ValueError(

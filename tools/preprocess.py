@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
         "--exclude", nargs="+", default=[], metavar="PATTERN", help="names of files or folders to leave out"
     )
     parser.add_argument(
-        "--tokenizer", required=True, metavar="FILE", help="sentencepiece, tokenizer.json or tiktoken file"
+        "--tokenizer", required=True, metavar="PATH", help="a tokenizer's file of any kind, or the folder that holds it"
     )
     parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument(
@@ -46,6 +46,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--eod", metavar="TOKEN", help="that token or its id, where the tokenizer does not name it")
+    parser.add_argument("--prepend-bos", action="store_true", help="begin each document with the begin-of-text token")
+    parser.add_argument("--bos", metavar="TOKEN", help="that token or its id, where the tokenizer does not name it")
     parser.add_argument(
         "--valid-fraction", type=float, default=0.0, help="hold out this share: PREFIX_train, PREFIX_valid"
     )
@@ -73,7 +75,8 @@ def available_cores() -> int:
 def run(args: argparse.Namespace) -> dict:
     """Preprocesses with a progress bar on stderr."""
     files = tuple(list_files(args.input, args.glob, args.exclude))
-    recipe = Recipe(args.tokenizer, args.eod, args.append_eod, tuple(args.json_keys), args.skip_bad)
+    keys = tuple(args.json_keys)
+    recipe = Recipe(args.tokenizer, args.eod, args.append_eod, keys, args.skip_bad, args.bos, args.prepend_bos)
     job = Job(files, args.out, recipe, args.text_per, args.valid_fraction)
     shown: list[BadLine] = []
     total = sum(path.stat().st_size for path in files)
@@ -90,7 +93,11 @@ def run(args: argparse.Namespace) -> dict:
             elif len(shown) == SHOWN_BAD_LINES + 1:
                 bar.write("further bad lines are only counted", file=sys.stderr)
 
-        return preprocess(job, args.workers or available_cores(), Reporting(progress, bad_line), args.overwrite)
+        def warning(text: str) -> None:
+            bar.write(f"preprocess: WARNING: {text}", file=sys.stderr)
+
+        reporting = Reporting(progress, bad_line, warning)
+        return preprocess(job, args.workers or available_cores(), reporting, args.overwrite)
 
 
 def main() -> int:
@@ -108,6 +115,10 @@ def main() -> int:
         return 0
     for prefix, counts in summary["outputs"].items():
         print(f"{prefix}.bin/.idx: {counts['documents']} documents, {counts['tokens']} tokens ({summary['dtype']})")
+    appended = "" if args.append_eod else ", not appended (--append-eod does)"
+    print(f"end-of-document token: {summary['eod']} {summary.get('eod_token') or ''}{appended}")
+    if args.prepend_bos:
+        print(f"begin-of-text token: {summary['bos']}")
     was = "already there" if summary["up_to_date"] else f"{summary['seconds']:.1f} s"
     print(
         f"{summary['files']} files, {summary['empty']} empty documents, {summary['bad_lines']} bad lines skipped; {was}"

@@ -1,9 +1,11 @@
 """Train a tokenizer, or show how one encodes a text.
 
     python tools/tokenizer.py train --input src/ --glob '*.py' --vocab-size 4096 --out data/tok
+    python tools/tokenizer.py train --input src/ --glob '*.py' --format tokenizer.json --out data/bpe
     python tools/tokenizer.py show data/tok.model --text "def f(x): return x"
 
-`train` makes a sentencepiece BPE with byte fallback; `show` opens sentencepiece, tokenizer.json and tiktoken files.
+`train` makes a sentencepiece BPE with byte fallback, or a byte-level BPE as a folder that AutoTokenizer opens; `show`
+opens sentencepiece, tokenizer.json, tekken.json, vocab.json with merges.txt and tiktoken files.
 Exit codes: 0 done, 1 the text does not survive the round trip, 2 refused.
 """
 
@@ -23,15 +25,16 @@ from tqdm import tqdm
 
 from megatron5d.data.corpus import list_files, units
 from megatron5d.data.documents import BadLine, documents
-from megatron5d.data.tokenizer import load_tokenizer
-from megatron5d.data.tokenizer_training import train_sentencepiece
+from megatron5d.data.tiktoken_ranks import PATTERNS
+from megatron5d.data.tokenizer import changes_text, load_tokenizer
+from megatron5d.data.tokenizer_training import train_byte_level, train_sentencepiece
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train a sentencepiece BPE")
+    train = commands.add_parser("train", help="train a BPE")
     train.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below")
     train.add_argument("--glob", nargs="+", default=[], metavar="PATTERN", help="names to take from folders ('*.py')")
     train.add_argument(
@@ -41,14 +44,25 @@ def arguments() -> argparse.Namespace:
     train.add_argument("--vocab-size", type=int, default=4096, help="ids, the 256 bytes and the special ones included")
     train.add_argument("--max-mb", type=float, default=100.0, help="train on the first so many MB of text")
     train.add_argument("--skip-bad", action="store_true", help="leave bad lines out instead of stopping at the first")
-    train.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.model")
+    train.add_argument(
+        "--format",
+        choices=["sentencepiece", "tokenizer.json"],
+        default="sentencepiece",
+        help="kind (default: the first)",
+    )
+    train.add_argument(
+        "--pattern", choices=list(PATTERNS), default="cl100k", help="splits text, of a tokenizer.json (default: cl100k)"
+    )
+    train.add_argument(
+        "--out", required=True, metavar="PREFIX", help="writes PREFIX.model, or the folder PREFIX with tokenizer.json"
+    )
     show = commands.add_parser("show", help="describe a tokenizer; encode and decode a text")
     show.add_argument("file", help="tokenizer file, or a folder that holds one")
     show.add_argument("--text", help="text to encode; '-' reads stdin")
     for command in (train, show):
         command.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
-    if args.command == "train" and args.out.endswith((os.sep, ".")):
+    if args.command == "train" and args.format == "sentencepiece" and args.out.endswith((os.sep, ".")):
         parser.error(f"--out {args.out} ends in no name; the file is called PREFIX.model")
     return args
 
@@ -74,12 +88,14 @@ def texts(files: Sequence[Path], keys: Sequence[str], max_bytes: float, skip_bad
 
 
 def train(args: argparse.Namespace) -> dict:
-    """Trains and writes PREFIX.model."""
+    """Trains and writes PREFIX.model, or PREFIX/tokenizer.json."""
     started = time.monotonic()
     files = list_files(args.input, args.glob, args.exclude)
-    path = train_sentencepiece(
-        texts(files, args.json_keys, args.max_mb * 1e6, args.skip_bad), args.vocab_size, args.out
-    )
+    read = texts(files, args.json_keys, args.max_mb * 1e6, args.skip_bad)
+    if args.format == "sentencepiece":
+        path = train_sentencepiece(read, args.vocab_size, args.out)
+    else:
+        path = train_byte_level(read, args.vocab_size, args.out, args.pattern)
     tokenizer = load_tokenizer(path)
     seconds = round(time.monotonic() - started, 3)
     return {"model": str(path), "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod, "seconds": seconds}
@@ -88,7 +104,11 @@ def train(args: argparse.Namespace) -> dict:
 def show(args: argparse.Namespace) -> dict:
     """Describes a tokenizer, and takes a text there and back."""
     tokenizer = load_tokenizer(args.file)
-    found = {"kind": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+    found: dict = {"kind": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size}
+    for role, number in (("eod", tokenizer.eod), ("bos", tokenizer.bos)):
+        found |= {role: number, f"{role}_token": None if number is None else tokenizer.token(number)}
+    if lost := changes_text(tokenizer):
+        found["does_not_keep"] = lost
     if args.text is None:
         return found
     text = sys.stdin.read() if args.text == "-" else args.text

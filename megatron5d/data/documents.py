@@ -139,6 +139,8 @@ class Recipe:
     append_eod: bool = False  # after each document that is not empty
     json_keys: tuple[str, ...] = ("text",)  # fields or columns with text
     skip_bad: bool = False  # bad lines do not end the job
+    bos: str | int | None = None  # begin-of-text token; None = the tokenizer's own
+    prepend_bos: bool = False  # before each document that is not empty
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
         unit: from `units`.
         recipe: how to tokenise it.
     """
-    tokenizer = _tokenizer(recipe.tokenizer, recipe.eod)
+    tokenizer = _tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
+    begin = [tokenizer.bos] if recipe.prepend_bos and tokenizer.bos is not None else []
     end = [tokenizer.eod] if recipe.append_eod and tokenizer.eod is not None else []
     lengths: list[list[int]] = [[] for _ in recipe.json_keys]
     ids: list[list[np.ndarray]] = [[] for _ in recipe.json_keys]
@@ -170,7 +173,7 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
             continue
         for k, text in enumerate(document):
             found = tokenizer.encode(text)
-            encoded = np.array(found + end if found else [], dtype=np.int32)
+            encoded = np.array(begin + found + end if found else [], dtype=np.int32)
             lengths[k].append(len(encoded))
             ids[k].append(encoded)
     empty = np.empty(0, dtype=np.int32)
@@ -180,9 +183,9 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(path: str, eod: str | int | None) -> Tokenizer:
+def _tokenizer(path: str, eod: str | int | None, bos: str | int | None) -> Tokenizer:
     """The tokenizer, loaded once in each process: loading takes longer than tokenising many units."""
-    return load_tokenizer(path, eod)
+    return load_tokenizer(path, eod, bos)
 
 
 def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[tuple[Unit, Tokenized]]:

@@ -28,7 +28,7 @@ from megatron5d.data.documents import BadLine, Recipe, Tokenized, ordered_map
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedWriter, finish_partial, with_suffix
 from megatron5d.data.sample_order import hash_key
-from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron5d.data.tokenizer import Tokenizer, changes_text, load_tokenizer, text_may_hold, tokenizer_digest
 
 
 @dataclass
@@ -154,13 +154,15 @@ class Job:
         names = [self.prefix] if len(keys) == 1 else [f"{self.prefix}_{key}" for key in keys]
         return [[name + part for part in (["_train", "_valid"] if self.valid_fraction > 0 else [""])] for name in names]
 
-    def fingerprint(self, eod: int | None) -> str:
-        """A hash of the inputs and of the settings that change the result; `eod` as the tokenizer resolves it."""
+    def fingerprint(self, eod: int | None, bos: int | None) -> str:
+        """A hash of the inputs and of the settings that change the result; `eod`, `bos` as the tokenizer finds them."""
         files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
         # skip_bad is left out, so that a run that stopped at a bad line can continue with it
         recipe = dataclasses.asdict(dataclasses.replace(self.recipe, tokenizer="", skip_bad=False))
-        tokenizer = hashlib.sha256(tokenizer_file(self.recipe.tokenizer).read_bytes()).hexdigest()
-        text = json.dumps([files, recipe, tokenizer, eod, self.text_per, self.valid_fraction])
+        first = [bos] if recipe.pop("prepend_bos") else []  # nothing is added to the hash of a job without it
+        del recipe["bos"]
+        tokenizer = tokenizer_digest(self.recipe.tokenizer)
+        text = json.dumps([files, recipe, tokenizer, eod, self.text_per, self.valid_fraction, *first])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -170,6 +172,7 @@ class Reporting:
 
     progress: Callable[[int, Progress], None] = lambda done_bytes, progress: None  # after each unit
     bad_line: Callable[[BadLine], None] = lambda bad: None  # for each line that is skipped
+    warning: Callable[[str], None] = lambda text: None  # before the first unit
 
 
 def preprocess(
@@ -195,11 +198,9 @@ def preprocess(
         ValueError: a bad line (unless they are skipped), a broken file, or another job's files at the prefix.
     """
     started = time.monotonic()
-    tokenizer = load_tokenizer(job.recipe.tokenizer, job.recipe.eod)
-    if job.recipe.append_eod and tokenizer.eod is None:
-        raise ValueError(f"--append-eod: {job.recipe.tokenizer} has no end-of-document token; name one with --eod")
+    tokenizer = _opened(job.recipe, reporting)
     outputs = [prefix for parts in job.outputs() for prefix in parts]
-    journal = Journal(job.prefix, job.fingerprint(tokenizer.eod), outputs)
+    journal = Journal(job.prefix, job.fingerprint(tokenizer.eod, tokenizer.bos), outputs)
     if overwrite:
         journal.discard()
     if (summary := journal.finished()) is not None:
@@ -216,11 +217,35 @@ def preprocess(
         "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
+        "eod_token": None if tokenizer.eod is None else tokenizer.token(tokenizer.eod),
+        "bos": tokenizer.bos if job.recipe.prepend_bos else None,
         "resumed_documents": resumed,
         "seconds": round(time.monotonic() - started, 3),
     }
     journal.close(summary)
     return {**summary, "up_to_date": False}
+
+
+def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
+    """The tokenizer; tells what it does not keep of a text, and of tokens that may stand inside of documents, too.
+
+    Raises:
+        ValueError: it has no token of those that shall stand around documents.
+    """
+    tokenizer = load_tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
+    if recipe.prepend_bos and tokenizer.bos is None:
+        raise ValueError(f"--prepend-bos: {recipe.tokenizer} has no begin-of-text token; name one with --bos")
+    if recipe.append_eod and tokenizer.eod is None:
+        raise ValueError(f"--append-eod: {recipe.tokenizer} has no end-of-document token; name one with --eod")
+    for number in [tokenizer.eod] * recipe.append_eod + [tokenizer.bos] * recipe.prepend_bos:
+        if number is not None and text_may_hold(tokenizer, number):
+            name = tokenizer.token(number)
+            reporting.warning(
+                f"token {number} ({name!r}) is in every document that spells it, not only where it is put"
+            )
+    if lost := changes_text(tokenizer):
+        reporting.warning(f"{recipe.tokenizer} does not keep {', '.join(lost)}: decoding its tokens gives another text")
+    return tokenizer
 
 
 def _result(job: Job, progress: Progress) -> dict:

@@ -1,117 +1,57 @@
-"""Tokenizers: text to token ids and back, from sentencepiece, Hugging Face and tiktoken files.
+"""Tokenizers: text to token ids and back, from sentencepiece, Hugging Face, tiktoken and Mistral files.
 
 Special tokens are never read from text: a document that contains the characters `<|endoftext|>` gets the ids of those
-characters. No begin-of-sequence token is added.
-
-Reads tiktoken files, and knows what they do not say: the pattern that splits text, and the special tokens.
-
-The number of ranks in a file tells which published vocabulary it is. Any other vocabulary gets the cl100k pattern and
-one special token after the last rank.
-
-Source: openai/tiktoken, tiktoken_ext/openai_public.py; meta-llama/llama-models, llama3/tokenizer.py.
+characters. No begin-of-text token is added. Tokens that a file adds to its vocabulary as text (`special: false`) are
+read as transformers does, unless they end or begin documents, have a role in the folder's files, or look like <|this|>.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
+import hashlib
 import json
 import os
 import re
+import unicodedata
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-CL100K_PATTERN = (
-    CONTRACTIONS + r"""|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+from megatron5d.data.merge_files import PAIRS, byte_level_bpe, pair_of
+from megatron5d.data.special_tokens import (
+    FilesBeside,
+    asked_for,
+    begin_of_document,
+    end_of_document,
+    special_names,
 )
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-O200K_PATTERN = "|".join(
-    [
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
-LLAMA3_RANKS = 128_000
-LLAMA3_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>"]
-LLAMA3_NUM_SPECIAL = 256
-
-# ranks in the file -> (pattern, special tokens)
-PUBLISHED: dict[int, tuple[str, dict[str, int]]] = {
-    50256: (GPT2_PATTERN, {"<|endoftext|>": 50256}),
-    50280: (GPT2_PATTERN, {"<|endoftext|>": 50256}),  # p50k_base leaves a gap at 50256
-    100256: (CL100K_PATTERN, {"<|endoftext|>": 100257, "<|endofprompt|>": 100276}),
-    199998: (O200K_PATTERN, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
-    LLAMA3_RANKS: (
-        CL100K_PATTERN,
-        {
-            (LLAMA3_SPECIAL[i] if i < len(LLAMA3_SPECIAL) else f"<|special_{i}|>"): LLAMA3_RANKS + i
-            for i in range(LLAMA3_NUM_SPECIAL)
-        },
-    ),
-}
-
-
-def looks_like_ranks(head: bytes) -> bool:
-    """Whether a file with this beginning is a list of base64 tokens and ranks."""
-    return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?", head.split(b"\n", 1)[0]) is not None
-
-
-def read_ranks(path: Path) -> tuple[dict[bytes, int], str, dict[str, int]]:
-    """Reads a tiktoken file.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        token -> rank; the pattern that splits text; special token -> id.
-
-    Raises:
-        ValueError: a line is not a base64 token and a rank (names the line), two tokens have the same rank, or a single
-            byte is not a token.
-    """
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line:
-            continue
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error):
-            raise ValueError(f"{path}:{number}: {line[:60]!r} is not 'base64-token rank'") from None
-    if len(set(ranks.values())) != len(ranks):
-        raise ValueError(
-            f"{path}: {len(ranks)} tokens share {len(set(ranks.values()))} ranks; each rank is one token's"
-        )
-    if lacking := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ValueError(
-            f"{path}: {len(lacking)} of the 256 bytes are no tokens (0x{lacking[0]:02x} is the first), and a text that "
-            "has them could not be encoded: the file is not whole"
-        )
-    after = max(ranks.values()) + 1
-    return ranks, *PUBLISHED.get(len(ranks), (CL100K_PATTERN, {"<|endoftext|>": after}))
-
-
-# Names of the end-of-document token in published tokenizers, the more specific ones first.
-EOD_NAMES = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
-    "<eod>",
-    "</s>",
-    "<eos>",
-    "<|im_end|>",
-)
-
+from megatron5d.data.tiktoken_ranks import looks_like_ranks, read_ranks, read_tekken
 
 RUN = 25_000  # characters, as in Llama 3's own tokenizer
 _LONG_RUN = re.compile(rf"\s{{{RUN}}}|\S{{{RUN}}}")
+IN_FOLDERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "tokenizer.tiktoken",
+    "qwen.tiktoken",
+    "tiktoken.model",
+)
+Asked = str | int | None  # a token or its id; None = the tokenizer's own
+
+# how a file begins that is often mistaken for a tokenizer -> what it is, and what to do
+MISTAKEN = (
+    (rb"version https://git-lfs", "is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"),
+    (rb"(?i)\s*<(!doctype|html)", "is a web page, not the file itself: download it from the link that says 'raw'"),
+    (rb"\x1f\x8b", "is compressed: gunzip it first"),
+    (rb"PK\x03\x04|\x80[\x02-\x05]", "is an archive of weights, not a tokenizer"),
+    (rb".{8}\{", "is a safetensors file of weights, not a tokenizer"),
+    (rb"\[PAD\]\r?\n", "is a WordPiece vocabulary, which is not read: save it as tokenizer.json with transformers"),
+    (rb"<unk>\t0\r?\n", "is the list for readers beside a sentencepiece model: name the .model file"),
+    (
+        rb"#version",
+        "is one half of a pair: its vocab.json must stand beside it (gpt2-vocab.json beside gpt2-merges.txt)",
+    ),
+)
 
 
 class Tokenizer(Protocol):
@@ -125,38 +65,91 @@ class Tokenizer(Protocol):
     def eod(self) -> int | None:
         """Id of the end-of-document token; None = it has none."""
 
+    @property
+    def bos(self) -> int | None:
+        """Id of the begin-of-text token; None = it has none."""
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether texts begin with `bos` for the model that the files belong to; `encode` does not add it."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids."""
+        """Text of ids, without special tokens."""
+
+    def token(self, number: int) -> str:
+        """How a token is written in the vocabulary."""
 
 
-def load_tokenizer(path: str | os.PathLike[str], eod: str | int | None = None) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked = None) -> Tokenizer:
     """Opens a tokenizer file of any kind.
 
     Args:
-        path: a sentencepiece `.model`, a Hugging Face `tokenizer.json`, a tiktoken file of base64 ranks, or a folder
-            with one of them. The kind is recognised by content, since Llama 3's tiktoken file is `tokenizer.model`.
-        eod: token or id that ends a document; None = the file's own end-of-sequence token, or a usual name.
+        path: a sentencepiece `.model`, a Hugging Face `tokenizer.json`, a tiktoken file of base64 ranks, a
+            `tekken.json`, a `vocab.json` with its `merges.txt`, or a folder with one of them. The kind is recognised by
+            content, since Llama 3's tiktoken file is `tokenizer.model`.
+        eod: token or id that ends a document; None = the one that the file or one beside it names, or a usual name.
+        bos: token or id that begins a document; None = the same.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ValueError: the file is missing, damaged or of an unknown kind, its package is not installed, or `eod` is not in
-            its vocabulary.
+        ValueError: the file is missing, damaged or of an unknown kind, its package is not installed, or `eod` or `bos`
+            is not in its vocabulary.
     """
     file = tokenizer_file(path)
+    pair = pair_of(file)
+    if pair is not None:
+        for part in pair:
+            _head(part, MISTAKEN[:-1])
+        return HuggingFaceTokenizer(pair[0], eod, bos, pair[1])
+    head = _head(file)
+    if head.lstrip()[:1] == b"{":
+        if b'"added_tokens"' in head:
+            return HuggingFaceTokenizer(file, eod, bos)
+        return _of_json(file, eod, bos)
+    if looks_like_ranks(head):
+        return TiktokenTokenizer(file, eod, bos)
+    return SentencePieceTokenizer(file, eod, bos)
+
+
+def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes:
+    """The first bytes of a file.
+
+    Raises:
+        ValueError: there is none, or they are those of something else than a tokenizer.
+    """
     with file.open("rb") as opened:
         head = opened.read(4096)
     if not head:
         raise ValueError(f"{file}: the tokenizer file is empty")
-    if head.lstrip()[:1] == b"{":
-        return HuggingFaceTokenizer(file, eod)
-    if looks_like_ranks(head):
-        return TiktokenTokenizer(file, eod)
-    return SentencePieceTokenizer(file, eod)
+    for begin, what in mistaken:
+        if re.match(begin, head, re.DOTALL):
+            raise ValueError(f"{file} {what}")
+    return head
+
+
+def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
+    """The tokenizer in a JSON file whose beginning does not say which kind it is."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not a tokenizer.json, and no JSON: {error}") from error
+    if isinstance(content.get("vocab"), list):
+        return TiktokenTokenizer(file, eod, bos, content)
+    if "model" in content:
+        return HuggingFaceTokenizer(file, eod, bos)
+    if content and all(isinstance(number, int) for number in content.values()):
+        raise ValueError(
+            f"{file} is a vocab.json without its merges, not a tokenizer.json: merges.txt must stand beside it "
+            "(gpt2-merges.txt beside gpt2-vocab.json, vocab.bpe beside encoder.json)"
+        )
+    raise ValueError(
+        f"{file}: JSON, but not a tokenizer.json, tekken.json or vocab.json; name one of these, or the folder with it"
+    )
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
@@ -167,51 +160,159 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
     """
     path = Path(path)
     if path.is_dir():
-        for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "qwen.tiktoken"):
-            if (path / name).is_file():
-                return path / name
-        raise ValueError(f"{path}: the folder has no tokenizer.json, tokenizer.model or *.tiktoken file")
+        pairs = [path / vocab for vocab, merges in PAIRS if (path / merges).is_file()]
+        for file in [*(path / name for name in IN_FOLDERS), *pairs, *sorted(path.glob("*.tiktoken"))]:
+            if file.is_file():
+                return file
+        raise ValueError(
+            f"{path}: the folder has no tokenizer.json, tokenizer.model, tekken.json, *.tiktoken file, or vocab.json "
+            "with merges.txt"
+        )
     if not path.is_file():
         raise ValueError(f"{path}: no such tokenizer file")
     return path
 
 
-class SentencePieceTokenizer:
+def tokenizer_digest(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of the file that `load_tokenizer` would read, or of both files of a pair."""
+    file = tokenizer_file(path)
+    return hashlib.sha256(b"".join(part.read_bytes() for part in pair_of(file) or [file])).hexdigest()
+
+
+def changes_text(tokenizer: Tokenizer) -> list[str]:
+    """What the tokenizer does not keep of a text, in words; [] = it keeps all that is tried here."""
+    tried = {"line breaks": "a\nb", "tabs": "a\tb", "runs of spaces": "a  b", "capital letters": "aB"}
+    return [what for what, text in tried.items() if tokenizer.decode(_encoded(tokenizer, text)) != text]
+
+
+def text_may_hold(tokenizer: Tokenizer, number: int) -> bool:
+    """Whether a text that spells a token gets its id, so that it does not only stand where it was put."""
+    return any(number in _encoded(tokenizer, text) for text in (tokenizer.token(number), tokenizer.decode([number])))
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text; none where the tokenizer has none, and no token for what is unknown."""
+    try:
+        return tokenizer.encode(text)
+    except Exception:  # bare ones of the package tokenizers
+        return []
+
+
+class _Vocabulary:
+    """What all kinds share: the names and the special tokens."""
+
+    vocab_size: int
+    eod: int | None
+    bos: int | None
+    _names: dict[int, str]
+
+    def _name_tokens(
+        self,
+        beside: FilesBeside,
+        known: dict[str, int],
+        special: Collection[int],
+        asked: tuple[Asked, Asked],
+        own: tuple[int | None, int | None] = (None, None),
+    ) -> None:
+        """Fills the fields.
+
+        Args:
+            beside: the files in the tokenizer's folder.
+            known: token -> id.
+            special: ids that are no text.
+            asked: the tokens that the user names for the end and the beginning of a document.
+            own: those that the tokenizer's file itself names.
+        """
+        self._names = {number: name for name, number in known.items()}
+        self.vocab_size = max(self._names, default=-1) + 1
+        path, (eod, bos) = beside.path, asked
+        self.eod, self.bos = (
+            find(beside, known, special, named) if token is None else asked_for(path, token, known, what)
+            for find, named, token, what in (
+                (end_of_document, own[0], eod, "end-of-document"),
+                (begin_of_document, own[1], bos, "begin-of-text"),
+            )
+        )
+
+    def token(self, number: int) -> str:
+        """How a token is written in the vocabulary."""
+        return self._names[number]
+
+
+class SentencePieceTokenizer(_Vocabulary):
     """A sentencepiece `.model`."""
 
-    def __init__(self, path: Path, eod: str | int | None = None) -> None:
+    def __init__(self, path: Path, eod: Asked = None, bos: Asked = None) -> None:
         try:
             import sentencepiece
         except ImportError as error:
             raise ValueError(f"{path} needs the package sentencepiece: pip install sentencepiece") from error
+        content, beside = path.read_bytes(), FilesBeside(path)
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
-            raise ValueError(f"{path}: not a sentencepiece model, tokenizer.json or tiktoken file ({error})") from error
-        self.vocab_size: int = self._model.get_piece_size()
-        known = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
-        usual = self._model.eos_id()
-        self.eod = _find_eod(path, eod, known, usual if usual >= 0 else None)
+            raise ValueError(
+                f"{path}: not a sentencepiece model, tokenizer.json, tekken.json, vocab.json with merges.txt or "
+                f"tiktoken file, or a damaged one: {len(content)} bytes that begin with {content[:16]!r}"
+            ) from error
+        model, self._size = self._model, self._model.get_piece_size()
+        known = {model.id_to_piece(i): i for i in range(self._size)}
+        control = {i for i in known.values() if model.is_control(i) or model.is_unknown(i)}
+        added = {token: i for token, i in beside.added().items() if token not in known and i >= self._size}
+        unread = special_names(known, beside)
+        eos, first = model.eos_id(), model.bos_id()
+        self._name_tokens(
+            beside,
+            {**known, **added},
+            control | set(added.values()) | {known[name] for name in unread},
+            (eod, bos),
+            (eos if eos >= 0 else None, first if first >= 0 else None),
+        )
+        changed = content
+        for name in unread | {self._names[i] for i in (self.eod, self.bos) if i is not None and i < self._size}:
+            changed = _never_read(changed, name)
+        if changed != content:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=changed)
+        llama = str(beside.config.get("tokenizer_class") or "").startswith("Llama")
+        self.adds_bos = self.bos is not None and bool(beside.config.get("add_bos_token", llama))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
         return self._model.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids."""
-        return self._model.decode([int(i) for i in ids])
+        """Text of ids, without special tokens."""
+        return self._model.decode([int(i) for i in ids if int(i) < self._size])
 
 
-class HuggingFaceTokenizer:
-    """A Hugging Face `tokenizer.json`."""
+def _never_read(model: bytes, piece: str) -> bytes:
+    """A serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL symbol.
 
-    def __init__(self, path: Path, eod: str | int | None = None) -> None:
+    The first kind is found in text, the second never. A message of a piece is: 1, its length and text; 2, its score in
+    four bytes; 3, its type.
+    """
+    text = piece.encode()
+    if len(text) > 127:  # whose length would take two bytes
+        return model
+    head = b"\n" + bytes([len(text)]) + text
+    return re.sub(re.escape(head) + rb"(\x15.{4}\x18)\x04", lambda m: m[0][:-1] + b"\x03", model, flags=re.DOTALL)
+
+
+class HuggingFaceTokenizer(_Vocabulary):
+    """A Hugging Face `tokenizer.json`, or a `vocab.json` with its merges."""
+
+    def __init__(self, path: Path, eod: Asked = None, bos: Asked = None, merges: Path | None = None) -> None:
         try:
             import tokenizers
         except ImportError as error:
             raise ValueError(f"{path} needs the package tokenizers: pip install 'megatron5d[data]'") from error
+        beside = FilesBeside(path)
         try:
-            self._model = tokenizers.Tokenizer.from_file(str(path))
+            self._model = (
+                tokenizers.Tokenizer.from_file(str(path)) if merges is None else byte_level_bpe(path, merges, beside)
+            )
+        except ValueError:
+            raise
         except Exception as error:  # the package raises bare Exception
             raise ValueError(
                 f"{path}: not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
@@ -220,49 +321,69 @@ class HuggingFaceTokenizer:
         self._model.no_truncation()
         self._model.no_padding()
         known = self._model.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(known.values(), default=-1) + 1
-        self.eod = _find_eod(path, eod, known, known.get(self._eos_of_config(path)))
-
-    @staticmethod
-    def _eos_of_config(path: Path) -> str:
-        """The `eos_token` in tokenizer_config.json beside the file; "" where there is none."""
-        config = path.with_name("tokenizer_config.json")
-        try:
-            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{config} is no JSON object of settings: {error}") from error
-        return str(eos.get("content", "") if isinstance(eos, dict) else eos or "")
+        taken = set(known.values())
+        known |= {token: i for token, i in beside.added().items() if token not in known and i not in taken}
+        listed = self._model.get_added_tokens_decoder()
+        added = set(listed) | (set(known.values()) - taken)
+        unread = special_names(known, beside)
+        self._name_tokens(beside, known, added | {known[name] for name in unread}, (eod, bos))
+        unread |= {self._names[i] for i in (self.eod, self.bos) if i is not None}
+        # a word of the vocabulary that has a role (a pad_token "!") stays text, and is decoded
+        marked = [
+            tokenizers.AddedToken(name, special=True, normalized=False)
+            for name in sorted(unread, key=known.__getitem__)
+            if (not listed[known[name]].special if known[name] in listed else not text_may_hold(self, known[name]))
+            and known[name] in taken
+        ]
+        self._model.add_special_tokens(marked)
+        begins = self._model.encode("", add_special_tokens=True).ids[:1]
+        wanted = merges is not None and bool(beside.config.get("add_bos_token"))
+        self.adds_bos = self.bos is not None and (begins == [self.bos] or wanted)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
         return self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids."""
+        """Text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-class TiktokenTokenizer:
-    """A tiktoken file: one base64 token and its rank per line."""
+class TiktokenTokenizer(_Vocabulary):
+    """A tiktoken file, one base64 token and its rank per line, or a `tekken.json`."""
 
-    def __init__(self, path: Path, eod: str | int | None = None) -> None:
+    def __init__(self, path: Path, eod: Asked = None, bos: Asked = None, tekken: dict[str, Any] | None = None) -> None:
         try:
             import tiktoken
         except ImportError as error:
             raise ValueError(f"{path} needs the package tiktoken: pip install 'megatron5d[data]'") from error
-        ranks, pattern, special = read_ranks(path)
-        self._special = set(special.values())
-        self._model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        self.vocab_size: int = self._model.n_vocab
-        plain = {token.decode("utf-8", "replace"): rank for token, rank in ranks.items()} if eod is not None else {}
-        self.eod = _find_eod(path, eod, {**plain, **special}, None)
+        beside = FilesBeside(path)
+        found = read_ranks(path) if tekken is None else read_tekken(path, tekken)
+        special = found.special
+        try:
+            self._model = tiktoken.Encoding(
+                path.stem, pat_str=found.pattern, mergeable_ranks=found.ranks, special_tokens=special
+            )
+        except ValueError as error:
+            raise ValueError(f"{path}: the pattern {found.pattern!r} cannot be used: {error}") from error
+        self._normal_form, self._special = found.normal_form, set(special.values())
+        plain = (
+            {token.decode("utf-8", "replace"): rank for token, rank in found.ranks.items()}
+            if (eod, bos) != (None, None)
+            else {}
+        )
+        self._name_tokens(beside, {**plain, **special}, self._special, (eod, bos))
+        self.vocab_size = self._model.n_vocab
+        self.adds_bos = found.adds_bos and self.bos is not None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
+        if self._normal_form:
+            text = unicodedata.normalize("NFC", text)
         return [i for part in _without_long_runs(text) for i in self._model.encode_ordinary(part)]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids."""
+        """Text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids if int(i) not in self._special])
 
 
@@ -270,27 +391,3 @@ def _without_long_runs(text: str) -> list[str]:
     """The text, cut after every RUN characters that are all blank or all not: in longer runs tiktoken's stack ends."""
     cuts = [match.end() for match in _LONG_RUN.finditer(text)] if len(text) >= RUN else []
     return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]
-
-
-def _find_eod(path: Path, wanted: str | int | None, known: dict[str, int], usual: int | None) -> int | None:
-    """The id of the end-of-document token.
-
-    Args:
-        path: of the tokenizer, for the message.
-        wanted: the token or id that was asked for; None = none.
-        known: token -> id.
-        usual: the file's own end-of-sequence token.
-
-    Returns:
-        The one asked for, else `usual`, else the first of EOD_NAMES that is known; None = there is none.
-    """
-    if wanted is None:
-        return usual if usual is not None else next((known[name] for name in EOD_NAMES if name in known), None)
-    try:
-        number = int(wanted)  # digits are an id, even if they are a token as well
-    except ValueError:
-        number = known.get(str(wanted), -1)
-    if number not in known.values():
-        usual_names = [name for name in EOD_NAMES if name in known]
-        raise ValueError(f"{path}: end-of-document token {wanted!r} is not in the vocabulary; it has {usual_names}")
-    return number

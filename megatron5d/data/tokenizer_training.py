@@ -1,8 +1,9 @@
-"""Trains a sentencepiece BPE tokenizer that decodes every text back unchanged."""
+"""Trains BPE tokenizers that decode every text back unchanged: sentencepiece, or byte-level as a tokenizer.json."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -10,8 +11,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron5d.data.tiktoken_ranks import PATTERNS
+
 EOD = "<|endoftext|>"
-LEAST_PIECES = 258  # of a vocabulary without merges: all bytes, unknown and EOD
+LEAST_PIECES = 258  # of a sentencepiece vocabulary without merges: all bytes, unknown and EOD
+LEAST_TOKENS = 257  # of a byte-level one: all bytes and EOD
 MAX_PIECE_BYTES = 1 << 16  # longer texts are divided, because sentencepiece drops long inputs silently
 
 SETTINGS: dict[str, Any] = {
@@ -58,15 +62,71 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: str | os.Pat
         raise ValueError("training a tokenizer needs the package sentencepiece: pip install sentencepiece") from error
     if vocab_size < LEAST_PIECES:
         raise ValueError(f"--vocab-size {vocab_size} is below {LEAST_PIECES}: 256 bytes, 'unknown' and {EOD}")
-    pieces = _pieces(texts)
+    model = _learn(sentencepiece.SentencePieceTrainer, _some(_pieces(texts)), vocab_size)
+    return _write(Path(f"{os.fspath(out).removesuffix('.model')}.model"), model)
+
+
+def train_byte_level(
+    texts: Iterable[str], vocab_size: int, out: str | os.PathLike[str], pattern: str = "cl100k"
+) -> Path:
+    """Trains a byte-level BPE and writes a folder that AutoTokenizer opens.
+
+    Args:
+        texts: documents.
+        vocab_size: number of ids: EOD is 0, the 256 bytes follow, then the merges.
+        out: the folder for tokenizer.json and tokenizer_config.json.
+        pattern: a name of PATTERNS, which splits text into the pieces within which tokens are merged.
+
+    Returns:
+        The path of the tokenizer.json.
+
+    Raises:
+        ValueError: there is no text, or the vocabulary is too small, or larger than the merges that the texts give.
+            Errors of `texts` are passed on.
+    """
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ValueError("training a tokenizer.json needs the package tokenizers: pip install tokenizers") from error
+    if vocab_size < LEAST_TOKENS:
+        raise ValueError(f"--vocab-size {vocab_size} is below {LEAST_TOKENS}: 256 bytes and {EOD}")
+    split = pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated")
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator(_some(_pieces(texts)), trainer)
+    if model.get_vocab_size() < vocab_size:
+        raise ValueError(
+            f"--vocab-size {vocab_size}: these texts give {model.get_vocab_size()} tokens; give that many, or more text"
+        )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD, "clean_up_tokenization_spaces": False}
+    _write(Path(out) / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
+    return _write(Path(out) / "tokenizer.json", model.to_str(pretty=True).encode())
+
+
+def _some(pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces again.
+
+    Raises:
+        ValueError: there is none.
+    """
     first = next(pieces, None)
     if first is None:
         raise ValueError("--input: every file is empty, there is nothing to train on")
-    model = _learn(sentencepiece.SentencePieceTrainer, chain([first], pieces), vocab_size)
-    path = Path(f"{os.fspath(out).removesuffix('.model')}.model")
+    return chain([first], pieces)
+
+
+def _write(path: Path, content: bytes) -> Path:
+    """Writes a file, all or nothing, and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".partial")
-    temporary.write_bytes(model)
+    temporary.write_bytes(content)
     os.replace(temporary, path)
     return path
 

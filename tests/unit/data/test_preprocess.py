@@ -1,5 +1,6 @@
 """Preprocessing end to end: the right tokens, the same bytes after any kill, and clear refusals."""
 
+import dataclasses
 import json
 import os
 import random
@@ -64,6 +65,46 @@ def test_documents_become_their_tokens(tmp_path, tokenizer_file, corpus_file, wo
     assert summary["documents"] == len(TEXTS) and summary["tokens"] == sum(map(len, expected))
     assert summary["dtype"] == "uint16" and summary["bad_lines"] == 0
     assert sorted(p.name for p in tmp_path.glob("o*")) == ["o.bin", "o.idx", "o.preprocess.json"]
+
+
+def test_documents_begin_with_the_begin_of_text_token_where_asked(tmp_path, corpus_file):
+    """Which the tokenizer or --bos names; the hash of a job without it is what it was before there was one."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]")
+    )
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.add_special_tokens(["<s>", "</s>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    common = ["--input", corpus_file, "--tokenizer", tmp_path / "tokenizer.json", "--workers", 1, "--append-eod"]
+    found = summary_of(*common, "--prepend-bos", "--out", tmp_path / "o")
+    data, tokenizer = IndexedDataset(tmp_path / "o"), load_tokenizer(tmp_path)
+    assert (found["bos"], found["eod"], found["eod_token"]) == (9, 10, "</s>")
+    assert [data.document(i).tolist() for i in range(9)] == [[9, *tokenizer.encode(text), 10] for text in TEXTS[:9]]
+    done = tool(*common, "--prepend-bos", "--bos", "alpha", "--eod", "beta", "--out", tmp_path / "other")
+    assert IndexedDataset(tmp_path / "other").document(0)[0] == 1 and "end-of-document token: 2 beta" in done.stdout
+    assert "token 1 ('alpha') is in every document that spells it" in done.stderr
+    job = preprocess.Job((corpus_file,), "o", Recipe(str(tmp_path)))
+    assert job.fingerprint(10, 9) == job.fingerprint(10, None)
+    begun = dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, prepend_bos=True))
+    assert len({job.fingerprint(10, 9), begun.fingerprint(10, 9), begun.fingerprint(10, 1)}) == 3
+    os.remove(tmp_path / "tokenizer.json")
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
+    refused = tool(*common, "--prepend-bos", "--out", tmp_path / "none")
+    assert refused.returncode == 2 and "no begin-of-text token; name one with --bos" in refused.stderr
+
+
+def test_a_tokenizer_that_does_not_keep_the_text_is_told(tmp_path, tokenizer_file, corpus_file):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=str(tmp_path / "m"), vocab_size=330, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="nmt_nfkc", minloglevel=2,
+    )  # fmt: skip
+    common = ["--input", corpus_file, "--workers", 1, "--out", tmp_path / "o", "--overwrite"]
+    noted = tool(*common, "--tokenizer", tmp_path / "m.model").stderr
+    assert "WARNING" in noted and "does not keep line breaks, tabs, runs of spaces: " in noted
+    assert "WARNING" not in tool(*common, "--tokenizer", tokenizer_file).stderr
 
 
 def test_a_second_run_has_nothing_to_do_and_another_job_is_refused(tmp_path, tokenizer_file, corpus_file):

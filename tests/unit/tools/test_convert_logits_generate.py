@@ -14,6 +14,8 @@ from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import SavedWeights
 from megatron5d.checkpoint.save import Saver
+from megatron5d.config.schema import Config, DataConfig
+from megatron5d.data.tokenizer import load_tokenizer
 from tools import convert, generate, logits
 
 transformers = pytest.importorskip("transformers")
@@ -227,6 +229,34 @@ def test_generate_greedy_as_transformers(imported, tmp_path, capsys):
             tokens.append(token)
     assert got["tokens"] == tokens
     assert got["text"].split() == [f"w{token}" for token in tokens]
+
+
+def test_a_prompt_begins_as_the_tokenizers_files_say(imported, tmp_path, capsys):
+    """As transformers does for the folder; after training on data.train, and against the files, as --bos says."""
+    tokenizers = pytest.importorskip("tokenizers")
+    _, hf, checkpoints, _ = imported
+    model = tokenizers.Tokenizer.from_file(str(word_tokenizer(tmp_path)))
+
+    def tokens(*words):
+        argv = [*words, "--tokenizer", tmp_path, "--prompt", "w3 w7", "--json", "--max-tokens", 1, "--temperature", 0]
+        assert generate.main([str(word) for word in argv]) == 0
+        return json.loads(capsys.readouterr().out)["tokens"]
+
+    assert tokens("--hf", hf)[:2] == [3, 7]
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "w9"}')
+    assert tokens("--hf", hf)[:2] == [3, 7] and tokens("--hf", hf, "--bos")[:3] == [9, 3, 7]
+    template = tokenizers.processors.TemplateProcessing(single="w9 $A", special_tokens=[("w9", 9)])
+    model.post_processor = template
+    model.save(str(tmp_path / "tokenizer.json"))
+    for source in (["--hf", hf], ["--checkpoint", checkpoints]):
+        assert tokens(*source)[:3] == [9, 3, 7] and tokens(*source, "--no-bos")[:2] == [3, 7]
+    args = generate.parse(["--hf", "x", "--prompt", "w3"])
+    trained = Config(data=DataConfig(["corpus"]))
+    assert generate.begin_of_prompt(load_tokenizer(tmp_path), args, trained) == []
+    assert generate.begin_of_prompt(load_tokenizer(tmp_path), args, Config()) == [9]
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null}')
+    assert generate.main(["--hf", str(hf), "--tokenizer", str(tmp_path), "--prompt", "w3", "--bos"]) == 2
+    assert "--bos: the tokenizer names no begin-of-text token" in capsys.readouterr().err
 
 
 def test_generate_refuses(imported, capsys):

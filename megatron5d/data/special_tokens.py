@@ -1,0 +1,180 @@
+"""Finds the tokens that begin and end a document, in all files of a tokenizer's folder that may name them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+# Names of the end-of-document token in published tokenizers, the more specific ones first.
+EOD_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+    "<eod>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<|im_end|>",
+)
+BOS_NAMES = ("<|begin_of_text|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<s>", "<bos>", "[BOS]")
+ROLES = ("eos", "bos", "pad", "unk", "sep", "cls", "mask")
+_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)  # what published tokenizers write control tokens like
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file of settings; {} where there is none.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON object of settings: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object of settings, but {type(content).__name__}")
+    return content
+
+
+def _text(token: Any) -> str:
+    """A token in any of its forms: the string itself, or an object with its content."""
+    return str(token.get("content") or "") if isinstance(token, dict) else str(token or "")
+
+
+@dataclass(frozen=True)
+class FilesBeside:
+    """What the files beside a tokenizer say of its special tokens."""
+
+    path: Path  # of the tokenizer
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """tokenizer_config.json."""
+        return read_object(self.path.with_name("tokenizer_config.json"))
+
+    @cached_property
+    def _maps(self) -> dict[str, dict[str, Any]]:
+        """The files that name tokens, in the order in which transformers asks them."""
+        tokens = {"tokenizer_config.json": self.config}
+        legacy = {"special_tokens_map.json": read_object(self.path.with_name("special_tokens_map.json"))}
+        return tokens | legacy if "added_tokens_decoder" in self.config else legacy | tokens
+
+    def added(self) -> dict[str, int]:
+        """Tokens with their ids that tokenizer_config.json and added_tokens.json add to the vocabulary.
+
+        Raises:
+            ValueError: an id is no number.
+        """
+        file = self.path.with_name("added_tokens.json")
+        try:
+            found = {str(token): int(i) for token, i in read_object(file).items()}
+            file = self.path.with_name("tokenizer_config.json")
+            decoder = self.config.get("added_tokens_decoder") or {}
+            return found | {_text(token): int(i) for i, token in decoder.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: tokens and ids of added tokens cannot be read: {error}") from error
+
+    def special(self) -> set[str]:
+        """Every token that has a role."""
+        found: set[str] = set()
+        for content in self._maps.values():
+            found.update(_text(content.get(f"{role}_token")) for role in ROLES)
+            for key in ("additional_special_tokens", "extra_special_tokens"):
+                listed = content.get(key) or []
+                found.update(map(_text, listed.values() if isinstance(listed, dict) else listed))
+        return found - {""}
+
+    def named(self, role: str) -> Iterator[tuple[str, str]]:
+        """(file, token) of each file that names the token of a role, "eos" or "bos"."""
+        for name, content in self._maps.items():
+            if token := _text(content.get(f"{role}_token")):
+                yield str(self.path.with_name(name)), token
+
+    def numbered(self, role: str) -> Iterator[tuple[str, int]]:
+        """(file, id) of each file of the model's that gives the token's number; of several ids the first."""
+        for name in ("generation_config.json", "config.json"):
+            content = read_object(self.path.with_name(name))
+            inner = content.get("text_config")
+            value = content.get(f"{role}_token_id", inner.get(f"{role}_token_id") if isinstance(inner, dict) else None)
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, int):
+                yield str(self.path.with_name(name)), value
+
+    def has_no_bos(self) -> bool:
+        """Whether tokenizer_config.json says that no token begins a text."""
+        return "bos_token" in self.config and not any(self.named("bos"))
+
+
+def special_names(known: Iterable[str], beside: FilesBeside) -> set[str]:
+    """The tokens of a vocabulary that by their names or roles stand for no text, whatever their own file says."""
+    named = {*EOD_NAMES, *BOS_NAMES, *beside.special()}
+    return {name for name in known if name in named or _CONTROL.fullmatch(name)}
+
+
+def asked_for(path: Path, wanted: str | int, known: Mapping[str, int], what: str) -> int:
+    """The id of the token that a user names.
+
+    Raises:
+        ValueError: it is not in the vocabulary.
+    """
+    try:
+        number = int(wanted)  # digits are an id, even if they are a token as well
+    except ValueError:
+        number = known.get(str(wanted), -1)
+    if number not in known.values():
+        usual = [name for name in (*EOD_NAMES, *BOS_NAMES) if name in known]
+        raise ValueError(f"{path}: {what} token {wanted!r} is not in the vocabulary; it has {usual}")
+    return number
+
+
+def end_of_document(
+    beside: FilesBeside, known: Mapping[str, int], special: Collection[int], own: int | None
+) -> int | None:
+    """The id of the token that ends a document.
+
+    Args:
+        beside: the files in the tokenizer's folder.
+        known: token -> id.
+        special: ids that are no text.
+        own: the one that the tokenizer's file itself names.
+
+    Returns:
+        The first one that a file names: tokenizer_config.json and special_tokens_map.json, the tokenizer's own,
+        generation_config.json and config.json, else the first of EOD_NAMES that is known; None = there is none.
+
+    Raises:
+        ValueError: a file names one that is not in the vocabulary, or an id that stands for text.
+    """
+    fix = "name the right one with --eod TOKEN (in training data.eod=ID), or correct that file"
+    for source, name in beside.named("eos"):
+        if name not in known:
+            raise ValueError(f"{source}: eos_token {name!r} is not in the vocabulary of {beside.path.name}; {fix}")
+        return known[name]
+    if own is not None:
+        return own
+    for source, number in beside.numbered("eos"):
+        if number not in special:
+            is_what = f"of {beside.path.name} is text" if number in known.values() else f"is not in {beside.path.name}"
+            raise ValueError(f"{source}: eos_token_id {number} {is_what}, and cannot end documents; {fix}")
+        return number
+    return next((known[name] for name in EOD_NAMES if name in known), None)
+
+
+def begin_of_document(
+    beside: FilesBeside, known: Mapping[str, int], special: Collection[int], own: int | None
+) -> int | None:
+    """The id of the token that begins a document, found as `end_of_document` is; None = there is none.
+
+    What does not exist is passed over, since few runs use this token.
+    """
+    if beside.has_no_bos():
+        return None
+    names = [known[name] for _, name in beside.named("bos") if name in known]
+    numbers = [number for _, number in beside.numbered("bos") if number in special]
+    usual = [known[name] for name in BOS_NAMES if name in known]
+    return next(iter([*names, *([own] if own is not None else []), *numbers, *usual]), None)

@@ -1,0 +1,196 @@
+"""Reads files of BPE ranks: tiktoken's lists of base64 tokens, and Mistral's tekken.json.
+
+A tiktoken file holds ranks alone. The pattern that splits text and the special tokens follow from the number of ranks
+of the published vocabularies; for any other number, tokenizer_config.json beside the file has to say them.
+
+Source: openai/tiktoken, tiktoken_ext/openai_public.py; meta-llama/llama-models, llama3/tokenizer.py and
+llama4/tokenizer.py; QwenLM/Qwen, tokenization_qwen.py; MoonshotAI/Kimi-K2, tokenization_kimi.py;
+mistralai/mistral-common, tokens/tokenizers/tekken.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron5d.data.special_tokens import FilesBeside
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+CL100K_PATTERN = (
+    CONTRACTIONS + r"""|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+QWEN2_PATTERN = CL100K_PATTERN.replace("{1,3}", "")
+
+
+def _cased_pattern(not_han: str, first: str, after_signs: str) -> str:
+    """A pattern that begins a new piece where small letters are followed by a capital one."""
+    upper, lower = (
+        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]",
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]",
+    )
+    words = [rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{a}{lower}{b}{CONTRACTIONS}?" for a, b in ("*+", "+*")]
+    signs = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n{after_signs}]*"
+    return first + "|".join([*words, r"\p{N}{1,3}", signs, r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
+
+
+O200K_PATTERN = _cased_pattern("", "", "/")
+KIMI_PATTERN = _cased_pattern(r"&&[^\p{Han}]", r"[\p{Han}]+|", "")
+PATTERNS = {
+    "gpt2": GPT2_PATTERN,
+    "cl100k": CL100K_PATTERN,
+    "o200k": O200K_PATTERN,
+    "qwen2": QWEN2_PATTERN,
+    "kimi": KIMI_PATTERN,
+}
+
+
+class Ranks(NamedTuple):
+    """The content of a rank file."""
+
+    ranks: dict[bytes, int]  # token -> id
+    pattern: str  # the regular expression that splits text
+    special: dict[str, int]  # special token -> id
+    normal_form: bool = False  # text is brought into NFC first
+    adds_bos: bool = False  # texts begin with the begin-of-text token
+
+
+class Published(NamedTuple):
+    """A vocabulary that is known by its number of ranks."""
+
+    name: str
+    pattern: str
+    special: dict[str, int]
+    normal_form: bool = False
+
+
+def _from(first: int, names: Sequence[str]) -> dict[str, int]:
+    return {name: first + i for i, name in enumerate(names)}
+
+
+def _reserved(kind: str, *numbers: int) -> list[str]:
+    return [f"<|{kind}reserved_special_token_{i}|>" for i in range(*numbers)]
+
+
+_TEXT = ["<|begin_of_text|>", "<|end_of_text|>"]
+LLAMA3_SPECIAL = [
+    *_TEXT, *_reserved("", 2), "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|image|>", *_reserved("", 2, 246),
+]  # fmt: skip
+LLAMA4_SPECIAL = [
+    *_TEXT, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|header_start|>", "<|header_end|>", "<|eom|>",
+    "<|eot|>", "<|step|>", *_reserved("text_post_train_", 6), "<|python_start|>", "<|python_end|>",
+    "<|finetune_right_pad|>", *_reserved("text_post_train_", 8, 69), "<|image_start|>", "<|image_end|>",
+    *_reserved("vision_", 2), "<|tile_x_separator|>", "<|tile_y_separator|>", *_reserved("vision_", 2, 6),
+    "<|image|>", *_reserved("vision_", 6, 7), "<|patch|>", *_reserved("vision_", 7, 1048),
+    *_reserved("reasoning_", 8), "<|reasoning_thinking_start|>", "<|reasoning_thinking_end|>", *_reserved("", 904),
+]  # fmt: skip
+QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
+KIMI_SPECIAL = ["[BOS]", "[EOS]", *(f"<|reserved_token_{163_584 + i}|>" for i in range(2, 256))]
+_CL100K_SPECIAL = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+
+# ranks in the file -> vocabulary
+PUBLISHED: dict[int, Published] = {
+    50_256: Published("GPT-2", GPT2_PATTERN, {"<|endoftext|>": 50_256}),
+    50_280: Published("p50k_base", GPT2_PATTERN, {"<|endoftext|>": 50_256}),  # the file leaves a gap at 50256
+    100_256: Published("cl100k_base", CL100K_PATTERN, {**_from(100_257, _CL100K_SPECIAL), "<|endofprompt|>": 100_276}),
+    128_000: Published("Llama 3", CL100K_PATTERN, _from(128_000, LLAMA3_SPECIAL)),
+    151_643: Published("Qwen", QWEN2_PATTERN, _from(151_643, QWEN_SPECIAL), normal_form=True),
+    163_584: Published("Kimi K2", KIMI_PATTERN, _from(163_584, KIMI_SPECIAL)),
+    199_998: Published("o200k_base", O200K_PATTERN, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018}),
+    200_000: Published("Llama 4", O200K_PATTERN, _from(200_000, LLAMA4_SPECIAL)),
+}
+
+
+def looks_like_ranks(head: bytes) -> bool:
+    """Whether a file with this beginning is a list of base64 tokens and ranks."""
+    return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?", head.split(b"\n", 1)[0]) is not None
+
+
+def read_ranks(path: Path) -> Ranks:
+    """Reads a tiktoken file.
+
+    The `pattern` in tokenizer_config.json beside it (a regular expression, or a name of PATTERNS) goes before the
+    published one; the special tokens that the files beside it add go before the published ones, too.
+
+    Raises:
+        ValueError: a line is not a base64 token and a rank (names the line), two tokens have the same rank, a single
+            byte is not a token, or the vocabulary is none of PUBLISHED and no pattern is given.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ValueError(f"{path}:{number}: {line[:60]!r} is not 'base64-token rank'") from None
+    _check_whole(path, ranks)
+    published, beside, taken = PUBLISHED.get(len(ranks)), FilesBeside(path), set(ranks.values())
+    added = {token: number for token, number in beside.added().items() if number not in taken}
+    special = {**(published.special if published else {}), **added}
+    pattern = beside.config.get("pattern")
+    if pattern is not None:
+        return Ranks(ranks, PATTERNS.get(str(pattern), str(pattern)), special)
+    if published is None:
+        raise ValueError(_unknown(path, len(ranks), max(ranks.values()) + 1))
+    return Ranks(ranks, published.pattern, special, published.normal_form, adds_bos=True)
+
+
+def _unknown(path: Path, count: int, after: int) -> str:
+    known = ", ".join(f"{size} {found.name}" for size, found in PUBLISHED.items())
+    eod = "<|endoftext|>"
+    example = {"pattern": "cl100k", "added_tokens_decoder": {str(after): {"content": eod}}, "eos_token": eod}
+    return (
+        f"{path}: a vocabulary of {count} ranks is none of those known here ({known}), and a rank file says neither "
+        "which pattern splits text nor which special tokens there are. Put the model's tokenizer.json beside it and "
+        f"name the folder, or write both into {path.with_name('tokenizer_config.json')}, for instance "
+        f"{json.dumps(example)} (pattern: {', '.join(PATTERNS)}, or a regular expression)"
+    )
+
+
+def _check_whole(path: Path, ranks: dict[bytes, int]) -> None:
+    if len(set(ranks.values())) != len(ranks):
+        raise ValueError(
+            f"{path}: {len(ranks)} tokens share {len(set(ranks.values()))} ranks; each rank is one token's"
+        )
+    if lacking := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ValueError(
+            f"{path}: {len(lacking)} of the 256 bytes are no tokens (0x{lacking[0]:02x} is the first), and a text that "
+            "has them could not be encoded: the file is not whole"
+        )
+
+
+# of a tekken.json that lists none, versions 1 and 2
+TEKKEN_SPECIAL = [
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+]  # fmt: skip
+
+
+def read_tekken(path: Path, content: dict[str, Any]) -> Ranks:
+    """Reads a tekken.json: special tokens have the first ids, the rank r has id r + number of special tokens.
+
+    Raises:
+        ValueError: something is missing or of the wrong kind.
+    """
+    try:
+        config, listed = content["config"], content.get("special_tokens")
+        num_special, size = int(config["default_num_special_tokens"]), int(config["default_vocab_size"])
+        special = {token["token_str"]: int(token["rank"]) for token in listed} if listed else _from(0, TEKKEN_SPECIAL)
+        taken = set(special.values())
+        special |= {f"<SPECIAL_{i}>": i for i in range(num_special) if i not in taken}
+        tokens = content["vocab"][: size - num_special]  # more are in the file than are in use
+        ranks = {base64.b64decode(token["token_bytes"]): int(token["rank"]) + num_special for token in tokens}
+        pattern = str(config["pattern"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a tekken.json: {type(error).__name__} {error}") from error
+    _check_whole(path, ranks)
+    return Ranks(ranks, pattern, special, adds_bos=True)

@@ -1,0 +1,189 @@
+"""Which token ends and begins a document, and that no text is read as one of them."""
+
+import base64
+import json
+
+import pytest
+
+from megatron5d.data.tokenizer import load_tokenizer
+
+AS_OBJECT = {"content": "[END]", "__type": "AddedToken", "special": True}
+SPELLED = "a<|endoftext|>b[END]c</s>d<|x|>e"
+
+
+def write(folder, **files):
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tokenizer.json with ids 0 to 3 special and nothing that says which of them ends a document."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "[END]", "[BEGIN]", "<s>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=270, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator(["a b c"], trainer)
+    model.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": "[END]", "bos_token": "[BEGIN]"}},
+        {"tokenizer_config": {"eos_token": AS_OBJECT, "bos_token": {"content": "[BEGIN]", "__type": "AddedToken"}}},
+        {"special_tokens_map": {"eos_token": "[END]", "bos_token": {"content": "[BEGIN]"}}},
+        {"generation_config": {"eos_token_id": 1, "bos_token_id": 2}, "config": {"eos_token_id": 3, "bos_token_id": 3}},
+        {"generation_config": {}, "config": {"eos_token_id": [1, 0], "bos_token_id": 2}},
+        {"config": {"text_config": {"eos_token_id": 1, "bos_token_id": 2}}},
+        {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "[END]", "bos_token": "[BEGIN]"}},
+        # where both name one, transformers takes the first file if it lists the added tokens, else the second
+        {
+            "tokenizer_config": {"eos_token": "<s>", "bos_token": "<s>"},
+            "special_tokens_map": {"eos_token": "[END]", "bos_token": "[BEGIN]"},
+        },
+        {
+            "tokenizer_config": {"eos_token": "[END]", "bos_token": "[BEGIN]", "added_tokens_decoder": {}},
+            "special_tokens_map": {"eos_token": "<s>", "bos_token": "<s>"},
+        },
+    ],
+)
+def test_every_file_that_names_the_tokens_is_asked_before_usual_names(folder, files):
+    assert (load_tokenizer(folder).eod, load_tokenizer(folder).bos) == (0, 3)  # by their names alone
+    write(folder, **files)
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eod, tokenizer.bos) == (1, 2)
+    transformers = pytest.importorskip("transformers")
+    if "tokenizer_config" in files and files["tokenizer_config"].get("eos_token"):
+        write(folder, tokenizer_config={**files["tokenizer_config"], "tokenizer_class": "PreTrainedTokenizerFast"})
+        assert transformers.AutoTokenizer.from_pretrained(folder).eos_token_id == 1
+    assert (load_tokenizer(folder, eod="<s>", bos="0").eod, load_tokenizer(folder, bos=0).bos) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, "tokenizer_config.json: eos_token '<|im_end|>' is not in"),
+        ({"special_tokens_map": {"eos_token": "<eot>"}}, "special_tokens_map.json: eos_token '<eot>' is not in"),
+        ({"generation_config": {"eos_token_id": 5000}}, "generation_config.json: eos_token_id 5000 is not in"),
+        ({"tokenizer_config": []}, "tokenizer_config.json is no JSON object"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"x": "a"}}}, "tokenizer_config.json: tokens and ids of added"),
+        ({"added_tokens": {"a": "x"}}, "added_tokens.json: tokens and ids of added"),
+        ({"config": {"eos_token_id": [40, 0]}}, "config.json: eos_token_id 40 of tokenizer.json is text"),
+    ],
+)
+def test_a_named_end_that_cannot_be_is_refused(folder, files, reason):
+    write(folder, **files)
+    with pytest.raises(ValueError) as refused:
+        load_tokenizer(folder)
+    assert reason in str(refused.value)
+    if "eos_token" in reason:
+        assert "--eod TOKEN" in str(refused.value) and load_tokenizer(folder, eod="[END]").eod == 1
+
+
+def test_tokens_that_other_files_add_belong_to_the_vocabulary(folder):
+    size = load_tokenizer(folder).vocab_size
+    write(folder, tokenizer_config={"eos_token": "<|im_end|>"}, added_tokens={"<|im_end|>": size})
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (size, size + 1)
+    assert tokenizer.decode([*tokenizer.encode("ab"), size]) == "ab"
+    write(folder, tokenizer_config={"bos_token": None, "added_tokens_decoder": {str(size): {"content": "<|im_end|>"}}})
+    assert load_tokenizer(folder, eod="<|im_end|>").eod == size and load_tokenizer(folder).bos is None
+
+
+def hugging_face(folder, special):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    content = json.loads(model.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = special
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.add_tokens(["</s>", "<|x|>"])
+    model.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def sentencepiece_model(folder, user_defined):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    symbols = ["<|endoftext|>", "[END]", "<|x|>"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["abcde abc de"] * 9),
+        model_prefix=str(folder / "m"),
+        vocab_size=300,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        **{"user_defined_symbols" if user_defined else "control_symbols": symbols},
+    )
+    return folder / "m.model"
+
+
+def rank_file(folder, tekken):
+    pytest.importorskip("tiktoken")
+    if tekken:
+        config = {"pattern": r"\w+|.", "default_vocab_size": 266, "default_num_special_tokens": 10}
+        vocab = [{"rank": b, "token_bytes": base64.b64encode(bytes([b])).decode()} for b in range(256)]
+        special = ["<unk>", "<s>", "</s>", "<|endoftext|>", "[END]", "<|x|>"]
+        listed = [{"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(special)]
+        write(folder, tekken={"config": config, "vocab": [*vocab, *vocab[:9]], "special_tokens": listed})
+        return folder / "tekken.json"
+    path = folder / "x.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
+    added = ["<|endoftext|>", "[END]", "</s>", "<|x|>"]
+    write(
+        folder,
+        tokenizer_config={
+            "pattern": "o200k",
+            "added_tokens_decoder": {256 + i: {"content": token} for i, token in enumerate(added)},
+        },
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: hugging_face(folder, special=True),
+        lambda folder: hugging_face(folder, special=False),
+        lambda folder: sentencepiece_model(folder, user_defined=True),
+        lambda folder: sentencepiece_model(folder, user_defined=False),
+        lambda folder: rank_file(folder, tekken=False),
+        lambda folder: rank_file(folder, tekken=True),
+    ],
+    ids=["special", "added", "user-defined", "control", "tiktoken", "tekken"],
+)
+def test_no_text_is_read_as_the_token_that_ends_a_document(folder, make):
+    """Whatever kind of file it is, however it lists the token, and whichever token is named."""
+    file = make(folder)
+    for eod, others in ((None, ["<|endoftext|>", "</s>", "<|x|>"]), ("[END]", ["[END]", "<|endoftext|>"])):
+        tokenizer = load_tokenizer(file, eod)
+        ids = tokenizer.encode(SPELLED)
+        names = {tokenizer._names.get(i) for i in ids}
+        assert tokenizer.eod not in ids and not names & set(others)
+        assert tokenizer.decode([*ids, tokenizer.eod]) == SPELLED
+
+
+def test_an_ordinary_token_with_a_role_stays_text(folder):
+    """A pad_token "!" is in texts, and comes back."""
+    write(folder, tokenizer_config={"eos_token": "[END]", "pad_token": "!", "additional_special_tokens": ["a"]})
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode([*tokenizer.encode("a! b"), tokenizer.eod]) == "a! b"
+
+
+def test_tokens_added_as_text_are_read_as_transformers_reads_them(folder):
+    """Runs of spaces (GPT-NeoX) and tags (Gemma, Qwen 3) are in the vocabulary to be found in text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ("    ", "<think>")])
+    model.save(str(folder / "tokenizer.json"))
+    text = "    <think>a\n    b"
+    assert load_tokenizer(folder).encode(text) == model.encode(text).ids
+    assert {262, 263} <= set(model.encode(text).ids)
