@@ -83,14 +83,31 @@ def test_transformers_gives_the_ids_of_training(sources, tmp_path, family, kind)
     assert theirs("ask" + theirs.eos_token).input_ids[-1] == ids[1]
 
 
+def test_ids_may_leave_gaps(tmp_path, capfd):
+    """As in cl100k, by the number of whose ranks this is known: its end of text is two beyond the last rank."""
+    tokens = [bytes([i]) for i in range(256)] + [bytes([i, j]) for i in range(256) for j in range(256)]
+    tokens += [bytes([i, j, k]) for i in b"aeiou" for j in range(256) for k in range(256)]
+    lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens[:100256]))
+    (tmp_path / "cl.tiktoken").write_text("".join(lines))
+    files = exported_tokenizer(tmp_path / "cl.tiktoken", None, {"model_type": "llama"})
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
+    ids = {token["content"]: token["id"] for token in json.loads(files["tokenizer.json"])["added_tokens"]}
+    assert ids == {"<|endoftext|>": 100257, "<|endofprompt|>": 100276}
+    assert not any(capfd.readouterr())
+
+
 def test_a_tokenizer_that_would_give_other_ids_is_refused(sources, tmp_path):
-    """One of words has no like; a table of merges that differs is noticed."""
+    """One of words has no like; a folder whose added tokens do not continue the vocabulary is noticed."""
     options = {"vocab_size": 60, "model_type": "word", "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["a b c d"] * 9), model_prefix=str(tmp_path / "w"), hard_vocab_limit=False, **options
     )
     with pytest.raises(ValueError, match="words or characters"):
         exported_tokenizer(tmp_path / "w.model", None, {"model_type": "llama"})
+    shutil.copy(sources["bpe"], tmp_path / "tokenizer.model")
+    (tmp_path / "added_tokens.json").write_text('{"<|chat|>": 9999}')
+    with pytest.raises(ValueError, match="gives the token '<.chat.>' id 9999, and with tokenizer.model it becomes"):
+        exported_tokenizer(tmp_path, None, {"model_type": "llama"})
 
 
 def random_folder(family, folder, source, **settings):
