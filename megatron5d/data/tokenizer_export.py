@@ -48,7 +48,12 @@ def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) ->
     settings, backend = _json_of(file.parent / SETTINGS), _backend(file)
     settings.pop("auto_map", None)  # names a class of the source's own
     named = _json_of(file.parent / SIDE_FILES[0]) | settings
-    for key, token in _usual_tokens(file, ours, backend).items():
+    usual = _usual_tokens(file, ours, backend)
+    if (
+        eod is not None and ours.eod not in backend.get_added_tokens_decoder()
+    ):  # an ordinary token, which would no longer come of text
+        usual["eos_token"] = None
+    for key, token in usual.items():
         if token is not None and not named.get(key):
             settings[key] = token
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -59,14 +59,12 @@ def weight_files(folder: Path) -> dict[str, list[str] | None]:
                 names.append(name)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged, it has no weight_map of tensors and files: {error!r}") from error
-    there = [file for file in shards if (folder / file).is_file()]
-    if single and set(there) - {SINGLE}:
-        raise ValueError(
-            f"{folder} holds {SINGLE} and {there[0]}, which {INDEX} names: two sets of weights; remove the older one"
-        )
+    parts = {path.name for path in folder.glob("model-*-of-*.safetensors")}
+    if single and (others := sorted((parts | {name for name in shards if (folder / name).is_file()}) - {SINGLE})):
+        raise ValueError(f"{folder} holds {SINGLE} and {others[0]}: two sets of weights; remove the older one")
     if single:
         return {SINGLE: None}
-    if stale := sorted({path.name for path in folder.glob("model-*-of-*.safetensors")} - set(shards)) if shards else []:
+    if shards and (stale := sorted(parts - set(shards))):
         raise ValueError(f"{folder} holds {stale[0]}, which {INDEX} does not name: remove it, it is of another save")
     if shards:
         return shards

@@ -83,6 +83,13 @@ def test_transformers_gives_the_ids_of_training(sources, tmp_path, family, kind)
     assert theirs("ask" + theirs.eos_token).input_ids[-1] == ids[1]
 
 
+def test_an_ordinary_token_that_ended_documents_stays_ordinary(sources):
+    """As a special token it would come of no text any more."""
+    line_end = load_tokenizer(sources["tokenizer.json"]).encode("\n")[0]
+    files = exported_tokenizer(sources["tokenizer.json"], line_end, {"model_type": "llama"})
+    assert "eos_token" not in json.loads(files["tokenizer_config.json"])
+
+
 def test_ids_may_leave_gaps(tmp_path, capfd):
     """As in cl100k, by the number of whose ranks this is known: its end of text is two beyond the last rank."""
     tokens = [bytes([i]) for i in range(256)] + [bytes([i, j]) for i in range(256) for j in range(256)]
