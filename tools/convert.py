@@ -265,7 +265,7 @@ def _settings(
             files = exported_tokenizer(source, config.data.eod, described)
         except ValueError as error:
             if described["model_type"] != "qwen2" or model.attention_window is not None:
-                raise
+                raise ValueError(f"{error}; --no-tokenizer writes the rest without one") from error
             model = replace(model, attention_out_bias=True)
             described = hf_config_from_model(model, dtype, ids)
             files = exported_tokenizer(source, config.data.eod, described)

@@ -262,7 +262,7 @@ def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[
             if wanted != found:
                 raise ValueError(
                     f"{file} leaves with other ids than those of training: {name} makes {found[:12]} of {text[:60]!r}, "
-                    f"training {wanted[:12]}; --no-tokenizer writes the weights alone"
+                    f"training {wanted[:12]}"
                 )
 
 

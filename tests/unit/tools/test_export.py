@@ -66,7 +66,7 @@ def test_transformers_gives_the_ids_of_training(sources, tmp_path, family, kind)
     described = hf_config_from_model(model, "fp32")
     assert described["model_type"] == family
     if family == "qwen2":
-        with pytest.raises(ValueError, match="leaves with other ids .*AutoTokenizer makes .*--no-tokenizer"):
+        with pytest.raises(ValueError, match="leaves with other ids .*AutoTokenizer makes "):
             exported_tokenizer(sources[kind], None, described)
         return
     files = exported_tokenizer(sources[kind], None, described)
@@ -158,6 +158,20 @@ def test_what_a_folder_says_about_tokens_comes_out_again(sources, tmp_path, kind
     assert set(end_tokens(tmp_path / "out")) == {7, 5, 0, eod}
 
 
+def test_texts_begin_as_the_source_says(sources, tmp_path):
+    """Llama's class puts <s> before a text unless its settings say otherwise; a bare model file says nothing."""
+    shutil.copy(sources["bpe"], tmp_path / "tokenizer.model")
+    for settings, begin in (({}, []), ({"tokenizer_class": "LlamaTokenizer"}, [1]),
+                            ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, [])):  # fmt: skip
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        for name, text in exported_tokenizer(tmp_path, None, {"model_type": "llama"}).items():
+            (tmp_path / "out").mkdir(exist_ok=True)
+            (tmp_path / "out" / name).write_text(text)
+        (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert theirs("ask").input_ids == begin + load_tokenizer(sources["bpe"]).encode("ask")
+
+
 def test_qwen2_with_another_tokenizer_leaves_as_a_llama_that_computes_the_same(sources, tmp_path, capsys):
     model = random_folder("qwen2", tmp_path / "hf", sources["bpe"])
     assert run("from-hf", "--hf", tmp_path / "hf", "--out", tmp_path / "ours") == 0
@@ -184,6 +198,10 @@ def test_a_tokenizer_that_is_gone_or_none_is_told(sources, tmp_path, capsys):
     (hf / "tokenizer.json").rename(hf / "elsewhere")
     assert run(*words) == 2
     assert f"{hf} is no tokenizer, or not there any more; give it by --tokenizer PATH" in capsys.readouterr().err
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(["a b c d"] * 9), model_prefix=str(tmp_path / "w"),
+                                             model_type="word", hard_vocab_limit=False, minloglevel=2)  # fmt: skip
+    assert run(*words, "--tokenizer", tmp_path / "w.model") == 2
+    assert "; --no-tokenizer writes the rest without one" in capsys.readouterr().err
     (hf / "tokenizer.json").write_text("root:x:0:0:root:/root:/bin/bash\n")  # run.json may name any file
     assert run(*words) == 2 and not (tmp_path / "out").exists()
     (hf / "tokenizer.json").unlink()
