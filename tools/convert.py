@@ -1,7 +1,7 @@
 """Convert checkpoints from and to Hugging Face folders, with one tensor in memory at a time.
 
     python tools/convert.py from-hf --hf DIR --out CHECKPOINTS [--mtp]
-    python tools/convert.py to-hf --checkpoint CHECKPOINTS --out DIR [--dtype bf16] [--tokenizer FILE_OR_DIR]
+    python tools/convert.py to-hf --checkpoint CHECKPOINTS --out DIR [--dtype bf16] [--tokenizer PATH | --no-tokenizer]
     python tools/convert.py upcycle --checkpoint CHECKPOINTS --out MORE_CHECKPOINTS --num-experts 8 --top-k 2
 
 from-hf writes CHECKPOINTS/step-00000000 with the weights and the configuration, for logits.py, generate.py and to-hf;
@@ -9,6 +9,9 @@ to continue training from a Hugging Face folder, pretrain.py reads it itself: mo
 to-hf and upcycle take the newest whole checkpoint of a directory, or the one that is named, saved on any layout.
 upcycle writes a mixture of experts that computes what the dense model does (docs/experts.md); train it with
 init.from_checkpoint=MORE_CHECKPOINTS and the architecture that it prints.
+to-hf writes weights, config.json, generation_config.json and a tokenizer with which AutoTokenizer of transformers gives
+the ids of training; texts are compared before anything is written. End tokens and chat templates are those of the
+folder that the tokenizer comes from.
 Families: Llama, Mistral, Phi-3 (read only), Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3.
 Exit code 2 for bad input.
 """
@@ -19,10 +22,10 @@ import argparse
 import json
 import math
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +50,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     write.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them"
     )
-    write.add_argument("--out", type=Path, required=True, metavar="DIR", help="without safetensors files yet")
-    write.add_argument("--dtype", **dtype | {"help": f"{dtype['help']}; of a run in bf16, fp32 writes the masters"})
-    write.add_argument("--tokenizer", type=Path, metavar="PATH", help="file or folder to put beside the weights "
-                       "(default: the run's data.tokenizer)")  # fmt: skip
+    write.add_argument("--out", type=Path, required=True, metavar="DIR", help="without files that transformers reads")
+    kinds = {
+        "choices": [*dtype["choices"], "fp16"],
+        "help": f"{dtype['help']}; of a run in bf16, fp32 writes the masters",
+    }
+    write.add_argument("--dtype", **dtype | kinds)
+    beside = write.add_mutually_exclusive_group()
+    beside.add_argument("--tokenizer", type=Path, metavar="PATH", help="file or folder to put beside the weights "
+                        "(default: the run's data.tokenizer, or that of model.from_hf)")  # fmt: skip
+    beside.add_argument("--no-tokenizer", action="store_true", help="write none, where it cannot leave with its ids")
     write.add_argument("--max-shard-gb", type=_amount, default=5.0, metavar="GB", help="10^9 bytes a file (default 5)")
     _add_upcycle(commands.add_parser("upcycle", help="a dense checkpoint becomes a mixture of experts"))
     return parser.parse_args(argv)
@@ -84,27 +93,38 @@ def _add_upcycle(command: argparse.ArgumentParser) -> None:
 if __name__ == "__main__":
     parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
 
+import torch
 from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import read_run, saved_steps
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
-from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
+from megatron5d.checkpoint.hf.files import check_vacant
+from megatron5d.checkpoint.hf.import_config import (
+    end_tokens,
+    read_hf_config,
+    read_model_config,
+    token_ids,
+    token_source,
+)
 from megatron5d.checkpoint.hf.names import IGNORED, hf_copies, hf_entries
-from megatron5d.checkpoint.hf.safetensors_folder import Entry, SafetensorsFolder, save_folder, stored_tensors
+from megatron5d.checkpoint.hf.safetensors_folder import (
+    Entry,
+    SafetensorsFolder,
+    save_folder,
+    stored_tensors,
+)
 from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers, unread
 from megatron5d.checkpoint.load import SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.upcycle import upcycled, upcycled_weights
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
-from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron5d.data.tokenizer_export import exported_tokenizer
 from megatron5d.model.gpt import DTYPES
 from megatron5d.train.state import Progress, run_record, twin
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
+OUT_BIAS = ".attention.out.bias"
 _STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # 8 bits apart, without loss
 
 
@@ -116,7 +136,7 @@ def from_hf(hf: Path, out: Path, dtype: str | None, mtp: bool = False) -> Path:
     """
     model = read_model_config(hf)
     _check_empty(out)
-    tokenizer = next((str(hf / name) for name in TOKENIZER_FILES[:2] if (hf / name).is_file()), None)
+    home = str(hf.resolve())
     with SafetensorsFolder(hf) as stored:
         if mtp:
             model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
@@ -127,7 +147,8 @@ def from_hf(hf: Path, out: Path, dtype: str | None, mtp: bool = False) -> Path:
         for line in unread(model, stored):
             print(line, file=sys.stderr)
         dtype = dtype or max((_STORED.get(kind, "fp32") for kind in found), key=["bf16", "fp32", "fp64"].index)
-        config = Config(model=model, precision=PrecisionConfig(dtype=dtype), data=DataConfig(tokenizer=tokenizer))
+        data = DataConfig(tokenizer=home if _holds_tokenizer(hf) else None)
+        config = Config(model=replace(model, from_hf=home), precision=PrecisionConfig(dtype=dtype), data=data)
         tensors = hf_weights(model, stored, DTYPES[dtype])
         return _save(out, dict(tensors), config)
 
@@ -158,41 +179,125 @@ def upcycle(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
     return _save(args.out, dict(tensors), written), sparse
 
 
-def to_hf(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, max_shard_bytes: int) -> int:
+def to_hf(args: argparse.Namespace) -> int:
     """Writes a Hugging Face folder; returns the size of its weights in bytes.
 
     Raises:
-        ValueError: no whole checkpoint, an architecture that no family computes, or `out` holds weights.
+        ValueError: no whole checkpoint, an architecture that no family computes, a tokenizer that cannot leave with its
+            ids, or `out` holds files that transformers would read.
     """
-    folder = whole_checkpoint(checkpoint, "--checkpoint")
-    config = from_dict(read_run(folder)["config"])
-    dtype = dtype or config.precision.dtype
-    if tokenizer is None and config.data.tokenizer and Path(config.data.tokenizer).exists():
-        tokenizer = Path(config.data.tokenizer)
-    elif tokenizer is not None and not tokenizer.exists():
-        raise ValueError(f"--tokenizer {tokenizer} does not exist")
-    described = hf_config_from_model(config.model, dtype, eos_token_id=_end_of_text(config, tokenizer))
-    weights, entries = SavedWeights(folder, DTYPES[dtype], twin), hf_entries(config.model, described["model_type"])
-    _check_complete(weights, entries, folder)
-    entries += hf_copies(config.model)
+    folder = whole_checkpoint(args.checkpoint, "--checkpoint")
+    check_vacant(args.out)
+    run = read_run(folder)
+    config = from_dict(run["config"])
+    dtype = args.dtype or config.precision.dtype
+    source = _token_source(args, config)
+    model = _as_long_as_trained(config, run["progress"]["step"])
+    model, files = _settings(config, model, dtype, source, not args.no_tokenizer)
+    kind = torch.float16 if dtype == "fp16" else DTYPES[dtype]
+    weights = SavedWeights(folder, torch.float32 if dtype == "fp16" else kind, twin)
+    entries = hf_entries(model, json.loads(files["config.json"])["model_type"])
+    zeros = {entry.name for entry in entries if entry.name.endswith(OUT_BIAS)} - set(weights.tensors)
+    zeros = zeros if model.attention_out_bias > config.model.attention_out_bias else set()
+    _check_complete(weights, [entry for entry in entries if entry.name not in zeros], folder)
+    entries += hf_copies(model)
+
+    def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape) if name in zeros else weights.read(name, offset, shape)
+
     bar = tqdm(entries, unit="tensor", disable=not sys.stderr.isatty())
-    size = save_folder(out, stored_tensors(bar, weights.read, DTYPES[dtype]), max_shard_bytes)
-    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    if tokenizer is not None:
-        _copy_tokenizer(tokenizer, out)
+    size = save_folder(args.out, stored_tensors(bar, read, kind), round(args.max_shard_gb * 1e9))
+    for name, content in files.items():
+        (args.out / name).parent.mkdir(exist_ok=True)
+        (args.out / name).write_text(content, encoding="utf-8")
     return size
 
 
-def _end_of_text(config: Config, tokenizer: Path | None) -> int | None:
-    """The token that ended documents in training: data.eod, or the tokenizer's; None where neither names one."""
-    if config.data.eod is not None or tokenizer is None:
-        return config.data.eod
+def _as_long_as_trained(config: Config, step: int) -> ModelConfig:
+    """The architecture with as many positions as training used: beyond its max_position_embeddings servers cut."""
+    model, seq_len = config.model, config.train.seq_len
+    if model.position != "rope" or step == 0 or seq_len <= model.max_positions:
+        return model
+    print(f"max_position_embeddings becomes train.seq_len = {seq_len}, which is more than model.max_positions = "
+          f"{model.max_positions}", file=sys.stderr)  # fmt: skip
+    return replace(model, max_positions=seq_len)
+
+
+def _holds_tokenizer(path: Path) -> bool:
     try:
-        eod = load_tokenizer(tokenizer).eod
-    except ValueError as error:
-        print(f"config.json will name no eos_token_id, so that generate() does not stop: {error}", file=sys.stderr)
-        return None
-    return eod if eod is not None and eod < config.model.vocab_size else None
+        return tokenizer_file(path).is_file()
+    except ValueError:
+        return False
+
+
+def _token_source(args: argparse.Namespace, config: Config) -> Path | None:
+    """The tokenizer to export; None where the run names none, which is told.
+
+    Raises:
+        ValueError: one is named and is not there.
+    """
+    source, otherwise = args.tokenizer or token_source(config), "give it by --tokenizer PATH"
+    if args.no_tokenizer:
+        return source
+    if source is None or not (args.tokenizer or config.data.tokenizer or _holds_tokenizer(source)):
+        where = "names no data.tokenizer" if source is None else f"has no data.tokenizer, and {source} holds none"
+        print(f"no tokenizer is written: the run {where}; {otherwise}", file=sys.stderr)
+    elif not _holds_tokenizer(source):
+        knob = "--tokenizer" if args.tokenizer else "the run's data.tokenizer ="
+        raise ValueError(f"{knob} {source} is no tokenizer, or not there any more; {otherwise}, or --no-tokenizer")
+    return source
+
+
+def _settings(
+    config: Config, model: ModelConfig, dtype: str, source: Path | None, with_tokenizer: bool
+) -> tuple[ModelConfig, dict[str, str]]:
+    """All files but the weights, and the architecture that they describe.
+
+    transformers reads every model_type qwen2 with Qwen2Tokenizer, whatever tokenizer_config.json names. Another
+    tokenizer leaves with a Llama that computes the same: its further biases, behind attention, are zero.
+    """
+    ids, generation = _token_ids(config, source)
+    described, files = hf_config_from_model(model, dtype, ids), dict[str, str]()
+    if with_tokenizer and source is not None and _holds_tokenizer(source):
+        if (size := load_tokenizer(source, config.data.eod).vocab_size) > model.vocab_size:
+            print(f"{source} has {size} tokens, the model has model.vocab_size = {model.vocab_size}", file=sys.stderr)
+        try:
+            files = exported_tokenizer(source, config.data.eod, described)
+        except ValueError as error:
+            if described["model_type"] != "qwen2" or model.attention_window is not None:
+                raise ValueError(f"{error}; --no-tokenizer writes the rest without one") from error
+            model = replace(model, attention_out_bias=True)
+            described = hf_config_from_model(model, dtype, ids)
+            files = exported_tokenizer(source, config.data.eod, described)
+            print(f"written as {described['model_type']}, since as qwen2 {error}", file=sys.stderr)
+        if find_spec("transformers") is None:
+            print("the ids were compared without AutoTokenizer: transformers is not installed", file=sys.stderr)
+    files |= {"generation_config.json": _json(generation), "config.json": _json(described)}
+    return model, files
+
+
+def _json(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, indent=2) + "\n"
+
+
+def _token_ids(config: Config, source: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Ids of special tokens for config.json, and generation_config.json: as the tokenizer's folder has them.
+
+    The token that ended documents in training is among those that end a text.
+    """
+    eod = config.data.eod
+    home = source if source is None or source.is_dir() else source.parent
+    ids, generation = token_ids(home) if home is not None else ({}, {})
+    if eod is None and source is not None and _holds_tokenizer(source):
+        eod = load_tokenizer(source).eod
+    ends = [*(end_tokens(home) if home is not None else ()), *([] if eod is None else [eod])]
+    known = [i for i in dict.fromkeys(ends) if i < config.model.vocab_size]
+    at_end: Any = known if len(known) > 1 else next(iter(known), None)
+    named = ids.get("eos_token_id")
+    if named is None or not set(named if isinstance(named, list) else [named]) <= set(known):
+        named = eod if eod in known else None
+    ids = {key: i for key, i in ids.items() if isinstance(i, int) and i < config.model.vocab_size}
+    return ids | {"eos_token_id": named}, generation | ids | {"eos_token_id": at_end}
 
 
 def _check_complete(weights: SavedWeights, entries: Sequence[Entry], folder: Path) -> None:
@@ -211,16 +316,6 @@ def _check_complete(weights: SavedWeights, entries: Sequence[Entry], folder: Pat
         )
 
 
-def _copy_tokenizer(source: Path, out: Path) -> None:
-    """A folder's tokenizer files by name; a single file under the name that transformers looks for."""
-    if source.is_dir():
-        files = {name: source / name for name in TOKENIZER_FILES if (source / name).is_file()}
-    else:
-        files = {"tokenizer.json" if source.suffix == ".json" else "tokenizer.model": source}
-    for name, file in files.items():
-        shutil.copyfile(file, out / name)
-
-
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
@@ -231,7 +326,7 @@ def main(argv: Sequence[str]) -> int:
             names = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "routed_scaling_factor")
             print(f"wrote {folder}: {' '.join(f'model.{name}={getattr(model, name)}' for name in names)}")
         else:
-            size = to_hf(args.checkpoint, args.out, args.dtype, args.tokenizer, round(args.max_shard_gb * 1e9))
+            size = to_hf(args)
             print(f"wrote {size:,} bytes of weights to {args.out}")
     except (ValueError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)

@@ -4,13 +4,17 @@
     torchrun --nproc-per-node 2 tools/generate.py --hf DIR --tp 2 --prompt "Once upon a time"
 
 The tokenizer is the one of the run (data.tokenizer), or of the Hugging Face folder, unless --tokenizer names another.
-Generation ends at --max-tokens or at the tokenizer's end-of-document token. Exit code 2 for bad input.
+Generation ends at --max-tokens, at the tokenizer's end-of-document token, or at any end token that its folder names
+(generation_config.json, config.json). To try a chat model, --special-tokens reads special tokens that the prompt spells
+out: --special-tokens --prompt $'<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'.
+Exit code 2 for bad input.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="begin the prompt with the begin-of-text token (default: as the tokenizer's files say; no after training)",
     )
+    parser.add_argument("--special-tokens", action="store_true", help="read special tokens that the prompt spells out")
     parser.add_argument("--dtype", choices=["fp64", "fp32", "bf16"], help="of the computation (default: the source's)")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
     parser.add_argument("--json", action="store_true", help="print {prompt, text, tokens} instead of the text")
@@ -52,19 +57,26 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
+from megatron5d.checkpoint.hf.import_config import end_tokens, token_source
 from megatron5d.config.schema import Config
 from megatron5d.data.tokenizer import Tokenizer, load_tokenizer
+from megatron5d.data.tokenizer_export import special_tokens
 from megatron5d.model.inference import Predictor, Source, open_predictor
 from megatron5d.topology.process import start_process, stop_process
 from megatron5d.topology.rendezvous import read_environment
 
 
-def tokenizer_of(args: argparse.Namespace, config: Config) -> Tokenizer:
-    """The tokenizer named on the command line, else the source's own."""
-    path = args.tokenizer or args.hf or config.data.tokenizer
+def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer, Path]:
+    """The tokenizer named on the command line, else the source's own, and where it is."""
+    path = args.tokenizer or args.hf or token_source(config)
     if path is None:
         raise ValueError("the run has no data.tokenizer: name the one its data was made with by --tokenizer PATH")
-    return load_tokenizer(path, config.data.eod)
+    try:
+        return load_tokenizer(path, config.data.eod), path
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; name another by --tokenizer PATH" if path != args.tokenizer else str(error)
+        ) from error
 
 
 def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Config) -> list[int]:
@@ -75,20 +87,32 @@ def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Conf
     return [tokenizer.bos] if begins and tokenizer.bos is not None else []
 
 
-def continue_text(predictor: Predictor, tokenizer: Tokenizer, args: argparse.Namespace) -> list[int]:
-    """The prompt's tokens and the new ones."""
-    prompt = begin_of_prompt(tokenizer, args, predictor.config) + tokenizer.encode(args.prompt)
-    vocab_size = predictor.config.model.vocab_size
+def encode_prompt(text: str, tokenizer: Tokenizer, special: dict[str, int]) -> list[int]:
+    """Ids of a prompt in which the names of some special tokens stand for them."""
+    names = sorted(filter(None, special), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return [i for part in parts if part for i in ([special[part]] if part in special else tokenizer.encode(part))]
+
+
+def continue_text(
+    predictor: Predictor, tokenizer: Tokenizer, prompt: list[int], ends: set[int | None], args: argparse.Namespace
+) -> list[int]:
+    """The prompt's tokens and the new ones, without the token that ended them."""
+    model = predictor.config.model
+    vocab_size = model.vocab_size
     if outside := [token for token in prompt if token >= vocab_size]:
         raise ValueError(
             f"the tokenizer gives id {outside[0]}, the model has model.vocab_size = {vocab_size}: "
             "this is not the tokenizer that the model was trained with"
         )
+    if (longest := len(prompt) + args.max_tokens) > model.max_positions and predictor.mesh["world"].rank == 0:
+        kept = "only the last of them are seen" if model.position == "learned" else "the model was not trained for more"
+        print(f"{longest} tokens may exceed the model's {model.max_positions} positions: {kept}", file=sys.stderr)
     settings = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     drawn = predictor.sample(prompt, args.max_tokens, vocab_size=tokenizer.vocab_size, **settings)
     new: list[int] = []
     for token in tqdm(drawn, total=args.max_tokens, unit="token", disable=not sys.stderr.isatty(), leave=False):
-        if token == tokenizer.eod:
+        if token in ends:
             break
         new.append(token)
     return prompt + new
@@ -103,10 +127,13 @@ def run(args: argparse.Namespace) -> None:
         )
     source = Source(hf=args.hf, checkpoint=args.checkpoint)
     config = source.config(environment.world, tp=args.tp, dtype=args.dtype)
-    tokenizer = tokenizer_of(args, config)
+    tokenizer, path = tokenizer_of(args, config)
+    special = special_tokens(path) if args.special_tokens else {}
+    prompt = begin_of_prompt(tokenizer, args, config) + encode_prompt(args.prompt, tokenizer, special)
+    ends = {tokenizer.eod, *end_tokens(args.hf or (path if path.is_dir() else path.parent))}
     process = start_process(config.parallel.timeout_s, environment)
     try:
-        tokens = continue_text(open_predictor(source, config, process), tokenizer, args)
+        tokens = continue_text(open_predictor(source, config, process), tokenizer, prompt, ends, args)
         if process.rank == 0:
             text = tokenizer.decode(tokens)
             print(json.dumps({"prompt": args.prompt, "text": text, "tokens": tokens}) if args.json else text)

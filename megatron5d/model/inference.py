@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import read_run
-from megatron5d.checkpoint.hf.import_config import read_model_config
+from megatron5d.checkpoint.hf.import_config import read_model_config, token_source
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import load_weights, whole_checkpoint
 from megatron5d.config.checks import broken_laws
@@ -55,10 +55,11 @@ class Source:
             config = Config(model=read_model_config(self.hf))
         else:
             config = from_dict(read_run(self.folder)["config"])
+        tokenizer = token_source(config)
         config = Config(
             model=replace(config.model, from_hf=None, num_mtp_layers=0),  # these are for training
             moe=replace(config.moe, capacity_factor=None),
-            data=config.data,
+            data=replace(config.data, tokenizer=None if tokenizer is None else str(tokenizer)),
             parallel=ParallelConfig(tp=tp, sp=sp and tp > 1),
             precision=PrecisionConfig(dtype=dtype or config.precision.dtype),
         )

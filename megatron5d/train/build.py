@@ -133,7 +133,7 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
         notes = load_other_run(init.from_checkpoint, held, optimizer, config)
     else:
         if (folder := init.from_hf) is not None:
-            notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder))
+            notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder, config.train.seed))
         else:
             for spec, tensor in held:
                 for offset, view in tensor.parts.items():

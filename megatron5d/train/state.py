@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import megatron5d
 from megatron5d.checkpoint.folder import read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
-from megatron5d.checkpoint.load import agreed, certainly_none, load_tensors, whole_checkpoint
+from megatron5d.checkpoint.load import SavedWeights, agreed, certainly_none, load_tensors, whole_checkpoint
+from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, ModelConfig
@@ -22,10 +23,11 @@ from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.optimizer import Optimizer
-from megatron5d.topology.all_ranks import on_rank_0
+from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.rendezvous import slurm_job
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
+Held = Sequence[tuple[ShardSpec, ShardedTensor]]
 FORMAT = 1  # of run.json; raised when an older reader would misread it
 
 
@@ -203,9 +205,7 @@ def _may_resume(config: Config) -> bool:
     return resume != "none"
 
 
-def load_other_run(
-    folder: str, held: Sequence[tuple[ShardSpec, ShardedTensor]], optimizer: Optimizer, config: Config
-) -> list[str]:
+def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config) -> list[str]:
     """Fills weights and masters from a checkpoint of another run, without its moments, step and data order.
 
     Masters are read where it has any. Biases of routers that only this run's balancing uses become zero.
@@ -232,16 +232,35 @@ def load_other_run(
     if _balances_by_bias(saved) != _balances_by_bias(to_dict(config)):
         changed += [line for line in changed_keys(saved, config, ["moe"]) if line.startswith("moe.balance ")]
     if not (saved["model"].get("router_bias") or _balances_by_bias(saved) or config.model.router_bias):
-        new = [tensor for spec, tensor in held if spec.name.endswith(".router.bias")]
+        unused = [tensor for spec, tensor in held if spec.name.endswith(".router.bias")]
         held = [(spec, tensor) for spec, tensor in held if not spec.name.endswith(".router.bias")]
-        for view in (view for tensor in new for view in tensor.parts.values()):
+        for view in (view for tensor in unused for view in tensor.parts.values()):
             view.zero_()
-    masters = _optimizer(optimizer, writing=False).get("master", [])
+    masters: Held = _optimizer(optimizer, writing=False).get("master", [])
+    held, masters, new = on_every_rank(lambda: _with_new_parts(found, saved, config, held, masters))
     read = load_tensors(found, named("model", held) | named("optim.master", masters), changed, twin=twin)
     optimizer.take_unsaved_masters()
     passive = tuple(f"model.{key} " for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions"))
     notes = [f"{line} in {found}" for line in changed if not line.startswith(passive)]
-    return [f"begins with the weights of {found}: {_forms(read)}", *notes]
+    return [f"begins with the weights of {found}: {_forms(read)}", *new, *notes]
+
+
+def _with_new_parts(
+    folder: Path, saved: Mapping[str, Any], config: Config, held: Held, masters: Held
+) -> tuple[Held, Held, list[str]]:
+    """Fills what a saved model lacks of this one; returns the weights and masters that it has, and log lines."""
+    model = config.model
+    if all(
+        saved["model"].get(key) == getattr(model, key) for key in ("vocab_size", "tie_embeddings", "num_mtp_layers")
+    ):
+        return held, masters, []
+    weights = SavedWeights(folder, torch.float32, twin)
+    shapes = {name: tuple(entry.size) for name, entry in weights.tensors.items()}
+    held, masters = (
+        fill_new_parts(each, model, shapes, weights.read, config.train.seed) if each else each
+        for each in (held, masters)
+    )
+    return held, masters, new_parts(model, shapes, shapes.get(EMBEDDING, (model.vocab_size,))[0])
 
 
 def _balances_by_bias(config: Mapping[str, Any]) -> bool:

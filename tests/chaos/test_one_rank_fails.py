@@ -16,7 +16,7 @@ from runs import write_corpus
 from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
 from megatron5d.train.loop import train
-from tools.convert import to_hf
+from tools.convert import main
 
 EXPERIMENT = [
     *("model=tiny", "model.vocab_size=98", "train.gbs=4", "train.mbs=1", "train.seq_len=16", "train.steps=1"),
@@ -101,7 +101,7 @@ def test_a_fault_of_one_rank_at_the_start_ends_all_ranks_in_step(tmp_path, monke
         return load_config([each.format(folder=tmp_path) for each in [*EXPERIMENT, *overrides]], world=world)
 
     assert train(config_of([], SAVED, 1), Process(0, 1, 0, torch.device("cpu"))) == 0
-    to_hf(tmp_path / "saved", tmp_path / "hf", None, None, 1 << 30)
+    assert main(["to-hf", "--checkpoint", str(tmp_path / "saved"), "--out", str(tmp_path / "hf")]) == 0
     configs = [config_of(plant[2], f"{{folder}}/{i}") for i, plant in enumerate(PLANTS.values())]
 
     def one(rank, world):

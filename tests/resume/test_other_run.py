@@ -92,3 +92,59 @@ def test_biases_of_balancing_that_are_left_behind_or_begin_at_zero_are_told(tmp_
     assert not any("moe.balance" in note for note in notes), notes
     saved = whole_tensors(tmp_path / "bias" / "step-00000001")
     assert biases and all(torch.equal(bias, saved[f"model.{name}"]) and bias.any() for name, bias in biases.items())
+
+
+GROWN = [
+    "model.vocab_size=131",
+    "model.tie_embeddings=false",
+    "model.num_mtp_layers=1",
+    "optim.lr=1e-300",
+    "optim.min_lr=0",
+]
+LAYOUTS = {
+    "one": (1, []),
+    "tensors and stages": (4, ["parallel.tp=2", "parallel.sp=true", "parallel.pp=2"]),
+    "slices": (4, ["parallel.zero=3", "optim.offload=true"]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_a_larger_vocabulary_a_head_and_prediction_layers_are_added(tmp_path, config_of, dtype):
+    """New rows are the mean of the old, the head is the embedding, the layers those of a new run; on any layout."""
+    old, precision = tmp_path / "old", f"precision.dtype={dtype}"
+    assert train_on_ranks(config_of(old, 2, precision, "model.tie_embeddings=true", "parallel.tp=2"), 2) == [0, 0]
+    kind = "model" if dtype == "fp64" else "optim.master"
+    saved, found = whole_tensors(old / "step-00000001"), {}
+    fresh = config_of(tmp_path / "fresh", 1, precision, *GROWN)
+    assert train_on_ranks(fresh, 1) == [0]
+    drawn = whole_tensors(tmp_path / "fresh" / "step-00000001")
+    for name, (world, overrides) in LAYOUTS.items():
+        config = config_of(tmp_path / name, world, precision, *GROWN, *overrides, init=str(old))
+        notes = begun(config, world)[0][0]
+        assert any("rows 97 to 130 of the vocabulary start as the mean" in note for note in notes), notes
+        assert sum("starts as the embedding" in note or "layers 2 start as in a new" in note for note in notes) == 2
+        assert train_on_ranks(config, world) == [0] * world
+        found[name] = whole_tensors(tmp_path / name / "step-00000001")
+    for tensors in found.values():
+        table = saved[f"{kind}.embedding.weight"]
+        assert torch.equal(tensors[f"{kind}.embedding.weight"][:97], table)
+        mean = table.double().mean(0).expand(34, -1).to(table.dtype)
+        torch.testing.assert_close(tensors[f"{kind}.embedding.weight"][97:], mean)
+        for key in (key for key in tensors if key.startswith(("model.", "optim.master."))):
+            weight = key.replace("optim.master.", "model.")
+            if key.endswith("head.weight"):
+                assert torch.equal(tensors[key], tensors[key.replace("head", "embedding")]), key
+            elif ".layers.2." in key:
+                assert torch.equal(tensors[key].to(drawn[weight].dtype), drawn[weight]), key
+            elif "embedding" not in key:
+                assert torch.equal(tensors[key], saved[key]), key
+            assert torch.equal(tensors[key], found["one"][key]), key
+
+
+def test_a_smaller_vocabulary_is_refused(tmp_path, config_of):
+    old = tmp_path / "old"
+    assert train_on_ranks(config_of(old, 1), 1) == [0]
+    with pytest.raises(ValueError, match=r"embedding.weight: saved \(97, 32\), this model has \(96, 32\)"):
+        build_run(
+            config_of(tmp_path / "next", 1, "model.vocab_size=96", init=str(old)), Process(0, 1, 0, torch.device("cpu"))
+        )

@@ -1,7 +1,13 @@
-"""Our architecture as a Hugging Face config.json that transformers 4 and 5 both read, or the reasons why none fits."""
+"""Our architecture as a Hugging Face config.json, or the reasons why none fits.
+
+For transformers 5. Version 4 (from 4.46) reads it as well, but computes other positions where they are stretched by
+yarn: it passes over `original_max_position_embeddings`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron5d.checkpoint.hf.families import GELU, WINDOW_BY_LAYER
@@ -21,7 +27,7 @@ _ARCHITECTURE = {
     "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
-_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+_DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Fields that must have these values for a family to compute an architecture.
 _ALL: dict[str, Any] = {
     "attention": "gqa", "attention_softcap": 0.0, "logit_softcap": 0.0, "attention_sinks": False, "num_mtp_layers": 0,
@@ -61,7 +67,7 @@ def hf_family(config: ModelConfig) -> str:
 
 def _obstacles(config: ModelConfig, family: str) -> list[str]:
     """Why a family does not compute this architecture."""
-    wanted = _GPT2 | {"num_kv_heads": config.num_heads, "hidden_size": config.num_heads * config.head_dim}
+    wanted = _GPT2 | {"num_kv_heads": config.num_heads}
     if family != "gpt2":
         wanted = _DECODER | {"attention_out_bias": config.qkv_bias}
         wanted |= wanted_attention(config, family) if family in LATENT else _OWN[family]
@@ -74,19 +80,24 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
         if getattr(config, field) != value
     ]
     if family == "llama" and config.hidden_size % config.num_heads:
-        reasons.append(f"num_heads = {config.num_heads} does not divide hidden_size = {config.hidden_size}")
+        reasons.append(f"model.num_heads = {config.num_heads}, no divisor of hidden_size = {config.hidden_size}")
+    if family == "gpt2" and config.hidden_size != config.num_heads * config.head_dim:
+        width = config.hidden_size / config.num_heads
+        reasons.append(f"model.head_dim = {config.head_dim} (only model.hidden_size / model.num_heads = {width:g})")
     if family == "gpt2" and config.activation not in GELU.values():
         reasons.append(f"model.activation = {config.activation!r} (only gelu)")
     return reasons
 
 
-def hf_config_from_model(config: ModelConfig, dtype: str, eos_token_id: int | None = None) -> dict[str, Any]:
+def hf_config_from_model(
+    config: ModelConfig, dtype: str, tokens: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """The content of config.json for a model of ours.
 
     Args:
         config: the architecture.
-        dtype: of the weights beside it: fp64, fp32 or bf16.
-        eos_token_id: what ends a text, so that `generate` stops; None = nothing does.
+        dtype: of the weights beside it: fp64, fp32, bf16 or fp16.
+        tokens: `eos_token_id` and its like, an id or several; without it nothing makes `generate` stop.
 
     Returns:
         A dict for `json.dump`, with the rotary settings and the dtype in both spellings.
@@ -104,7 +115,8 @@ def hf_config_from_model(config: ModelConfig, dtype: str, eos_token_id: int | No
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": None,
-        "eos_token_id": eos_token_id,
+        "eos_token_id": None,
+        **tokens,
         "dtype": _DTYPE[dtype],
         "torch_dtype": _DTYPE[dtype],
     }

@@ -7,17 +7,17 @@ passed over.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from math import log
 from pathlib import Path
 from typing import Any
 
 from megatron5d.checkpoint.hf.families import ALIASES, COMPUTED, DEFAULTS, GELU, WINDOW_BY_LAYER
+from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
 from megatron5d.checkpoint.hf.safetensors_folder import BLOCK
 from megatron5d.config.convert import from_dict
-from megatron5d.config.schema import ModelConfig, RopeScaling
+from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -30,12 +30,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face folder has its architecture there")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, not an object of settings")
+    config = read_json(path)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in DEFAULTS:
         raise ValueError(f"{path}: model_type = {family!r} is not supported; supported are {', '.join(DEFAULTS)}")
@@ -59,14 +54,55 @@ def _of_another_kind(config: dict[str, Any], defaults: dict[str, Any]) -> list[s
 
 
 def _not_positive(config: dict[str, Any]) -> list[str]:
+    """Sizes that are no sizes, or that no folder of weights can have: tables of so many tensors would never end."""
     sizes = (
         "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "n_embd", "n_head", "n_layer",
     )  # fmt: skip
-    return [
+    wrong = [
         f"{key} = {config[key]!r} is no number above 0"
         for key in sizes
         if key in config and not (isinstance(config[key], int) and config[key] > 0)
     ]
+    experts, layers = ("num_local_experts", "n_routed_experts"), ("num_hidden_layers", "n_layer", *_AHEAD)
+    counts = [[(key, config.get(key)) for key in keys] for keys in (experts, layers)]
+    (most_experts, e), (most_layers, n) = (
+        max(((key, count) for key, count in found if isinstance(count, int)), key=lambda each: each[1], default=("", 1))
+        for found in counts
+    )
+    if max(e, 1) * n > _MOST_TENSORS:
+        told = f"{most_layers} = {n}" + (f" times {most_experts} = {e}" if e > 1 else "")
+        wrong.append(f"{told} is more than the {_MOST_TENSORS:,} layers and experts that are read")
+    return wrong
+
+
+_AHEAD = ("num_nextn_predict_layers",)
+_MOST_TENSORS = 1_000_000
+
+
+def token_source(config: Config) -> Path | None:
+    """The file or folder that says what the tokens of a run mean; None where its configuration names none."""
+    named = config.data.tokenizer or config.model.from_hf or config.init.from_hf
+    return None if named is None else Path(named)
+
+
+def token_ids(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a Hugging Face folder says about the ids of special tokens: in config.json, and in generation_config.json.
+
+    Returns:
+        The former's `bos_token_id`, `eos_token_id` and `pad_token_id`, those that are there; the whole latter.
+    """
+    config, generation = (
+        read_json(path) if (path := Path(folder) / name).is_file() else {}
+        for name in ("config.json", "generation_config.json")
+    )
+    return {f"{k}_token_id": config.get(f"{k}_token_id") for k in ("bos", "eos", "pad")}, generation
+
+
+def end_tokens(folder: str | Path) -> list[int]:
+    """Every token that ends a text by a folder's generation_config.json or config.json, which name one or several."""
+    named = [settings.get("eos_token_id") for settings in reversed(token_ids(folder))]
+    ids = [i for each in named for i in (each if isinstance(each, list) else [each])]
+    return list(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 
 def model_config_from_hf(folder: str | Path) -> dict[str, Any]:

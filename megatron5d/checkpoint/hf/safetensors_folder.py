@@ -26,11 +26,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron5d.checkpoint.hf.files import INDEX, SINGLE, WEIGHTS, check_vacant, weight_files, wrong_kind
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.topology.shard_spec import ShardSpec
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 EIGHT_BITS = "F8_E4M3"
 SCALES = "_scale_inv"  # behind the name of a tensor in 8 bits: what its blocks are multiplied by
@@ -102,11 +101,22 @@ class SafetensorsFolder:
         self._handles: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
         self.scales: dict[str, StoredTensor] = {}  # of the tensors in 8 bits, by their names
-        for file in _files(self.folder):
+        self._stray: list[tuple[str, str]] = []  # tensors in files where the index does not place them
+        for file, listed in weight_files(self.folder).items():
             handle = self._handle(file)
-            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+            names = set(handle.keys())
+            if lacking := sorted(set(listed or ()) - names):
+                raise ValueError(f"{self.folder / INDEX} places {lacking[0]} in {file}, which does not hold it")
+            for name in names if listed is None else listed:  # a copy elsewhere than the index says is a stale one
                 view = handle.get_slice(name)
                 self.tensors[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+            self._stray += [(name, file) for name in sorted(names - set(names if listed is None else listed))]
+        if unlisted := [(name, file) for name, file in self._stray if name not in self.tensors]:
+            name, file = unlisted[0]
+            raise ValueError(
+                f"{self.folder / file} holds {name}, which {INDEX} does not name ({len(unlisted)} such tensors): files "
+                "of several saves are mixed; copy the folder again"
+            )
         for name in [name for name, tensor in self.tensors.items() if tensor.dtype == EIGHT_BITS]:
             if name + SCALES in self.tensors:
                 self.scales[name] = self.tensors.pop(name + SCALES)
@@ -125,7 +135,8 @@ class SafetensorsFolder:
             try:
                 self._handles[file] = self._open.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
-                raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+                known = wrong_kind(path)
+                raise ValueError(f"{path} is {known or f'not a whole safetensors file: {error}'}") from error
         return self._handles[file]
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
@@ -146,23 +157,6 @@ class SafetensorsFolder:
 
     def _slices(self, file: str, name: str, starts: Sequence[int], stops: Sequence[int]) -> torch.Tensor:
         return self._handle(file).get_slice(name)[tuple(slice(*ends) for ends in zip(starts, stops))]
-
-
-def _files(folder: Path) -> list[str]:
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is damaged, it has no weight_map of tensors and files: {error!r}") from error
-    if list(folder.glob("pytorch_model*.bin")):
-        raise ValueError(
-            f"{folder} holds pytorch_model*.bin only, pickles that are not read here; "
-            f"save it again with transformers: model.save_pretrained(folder, safe_serialization=True)"
-        )
-    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
 
 @torch.no_grad()
@@ -299,9 +293,18 @@ def stored_tensors(
 
     Returns:
         (name on disk, tensor) pairs in the order of the table.
+
+    Raises:
+        ValueError: a finite value becomes infinite (fp16 ends at 65,504).
     """
     for entry in entries:
-        tensor = read(entry.name, entry.our_offset, entry.our_shape).to(entry.dtype(dtype))
+        exact = read(entry.name, entry.our_offset, entry.our_shape)
+        tensor = exact.to(entry.dtype(dtype))
+        if dtype == torch.float16 and (tensor.isinf() & exact.isfinite()).any():
+            raise ValueError(
+                f"{entry.hf_name} reaches {exact.abs().max():.4g}, and fp16 ends at {torch.finfo(dtype).max:.0f}: "
+                "write it with --dtype bf16"
+            )
         if entry.expert is not None:
             tensor = tensor.squeeze(0)
         yield entry.hf_name, tensor.t() if entry.transposed else tensor
@@ -311,7 +314,7 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
     """Writes tensors in the order given, starting a new file before one would grow beyond the limit.
 
     Args:
-        folder: created if it does not exist. It must not hold safetensors files, which would be read with the new ones.
+        folder: created if it does not exist, for without weights.
         tensors: (name on disk, tensor) pairs, taken one by one; contiguous or not.
         max_shard_bytes: size limit of one file; a larger tensor gets a file of its own.
 
@@ -319,14 +322,12 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
         Total size of the tensors, in bytes.
 
     Raises:
-        ValueError: the folder already holds safetensors files.
+        ValueError: the folder already holds weights.
         OSError: a file cannot be written; names it.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    old = sorted(path.name for path in [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
-    if old:
-        raise ValueError(f"{folder} already holds {', '.join(old)}: give an empty folder, old files would mix with new")
+    check_vacant(folder, WEIGHTS)
     for half in folder.glob(_PART.format(0).replace("00000", "*")):  # of an export that was interrupted
         half.unlink()
     parts: list[list[str]] = []
@@ -335,8 +336,11 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
 
     def flush() -> None:
         part = folder / _PART.format(len(parts))
+        part.touch()
+        mode = part.stat().st_mode  # as the user's umask has it; safetensors writes for the owner alone
         try:
             save_file(pending, part, metadata={"format": "pt"})
+            part.chmod(mode)
         except SafetensorError as error:
             part.unlink(missing_ok=True)
             raise OSError(f"{part} cannot be written: {error}") from error

@@ -16,6 +16,7 @@ from megatron5d.checkpoint.hf.names import BASE_PREFIX, HEAD, IGNORED, hf_copies
 from megatron5d.checkpoint.hf.safetensors_folder import Entry, SafetensorsFolder, check_names, load_shards
 from megatron5d.checkpoint.layout import ShardedTensor, sharded_parameter
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, lazy_tensor
+from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
 from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
@@ -34,9 +35,12 @@ def load_hf_weights(parameters: Iterable[torch.Tensor], config: ModelConfig, fol
 
 
 def load_hf_shards(
-    held: Sequence[tuple[ShardSpec, ShardedTensor]], config: ModelConfig, folder: str | Path
+    held: Sequence[tuple[ShardSpec, ShardedTensor]], config: ModelConfig, folder: str | Path, seed: int = 0
 ) -> list[str]:
     """Fills what this rank holds of a model from a folder of any supported family.
+
+    The model may have a larger vocabulary, a head of its own where the folder's is tied, and blocks of multi-token
+    prediction that the folder lacks (checkpoint/new_parts.py).
 
     Folders saved from the bare model (GPT-2 on the hub: `wte.weight`) and tied models that also store their head,
     equal to the embedding, are read as well.
@@ -46,6 +50,7 @@ def load_hf_shards(
             (model.router_bias = false), one that balancing alone uses, becomes zero.
         config: the architecture that they were built from.
         folder: config.json and safetensors files.
+        seed: of what the folder lacks.
 
     Returns:
         Lines for the log: what of the folder is not read, and fields in which `config` computes another function than
@@ -58,14 +63,44 @@ def load_hf_shards(
         for view in (view for spec, tensor in held if _is_bias(spec) for view in tensor.parts.values()):
             view.zero_()
         held = [(spec, tensor) for spec, tensor in held if not _is_bias(spec)]
-    here: defaultdict[str, list[Rectangle]] = defaultdict(list)
-    for spec, tensor in held:
-        here[spec.name] += [(offset, tuple(view.shape)) for offset, view in tensor.parts.items()]
     with SafetensorsFolder(folder) as stored:
-        entries, ignored = _table(config, stored, here)
-        told = unread(config, stored)
+        theirs = _starting_point(config, stored)
+        entries, ignored = _table(theirs, stored, _rows_here(held, theirs.vocab_size))
+        at = {entry.name: entry for entry in entries}
+        told = unread(config, stored) + new_parts(config, at, theirs.vocab_size)
+        check_names(stored, entries, ignored)
+
+        def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+            return stored.read(at[name].hf_name, offset, shape)
+
+        held = fill_new_parts(held, config, {name: entry.our_shape for name, entry in at.items()}, read, seed)
     load_shards(held, entries, folder, ignored)
     return told + config_differences(config, folder)
+
+
+def _rows_here(held: Iterable[tuple[ShardSpec, ShardedTensor]], rows: int) -> dict[str, list[Rectangle]]:
+    """The rectangles of embedding and head that a rank holds, without rows from `rows` on."""
+    here: defaultdict[str, list[Rectangle]] = defaultdict(list)
+    for spec, tensor in held:
+        if spec.name in (EMBEDDING, "head.weight"):
+            parts = [
+                (offset, (min(len(view), rows - offset[0]), *view.shape[1:])) for offset, view in tensor.parts.items()
+            ]
+            here[spec.name] += [(offset, shape) for offset, shape in parts if shape[0] > 0]
+    return here
+
+
+def _starting_point(config: ModelConfig, stored: SafetensorsFolder) -> ModelConfig:
+    """The architecture without what the folder lacks, and another could add to it."""
+    theirs = read_model_config(stored.folder)
+    ahead = len(prediction_layers(replace(config, num_mtp_layers=0), stored))
+    tied = theirs.tie_embeddings and HEAD not in stored.tensors
+    return replace(
+        config,
+        vocab_size=min(config.vocab_size, theirs.vocab_size),
+        tie_embeddings=config.tie_embeddings or tied,
+        num_mtp_layers=min(config.num_mtp_layers, ahead),
+    )
 
 
 def _is_bias(spec: ShardSpec) -> bool:

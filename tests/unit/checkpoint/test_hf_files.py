@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from megatron5d.checkpoint.hf.files import INDEX, SINGLE
 from megatron5d.checkpoint.hf.safetensors_folder import (
-    INDEX,
-    SINGLE,
     Entry,
     SafetensorsFolder,
     load_shards,
@@ -228,7 +227,7 @@ def test_folders_that_are_none(tmp_path):
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": [1]}', "[]"])
 def test_a_damaged_index_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="model.safetensors.index.json is damaged"):
+    with pytest.raises(ValueError, match="model.safetensors.index.json (is damaged|is not JSON|holds a list)"):
         SafetensorsFolder(tmp_path)
 
 

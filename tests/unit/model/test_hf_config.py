@@ -255,7 +255,7 @@ EXPORTED = {
 def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
     """Our file, each of its two spellings alone, and the file that transformers makes of it."""
     model, family = EXPORTED[case], case.split(",")[0]
-    config = hf_config_from_model(model, "bf16", eos_token_id=3)
+    config = hf_config_from_model(model, "bf16", {"eos_token_id": 3})
     assert hf_family(model) == config["model_type"] == family
     other = {"only 4": ("rope_parameters", "dtype"), "only 5": ("rope_theta", "rope_scaling", "torch_dtype")}
     config = {key: value for key, value in config.items() if key not in other.get(reader, ())}

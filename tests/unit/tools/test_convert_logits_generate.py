@@ -91,12 +91,13 @@ def test_there_and_back_again(imported, tmp_path):
 
 def test_export_in_bf16_with_its_tokenizer(imported, tmp_path):
     model, _, checkpoints, _ = imported
-    (tmp_path / "made.json").write_text("{}")
+    made = word_tokenizer(tmp_path).rename(tmp_path / "made.json")
     out = tmp_path / "out"
     words = ["to-hf", "--checkpoint", str(checkpoints), "--out", str(out), "--dtype", "bf16",
-             "--tokenizer", str(tmp_path / "made.json")]  # fmt: skip
+             "--tokenizer", str(made)]  # fmt: skip
     assert convert.main(words) == 0
-    assert (out / "tokenizer.json").read_text() == "{}"
+    assert json.loads((out / "tokenizer.json").read_text())["model"] == json.loads(made.read_text())["model"]
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {made.stat().st_mode & 0o777}
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     theirs = model.state_dict()
@@ -175,7 +176,10 @@ def test_convert_refuses(imported, tmp_path, capsys):
         (["from-hf", "--hf", hf, "--out", checkpoints], "already holds the checkpoint of step 0"),
         (["from-hf", "--hf", tmp_path, "--out", tmp_path / "c"], "config.json does not exist"),
         (["to-hf", "--checkpoint", tmp_path, "--out", tmp_path / "o"], "--checkpoint = "),
-        (["to-hf", "--checkpoint", checkpoints, "--out", hf], "already holds model.safetensors"),
+        (
+            ["to-hf", "--checkpoint", checkpoints, "--out", hf],
+            "already holds config.json, generation_config.json, model.safetensors",
+        ),
     ]:
         assert convert.main([str(word) for word in words]) == 2
         assert reason in capsys.readouterr().err
@@ -202,16 +206,17 @@ def word_tokenizer(folder):
     return folder / "tokenizer.json"
 
 
-@pytest.mark.parametrize(("text", "eos"), [(None, 60), ("{}", None)])
-def test_an_exported_model_knows_what_ends_a_text(imported, tmp_path, capsys, text, eos):
-    """Else generate() of transformers never stops; where the tokenizer cannot be read, that is said."""
+def test_an_exported_model_knows_what_ends_a_text(imported, tmp_path, capsys):
+    """Else generate() of transformers never stops; a tokenizer that cannot be read is refused."""
     tokenizer = word_tokenizer(tmp_path)
-    if text is not None:
-        tokenizer.write_text(text)
     words = ["to-hf", "--checkpoint", imported[2], "--out", tmp_path / "out", "--tokenizer", tokenizer]
     assert convert.main([str(word) for word in words]) == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == eos
-    assert ("no eos_token_id" in capsys.readouterr().err) == (eos is None)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == 60
+    tokenizer.write_text("{}")
+    words[4] = tmp_path / "again"
+    assert convert.main([str(word) for word in words]) == 2 and not words[4].exists()
+    assert "not a tokenizer.json" in capsys.readouterr().err
 
 
 def test_generate_greedy_as_transformers(imported, tmp_path, capsys):

@@ -1,0 +1,286 @@
+"""Turns the tokenizer of a run into the files from which transformers' AutoTokenizer gets the ids of training.
+
+A tokenizer.json leaves as it is; a sentencepiece model and a tiktoken file become one. Special tokens, chat templates
+and the rest of what the source's folder says about tokens leave with it. The class is always named: without a name
+transformers takes that of the model's family, with its own way of splitting text.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron5d.data.tiktoken_ranks import looks_like_ranks, read_ranks
+from megatron5d.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+
+SETTINGS = "tokenizer_config.json"
+SIDE_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+TEMPLATES = "additional_chat_templates"
+# Texts on which converted tokenizers went wrong: blanks, digits, apostrophes, line ends, scripts, marks.
+PROBES = (
+    "hello 1234 years", " two  spaces\n", "don't ask, I'LL DON'T", "x=3.14", "the year 1999 had", "   ", "",
+    "\n\n\n a\t\tb\r\n", "a\n  b\n\n    c  \n", "12345678 1 22 333", "naïve café e\u0301 Ångström ﬁ ½",
+    "日本語のテキスト 中文 한국어", "مرحبا שלום नमस्ते", "🙂👩\u200d👩\u200d👧 \U0001f1eb\U0001f1f7",
+    "\u00a0nb\u2003sp\u3000", "'s 're 'LL 'ſ", "CamelCaseWords snake_case __init__", "<|x|> <0x0A> [a]",
+    "a" * 60 + " " * 33 + "!" * 17, "\u2581under ▁", "\x00\x07", "١٢٣ ४५६", "http://a.b/c?d=e&f#g\n",
+)  # fmt: skip
+_LEARNED, _USER, _UNKNOWN, _CONTROL = 1, 4, 2, 3  # types of sentencepiece's pieces
+_UNIGRAM, _BPE = 1, 2  # types of sentencepiece's models
+
+
+def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) -> dict[str, str]:
+    """The files of a tokenizer, checked to give the ids of training.
+
+    Args:
+        source: a file or folder that `load_tokenizer` reads.
+        eod: what ended documents in training; None = what the source names.
+        config: the config.json beside it, on which AutoTokenizer's choice of a class depends.
+
+    Returns:
+        Content by name in the folder.
+
+    Raises:
+        ValueError: the source cannot be read or converted, or transformers would give other ids; says which.
+    """
+    ours, file = load_tokenizer(source, eod), tokenizer_file(source)
+    settings, backend = _json_of(file.parent / SETTINGS), _backend(file)
+    settings.pop("auto_map", None)  # names a class of the source's own
+    named = _json_of(file.parent / SIDE_FILES[0]) | settings
+    usual = _usual_tokens(file, ours, backend)
+    if (
+        eod is not None and ours.eod not in backend.get_added_tokens_decoder()
+    ):  # an ordinary token, which would no longer come of text
+        usual["eos_token"] = None
+    for key, token in usual.items():
+        if token is not None and not named.get(key):
+            settings[key] = token
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    files = {
+        "tokenizer.json": backend.to_str(pretty=True),
+        SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+    }
+    for path in [file.parent / name for name in SIDE_FILES] + sorted((file.parent / TEMPLATES).glob("*.jinja")):
+        if path.is_file():
+            files[str(path.relative_to(file.parent))] = path.read_text(encoding="utf-8")
+    _check_ids(file, files, ours, config)
+    return files
+
+
+def special_tokens(source: Path) -> dict[str, int]:
+    """The tokens of a tokenizer that never come of text, such as those of chat templates, with their ids."""
+    added = _backend(tokenizer_file(source)).get_added_tokens_decoder()
+    return {token.content: i for i, token in added.items()}
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """The object in a file of settings; {} where there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object of settings")
+    return found
+
+
+def _usual_tokens(file: Path, ours: Tokenizer, backend: Any) -> dict[str, str | None]:
+    """Special tokens for a folder whose settings name none: those of a sentencepiece model, or what ended documents."""
+    end = None if ours.eod is None else backend.id_to_token(ours.eod)
+    if not _is_sentencepiece(file):
+        return {"eos_token": end}
+    spec = _proto(file).trainer_spec
+    ids = {"bos_token": spec.bos_id, "unk_token": spec.unk_id, "pad_token": spec.pad_id}
+    return {"eos_token": end} | {key: backend.id_to_token(i) if i >= 0 else None for key, i in ids.items()}
+
+
+def _is_sentencepiece(file: Path) -> bool:
+    head = file.read_bytes()[:4096]
+    return head.lstrip()[:1] != b"{" and not looks_like_ranks(head)
+
+
+def _backend(file: Path) -> Any:
+    """A `tokenizers.Tokenizer` of a tokenizer file."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ValueError(
+            f"{file} is written as a tokenizer.json, which takes the package tokenizers: pip install 'megatron5d[data]'"
+        ) from error
+    if _is_sentencepiece(file):
+        return _with_added(_from_sentencepiece(file), file)
+    if looks_like_ranks(file.read_bytes()[:4096]):
+        return _with_added(_from_ranks(file), file)
+    load_tokenizer(file)  # says in words why it cannot be read
+    whole = tokenizers.Tokenizer.from_file(str(file))
+    whole.no_truncation()
+    whole.no_padding()
+    return whole
+
+
+def _with_added(backend: Any, file: Path) -> Any:
+    """Adds the tokens that a folder keeps beside its model: added_tokens.json, added_tokens_decoder."""
+    from tokenizers import AddedToken
+
+    wanted = {i: AddedToken(name, normalized=False) for name, i in _json_of(file.parent / SIDE_FILES[1]).items()}
+    for i, token in _json_of(file.parent / SETTINGS).get("added_tokens_decoder", {}).items():
+        wanted[int(i)] = AddedToken(**token)
+    for i, token in sorted(wanted.items()):
+        backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
+        if (found := backend.token_to_id(token.content)) != i:
+            raise ValueError(
+                f"{file.parent} gives the token {token.content!r} id {i}, and with {file.name} it becomes {found}: a "
+                "tokenizer.json made by transformers, of the same folder, can leave instead"
+            )
+    return backend
+
+
+def _proto(file: Path) -> Any:
+    try:
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise ValueError(f"{file} is written as a tokenizer.json, which takes protobuf: {error}") from error
+    return ModelProto.FromString(file.read_bytes())
+
+
+def _from_sentencepiece(file: Path) -> Any:
+    """BPE or unigram with sentencepiece's own way of writing blanks; pieces that a user defined are cut out first."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    proto = _proto(file)
+    kind, rules, pieces = proto.trainer_spec.model_type, proto.normalizer_spec, proto.pieces
+    own = sorted((each.piece for each in pieces if each.type == _USER), key=len, reverse=True)
+    if kind == _BPE:
+        unknown = next((each.piece for each in pieces if each.type == _UNKNOWN), None)
+        merges = _merges({each.piece: -each.score for each in pieces if each.type == _LEARNED}, len)
+        ids = {each.piece: i for i, each in enumerate(pieces)}
+        fallback = proto.trainer_spec.byte_fallback
+        model: Any = models.BPE(
+            ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback, ignore_merges=bool(own)
+        )
+    elif kind == _UNIGRAM:
+        scores = [(each.piece, each.score) for each in pieces]
+        unknown = next((i for i, each in enumerate(pieces) if each.type == _UNKNOWN), None)
+        model = models.Unigram(scores, unk_id=unknown, byte_fallback=proto.trainer_spec.byte_fallback)
+    else:
+        raise ValueError(f"{file}: sentencepiece models of words or characters have no like in tokenizer.json")
+    backend = Tokenizer(model)
+    steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
+    if rules.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps += [normalizers.Prepend("▁")] if rules.add_dummy_prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    splits = [pre_tokenizers.Split(Regex("|".join(map(_literal, own))), "isolated")] if own else []
+    if kind == _UNIGRAM:  # a text that spells the name of a byte is no byte
+        splits.append(pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous"))
+    if splits:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    strip = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    special = [each.piece for each in pieces if each.type in (_CONTROL, _UNKNOWN)]
+    backend.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    _add_bos(backend, file.parent, proto.trainer_spec.bos_id)
+    return backend
+
+
+def _literal(text: str) -> str:
+    """A regular expression for a text, in every dialect."""
+    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
+
+
+def _add_bos(backend: Any, folder: Path, bos: int) -> None:
+    """Makes texts begin as the folder's settings say; a bare model file says nothing, and training adds no token."""
+    from tokenizers.processors import TemplateProcessing
+
+    settings = _json_of(folder / SETTINGS)
+    by_class = str(settings.get("tokenizer_class")).startswith("Llama")  # which adds one unless told otherwise
+    if bos >= 0 and settings.get("add_bos_token", by_class):
+        token = backend.id_to_token(bos)
+        template = (f"{token} $A", f"{token} $A {token}:1 $B:1", [(token, bos)])
+        backend.post_processor = TemplateProcessing(*template)
+
+
+def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    """All pairs of tokens that make up a token, those of the lowest rank first; ties by the order of the parts."""
+    found = []
+    for token, rank in ranks.items():
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        found += [(rank, order(a), order(b), a, b) for a, b in cuts if a in ranks and b in ranks]
+    return [(a, b) for *_, a, b in sorted(found)]
+
+
+def _from_ranks(file: Path) -> Any:
+    """Byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    ranks, pattern, special, normal_form, adds_bos = read_ranks(file)
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    signs = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}  # GPT-2's
+
+    def spelled(token: bytes) -> str:
+        return "".join(signs[byte] for byte in token)
+
+    merges = [(spelled(a), spelled(b)) for a, b in _merges(dict(ranks), lambda part: ranks[part])]
+    ids = {spelled(token): rank for token, rank in ranks.items()} | special
+    backend = Tokenizer(models.BPE(ids, merges, ignore_merges=True))
+    backend.normalizer = normalizers.NFC() if normal_form else None
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    names = sorted(special, key=lambda name: special[name])
+    backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
+    return backend
+
+
+def _texts(ours: Tokenizer, ids: list[int], special: list[str]) -> Iterator[str]:
+    """PROBES, and up to 4,000 tokens of the vocabulary eight at a time; none with a special token's name."""
+    ids = ids[:: max(1, len(ids) // 4000)]
+    groups = (ours.decode(ids[at : at + 8]) for at in range(0, len(ids), 8))
+    yield from (text for text in (*PROBES, *groups) if not any(name in text for name in special))
+
+
+def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[str, Any]) -> None:
+    """Compares the ids of the written files with those of training, by transformers where it is installed."""
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(files["tokenizer.json"])
+    added = backend.get_added_tokens_decoder()
+    special = [token.content for token in added.values()]
+    ids = sorted(set(backend.get_vocab(with_added_tokens=True).values()) - set(added))  # ids may leave gaps
+
+    encoders: dict[str, Callable[[str], list[int]]] = {
+        "the package tokenizers": lambda text: backend.encode(text, add_special_tokens=False).ids
+    }
+    if theirs := _by_transformers(files, config):
+        encoders["transformers' AutoTokenizer"] = theirs
+    for name, encode in encoders.items():
+        for text in _texts(ours, ids, special):
+            wanted, found = ours.encode(text), encode(text)
+            if wanted != found:
+                raise ValueError(
+                    f"{file} leaves with other ids than those of training: {name} makes {found[:12]} of {text[:60]!r}, "
+                    f"training {wanted[:12]}"
+                )
+
+
+def _by_transformers(files: dict[str, str], config: dict[str, Any]) -> Callable[[str], list[int]] | None:
+    """AutoTokenizer on the files as they will lie beside the weights; None where transformers is not installed."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in ({"config.json": json.dumps(config)} | files).items():
+            path = Path(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+        try:
+            theirs = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # of whatever kind the tokenizer's class raises
+            raise ValueError(f"transformers does not read the tokenizer that would be written: {error}") from error
+    return lambda text: theirs(text, add_special_tokens=False).input_ids

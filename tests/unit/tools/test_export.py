@@ -1,0 +1,268 @@
+"""What leaves with the weights: tokenizers with the ids of training, special tokens, templates, end tokens."""
+
+import base64
+import json
+import shutil
+
+import pytest
+import torch
+from hf_folders import random_model
+
+from megatron5d.checkpoint.hf.export_config import hf_config_from_model
+from megatron5d.checkpoint.hf.import_config import end_tokens
+from megatron5d.config.load import load_config
+from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.data.tokenizer_export import exported_tokenizer, special_tokens
+from tools import convert, generate
+
+transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+sentencepiece = pytest.importorskip("sentencepiece")
+
+DOCUMENTS = [f"item {i}: the year {1900 + i} had {i * 37} visitors, don't ask.\n" * (1 + i % 4) for i in range(200)]
+TEXTS = ["hello 1234 years", " two  spaces\n", "don't ask, WE'LL", "x=3.14", "\n\n\ta\r\n", "naïve 日本 🙂", "", "  "]
+PIECES = {
+    "bpe": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"},
+    "unigram": {"model_type": "unigram", "vocab_size": 400, "byte_fallback": True, "pad_id": 3},
+    "symbols": {"model_type": "bpe", "user_defined_symbols": ["<sep>", "\n", "."], "remove_extra_whitespaces": False,
+                "add_dummy_prefix": False, "normalization_rule_name": "identity"},
+}  # fmt: skip
+KINDS = [*PIECES, "tokenizer.json", "tiktoken"]
+FAMILIES = {
+    "llama": "tiny", "mistral": "tiny model.attention_window=8", "qwen2": "tiny model.qkv_bias=true",
+    "qwen3": "tiny_qwen3", "gpt2": "tiny_gpt2", "mixtral": "tiny_mixtral", "qwen3_moe": "tiny_qwen3_moe",
+    "deepseek_v2": "deepseek_v2_lite", "deepseek_v3": "tiny_deepseek",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A tokenizer of each kind."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    for name, settings in PIECES.items():
+        options = {"vocab_size": 340, "minloglevel": 2, "hard_vocab_limit": False} | settings
+        trained = iter(DOCUMENTS)
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=trained, model_prefix=str(folder / name), **options)
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer, model.decoder = byte_level, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<|endoftext|>", "[END]"], initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    model.train_from_iterator(DOCUMENTS, trainer)
+    (folder / "own").mkdir()
+    model.save(str(folder / "own" / "tokenizer.json"))
+    ranks = [bytes([i]) for i in range(256)] + [b" t", b"he", b" the", b"19", b"190", b"'t", b"don", b"\n\n", b"  "]
+    lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(ranks))
+    (folder / "ranks.tiktoken").write_text("".join(lines))
+    found = {name: folder / f"{name}.model" for name in PIECES}
+    return found | {"tokenizer.json": folder / "own", "tiktoken": folder / "ranks.tiktoken"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_gives_the_ids_of_training(sources, tmp_path, family, kind):
+    model = load_config(f"model={FAMILIES[family]}".split()).model
+    described = hf_config_from_model(model, "fp32")
+    assert described["model_type"] == family
+    if family == "qwen2":
+        with pytest.raises(ValueError, match="leaves with other ids .*AutoTokenizer makes "):
+            exported_tokenizer(sources[kind], None, described)
+        return
+    files = exported_tokenizer(sources[kind], None, described)
+    for name, content in ({"config.json": json.dumps(described)} | files).items():
+        (tmp_path / name).write_text(content)
+    ours, theirs = load_tokenizer(sources[kind]), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert theirs(text, add_special_tokens=False).input_ids == theirs(text).input_ids == ids, text
+        if "⁇" not in ours.decode(ids):  # as sentencepiece writes what it does not know
+            assert theirs.decode(ids) == ours.decode(ids)
+    assert theirs.eos_token_id == ours.eod
+    ids = [ours.encode("ask")[0], ours.eod]
+    assert theirs("ask" + theirs.eos_token).input_ids[-1] == ids[1]
+
+
+def test_an_ordinary_token_that_ended_documents_stays_ordinary(sources):
+    """As a special token it would come of no text any more."""
+    line_end = load_tokenizer(sources["tokenizer.json"]).encode("\n")[0]
+    files = exported_tokenizer(sources["tokenizer.json"], line_end, {"model_type": "llama"})
+    assert "eos_token" not in json.loads(files["tokenizer_config.json"])
+
+
+def test_ids_may_leave_gaps(tmp_path, capfd):
+    """As in cl100k, by the number of whose ranks this is known: its end of text is two beyond the last rank."""
+    tokens = [bytes([i]) for i in range(256)] + [bytes([i, j]) for i in range(256) for j in range(256)]
+    tokens += [bytes([i, j, k]) for i in b"aeiou" for j in range(256) for k in range(256)]
+    lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens[:100256]))
+    (tmp_path / "cl.tiktoken").write_text("".join(lines))
+    files = exported_tokenizer(tmp_path / "cl.tiktoken", None, {"model_type": "llama"})
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
+    ids = {token["content"]: token["id"] for token in json.loads(files["tokenizer.json"])["added_tokens"]}
+    assert ids == {"<|endoftext|>": 100257, "<|endofprompt|>": 100276}
+    assert not any(capfd.readouterr())
+
+
+def test_a_tokenizer_that_would_give_other_ids_is_refused(sources, tmp_path):
+    """One of words has no like; a folder whose added tokens do not continue the vocabulary is noticed."""
+    options = {"vocab_size": 60, "model_type": "word", "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c d"] * 9), model_prefix=str(tmp_path / "w"), hard_vocab_limit=False, **options
+    )
+    with pytest.raises(ValueError, match="words or characters"):
+        exported_tokenizer(tmp_path / "w.model", None, {"model_type": "llama"})
+    shutil.copy(sources["bpe"], tmp_path / "tokenizer.model")
+    (tmp_path / "added_tokens.json").write_text('{"<|chat|>": 9999}')
+    with pytest.raises(ValueError, match="gives the token '<.chat.>' id 9999, and with tokenizer.model it becomes"):
+        exported_tokenizer(tmp_path, None, {"model_type": "llama"})
+
+
+def random_folder(family, folder, source, **settings):
+    sizes = {"vocab_size": 352, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[family](**sizes | settings)
+    model = random_model(config)
+    model.save_pretrained(folder)
+    for path in source.iterdir() if source.is_dir() else [source]:
+        shutil.copy(path, folder / ("tokenizer.model" if path.suffix == ".model" else path.name))
+    return model
+
+
+def run(*words):
+    return convert.main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "bpe"])
+def test_what_a_folder_says_about_tokens_comes_out_again(sources, tmp_path, kind):
+    """Special tokens, chat template, added tokens, several end tokens, settings of generation."""
+    hf, end = tmp_path / "hf", {"tokenizer.json": "[END]", "bpe": "</s>"}[kind]
+    random_folder("llama", hf, sources[kind], eos_token_id=[0, 5])
+    size = load_tokenizer(sources[kind]).vocab_size
+    chat = {"content": "<|chat|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False,
+            "single_word": False}  # fmt: skip
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}, "pad_token": "<|chat|>",
+                "added_tokens_decoder": {str(size): chat}, "model_max_length": 77, "eos_token": end}  # fmt: skip
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings))
+    (hf / "chat_template.jinja").write_text("{{ messages[0]['content'] }}<|chat|>")
+    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5], "temperature": 0.6, "top_p": 0.9}))
+    assert run("from-hf", "--hf", hf, "--out", tmp_path / "ours") == 0
+    assert run("to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "out") == 0
+    eod = load_tokenizer(hf).eod
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.model_max_length) == (eod, size, 77)
+    chatted = theirs.apply_chat_template([{"role": "user", "content": "ask"}], return_dict=False)
+    assert chatted[-1] == size and theirs("ask<|chat|>").input_ids[-1] == size
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert generation.eos_token_id == list(dict.fromkeys([7, 5, 0, eod])) and generation.temperature == 0.6
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == [0, 5]
+    assert set(end_tokens(tmp_path / "out")) == {7, 5, 0, eod}
+
+
+def test_texts_begin_as_the_source_says(sources, tmp_path):
+    """Llama's class puts <s> before a text unless its settings say otherwise; a bare model file says nothing."""
+    shutil.copy(sources["bpe"], tmp_path / "tokenizer.model")
+    for settings, begin in (({}, []), ({"tokenizer_class": "LlamaTokenizer"}, [1]),
+                            ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, [])):  # fmt: skip
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        for name, text in exported_tokenizer(tmp_path, None, {"model_type": "llama"}).items():
+            (tmp_path / "out").mkdir(exist_ok=True)
+            (tmp_path / "out" / name).write_text(text)
+        (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert theirs("ask").input_ids == begin + load_tokenizer(sources["bpe"]).encode("ask")
+
+
+def test_qwen2_with_another_tokenizer_leaves_as_a_llama_that_computes_the_same(sources, tmp_path, capsys):
+    model = random_folder("qwen2", tmp_path / "hf", sources["bpe"])
+    assert run("from-hf", "--hf", tmp_path / "hf", "--out", tmp_path / "ours") == 0
+    assert run("to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "out") == 0
+    assert "written as llama, since as qwen2" in capsys.readouterr().err
+    loaded, ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), torch.arange(24)[None]
+    assert loaded.config.model_type == "llama"
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    ours, theirs = load_tokenizer(sources["bpe"]), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert all(theirs(text).input_ids == ours.encode(text) for text in TEXTS)
+    words = ["to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "bare", "--no-tokenizer"]
+    assert run(*words) == 0
+    assert {path.name for path in (tmp_path / "bare").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors"
+    }  # fmt: skip
+    assert json.loads((tmp_path / "bare" / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_a_tokenizer_that_is_gone_or_none_is_told(sources, tmp_path, capsys):
+    hf, words = tmp_path / "hf", ["to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "out"]
+    random_folder("llama", hf, sources["tokenizer.json"])
+    assert run("from-hf", "--hf", hf, "--out", tmp_path / "ours") == 0
+    (hf / "tokenizer.json").rename(hf / "elsewhere")
+    assert run(*words) == 2
+    assert f"{hf} is no tokenizer, or not there any more; give it by --tokenizer PATH" in capsys.readouterr().err
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(["a b c d"] * 9), model_prefix=str(tmp_path / "w"),
+                                             model_type="word", hard_vocab_limit=False, minloglevel=2)  # fmt: skip
+    assert run(*words, "--tokenizer", tmp_path / "w.model") == 2
+    assert "; --no-tokenizer writes the rest without one" in capsys.readouterr().err
+    (hf / "tokenizer.json").write_text("root:x:0:0:root:/root:/bin/bash\n")  # run.json may name any file
+    assert run(*words) == 2 and not (tmp_path / "out").exists()
+    (hf / "tokenizer.json").unlink()
+    assert run("from-hf", "--hf", hf, "--out", tmp_path / "none") == 0
+    assert run("to-hf", "--checkpoint", tmp_path / "none", "--out", tmp_path / "out") == 0
+    assert "no tokenizer is written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja", "vocab.json",
+                                  "merges.txt", "pytorch_model.bin", "x.safetensors", "spiece.model",
+                                  "special_tokens_map.json", "added_tokens.json", "adapter_config.json"])  # fmt: skip
+def test_no_file_of_another_model_stays_beside_an_export(sources, tmp_path, name, capsys):
+    random_folder("llama", tmp_path / "hf", sources["tokenizer.json"])
+    assert run("from-hf", "--hf", tmp_path / "hf", "--out", tmp_path / "ours") == 0
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("{}")
+    assert run("to-hf", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "out") == 2
+    assert f"already holds {name}" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("source", ["--hf", "--checkpoint"])
+def test_generation_ends_at_every_end_token_of_the_folder(sources, tmp_path, capsys, source, place):
+    hf = tmp_path / "hf"
+    model = random_folder("llama", hf, sources["tokenizer.json"])
+    with torch.no_grad():  # a model that always says token 5
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.lm_head.weight.zero_()[5] = 1.0
+    model.save_pretrained(hf)
+    settings = json.loads((hf / place).read_text())
+    (hf / place).write_text(json.dumps(settings | {"eos_token_id": [0, 5] if source == "--hf" else 5}))
+    if source == "--checkpoint":
+        assert run("from-hf", "--hf", hf, "--out", tmp_path / "ours") == 0
+    folder = hf if source == "--hf" else tmp_path / "ours"
+    capsys.readouterr()
+    words = [source, folder, "--prompt", "ask[END]", "--temperature", "0", "--json", "--max-tokens", "70"]
+    assert generate.main([str(word) for word in [*words, "--special-tokens"]]) == 0
+    out, err = capsys.readouterr()
+    tokens = json.loads(out.splitlines()[-1])["tokens"]
+    assert tokens == [*load_tokenizer(sources["tokenizer.json"]).encode("ask"), 1]
+    assert "exceed the model's 64 positions" in err
+
+
+def test_special_tokens_have_names(sources):
+    assert special_tokens(sources["tokenizer.json"]) == {"<|endoftext|>": 0, "[END]": 1}
+    assert special_tokens(sources["bpe"]) == {"<unk>": 0, "<s>": 1, "</s>": 2}
+    assert special_tokens(sources["tiktoken"]) == {"<|endoftext|>": 265}
+
+
+SHIPPED = sorted(path.stem for path in (convert.Path(convert.__file__).parents[1] / "conf/model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_model_has_a_family(name):
+    model = load_config([f"model={name}"] if name != "default" else []).model
+    if name == "tiny_moe":  # tries more of the router than any family has
+        with pytest.raises(ValueError, match="mixtral cannot hold model.shared_ffn_hidden_size"):
+            hf_config_from_model(model, "fp32")
+    else:
+        assert hf_config_from_model(model, "fp16")["dtype"] == "float16"
