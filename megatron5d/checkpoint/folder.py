@@ -3,7 +3,9 @@
 <dir>/run.lock              the run that writes here (checkpoint/lock_file.py)
 <dir>/step-00000100.tmp/    being written; never read
 <dir>/step-00000100/        whole: renamed after every rank has finished
-    .metadata  *.distcp     torch.distributed.checkpoint, tensors in global coordinates
+    *.distcp                torch.distributed.checkpoint, tensors in global coordinates; each names its save
+    index.json              which tensors there are, and where; of which save
+    .metadata               the same as a pickle of DCP, for other tools
     run.json                step, samples taken, configuration
     files.json              size of every file in bytes, so that a truncated copy is noticed; CRC-32 of files without
                             tensors (tensors have their own checksums, which load.py checks)
