@@ -86,7 +86,7 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from megatron5d.checkpoint.folder import read_run, saved_steps
+from megatron5d.checkpoint.folder import saved_config, saved_steps
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.names import IGNORED, hf_copies, hf_entries
@@ -95,7 +95,7 @@ from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers, unre
 from megatron5d.checkpoint.load import SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.upcycle import upcycled, upcycled_weights
-from megatron5d.config.convert import from_dict, to_dict
+from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.model.gpt import DTYPES
@@ -150,7 +150,7 @@ def upcycle(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
     """
     _check_empty(args.out)
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
-    config = from_dict(read_run(folder)["config"])
+    config = saved_config(folder)
     sparse = upcycled(config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense)
     weights = SavedWeights(folder, DTYPES["fp32"], twin)  # of a run in bf16 its masters, with which training goes on
     tensors = upcycled_weights(weights, config.model, sparse, args.noise, args.seed)
@@ -165,7 +165,7 @@ def to_hf(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None
         ValueError: no whole checkpoint, an architecture that no family computes, or `out` holds weights.
     """
     folder = whole_checkpoint(checkpoint, "--checkpoint")
-    config = from_dict(read_run(folder)["config"])
+    config = saved_config(folder)
     dtype = dtype or config.precision.dtype
     if tokenizer is None and config.data.tokenizer and Path(config.data.tokenizer).exists():
         tokenizer = Path(config.data.tokenizer)

@@ -44,7 +44,7 @@ def read_index(content: bytes) -> tuple[Save, Metadata]:
     Raises:
         ValueError: it is damaged, or a newer version wrote it.
     """
-    found: dict[str, Any] = parse_json(content)
+    found = parse_json(content)
     if found.get("format") != FORMAT:
         raise ValueError(f"it has format {found.get('format')!r}, this version reads {FORMAT}; upgrade megatron5d")
     try:

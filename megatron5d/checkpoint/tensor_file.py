@@ -41,7 +41,7 @@ def header(save: Save) -> bytes:
 def save_of(start: bytes) -> Save | None:
     """The save that the first bytes of a tensor file name; None where they are no header."""
     try:
-        found: dict[str, Any] = parse_json(start[:HEADER_BYTES])
+        found = parse_json(start[:HEADER_BYTES])
         return Save(str(found["save"]), int(found["step"]))
     except (ValueError, KeyError, TypeError):
         return None

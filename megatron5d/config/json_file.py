@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
 MAX_DEPTH = 100  # of brackets; Python's parser and whatever walks the values later would overflow its stack
 MAX_BYTES = 256 << 20  # of a file; the largest that are common, tokenizer.json of big vocabularies, have 40 MB
 
 
-def read_json(file: Path, kind: type[T] = dict, max_bytes: int = MAX_BYTES) -> T:  # type: ignore[assignment]
+def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
     """Reads a JSON file of plain values.
 
     Args:
@@ -32,7 +31,7 @@ def read_json(file: Path, kind: type[T] = dict, max_bytes: int = MAX_BYTES) -> T
         raise ValueError(f"{file} is damaged, or no JSON: {error}") from error
 
 
-def parse_json(text: str | bytes, kind: type[T] = dict) -> T:  # type: ignore[assignment]
+def parse_json(text: str | bytes, kind: type = dict) -> Any:
     """The value of a JSON text; raises as `read_json`, without the file."""
     try:
         value = json.loads(text)
