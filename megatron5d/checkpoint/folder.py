@@ -43,6 +43,7 @@ TENSORS = ".distcp"  # suffix of the files that hold tensors
 LEFT = ".left"  # after the name of a checkpoint that the run went back behind
 _WRITING = ".tmp"
 _REMOVED = ".removed"  # after the name of one that is being removed
+_MOST_LAYERS = 100_000  # of a configuration that is believed
 _MODEL_LAWS = [law for law in VALUE_LAWS if law.knobs[0].startswith("model.")]
 _REPLACED = ".replaced"  # after the name of one that was there when its step was saved again
 
@@ -305,6 +306,8 @@ def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None)
     try:
         config = from_dict(saved)
         faults = [law.reason(config, 1) for law in _MODEL_LAWS if law.broken(config, 1)]
+        if config.model.num_layers > _MOST_LAYERS:  # of which a list is made before any file is compared
+            faults.append(f"model.num_layers = {config.model.num_layers} is above {_MOST_LAYERS}")
     except ConfigError as error:
         faults = [fault.reason for fault in error.faults]
     if faults:

@@ -229,7 +229,8 @@ def resume(
         )
     if any(line.startswith("optim.muon_exclude ") for line in changed):  # which decides which moments there are
         excluded = f"'optim.muon_exclude={json.dumps(before.optim.muon_exclude)}'"
-        architecture += [f"optim.muon_exclude = {config.optim.muon_exclude}: resume with {excluded}, or {alone}"]
+        architecture += [line for line in changed if line.startswith("optim.muon_exclude ")]
+        architecture += [f"resume with {excluded}, or {alone}"]
     tensors = run_tensors(sync, optimizer, weights, writing=False)
     load_tensors(folder, tensors, architecture, twin=twin)
     refuse_nonfinite(folder, tensors)

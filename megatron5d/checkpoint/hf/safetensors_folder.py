@@ -336,7 +336,10 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
     def flush() -> None:
         part = folder / _PART.format(len(parts))
         try:
+            part.touch()
+            mode = part.stat().st_mode  # by the user's umask; safetensors makes a file that only its owner reads
             save_file(pending, part, metadata={"format": "pt"})
+            part.chmod(mode)
         except SafetensorError as error:
             part.unlink(missing_ok=True)
             raise OSError(f"{part} cannot be written: {error}") from error

@@ -48,6 +48,8 @@ class JsonLines:
 
     def __init__(self, path: str | Path, done: int) -> None:
         self._path = path = Path(path)
+        if path.is_dir():
+            raise IsADirectoryError(f"log.jsonl = {path} shall be a file, and a folder is there")
         if path.exists() and path.stat().st_size and (not done or not any(map(self._is_record, self._lines(path)))):
             self._set_aside(path)
         kept = [line for line in self._lines(path) if self._step_of(line) <= done]

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron5d.checkpoint.folder import step_folder, write_manifest
+from megatron5d.checkpoint.hf.safetensors_folder import save_folder
 from megatron5d.checkpoint.index import read_pickled
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import load_tensors
@@ -184,3 +185,17 @@ def test_the_same_step_of_another_run_is_another_save(place, tmp_path):
     shutil.copy(tmp_path / "other" / "step-00000024" / "__0_0.distcp", place / "step-00000024")
     with pytest.raises(ValueError, match="is of another checkpoint"):
         loaded(place / "step-00000024")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_files_have_the_mode_that_the_user_wants(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save_folder(tmp_path / "hf", iter([("w", torch.zeros(3)), ("v", torch.zeros(3))]), 12)
+        tensors = {"model.a": ShardedTensor((3,), [((0,), torch.ones(3))], torch.float32)}
+        Saver(tmp_path / "ours", keep=0).save(1, tensors, {})
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 3 + 6
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}

@@ -43,6 +43,7 @@ def folder(tmp_path):
         (lambda r: r["config"]["optim"].update(name=None), "optim.name = None"),
         (lambda r: r["config"]["model"].update(num_layers="two"), "model.num_layers = 'two'"),
         (lambda r: r["config"]["model"].update(num_layers=-2, norm="x"), "model.num_layers = -2 .*; model.norm = x is"),
+        (lambda r: r["config"]["model"].update(num_layers=10**12), "model.num_layers = 1000000000000 is above"),
         (lambda r: r["config"]["moe"].update(balance=5), "moe.balance = 5"),
         (lambda r: r["config"]["model"].update(rope_scaling=[1]), "model.rope_scaling = "),
         (lambda r: "[" * 200_000, "nested deeper"),
