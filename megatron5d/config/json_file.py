@@ -28,7 +28,7 @@ def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
     try:
         return parse_json(file.read_bytes(), kind)
     except ValueError as error:
-        raise ValueError(f"{file} is damaged, or no JSON: {error}") from error
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def parse_json(text: str | bytes, kind: type = dict) -> Any:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 import re
 from pathlib import Path
 from typing import Protocol
+
+from megatron5d.config.json_file import parse_json
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -228,7 +229,7 @@ class HuggingFaceTokenizer:
         """The `eos_token` in tokenizer_config.json beside the file; "" where there is none."""
         config = path.with_name("tokenizer_config.json")
         try:
-            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+            eos = parse_json(config.read_bytes()).get("eos_token") if config.is_file() else None
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{config} is no JSON object of settings: {error}") from error
         return str(eos.get("content", "") if isinstance(eos, dict) else eos or "")

@@ -7,7 +7,6 @@ passed over.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from math import log
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron5d.checkpoint.hf.families import ALIASES, COMPUTED, DEFAULTS, GELU,
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
 from megatron5d.checkpoint.hf.safetensors_folder import BLOCK
 from megatron5d.config.convert import from_dict
+from megatron5d.config.json_file import parse_json
 from megatron5d.config.schema import ModelConfig, RopeScaling
 
 
@@ -31,7 +31,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face folder has its architecture there")
     try:
-        config = json.loads(path.read_text())
+        config = parse_json(path.read_bytes(), object)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.config.json_file import parse_json
 from megatron5d.topology.shard_spec import ShardSpec
 
 SINGLE = "model.safetensors"
@@ -154,7 +155,7 @@ def _files(folder: Path) -> list[str]:
     index = folder / INDEX
     if index.is_file():
         try:
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged, it has no weight_map of tensors and files: {error!r}") from error
     if list(folder.glob("pytorch_model*.bin")):

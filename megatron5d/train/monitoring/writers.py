@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
+from megatron5d.config.json_file import parse_json
 from megatron5d.config.schema import LogConfig
 from megatron5d.planning.clusters import cluster_of
 
@@ -81,7 +82,7 @@ class JsonLines:
     def _step_of(line: str) -> float:
         """Infinite where the line is no record."""
         try:
-            step = json.loads(line)["step"] if line.endswith("}\n") else math.inf
+            step = parse_json(line)["step"] if line.endswith("}\n") else math.inf
         except (ValueError, KeyError, TypeError):
             return math.inf
         return step if isinstance(step, (int, float)) else math.inf
