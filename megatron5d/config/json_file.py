@@ -40,14 +40,10 @@ def parse_json(text: str | bytes, kind: type = dict) -> Any:
     if not isinstance(value, kind):
         wanted = "an object {...}" if kind is dict else "a list [...]"
         raise ValueError(f"it holds {type(value).__name__} where {wanted} is expected")
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        inner = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        level = [each for each in inner if isinstance(each, (dict, list))]
         if not level:
             return value
     raise ValueError(f"its brackets are nested deeper than {MAX_DEPTH}")
