@@ -211,14 +211,13 @@ def resume(
     record = on_rank_0(lambda: read_record(folder))
     before = config_of(folder, record["config"], READ)
     saved = before.optim.name
+    alone = f"take the weights alone: init.from_checkpoint={folder} with another checkpoint.dir"
     if saved != optimizer.name:
         raise ValueError(
             f"{folder} was saved with optim.name = {saved}, this run has {optimizer.name}, and moments of the one are "
-            f"none of the other; resume with optim.name={saved}, or take the weights alone: "
-            f"init.from_checkpoint={folder} with another checkpoint.dir"
+            f"none of the other; resume with optim.name={saved}, or {alone}"
         )
     changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
-    alone = f"take the weights alone: init.from_checkpoint={folder} with another checkpoint.dir"
     architecture = [line for line in changed if line.startswith(("model.", "moe.balance "))]  # which gives biases
     held, here = (_num_weights(each) for each in (before, config)) if architecture else (0, 0)
     if held > here:  # where some are missing or have another shape, loading names them
@@ -228,9 +227,8 @@ def resume(
             f"init.from_checkpoint={folder} with another checkpoint.dir"
         )
     if any(line.startswith("optim.muon_exclude ") for line in changed):  # which decides which moments there are
-        excluded = f"'optim.muon_exclude={json.dumps(before.optim.muon_exclude)}'"
         architecture += [line for line in changed if line.startswith("optim.muon_exclude ")]
-        architecture += [f"resume with {excluded}, or {alone}"]
+        architecture += [f"resume with 'optim.muon_exclude={json.dumps(before.optim.muon_exclude)}', or {alone}"]
     tensors = run_tensors(sync, optimizer, weights, writing=False)
     load_tensors(folder, tensors, architecture, twin=twin)
     refuse_nonfinite(folder, tensors)
