@@ -96,7 +96,7 @@ if __name__ == "__main__":
 import torch
 from tqdm import tqdm
 
-from megatron5d.checkpoint.folder import read_run, saved_steps
+from megatron5d.checkpoint.folder import read_run, saved_config, saved_steps
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.files import check_vacant
 from megatron5d.checkpoint.hf.import_config import (
@@ -117,7 +117,7 @@ from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers, unre
 from megatron5d.checkpoint.load import SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.save import Saver
 from megatron5d.checkpoint.upcycle import upcycled, upcycled_weights
-from megatron5d.config.convert import from_dict, to_dict
+from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron5d.data.tokenizer_export import exported_tokenizer
@@ -171,7 +171,7 @@ def upcycle(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
     """
     _check_empty(args.out)
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
-    config = from_dict(read_run(folder)["config"])
+    config = saved_config(folder)
     sparse = upcycled(config.model, args.num_experts, args.top_k, args.granularity, args.first_k_dense)
     weights = SavedWeights(folder, DTYPES["fp32"], twin)  # of a run in bf16 its masters, with which training goes on
     tensors = upcycled_weights(weights, config.model, sparse, args.noise, args.seed)
@@ -188,8 +188,7 @@ def to_hf(args: argparse.Namespace) -> int:
     """
     folder = whole_checkpoint(args.checkpoint, "--checkpoint")
     check_vacant(args.out)
-    run = read_run(folder)
-    config = from_dict(run["config"])
+    run, config = read_run(folder), saved_config(folder)
     dtype = args.dtype or config.precision.dtype
     source = _token_source(args, config)
     model = _as_long_as_trained(config, run["progress"]["step"])

@@ -71,6 +71,7 @@ import torch
 
 from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.errors import ConfigError, refuse
+from megatron5d.config.json_file import parse_json
 from megatron5d.config.schema import Config
 from megatron5d.parity.certificate import FORMAT, code_here, configuration_hash, plain, report_text, strays_of, worst_of
 from megatron5d.parity.differences import Difference, axes_of, differences, in_16_bits, rounding_differences, smooth
@@ -239,7 +240,7 @@ def _cut(each: Difference, records: list[RankRecord], sizes) -> dict[str, list[s
 def _check(options: argparse.Namespace) -> int:
     """Whether a certificate was made of this code, of the overrides that it names or of those given."""
     try:
-        certificate = json.loads(options.check.read_text())
+        certificate = parse_json(options.check.read_bytes())
     except ValueError:  # not JSON, or not even text
         certificate = None
     if not isinstance(certificate, dict) or "overrides" not in certificate:

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser
+from megatron5d.config.json_file import parse_json
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def read_curve(path: Path) -> Curve:
     whole, _, _ = path.read_text(errors="replace").rpartition("\n")
     for number, line in enumerate(whole.splitlines(), 1):
         try:
-            record: dict[str, Any] = json.loads(line)
+            record: dict[str, Any] = parse_json(line)
             tokens = int(record["tokens"])
             if record["loss"] is not None:  # as is a loss that was not finite
                 train.append((tokens, float(record["loss"])))

@@ -3,12 +3,15 @@
 <dir>/run.lock              the run that writes here (checkpoint/lock_file.py)
 <dir>/step-00000100.tmp/    being written; never read
 <dir>/step-00000100/        whole: renamed after every rank has finished
-    .metadata  *.distcp     torch.distributed.checkpoint, tensors in global coordinates
+    *.distcp                torch.distributed.checkpoint, tensors in global coordinates; each names its save
+    index.json              which tensors there are, and where; of which save
+    .metadata               the same as a pickle of DCP, for other tools
     run.json                step, samples taken, configuration
     files.json              size of every file in bytes, so that a truncated copy is noticed; CRC-32 of files without
                             tensors (tensors have their own checksums, which load.py checks)
 <dir>/step-00000200.left/   whole, but the run went back to before it and has saved an earlier step since; never read,
                             never removed
+<dir>/step-00000050.removed/  no longer wanted; the next start removes what an interruption left of it
 <dir>/latest                name of the newest
 """
 
@@ -22,7 +25,15 @@ import re
 import shutil
 import warnings
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from megatron5d.config.checks.values import VALUE_LAWS
+from megatron5d.config.convert import from_dict
+from megatron5d.config.errors import ConfigError
+from megatron5d.config.json_file import parse_json, read_json
+from megatron5d.config.schema import Config
 
 _NAME = re.compile(r"step-(\d{8,})$")
 MANIFEST = "files.json"
@@ -31,6 +42,9 @@ METADATA = ".metadata"  # DCP's: which tensors there are, and where
 TENSORS = ".distcp"  # suffix of the files that hold tensors
 LEFT = ".left"  # after the name of a checkpoint that the run went back behind
 _WRITING = ".tmp"
+_REMOVED = ".removed"  # after the name of one that is being removed
+_MOST_LAYERS = 100_000  # of a configuration that is believed
+_MODEL_LAWS = [law for law in VALUE_LAWS if law.knobs[0].startswith("model.")]
 _REPLACED = ".replaced"  # after the name of one that was there when its step was saved again
 
 
@@ -62,8 +76,8 @@ def read_manifest(folder: Path) -> dict[str, dict[str, int]]:
     Raises:
         ValueError: files.json is damaged.
     """
-    entries = json.loads((folder / MANIFEST).read_text())
-    if not isinstance(entries, dict) or RUN not in entries:
+    entries = parse_json((folder / MANIFEST).read_bytes())
+    if RUN not in entries:
         raise ValueError(f"it does not list {RUN}")
     return {name: entry if isinstance(entry, dict) else {"bytes": entry} for name, entry in entries.items()}
 
@@ -128,6 +142,13 @@ def faults_of_newer(directory: Path) -> list[str]:
     return found
 
 
+def faults_of_older(directory: Path) -> list[str]:
+    """For each folder older than the newest whole checkpoint that is not whole, why; the oldest first."""
+    steps = named_steps(directory)
+    last = next((step for step in reversed(steps) if _is_whole(directory, step)), 0)
+    return [fault for step in steps if step < last and (fault := fault_of(step_folder(directory, step)))]
+
+
 def newest(directory: Path) -> Path | None:
     """The newest whole checkpoint, regardless of `latest`; None where there is none."""
     found = next((step for step in reversed(named_steps(directory)) if _is_whole(directory, step)), None)
@@ -176,7 +197,8 @@ def commit(temporary: Path, keep: int, pinned: Path | None = None) -> Path:
     pointer = directory / "latest.tmp"
     pointer.write_text(final.name + "\n")
     pointer.rename(directory / "latest")
-    spare = saved_steps(directory)[:-keep] if keep else []
+    kept = saved_steps(directory)[-keep:] if keep else []
+    spare = [old for old in named_steps(directory) if len(kept) == keep > 0 and old < kept[0]]  # also those not whole
     for folder in [*([replaced] if replaced else []), *(step_folder(directory, old) for old in spare)]:
         if pinned is None or folder.resolve() != pinned.resolve():
             _remove(folder)
@@ -193,6 +215,8 @@ def leave_later(directory: Path, step: int) -> None:
 def recover(directory: Path) -> list[str]:
     """Repairs a directory after a save that was interrupted; nobody may be writing there.
 
+    A removal that was interrupted is finished.
+
     A `.tmp` folder that is complete becomes a checkpoint, unless later steps have been saved; others are removed, to
     free the disk. If a step was being saved again and the new checkpoint is not complete, the old one gets its name
     back.
@@ -201,6 +225,9 @@ def recover(directory: Path) -> list[str]:
         What was done, for the log.
     """
     notes = []
+    for gone in sorted(directory.glob(f"step-*{_REMOVED}*")):
+        _remove(gone)
+        notes.append(f"{gone} is removed to its end: its removal was interrupted")
     for half in sorted(path for path in directory.glob(f"step-*{_WRITING}") if _NAME.fullmatch(path.stem)):
         if fault_of(half) is None and not saved_after(directory, int(half.stem.removeprefix("step-"))):
             notes.append(f"{commit(half, keep=0)} was whole and had no name yet: its save was interrupted")
@@ -228,12 +255,17 @@ def _unused(folder: Path, suffix: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Removes an old checkpoint, or only the link if it is one; warns where that is not possible."""
+    """Removes an old checkpoint, or only the link if it is one; warns where that is not possible.
+
+    It loses its name first, so that what an interruption leaves is known for what it is.
+    """
     try:
         if folder.is_symlink():
             folder.unlink()
-        else:
-            shutil.rmtree(folder)
+            return
+        if _NAME.fullmatch(folder.name):
+            folder = folder.rename(_unused(folder, _REMOVED))
+        shutil.rmtree(folder)
     except OSError as error:
         warnings.warn(f"{folder} cannot be removed ({error}); it takes room until you do", stacklevel=2)
 
@@ -247,7 +279,44 @@ def read_run(folder: Path) -> dict:
     fault = changed(folder, RUN)
     if fault:
         raise ValueError(fault)
+    return read_json(folder / RUN)
+
+
+def saved_config(folder: Path) -> Config:
+    """The configuration of the run that saved a whole checkpoint; keys of later versions keep their defaults.
+
+    Raises:
+        ValueError: run.json is damaged, or holds what is no configuration; names the file and the keys.
+    """
+    return config_of(folder, read_run(folder).get("config"))
+
+
+def config_of(folder: Path, saved: Any, groups: Mapping[str, Any] | None = None) -> Config:
+    """A configuration as run.json holds it; raises as `saved_config`.
+
+    Args:
+        folder: of the checkpoint, for the message.
+        saved: value of `config` in run.json.
+        groups: only these groups and their keys are read, as nested mappings; None = all, and others are refused.
+    """
+    if not isinstance(saved, dict) or not all(isinstance(group, dict) for group in saved.values()):
+        raise ValueError(f"{folder / RUN} is refused: its config is no object of groups of keys")
+    if groups is not None:
+        saved = _shared(saved, groups)
     try:
-        return json.loads((folder / RUN).read_text())
-    except ValueError as error:
-        raise ValueError(f"{folder / RUN} is damaged: {error}") from error
+        config = from_dict(saved)
+        faults = [law.reason(config, 1) for law in _MODEL_LAWS if law.broken(config, 1)]
+        if config.model.num_layers > _MOST_LAYERS:  # of which a list is made before any file is compared
+            faults.append(f"model.num_layers = {config.model.num_layers} is above {_MOST_LAYERS}")
+    except ConfigError as error:
+        faults = [fault.reason for fault in error.faults]
+    if faults:
+        raise ValueError(f"{folder / RUN} is refused: {'; '.join(faults)}")
+    return config
+
+
+def _shared(values: Any, known: Any) -> Any:
+    """Of nested mappings, what both have; where one is no mapping, the values."""
+    if not (isinstance(values, dict) and isinstance(known, Mapping)):
+        return values
+    return {key: _shared(value, known[key]) for key, value in values.items() if key in known}

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
+from megatron5d.config.json_file import read_json
 from megatron5d.topology.rendezvous import slurm_job
 
 HEARTBEAT_S = 10.0  # between two touches of the file by its owner
@@ -249,7 +250,7 @@ class LockFile:
 def _read(file: Path) -> Owner | None:
     """The owner that a lock file names: None where there is no file, an unknown one where it is empty or damaged."""
     try:
-        found = json.loads(file.read_text())
+        found = read_json(file)
         return Owner(**{each.name: found[each.name] for each in fields(Owner)})
     except (FileNotFoundError, NotADirectoryError):
         return None

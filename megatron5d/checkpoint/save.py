@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron5d.checkpoint.folder import RUN, commit, leave_later, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.lock_file import LockFile
+from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_0
 from megatron5d.topology.rendezvous import default_store, ranks_text, wait_until
 
@@ -189,7 +190,7 @@ class Saver:
     ) -> None:
         self.directory, self.keep, self.background, self._lock = Path(directory), keep, background, lock
         self._pinned, self._began = pinned, began
-        _check_shared(self.directory)
+        self._id, self._num_saves = _check_shared(self.directory), 0
         from megatron5d.checkpoint.storage import Index, write  # at the start of a run that saves, not hours later
 
         self._write_tensors, self._index = write, Index()
@@ -243,17 +244,19 @@ class Saver:
     def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
         group = self._group
+        self._num_saves += 1  # as on every other rank
+        save = Save(f"{self._id}-{self._num_saves}", step)
         group.on_rank_0(self._check_lock)
         known, self._written = self._written, b""
         try:
             group.on_rank_0(lambda: self._begin(temporary, run))
             try:
-                written = self._write_tensors(temporary, tensors, group.rank)
+                written = self._write_tensors(temporary, tensors, group.rank, save)
                 message = _DONE + (b"" if written == known else written)
             except Exception as error:  # noqa: BLE001 - rank 0 raises it on all ranks
                 message = _described(error).encode()
             group.send(message)
-            group.on_rank_0(lambda: self._finish(temporary))
+            group.on_rank_0(lambda: self._finish(temporary, save))
         except OSError as error:
             if group.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
@@ -274,13 +277,13 @@ class Saver:
         if self._lock is not None:
             self._lock.check()
 
-    def _finish(self, temporary: Path) -> None:
+    def _finish(self, temporary: Path, save: Save) -> None:
         """On rank 0: waits until all ranks have written, writes the index, and makes the folder a checkpoint."""
         messages = self._group.receive_all()
         failed = failure_among([None if each.startswith(_DONE) else each.decode() for each in messages])
         if failed:
             raise OSError(str(failed))
-        self._index.write(temporary, [each.removeprefix(_DONE) for each in messages])
+        self._index.write(temporary, [each.removeprefix(_DONE) for each in messages], save)
         commit(temporary, self.keep, self._pinned)
 
     def _room(self) -> str:
@@ -292,11 +295,14 @@ class Saver:
         )
 
 
-def _check_shared(directory: Path) -> None:
+def _check_shared(directory: Path) -> str:
     """Makes the directory, and makes sure that every rank sees the files that rank 0 writes there.
 
     Otherwise each node would write to a folder of its own, and the one with the manifest, which lists the files beside
     it, would pass for a whole checkpoint.
+
+    Returns:
+        A text that no other run has, the same on every rank.
 
     Raises:
         OSError: on every rank, if rank 0 cannot write there, or some ranks do not see what it has written.
@@ -313,6 +319,7 @@ def _check_shared(directory: Path) -> None:
             f"rank {failed.rank} {failed.text}{failed.more}: checkpoint.dir must be on a file system that all nodes "
             "share, for all ranks write a checkpoint"
         )
+    return probe.name.rpartition("-")[2]
 
 
 def _make_probe(directory: Path) -> Path:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron5d.config.json_file import parse_json
 from megatron5d.data.corpus import Cursor, units
 from megatron5d.data.documents import BadLine, Recipe, Tokenized, ordered_map
 from megatron5d.data.index_format import dtype_for_vocab
@@ -129,7 +130,7 @@ def _read(path: Path) -> dict:
         ValueError: it is damaged.
     """
     try:
-        return json.loads(path.read_text())
+        return parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); --overwrite begins anew") from error
 

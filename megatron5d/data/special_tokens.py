@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from megatron5d.config.json_file import parse_json
 
 # Names of the end-of-document token in published tokenizers, the more specific ones first.
 EOD_NAMES = (
@@ -33,12 +34,9 @@ def read_object(path: Path) -> dict[str, Any]:
         ValueError: it is no JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return parse_json(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} is no JSON object of settings: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object of settings, but {type(content).__name__}")
-    return content
 
 
 def _text(token: Any) -> str:

@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron5d.checkpoint.folder import read_run
+from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config, token_source
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import load_weights, whole_checkpoint
 from megatron5d.config.checks import broken_laws
-from megatron5d.config.convert import from_dict
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron5d.model.gpt import Gpt
@@ -54,7 +53,7 @@ class Source:
         if self.hf is not None:
             config = Config(model=read_model_config(self.hf))
         else:
-            config = from_dict(read_run(self.folder)["config"])
+            config = saved_config(self.folder)
         tokenizer = token_source(config)
         config = Config(
             model=replace(config.model, from_hf=None, num_mtp_layers=0),  # these are for training

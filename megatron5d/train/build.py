@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from megatron5d.checkpoint.hf.weights import load_hf_shards
+from megatron5d.checkpoint.layout import named
 from megatron5d.checkpoint.load import agreed_checkpoint
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import split_of
@@ -27,7 +29,7 @@ from megatron5d.topology.rendezvous import restarted_job
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.pipeline_layout import PipelinePlan, agreed_plan, boundary_form
 from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
-from megatron5d.train.state import Progress, load_other_run, resume, weight_shards
+from megatron5d.train.state import Progress, load_other_run, refuse_nonfinite, resume, weight_shards
 from megatron5d.train.step import Trainer
 
 
@@ -134,6 +136,7 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
     else:
         if (folder := init.from_hf) is not None:
             notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder, config.train.seed))
+            refuse_nonfinite(Path(folder), named("model", held))
         else:
             for spec, tensor in held:
                 for offset, view in tensor.parts.items():

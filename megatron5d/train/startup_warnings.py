@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megatron5d.checkpoint.folder import LEFT, faults_of_newer, saved_after
+from megatron5d.checkpoint.folder import LEFT, faults_of_newer, faults_of_older, saved_after
 from megatron5d.config.derived import source_of
 from megatron5d.config.schema import Config
 from megatron5d.data.blend import normalised
@@ -28,10 +28,12 @@ def passed_over(config: Config, checkpoint: Path | None) -> str:
 
 
 def broken_checkpoints(config: Config) -> list[str]:
-    """Why `checkpoint.resume=auto` does not resume from what looks like a newer checkpoint."""
+    """Why `auto` does not resume from what looks like a newer checkpoint, and which older ones are not whole."""
     c = config.checkpoint
     faults = faults_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
-    return [f"not resumed from: {fault}" for fault in faults]
+    older = faults_of_older(Path(c.dir)) if c.dir is not None else []
+    end = "a later save removes it" if c.keep else "nothing removes it but you"
+    return [f"not resumed from: {fault}" for fault in faults] + [f"not whole: {fault}; {end}" for fault in older]
 
 
 def checkpoints_ahead(config: Config, step: int) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from os.path import isdir
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,23 @@ import torch
 from torch import Tensor, nn
 
 import megatron5d
-from megatron5d.checkpoint.folder import read_run
+from megatron5d.checkpoint.folder import RUN, config_of, read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
 from megatron5d.checkpoint.load import SavedWeights, agreed, certainly_none, load_tensors, whole_checkpoint
 from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
-from megatron5d.config.convert import from_dict, to_dict
+from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import Fault
-from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.config.schema import Config
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.optimizer import Optimizer
-from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
+from megatron5d.topology.all_ranks import first_failure, on_every_rank, on_rank_0
 from megatron5d.topology.rendezvous import slurm_job
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
 Held = Sequence[tuple[ShardSpec, ShardedTensor]]
+READ = {group: keys for group, keys in to_dict(Config()).items() if group in ("model", "moe", "optim")}  # on resume
 FORMAT = 1  # of run.json; raised when an older reader would misread it
 
 
@@ -132,12 +134,67 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
     ]
 
 
-def _num_weights(saved: Mapping[str, Any]) -> int:
-    """Parameters and router biases of a saved configuration; as in `changed_keys`, keys gone since do not count."""
-    known = to_dict(ModelConfig())
-    model = from_dict({"model": {key: value for key, value in saved.get("model", {}).items() if key in known}}).model
-    biased = model.router_bias or _balances_by_bias(saved)
-    return parameter_count(replace(model, router_bias=biased))
+def read_record(folder: Path) -> dict[str, Any]:
+    """run.json of a checkpoint to begin from; keys of its configuration may be gone or new since it was saved.
+
+    Raises:
+        ValueError: a newer version wrote it, or it is damaged; names the file and the keys.
+    """
+    record, file = read_run(folder), folder / RUN
+    if not isinstance(saved := record.get("format"), int):
+        raise ValueError(f"{file} is refused: format = {saved!r} is no whole number")
+    if saved > FORMAT:
+        raise ValueError(f"{folder} has format {saved}, this version reads up to {FORMAT}; upgrade megatron5d")
+    progress = record.get("progress")
+    if not isinstance(progress, dict):
+        raise ValueError(f"{file} is refused: progress = {progress!r} is no object")
+    known = {field.name: field.default for field in fields(Progress)}
+    faults = [f"progress.{key} is none of {', '.join(known)}" for key in progress if key not in known]
+    for key, value in (known | progress).items():
+        if key == "wandb_id" and not (value is None or isinstance(value, str)):
+            faults.append(f"progress.{key} = {value!r} is neither a text nor null")
+        elif key in known and key != "wandb_id" and not (type(value) is int and value >= 0):
+            faults.append(f"progress.{key} = {value!r} is no whole number of at least 0")
+    if faults:
+        raise ValueError(f"{file} is refused: {'; '.join(faults)}")
+    config_of(folder, record.get("config"), READ)
+    return record
+
+
+def _num_weights(config: Config) -> int:
+    """Parameters and router biases."""
+    biased = config.model.router_bias or "bias" in config.moe.balance
+    return parameter_count(replace(config.model, router_bias=biased))
+
+
+def nonfinite(tensors: Mapping[str, ShardedTensor]) -> str | None:
+    """The first weight or master weight that is not finite, in words; None where all are. No communication."""
+    for key, tensor in tensors.items():
+        if not key.startswith(("model.", "optim.master.")):
+            continue
+        for offset, view in tensor.parts.items():
+            if not view.numel() or bool(view.isfinite().all()):
+                continue
+            place = (~view.isfinite()).nonzero()[0].tolist()
+            index = [first + at for first, at in zip(offset, place)]
+            row = ", ".join(map(str, index[:-1] or index))
+            return f"{key} holds {view[tuple(place)].item()} in row {row}"
+    return None
+
+
+def refuse_nonfinite(source: Path, tensors: Mapping[str, ShardedTensor]) -> None:
+    """Refuses loaded weights that are not finite: every step with them would be.
+
+    Raises:
+        ValueError: on every rank; names the tensor and the row.
+
+    Comm: as `first_failure`.
+    """
+    if failed := first_failure(nonfinite(tensors)):
+        raise ValueError(
+            f"{source}: {failed.text}{failed.more}, and no step with it can be finite. The run that saved it had "
+            "diverged, or its import had such a weight: begin from an earlier checkpoint, or from another copy"
+        )
 
 
 def resume(
@@ -153,28 +210,30 @@ def resume(
 
     Comm: a broadcast of run.json; that of `load_tensors`; below ZeRO-3 an all_gather of the weights.
     """
-    record = on_rank_0(lambda: read_run(folder))
-    if record["format"] > FORMAT:
-        raise ValueError(
-            f"{folder} has format {record['format']}, this version reads up to {FORMAT}; upgrade megatron5d"
-        )
-    saved = record["config"]["optim"]["name"]
+    record = on_rank_0(lambda: read_record(folder))
+    before = config_of(folder, record["config"], READ)
+    saved = before.optim.name
+    alone = f"take the weights alone: init.from_checkpoint={folder} with another checkpoint.dir"
     if saved != optimizer.name:
         raise ValueError(
             f"{folder} was saved with optim.name = {saved}, this run has {optimizer.name}, and moments of the one are "
-            f"none of the other; resume with optim.name={saved}, or take the weights alone: "
-            f"init.from_checkpoint={folder} with another checkpoint.dir"
+            f"none of the other; resume with optim.name={saved}, or {alone}"
         )
     changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
     architecture = [line for line in changed if line.startswith(("model.", "moe.balance "))]  # which gives biases
-    held, here = _num_weights(record["config"]), _num_weights(to_dict(config))
-    if architecture and held > here:  # where some are missing or have another shape, loading names them
+    held, here = (_num_weights(each) for each in (before, config)) if architecture else (0, 0)
+    if held > here:  # where some are missing or have another shape, loading names them
         raise ValueError(
             f"{folder} holds {held:,} weights, and this model has a place for {here:,} of them: "
             f"{'; '.join(architecture)}; resume with the architecture that was saved, or take the weights that fit: "
             f"init.from_checkpoint={folder} with another checkpoint.dir"
         )
-    load_tensors(folder, run_tensors(sync, optimizer, weights, writing=False), architecture, twin=twin)
+    if any(line.startswith("optim.muon_exclude ") for line in changed):  # which decides which moments there are
+        architecture += [line for line in changed if line.startswith("optim.muon_exclude ")]
+        architecture += [f"resume with 'optim.muon_exclude={json.dumps(before.optim.muon_exclude)}', or {alone}"]
+    tensors = run_tensors(sync, optimizer, weights, writing=False)
+    load_tensors(folder, tensors, architecture, twin=twin)
+    refuse_nonfinite(folder, tensors)
     progress = Progress(**record["progress"])
     optimizer.take_unsaved_masters()
     optimizer.set_step_count(progress.step - progress.skipped)
@@ -227,18 +286,20 @@ def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config
     """
     found = agreed(lambda: whole_checkpoint(folder, "init.from_checkpoint"))
     assert found is not None
-    saved = on_rank_0(lambda: read_run(found))["config"]
+    saved = on_rank_0(lambda: read_record(found))["config"]
     changed = changed_keys(saved, config, ["model"])
     if _balances_by_bias(saved) != _balances_by_bias(to_dict(config)):
         changed += [line for line in changed_keys(saved, config, ["moe"]) if line.startswith("moe.balance ")]
-    if not (saved["model"].get("router_bias") or _balances_by_bias(saved) or config.model.router_bias):
+    if not (saved.get("model", {}).get("router_bias") or _balances_by_bias(saved) or config.model.router_bias):
         unused = [tensor for spec, tensor in held if spec.name.endswith(".router.bias")]
         held = [(spec, tensor) for spec, tensor in held if not spec.name.endswith(".router.bias")]
         for view in (view for tensor in unused for view in tensor.parts.values()):
             view.zero_()
     masters: Held = _optimizer(optimizer, writing=False).get("master", [])
     held, masters, new = on_every_rank(lambda: _with_new_parts(found, saved, config, held, masters))
-    read = load_tensors(found, named("model", held) | named("optim.master", masters), changed, twin=twin)
+    tensors = named("model", held) | named("optim.master", masters)
+    read = load_tensors(found, tensors, changed, twin=twin)
+    refuse_nonfinite(found, tensors)
     optimizer.take_unsaved_masters()
     passive = tuple(f"model.{key} " for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions"))
     notes = [f"{line} in {found}" for line in changed if not line.startswith(passive)]

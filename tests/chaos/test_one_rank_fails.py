@@ -40,9 +40,9 @@ def method_fails(name, of, error=DENIED):
 @contextmanager
 def truncated(file):
     """The file ends early, and nothing in its folder tells of its checksum."""
-    real = Path.read_text
+    real = Path.read_bytes
     cut = lambda self, *args, **kw: real(self, *args, **kw)[: 40 if self.name == file else None]  # noqa: E731
-    with patch.object(Path, "read_text", cut), patch("megatron5d.checkpoint.folder.changed", lambda *_: None):
+    with patch.object(Path, "read_bytes", cut), patch("megatron5d.checkpoint.folder.changed", lambda *_: None):
         yield
 
 
@@ -59,7 +59,7 @@ OTHER = f"init.from_checkpoint={SAVED}"
 PLANTS = {
     "looking at what rank 0 writes": (1, lambda: method_fails("exists", ".seen"), [], "/a/file"),
     "writing what others look at": (0, lambda: method_fails("touch", ".seen"), [], "/a/file"),
-    "reading run.json": (0, lambda: method_fails("read_text", "run.json"), [f"checkpoint.dir={SAVED}"], "/a/file"),
+    "reading run.json": (0, lambda: method_fails("read_bytes", "run.json"), [f"checkpoint.dir={SAVED}"], "/a/file"),
     "run.json, which ends early": (
         0,
         lambda: truncated("run.json"),
@@ -84,7 +84,7 @@ PLANTS = {
         [HF],
         "/a/file",
     ),
-    "reading another run's record": (0, lambda: method_fails("read_text", "run.json"), [OTHER], "/a/file"),
+    "reading another run's record": (0, lambda: method_fails("read_bytes", "run.json"), [OTHER], "/a/file"),
     "searching a schedule": (
         *(0, lambda: raises("megatron5d.train.pipeline_layout.searched")),
         *(["parallel.pp=2", "pipeline.schedule=auto"], "/a/file"),

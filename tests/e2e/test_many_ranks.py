@@ -17,6 +17,7 @@ from runs import write_corpus
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
 from megatron5d.checkpoint.storage import write
+from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.comm.p2p import Inbox
 from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
@@ -113,7 +114,7 @@ def one_of(world, rank, config, folder: Path):
         sys.setprofile(None)
         groups = Counter({size: times for (name, size), times in sent.calls.items() if name == "new_group"})
         tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
-        note, files = write(folder, tensors, rank), sorted(path.name for path in folder.iterdir())
+        note, files = write(folder, tensors, rank, Save("id", 1)), sorted(path.name for path in folder.iterdir())
         loader.close()
         assert store.num_keys() == 0
         return calls, groups, (start, sent.over_the_world() - start), (len(note), files)

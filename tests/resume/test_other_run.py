@@ -1,12 +1,16 @@
 """init.from_checkpoint: the weights of another run, as exact as it has them, and what of them this run cannot use."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import RankFailure, run_ranks
 from runs import train_on_ranks, whole_tensors, write_corpus
 
+from megatron5d.checkpoint.folder import read_run
+from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.save import Saver
 from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
@@ -148,3 +152,34 @@ def test_a_smaller_vocabulary_is_refused(tmp_path, config_of):
         build_run(
             config_of(tmp_path / "next", 1, "model.vocab_size=96", init=str(old)), Process(0, 1, 0, torch.device("cpu"))
         )
+
+
+def test_a_weight_that_is_not_finite_is_named_whatever_way_it_comes(tmp_path, config_of):
+    """Else step 1 would tell the user to lower optim.lr."""
+    assert train_on_ranks(config_of(tmp_path / "sound", 1), 1) == [0]
+    saved = whole_tensors(tmp_path / "sound" / "step-00000001")
+    saved["model.layers.1.mlp.down.weight"][7, 3] = float("nan")
+    record = read_run(tmp_path / "sound" / "step-00000001")
+    tensors = {key: ShardedTensor(x.shape, [((0,) * x.dim(), x)], x.dtype) for key, x in saved.items()}
+    Saver(tmp_path / "bad", keep=0).save(1, tensors, record)
+    expected = "step-00000001: model.layers.1.mlp.down.weight holds nan in row 7"
+    for config in (
+        config_of(tmp_path / "bad", 2, "parallel.tp=2", "train.steps=2"),
+        config_of(tmp_path / "next", 2, "parallel.zero=3", init=str(tmp_path / "bad")),
+    ):
+        with pytest.raises(RankFailure, match=expected):
+            begun(config, 2)
+
+
+def test_another_muon_exclude_is_told_by_its_key(tmp_path, config_of):
+    muon, other = ["optim.name=muon"], 'optim.muon_exclude=["*embedding.*","head.*","*.mlp.*"]'
+    assert train_on_ranks(config_of(tmp_path / "run", 1, *muon), 1) == [0]
+    default = config_of(tmp_path / "run", 1, *muon).optim.muon_exclude
+    with pytest.raises(RankFailure) as told:
+        begun(config_of(tmp_path / "run", 2, *muon, other, "train.steps=2"), 2)
+    message, folder = str(told.value), tmp_path / "run" / "step-00000001"
+    assert f"init.from_checkpoint={folder}" in message and "saved with" in message
+    pasted = re.search(r"resume with '(optim\.muon_exclude=.*?)'", message)[1]
+    config = config_of(tmp_path / "run", 1, *muon, pasted, "train.steps=2")
+    assert config.optim.muon_exclude == default
+    assert begun(config, 1)[0][3] == 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron5d.config.json_file import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -92,11 +93,6 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: the file holds no JSON, or no object; says which usual wrong file it is.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except RecursionError as error:
-        raise ValueError(f"{path} nests brackets too deeply to be a file of settings") from error
+        return parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise ValueError(f"{path} is {wrong_kind(path) or f'not JSON: {error}'}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not an object of settings")
-    return found
+        raise ValueError(f"{path} is {wrong_kind(path) or f'not a file of settings: {error}'}") from error

@@ -336,9 +336,9 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
 
     def flush() -> None:
         part = folder / _PART.format(len(parts))
-        part.touch()
-        mode = part.stat().st_mode  # as the user's umask has it; safetensors writes for the owner alone
         try:
+            part.touch()
+            mode = part.stat().st_mode  # by the user's umask; safetensors makes a file that only its owner reads
             save_file(pending, part, metadata={"format": "pt"})
             part.chmod(mode)
         except SafetensorError as error:

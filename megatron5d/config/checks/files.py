@@ -6,7 +6,13 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from os.path import exists, isdir, isfile  # unlike pathlib's, they do not raise in folders closed to this user
+from os.path import (  # unlike pathlib's, they do not raise in folders closed to this user
+    exists,
+    isdir,
+    isfile,
+    islink,
+    realpath,
+)
 from pathlib import Path
 
 from megatron5d.config.checks.check import Law
@@ -226,12 +232,19 @@ def _path_in_the_way(name: str | None, as_folder: bool) -> str | None:
     if name is None:
         return None
     path = Path(name).absolute()
-    if exists(path) and not (isdir(path) if as_folder else isfile(path)):
+    if _is_there(path) and not (isdir(path) if as_folder else isfile(path)):
         return str(path)  # also /dev/null: a log is rewritten and renamed, which would replace the device
-    return next((str(parent) for parent in path.parents if exists(parent) and not isdir(parent)), None)
+    return next((str(parent) for parent in path.parents if _is_there(parent) and not isdir(parent)), None)
+
+
+def _is_there(path: str | Path) -> bool:
+    """Whether something has this name, also a link whose target is gone."""
+    return exists(path) or islink(path)
 
 
 def _kind(name: str) -> str:
+    if islink(name) and not exists(name):
+        return f"a link whose target {os.readlink(name)} does not exist"
     return "a folder" if isdir(name) else "a file" if isfile(name) else "neither a file nor a folder"
 
 
@@ -267,6 +280,48 @@ def _writable_laws(knob: str, as_folder: bool = True) -> tuple[Law, Law]:
         lambda c, w: f"{knob}=PATH in a folder that this user may write in, or null",
     )
     return in_the_way, not_allowed
+
+
+WRITTEN = ("checkpoint.dir", "log.dir", "log.wandb.dir", "log.profile", "log.memory_snapshot", "data.cache_dir")
+_CHECKPOINT = re.compile(r"step-\d{8,}(\.\w+)?")
+
+
+def _files_of_run(c: Config) -> dict[str, str]:
+    """Files that a run reads, or writes beside its log, by path: what they are."""
+    sources = [*c.data.train, *c.data.valid, *(entry for _, entry in named_entries(c.data.valid_sets))]
+    prefixes = [source.prefix for source in map(source_of, sources) if source.is_legal]
+    files = {prefix + ending: "the data" for prefix in prefixes for ending in (".bin", ".idx")}
+    files |= {str(Path(each, "config.json")): "a model" for each in (c.model.from_hf, c.init.from_hf) if each}
+    named = {c.data.tokenizer: "data.tokenizer", str(_schedule_file(c)): "pipeline.schedule"}
+    files |= {name: what for name, what in named.items() if name}
+    if c.checkpoint.dir:
+        files |= {str(Path(c.checkpoint.dir, name)): "checkpoint.dir" for name in ("run.lock", "latest")}
+    if c.log.dir:
+        files[str(Path(c.log.dir, "config.yaml"))] = "log.dir"
+    return {realpath(name): what for name, what in files.items()}
+
+
+def _collision(c: Config) -> tuple[str, str, str, str] | None:
+    """The first key whose path is in another one's way: (key, path, why, a path that is not); None where none is."""
+    folders = {knob: Path(realpath(value_of(c, knob))) for knob in WRITTEN if value_of(c, knob)}
+    log = Path(realpath(c.log.jsonl)) if c.log.jsonl else None
+    for knob, path in {**folders, **({"log.jsonl": log} if log else {})}.items():
+        inside = next((each for each in (path, *path.parents) if _CHECKPOINT.fullmatch(each.name)), None)
+        if inside is not None:
+            elsewhere = inside.with_name("after-" + inside.name) / path.relative_to(inside)
+            return (
+                knob,
+                value_of(c, knob),
+                f"lies in {inside}, a checkpoint, which is written and removed as a whole",
+                str(elsewhere),
+            )
+    for knob, path in folders.items():
+        if log is not None and log in (path, *path.parents):
+            why = f"is to be a file, and {knob} = {value_of(c, knob)} a folder there"
+            return "log.jsonl", str(c.log.jsonl), why, f"{c.log.jsonl}/log.jsonl"
+    if log is not None and (what := _files_of_run(c).get(str(log))):
+        return "log.jsonl", str(c.log.jsonl), f"would replace a file of {what}", f"{c.log.jsonl}.log.jsonl"
+    return None
 
 
 def _schedule_file(c: Config) -> Path | None:
@@ -311,6 +366,13 @@ PATH_LAWS = (
     *_writable_laws("log.profile"),
     *_writable_laws("log.memory_snapshot"),
     _writable_laws("data.cache_dir")[0],  # where it may not be written, each rank builds its own and says so
+    Law(
+        "paths-apart",
+        (*WRITTEN, "log.jsonl"),
+        lambda c, w: _collision(c) is not None,
+        lambda c, w: "{} = {} {}".format(*_collision(c) or ()),
+        lambda c, w: "{0}={3}".format(*_collision(c) or ()),
+    ),
     Law(
         "checkpoint-resume-folder",
         ("checkpoint.resume",),

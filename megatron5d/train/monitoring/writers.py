@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
+from megatron5d.config.json_file import parse_json
 from megatron5d.config.schema import LogConfig
 from megatron5d.planning.clusters import cluster_of
 
@@ -48,6 +49,8 @@ class JsonLines:
 
     def __init__(self, path: str | Path, done: int) -> None:
         self._path = path = Path(path)
+        if path.is_dir():
+            raise IsADirectoryError(f"log.jsonl = {path} shall be a file, and a folder is there")
         if path.exists() and path.stat().st_size and (not done or not any(map(self._is_record, self._lines(path)))):
             self._set_aside(path)
         kept = [line for line in self._lines(path) if self._step_of(line) <= done]
@@ -79,7 +82,7 @@ class JsonLines:
     def _step_of(line: str) -> float:
         """Infinite where the line is no record."""
         try:
-            step = json.loads(line)["step"] if line.endswith("}\n") else math.inf
+            step = parse_json(line)["step"] if line.endswith("}\n") else math.inf
         except (ValueError, KeyError, TypeError):
             return math.inf
         return step if isinstance(step, (int, float)) else math.inf

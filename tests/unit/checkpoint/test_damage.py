@@ -94,7 +94,8 @@ def test_wherever_a_tensors_file_changed_no_wrong_value_is_read(place):
     assert is_whole(loaded(folder))
     assert len(messages) > 50
     for message in messages:
-        assert f"{file} is damaged: bytes " in message or f"{file} cannot be read: bytes " in message
+        told = ("is damaged: bytes ", "cannot be read: bytes ", "is of another checkpoint, or its first 256 bytes")
+        assert any(f"{file} {one}" in message for one in told)
         assert f"checkpoint.resume={first}" in message
     assert {key for key in VALUES if any(f"part of {key}, are not" in message for message in messages)} == set(VALUES)
 
@@ -134,13 +135,13 @@ def test_reading_leaves_the_garbage_collector_as_it_was(place, enabled):
 
 def test_files_without_tensors(place):
     second, first = step_folder(place, 2), step_folder(place, 1)
-    metadata = second / ".metadata"
-    content = metadata.read_bytes()
+    index = second / "index.json"
+    content = index.read_bytes()
     for at in (0, len(content) // 2, len(content) - 1):
-        flip(metadata, at)
-        with pytest.raises(ValueError, match=r"\.metadata is damaged: .*checkpoint\.resume=.*step-00000001"):
+        flip(index, at)
+        with pytest.raises(ValueError, match=r"index\.json is damaged: .*checkpoint\.resume=.*step-00000001"):
             loaded(second)
-        metadata.write_bytes(content)
+        index.write_bytes(content)
     for name in ("run.json", "files.json"):
         file = second / name
         content = file.read_bytes()
@@ -148,7 +149,7 @@ def test_files_without_tensors(place):
         assert f"{file} is damaged" in fault_of(second) or "bytes were saved" in fault_of(second)
         assert newest(place) == first, "a run starts from the one before"
         file.write_bytes(content)
-    flip(first / ".metadata", 0)
+    flip(first / "index.json", 0)
     with pytest.raises(ValueError, match="There is no whole checkpoint before it"):
         loaded(first)
 
@@ -164,20 +165,20 @@ def test_rank_0_reads_for_all_where_everything_lies(place):
             told = is_whole(loaded(folder))
         except ValueError as error:
             told = str(error)
-        return told, sum(name.endswith(".metadata") for name in opened)
+        return told, sum(name.endswith("index.json") for name in opened)
 
     (first, times), other = run_ranks(read_by, 2)
     assert first is True and times > 0 and other == (True, 0)
-    flip(folder / ".metadata", 3)
+    flip(folder / "index.json", 3)
     (first, _), (second, _) = run_ranks(read_by, 2)
-    assert second == f"rank 0: {first}" and ".metadata is damaged" in first
+    assert second == f"rank 0: {first}" and "index.json is damaged" in first
 
 
 def test_damage_is_told_where_the_folder_cannot_be_searched_for_an_earlier_one(place, monkeypatch):
     """As what it is, a fault of the checkpoint: rank 0 tells the other ranks no other."""
-    flip(step_folder(place, 2) / ".metadata", 40)
+    flip(step_folder(place, 2) / "index.json", 40)
     monkeypatch.setattr("megatron5d.checkpoint.storage.newest_before", lambda _: exec("raise OSError('not listed')"))
-    with pytest.raises(ValueError, match=r"\.metadata.*before it cannot be told: not listed"):
+    with pytest.raises(ValueError, match=r"index\.json.*before it cannot be told: not listed"):
         loaded(step_folder(place, 2))
 
 
@@ -185,6 +186,6 @@ def test_a_checkpoint_without_checksums_of_its_files_is_read(place):
     folder = step_folder(place, 2)
     manifest = folder / "files.json"
     entries = json.loads(manifest.read_text())
-    assert {name for name, entry in entries.items() if "crc32" in entry} == {".metadata", "run.json"}
+    assert {name for name, entry in entries.items() if "crc32" in entry} == {".metadata", "index.json", "run.json"}
     manifest.write_text(json.dumps({name: entry["bytes"] for name, entry in entries.items()}))
     assert fault_of(folder) is None and is_whole(loaded(folder))

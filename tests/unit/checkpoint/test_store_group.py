@@ -121,5 +121,5 @@ def test_a_store_that_is_gone_is_told_as_rank_0(tmp_path, monkeypatch):
 def test_a_rank_without_a_part_makes_no_file(tmp_path):
     Saver(tmp_path, keep=1).save(1, {}, {})
     assert sorted(path.name for path in (tmp_path / "step-00000001").iterdir()) == [
-        *(".metadata", "files.json", "run.json")
+        *(".metadata", "files.json", "index.json", "run.json")
     ]

@@ -74,6 +74,39 @@ def test_ids_are_kebab_case_and_knobs_are_keys():
         assert set(law.needs) <= set(BY_ID)
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"log.dir": "runs/n", "log.jsonl": "runs/./n"}, "log.jsonl = runs/./n is to be a file, and log.dir"),
+        ({"checkpoint.dir": "runs/n/ck", "log.jsonl": "runs/n"}, "and checkpoint.dir = runs/n/ck a folder there"),
+        ({"log.profile": "link/p", "log.jsonl": "released/p"}, "and log.profile = link/p a folder there"),
+        ({"log.jsonl": "corpus.bin"}, "would replace a file of the data"),
+        ({"data.valid_sets": ["web corpus"], "log.jsonl": "corpus.idx"}, "would replace a file of the data"),
+        ({"data.tokenizer": "empty.bin", "log.jsonl": "empty.bin"}, "would replace a file of data.tokenizer"),
+        ({"log.dir": "runs", "log.jsonl": "runs/config.yaml"}, "would replace a file of log.dir"),
+        ({"checkpoint.dir": "runs", "log.jsonl": "runs/latest"}, "would replace a file of checkpoint.dir"),
+        ({"checkpoint.dir": "old/step-00000010"}, "lies in .*old/step-00000010, a checkpoint"),
+        ({"log.jsonl": "old/step-00000010.left/log.jsonl"}, "lies in .*old/step-00000010.left, a checkpoint"),
+    ],
+)
+def test_paths_that_are_in_each_others_way(values, told):
+    Path("link").symlink_to("released")
+    (fault,) = broken_laws(changed(values), 1)
+    assert fault.id == "paths-apart" and re.search(told, fault.reason), fault
+    key, _, path = fault.fix.partition("=")
+    assert broken_ids({**values, key: path}, 1) == []
+    assert broken_ids({"log.dir": "runs", "checkpoint.dir": "runs", "log.jsonl": "runs/log.jsonl"}, 1) == []
+
+
+@pytest.mark.parametrize("knob", ["checkpoint.dir", "log.dir", "log.jsonl", "log.profile", "data.cache_dir"])
+def test_a_link_whose_target_is_gone_is_called_so(knob):
+    Path("dangling").symlink_to("gone")
+    for path in ("dangling", "dangling/inside"):
+        (fault,) = broken_laws(changed({knob: path}), 1)
+        assert re.search(r"dangling is in its way, a link whose target gone does not exist", fault.reason), fault
+        assert broken_ids({knob: fault.fix.partition("=")[2].removesuffix(", or null")}, 1) == []
+
+
 def test_a_device_is_neither_replaced_nor_a_folder():
     (fault,) = broken_laws(changed({"log.jsonl": "/dev/null"}), 1)
     assert fault.id == "log-jsonl-path" and "neither a file nor a folder" in fault.reason

@@ -201,7 +201,10 @@ def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
     assert named in str(error.value) and str(tmp_path) in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "said"), [('{"model_type"', "is not JSON"), ("[]", "holds a list")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [('{"model_type"', "is not JSON"), ("[]", "holds a list"), ("[" * 200_000, "is not JSON: its brackets")],
+)
 def test_a_damaged_file_is_named(text, said, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=rf"{tmp_path}/config.json {said}"):

@@ -1,0 +1,170 @@
+"""The index of a checkpoint as plain data: which file holds which rectangle of which tensor, and which save wrote it.
+
+`index.json` is ours. DCP's `.metadata` beside it, for other tools and in checkpoints of earlier versions, is a pickle,
+which may name any function of any module and have it called. It is read without creating a single object of the classes
+that it names: each becomes a record that keeps its state, and only names of DCP's own metadata are admitted.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron5d.checkpoint.tensor_file import Save
+from megatron5d.config.json_file import parse_json
+
+INDEX = "index.json"
+FORMAT = 1  # raised when an older reader would misread the file
+# key -> (dtype, global shape, rows of (offset in the tensor, extent, file, first byte, bytes))
+Tensors = dict[str, tuple[str, list[int], list[list[Any]]]]
+
+
+def write_index(folder: Path, save: Save, tensors: str) -> None:
+    """Writes index.json; `tensors` is the JSON of Tensors, which seldom changes from save to save."""
+    text = f'{{"format": {FORMAT}, "save": "{save.id}", "step": {save.step}, "tensors": {tensors}}}\n'
+    (folder / INDEX).write_text(text)
+
+
+def read_index(content: bytes) -> tuple[Save, Metadata]:
+    """DCP's metadata and the save, from the content of index.json.
+
+    Raises:
+        ValueError: it is damaged, or a newer version wrote it.
+    """
+    found = parse_json(content)
+    if found.get("format") != FORMAT:
+        raise ValueError(f"it has format {found.get('format')!r}, this version reads {FORMAT}; upgrade megatron5d")
+    try:
+        return Save(str(found["save"]), int(found["step"])), _metadata(found["tensors"])
+    except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+        raise ValueError(f"an entry is missing or of another kind: {type(error).__name__} {error}") from error
+
+
+def read_pickled(content: bytes) -> Metadata:
+    """DCP's metadata from the content of a `.metadata`; executes nothing that it names.
+
+    Raises:
+        ValueError: it is damaged, or names something that no metadata of DCP consists of.
+    """
+    try:
+        return _metadata(_tensors_of(_Unpickler(io.BytesIO(content)).load().state))
+    except Exception as error:  # a damaged pickle may raise anything
+        if type(error) is ValueError:  # raised below, in words of ours
+            raise
+        raise ValueError(f"it is no metadata of DCP: {type(error).__name__} {error}") from error
+
+
+def _metadata(tensors: Tensors) -> Metadata:
+    """DCP's form of the index.
+
+    Raises:
+        ValueError: an entry makes no sense.
+    """
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, (name, shape, rows) in tensors.items():
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{key} has dtype {name!r}")
+        chunks = []
+        for offset, extent, file, start, length in rows:
+            if not isinstance(file, str) or "/" in file or file in ("", ".", ".."):
+                raise ValueError(f"{key} lies in {file!r}, which is no file of the folder")
+            if not len(offset) == len(extent) == len(shape) or min(start, length, *offset, *extent, 0) < 0:
+                raise ValueError(f"{key} has a part of {extent} at {offset}, bytes {start} and on")
+            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(extent)))
+            places[MetadataIndex(key, torch.Size(offset))] = _StorageInfo(file, start, length)
+        entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+    return Metadata(entries, storage_data=places)
+
+
+def _tensors_of(metadata: dict[str, Any]) -> Tensors:
+    """Tensors from the records of an unpickled Metadata."""
+    places: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for index, info in metadata["storage_data"].items():
+        if info.state.get("transform_descriptors"):
+            raise ValueError(f"{index.state['fqn']} is transformed by {info.state['transform_descriptors']}")
+        if index.state.get("offset") is not None:  # else an object that is no tensor
+            places[index.state["fqn"], tuple(index.state["offset"])] = info.state
+    tensors: Tensors = {}
+    for key, entry in metadata["state_dict_metadata"].items():
+        if "chunks" not in (entry.state or {}):
+            continue
+        properties, rows = entry.state["properties"].state, []
+        dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+        for chunk in entry.state["chunks"]:
+            place = places[key, tuple(chunk.state["offsets"])]
+            where = [place["relative_path"], place["offset"], place["length"]]
+            rows.append([list(chunk.state["offsets"]), list(chunk.state["sizes"]), *where])
+        tensors[key] = str(dtype).removeprefix("torch."), list(entry.state["size"]), rows
+    return tensors
+
+
+_DCP = "torch.distributed.checkpoint"
+_RECORDS: dict[str, Iterable[str]] = {  # by module: what becomes a record
+    f"{_DCP}.metadata": {
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix", "SerializationFormat"},
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}
+_PLAIN = {
+    ("torch", "Size"): tuple, ("builtins", "set"): set, ("builtins", "frozenset"): frozenset,
+    ("builtins", "list"): list, ("builtins", "dict"): dict, ("builtins", "tuple"): tuple, ("builtins", "int"): int,
+    ("collections", "OrderedDict"): dict,
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles DCP's metadata into records, tuples, texts and numbers."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._classes: dict[tuple[str, str], type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name of a module; called for every one before it is used.
+
+        Raises:
+            ValueError: it is not admitted.
+        """
+        if name in _RECORDS.get(module, ()):
+            return self._classes.setdefault((module, name), _new_record_class(name))
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):
+            return found
+        raise ValueError(
+            f"it names {module}.{name}, which is no part of DCP's metadata: such a file may run any code when it is "
+            "opened in another way, so load nothing of this checkpoint unless you know who wrote it"
+        )
+
+
+def _new_record_class(name: str) -> type:
+    """A class whose objects keep the state that a pickle gives them. A class of its own for each file: a pickle can set
+    attributes of classes, too."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(cls)
+
+    def setstate(self: Any, state: Any) -> None:
+        self.state = state
+
+    return type(name, (), {"__new__": new, "__setstate__": setstate, "state": None})

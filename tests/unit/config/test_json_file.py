@@ -1,0 +1,36 @@
+"""JSON from elsewhere: what is too deep, too large, or not what is expected is refused with the file's name."""
+
+import pytest
+
+from megatron5d.config.json_file import MAX_DEPTH, parse_json, read_json
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[" * 200_000, "nested deeper"),
+        ('{"a":' * 200_000, "nested deeper"),
+        ('{"a":' * (MAX_DEPTH + 1) + "0" + "}" * (MAX_DEPTH + 1), "nested deeper"),
+        ("[1, 2]", "list where an object"),
+        ("null", "NoneType where an object"),
+        ('{"a": 1', "Expecting"),
+        (b"\xff\xfe{", "decode"),
+        ("", "Expecting"),
+        ('{"a": ' + "1" * 5000 + "}", "digits"),
+        ('{"a": "' + "x" * 2000 + '"}', "has 2,009 bytes, and no file of its kind has more than 2,000"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_file(tmp_path, text, told):
+    file = tmp_path / "config.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=told) as error:
+        read_json(file, max_bytes=2_000 if "xx" in str(text) else 1 << 24)
+    assert str(file) in str(error.value)
+
+
+def test_what_is_as_expected_is_read(tmp_path):
+    deep = '{"a":' * MAX_DEPTH + "0" + "}" * MAX_DEPTH
+    assert str(parse_json(deep)).count("a") == MAX_DEPTH
+    file = tmp_path / "list.json"
+    file.write_text('[1, "\u00e9"]', encoding="utf-8")
+    assert read_json(file, list) == [1, "\u00e9"]
