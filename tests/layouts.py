@@ -67,6 +67,8 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
         for weight in weights.values():
             weight.grad = None
         objective.backward()
+        for weight in weights.values():  # those of a depth without targets
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         if step == 0:
             outcome.grads = {name: w.grad.clone() for name, w in weights.items()}
         max_norm = o.clip or float("inf")
@@ -113,9 +115,11 @@ def auxiliary_losses(config: Config) -> set[str]:
     return (routers if config.model.num_experts else set()) | ({"mtp_loss"} if config.model.num_mtp_layers else set())
 
 
-def assert_parity(config: Config, world: int, *, steps: int = 2, rtol: float = 1e-10, ignored: float = 0.0) -> None:
+def assert_parity(
+    config: Config, world: int, *, steps: int = 2, rtol: float = 1e-10, ignored: float = 0.0, rows=None
+) -> None:
     """Loss, every gradient, gradient norm and the weights after some steps equal the one-process reference."""
-    rows = make_rows(config, steps, ignored=ignored)
+    rows = make_rows(config, steps, ignored=ignored) if rows is None else rows
     truth = reference_run(config, rows, steps)
     outcome, grads, weights = layout_run(config, world, rows, steps)
     for name in ("losses", "grad_norms") + (("z_losses",) if config.train.z_loss else ()):

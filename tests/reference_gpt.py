@@ -236,21 +236,24 @@ def cross_entropy(z, labels):
 
 
 def ahead_loss(h, w, c, batch, **routing):
-    """Multi-token prediction: mean over the depths of each one's mean loss; h [b, s, h] normed output of the trunk."""
-    rows, s, total = torch.cat((batch.tokens[:, :1], batch.labels), 1), batch.tokens.shape[1], 0.0
+    """Multi-token prediction: mean over the depths with targets of their mean losses; h [b, s, h] of the trunk."""
+    rows, s, depths = torch.cat((batch.tokens[:, :1], batch.labels), 1), batch.tokens.shape[1], []
     for k in range(1, c.num_mtp_layers + 1):
         i, last = c.num_layers + k - 1, s - k
         tokens, labels, mask = torch.zeros_like(batch.tokens), torch.full_like(batch.labels, -1), torch.zeros(len(h), s)
         tokens[:, : last + 1] = rows[:, k : k + last + 1].clamp(min=0)  # the token k places behind each
         labels[:, :last], mask[:, :last] = rows[:, k + 1 :], batch.loss_mask[:, k:]
+        for j in range(k) if batch.padding is not None else ():  # none of what lies between is padding
+            mask[:, :last] *= ~batch.padding[:, j : j + last]
         if batch.documents is not None:
             mask[:, :last] *= batch.documents[:, k:] == batch.documents[:, :last]
         e = norm(w["embedding.weight"][tokens], w, f"layers.{i}.mtp.embedding_norm", c)
         x = torch.cat((e, norm(h, w, f"layers.{i}.mtp.hidden_norm", c)), -1) @ w[f"layers.{i}.mtp.join.weight"].T
         x = block(x, w, i, c, batch.positions, batch.documents, **routing)
         h = norm(x, w, f"layers.{i}.mtp.final_norm", c)
-        total = total + (cross_entropy(head(h, w, c), labels)[0] * mask).sum() / mask.sum() / c.num_mtp_layers
-    return total
+        if mask.sum() > 0:
+            depths.append((cross_entropy(head(h, w, c), labels)[0] * mask).sum() / mask.sum())
+    return sum(depths) / len(depths) if depths else torch.tensor(math.nan)
 
 
 def losses(w, c, batch, train=None, moe=None, mbs=1):
@@ -268,7 +271,7 @@ def losses(w, c, batch, train=None, moe=None, mbs=1):
     objective = loss + train.z_loss * book["z_loss"]
     if c.num_mtp_layers:
         book["mtp_loss"] = ahead_loss(h, w, c, batch, **routing)
-        objective = objective + train.mtp_loss * book["mtp_loss"]
+        objective = objective + train.mtp_loss * book["mtp_loss"].nan_to_num()
     for kind in ("aux", "seq_aux", "global_aux") if c.num_experts else ():
         objective = objective + (moe.aux_coef * book[f"{kind}_loss"] if kind in moe.balance else 0.0)
     if c.num_experts:

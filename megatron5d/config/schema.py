@@ -266,6 +266,7 @@ class DataConfig:
     tokenizer: str | None = None  # file that gives the end-of-document token, and with which tools/generate.py decodes
     cache_dir: str | None = None  # for sample indices; None = beside the first prefix
     prefetch: int = 2  # global batches read ahead
+    skip_steps: list[str] = field(default_factory=list)  # steps, "300" or "120-169", whose samples are passed over
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.rendezvous import restarted_job
 from megatron5d.topology.shard_spec import without_memory
+from megatron5d.train.data import may_hold_padding
 from megatron5d.train.pipeline_layout import PipelinePlan, agreed_plan, boundary_form
 from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
 from megatron5d.train.state import Progress, load_other_run, resume, weight_shards
@@ -46,12 +47,13 @@ class Run:
     progress: Progress
     plan: PipelinePlan
     notes: list[str] = field(default_factory=list)  # shown when the run starts
+    padded: bool = True  # the files may hold padding
 
     @property
     def reads_tokens(self) -> bool:
         """This rank needs tokens: at the ends of the pipeline; in its middle, to tell documents or padding apart."""
         ends = self.model.embedding is not None or self.model.head is not None
-        return ends or self.config.data.document_mask or self.config.model.num_experts > 0
+        return ends or self.config.data.document_mask or self.config.model.num_experts > 0 or self.padded
 
 
 def build_run(config: Config, process: Process) -> Run:
@@ -85,11 +87,12 @@ def build_run(config: Config, process: Process) -> Run:
         notes += _first_weights(config, sync, optimizer, model)
     else:
         progress, changed = resume(checkpoint, sync, optimizer, model.weights(), config)
+        trainer.guard.in_a_row = progress.skipped_in_a_row
         notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
-    return Run(
-        config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, [note for note in notes if note]
-    )
+    padded = on_rank_0(lambda: may_hold_padding(config))
+    notes = [note for note in notes if note]
+    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes, padded)
 
 
 def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
@@ -106,7 +109,10 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
     terms = loss_terms(config)
     check = model.overlap.check
-    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check_overlap=check)
+    masked_by = "data.eod_mask_loss = true, or padding (-100)" if config.data.eod_mask_loss else "padding (-100)"
+    trainer = Trainer(
+        pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check_overlap=check, masked_by=masked_by
+    )
     return sync, optimizer, trainer
 
 

@@ -35,6 +35,7 @@ class Progress:
 
     step: int = 0  # steps done
     skipped: int = 0  # of these, steps whose update was left out
+    skipped_in_a_row: int = 0  # of these, the last ones, as optim.max_skipped counts them
     consumed_samples: int = 0  # sequences of all steps so far
     tokens: int = 0  # target tokens of all steps so far
     wandb_id: str | None = None

@@ -163,6 +163,8 @@ SHAPES = (
            "a list of layer counts, each at least 0", lambda c: "null"),
     _shape("train.gbs_ramp", _ramp_is_shaped, "[start gbs, increment, ramp length in sequences], each at least 1",
            lambda c: "null"),
+    _shape("data.skip_steps", lambda c: all(re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", each) for each in c.data.skip_steps),
+           "a list of steps from 1 and of ranges such as 120-169", lambda c: "[]"),
     _shape("optim.betas", lambda c: len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
            "two numbers, each at least 0 and below 1", lambda c: spelled(Config().optim.betas)),
     _shape("optim.momentum", lambda c: 0 <= c.optim.momentum < 1, "at least 0 and below 1",
