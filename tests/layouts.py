@@ -17,7 +17,7 @@ import torch
 from megatron5d.config.schema import Config, ParallelConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.optim.sharded_state import decays
+from megatron5d.optim.sharded_state import decays, freezes
 from megatron5d.parity.differences import tensor_differences
 from megatron5d.parity.run import make_rows, micro_batch, perturb, short_run
 from megatron5d.topology.mesh import build_mesh
@@ -51,9 +51,12 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     specs = {spec.name: spec for spec, _ in pairs}
     weights = {spec.name: whole[: spec.shape[0]].clone().requires_grad_() for spec, whole in pairs}
     o = config.optim
+    for name in weights:
+        weights[name].requires_grad_(not freezes(specs[name], o))
+    trained = {name: w for name, w in weights.items() if w.requires_grad}
     decay = {name: o.weight_decay * decays(specs[name], o.decay_exclude) for name in weights}
-    muon = reference_muon.Muon(weights, decay, config)
-    groups = [{"params": [w], "weight_decay": decay[name]} for name, w in weights.items() if name not in muon.names]
+    muon = reference_muon.Muon(trained, decay, config)
+    groups = [{"params": [w], "weight_decay": decay[name]} for name, w in trained.items() if name not in muon.names]
     optimizer = torch.optim.AdamW(groups, betas=tuple(o.betas), eps=o.eps)
     outcome = Outcome([], [], [], {}, {})
     gbs = config.train.gbs
@@ -64,15 +67,15 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
         loss, objective, book = reference_gpt.losses(
             state, config.model, batch, config.train, config.moe, config.train.mbs
         )
-        for weight in weights.values():
+        for weight in trained.values():
             weight.grad = None
         objective.backward()
-        for weight in weights.values():  # those of a depth without targets
+        for weight in trained.values():  # those of a depth without targets
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         if step == 0:
-            outcome.grads = {name: w.grad.clone() for name, w in weights.items()}
+            outcome.grads = {name: w.grad.clone() for name, w in trained.items()}
         max_norm = o.clip or float("inf")
-        outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(weights.values(), max_norm).item())
+        outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), max_norm).item())
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(o, step + 1, config.train.steps)
         optimizer.step()

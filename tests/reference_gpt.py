@@ -128,6 +128,14 @@ def route(scores, w, layer, c):
     return best(ranked, c.top_k)
 
 
+def by_turns(scores, samples, c):
+    """0/1 choice [b, s, E]: the token at a position of a sequence takes the k experts after those of its neighbour."""
+    b, s, num_experts = scores.shape
+    turn = torch.arange(s)[None] + (torch.arange(b) if samples is None else samples)[:, None]
+    experts = (turn[..., None] * c.top_k + torch.arange(c.top_k)) % num_experts
+    return torch.zeros_like(scores).scatter(-1, experts, 1.0)
+
+
 def limited(chosen, weights, moe, mbs):
     """Choices that full experts do not refuse, micro-batch by micro-batch; tokens in the order (position, row)."""
     taken = torch.zeros_like(chosen)
@@ -157,7 +165,8 @@ def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
     """Mixture of experts on [b, s, h]; what balancing needs goes into `book` (a dict of sums over layers)."""
     z = jittered(x, layer, moe, *noise) @ w[f"{layer}.router.weight"].T
     scores = torch.softmax(z, -1) if c.router_score == "softmax" else torch.sigmoid(z)
-    chosen = route(scores.detach(), w, layer, c) * real
+    chosen = by_turns(scores, noise[1], c) if moe.force_balanced else route(scores.detach(), w, layer, c)
+    chosen = chosen * real
     weights = scores * chosen
     if c.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

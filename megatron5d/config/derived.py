@@ -165,7 +165,7 @@ def resumed_progress(config: Config) -> dict[str, Any]:
 
 
 def batch_sizes(config: Config) -> list[int]:
-    """The global batch sizes of the steps that a run still has before it, ascending: those of a ramp, then train.gbs."""
+    """The global batch sizes that a run still has before it, ascending: those of a ramp, then train.gbs."""
     gbs, ramp = config.train.gbs, config.train.gbs_ramp
     if ramp is None:
         return [gbs]

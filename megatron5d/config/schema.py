@@ -185,6 +185,7 @@ class OptimConfig:
     decay_steps: int = 0  # wsd: steps of the final decay
     weight_decay: float = 0.1
     decay_exclude: list[str] = field(default_factory=list)  # parameter-name globs that are not decayed
+    freeze: list[str] = field(default_factory=list)  # parameter-name globs that are never updated
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     momentum: float = 0.95  # muon: share of the momentum that is kept each step, in [0, 1); Nesterov
@@ -244,6 +245,7 @@ class MoeConfig:
     capacity_factor: float | None = None  # tokens of a micro-batch that an expert takes at most / its even share
     planned_imbalance: float = 1.5  # for the memory forecast: rows of the busiest rank's experts / an even share
     jitter: float = 0.0  # in training, a router's input is multiplied by random factors of 1 ± this; 0 = off
+    force_balanced: bool = False  # True: experts by turns, whatever the router says: for benchmarks
     drop_by: str = "probability"  # which tokens a full expert drops: probability (the smallest) | position (the last)
     fp8_dispatch: bool = (
         False  # tokens are sent to their experts in 8 bits (1×128 groups); results and gradients are not

@@ -60,6 +60,11 @@ def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
     return spec.decay and len(spec.shape) >= 2 and not any(fnmatch.fnmatch(spec.name, glob) for glob in exclude)
 
 
+def freezes(spec: ShardSpec, config: OptimConfig) -> bool:
+    """Whether a parameter is never updated: some glob of optim.freeze matches its name."""
+    return any(fnmatch.fnmatch(spec.name, glob) for glob in config.freeze)
+
+
 def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """An empty tensor on the host in the shape of another, pinned if that is on a GPU; meta if that is meta."""
     device = "meta" if tensor.is_meta else "cpu"

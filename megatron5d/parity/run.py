@@ -99,7 +99,7 @@ def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
     """What this rank owns of the `weight_slice` or the `grad_slice` of every bucket."""
     found: Rectangles = []
     for bucket in sync.buckets:
-        for segment in bucket.segments():
+        for segment in bucket.segments() if getattr(bucket, buffer).numel() else ():  # frozen ones have no gradient
             parts = sharded_slice(segment, getattr(bucket, buffer), writing=False).parts
             found += [(segment.spec.name, offset, view.clone()) for offset, view in parts.items()]
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass, field
 
 import torch
 
 from megatron5d.checkpoint.hf.weights import load_hf_shards
 from megatron5d.checkpoint.load import agreed_checkpoint
+from megatron5d.comm.collectives import all_reduce
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import split_of
 from megatron5d.config.schema import Config
@@ -16,6 +18,7 @@ from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import DTYPES, Gpt
 from megatron5d.optim.muon import takes_muon
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
+from megatron5d.optim.sharded_state import freezes
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.stage import Relay, Stage
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
@@ -24,7 +27,7 @@ from megatron5d.topology.init_weights import initialize_rectangle
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.rendezvous import restarted_job
-from megatron5d.topology.shard_spec import without_memory
+from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.data import may_hold_padding
 from megatron5d.train.pipeline_layout import PipelinePlan, agreed_plan, boundary_form
 from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
@@ -80,6 +83,7 @@ def build_run(config: Config, process: Process) -> Run:
     )
     with without_memory():
         model = Gpt(config, mesh, process.device, plan.stage_specs(mesh["pp"].rank), plan.shared)
+    _check_freeze(config, mesh, model)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
     notes, progress = [*idle_routers(config), plan.note, passed_over(config, checkpoint)], Progress()
@@ -93,6 +97,31 @@ def build_run(config: Config, process: Process) -> Run:
     padded = on_rank_0(lambda: may_hold_padding(config))
     notes = [note for note in notes if note]
     return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes, padded)
+
+
+def _check_freeze(config: Config, mesh: Mesh, model: Gpt) -> None:
+    """Refuses a glob of optim.freeze that no parameter's name matches, and to freeze all of them.
+
+    Raises:
+        ValueError: on every rank.
+
+    Comm: all_reduce over the world of one number per glob.
+    """
+    if not (globs := config.optim.freeze):
+        return
+    specs = [spec_of(parameter) for parameter in model.parameters()]
+    found = [any(fnmatch.fnmatch(spec.name, glob) for spec in specs) for glob in globs]
+    found.append(not all(freezes(spec, config.optim) for spec in specs))
+    device = next(model.parameters()).device
+    *matched, some = all_reduce(torch.tensor(found, dtype=torch.float64, device=device), mesh["world"]).tolist()
+    for glob, ranks in zip(globs, matched):
+        if not ranks:
+            raise ValueError(
+                f"optim.freeze: no parameter's name matches {glob!r}; names are such as {specs[0].name} and "
+                f"{specs[-1].name}, and a checkpoint's are listed by tools/convert.py inspect"
+            )
+    if not some:
+        raise ValueError(f"optim.freeze = {globs} freezes every parameter, and nothing is left to train")
 
 
 def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
@@ -123,6 +152,7 @@ def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
         model.units, mesh, p.zero, grad_dtype(config),
         reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
         gather_eight_bits=config.precision.fp8_gather, separate=lambda spec: takes_muon(spec, config.optim),
+        frozen=lambda spec: freezes(spec, config.optim),
     )  # fmt: skip
 
 

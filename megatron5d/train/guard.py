@@ -105,6 +105,7 @@ class Guard:
         return [
             segment.spec.name
             for bucket in self._buckets
+            if not bucket.frozen
             for segment in bucket.segments()
             if not bool(bucket.grad_slice[slice(*segment.owned)].isfinite().all())
         ]

@@ -165,7 +165,7 @@ def resume(
             f"init.from_checkpoint={folder} with another checkpoint.dir"
         )
     changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
-    architecture = [line for line in changed if line.startswith(("model.", "moe.balance "))]  # which gives biases
+    architecture = [line for line in changed if line.startswith(("model.", "moe.balance ", "optim.freeze "))]
     held, here = _num_weights(record["config"]), _num_weights(to_dict(config))
     if architecture and held > here:  # where some are missing or have another shape, loading names them
         raise ValueError(
