@@ -17,7 +17,7 @@ import torch
 from megatron5d.config.schema import Config, ParallelConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.optim.sharded_state import decays, freezes
+from megatron5d.optim.sharded_state import decay_of, freezes, scale_of
 from megatron5d.parity.differences import tensor_differences
 from megatron5d.parity.run import make_rows, micro_batch, perturb, short_run
 from megatron5d.topology.mesh import build_mesh
@@ -54,9 +54,14 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     for name in weights:
         weights[name].requires_grad_(not freezes(specs[name], o))
     trained = {name: w for name, w in weights.items() if w.requires_grad}
-    decay = {name: o.weight_decay * decays(specs[name], o.decay_exclude) for name in weights}
-    muon = reference_muon.Muon(trained, decay, config)
-    groups = [{"params": [w], "weight_decay": decay[name]} for name, w in trained.items() if name not in muon.names]
+    decay = {name: decay_of(specs[name], o) for name in weights}
+    scale = {name: scale_of(specs[name], o.lr_scale) for name in weights}
+    muon = reference_muon.Muon(trained, decay, scale, config)
+    groups = [
+        {"params": [w], "weight_decay": decay[name], "scale": scale[name]}
+        for name, w in trained.items()
+        if name not in muon.names
+    ]
     optimizer = torch.optim.AdamW(groups, betas=tuple(o.betas), eps=o.eps)
     outcome = Outcome([], [], [], {}, {})
     gbs = config.train.gbs
@@ -77,7 +82,7 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
         max_norm = o.clip or float("inf")
         outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), max_norm).item())
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(o, step + 1, config.train.steps)
+            group["lr"] = learning_rate(o, step + 1, config.train.steps) * group["scale"]
         optimizer.step()
         muon.step(learning_rate(o, step + 1, config.train.steps))
         outcome.losses.append(loss.item())

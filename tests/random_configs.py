@@ -111,6 +111,9 @@ def _optim(dice: random.Random) -> OptimConfig:
         chosen |= _some(dice, 0.5, muon_exclude=dice.choice(globs))
     globs = ["embedding.*"], ["layers.0.*"], ["*norm*", "*.up.weight"], ["*.attention.*"]
     chosen |= _some(random.Random(repr(chosen)), 0.2, freeze=random.Random(repr(chosen)).choice(globs))
+    scales = ["0.1 *norm*", "2 *.attention.*"], ["0.5 layers.*"], ["0 embedding.*", "1.5 *"]
+    chosen |= _some(random.Random(repr(chosen) + "lr"), 0.2, lr_scale=random.Random(repr(chosen)).choice(scales))
+    chosen |= _some(random.Random(repr(chosen) + "wd"), 0.2, decay_scale=random.Random(repr(chosen)).choice(scales))
     return OptimConfig(name=name, **chosen)
 
 

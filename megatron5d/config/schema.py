@@ -185,6 +185,10 @@ class OptimConfig:
     decay_steps: int = 0  # wsd: steps of the final decay
     weight_decay: float = 0.1
     decay_exclude: list[str] = field(default_factory=list)  # parameter-name globs that are not decayed
+    lr_scale: list[str] = field(
+        default_factory=list
+    )  # "factor glob": multiplies lr of parameters, by the first that fits
+    decay_scale: list[str] = field(default_factory=list)  # the same for weight_decay, where it applies
     freeze: list[str] = field(default_factory=list)  # parameter-name globs that are never updated
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8

@@ -83,7 +83,7 @@ def build_run(config: Config, process: Process) -> Run:
     )
     with without_memory():
         model = Gpt(config, mesh, process.device, plan.stage_specs(mesh["pp"].rank), plan.shared)
-    _check_freeze(config, mesh, model)
+    _check_globs(config, mesh, model)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
     notes, progress = [*idle_routers(config), plan.note, passed_over(config, checkpoint)], Progress()
@@ -99,29 +99,31 @@ def build_run(config: Config, process: Process) -> Run:
     return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes, padded)
 
 
-def _check_freeze(config: Config, mesh: Mesh, model: Gpt) -> None:
-    """Refuses a glob of optim.freeze that no parameter's name matches, and to freeze all of them.
+def _check_globs(config: Config, mesh: Mesh, model: Gpt) -> None:
+    """Refuses globs of optim.freeze and of scales that no parameter's name matches, and to freeze all parameters.
 
     Raises:
         ValueError: on every rank.
 
     Comm: all_reduce over the world of one number per glob.
     """
-    if not (globs := config.optim.freeze):
+    optim, knobs = config.optim, ("freeze", "lr_scale", "decay_scale")
+    globs = [(knob, entry.split(maxsplit=1)[-1]) for knob in knobs for entry in getattr(optim, knob)]
+    if not globs:
         return
     specs = [spec_of(parameter) for parameter in model.parameters()]
-    found = [any(fnmatch.fnmatch(spec.name, glob) for spec in specs) for glob in globs]
+    found = [any(fnmatch.fnmatch(spec.name, glob) for spec in specs) for _, glob in globs]
     found.append(not all(freezes(spec, config.optim) for spec in specs))
     device = next(model.parameters()).device
     *matched, some = all_reduce(torch.tensor(found, dtype=torch.float64, device=device), mesh["world"]).tolist()
-    for glob, ranks in zip(globs, matched):
+    for (knob, glob), ranks in zip(globs, matched):
         if not ranks:
             raise ValueError(
-                f"optim.freeze: no parameter's name matches {glob!r}; names are such as {specs[0].name} and "
+                f"optim.{knob}: no parameter's name matches {glob!r}; names are such as {specs[0].name} and "
                 f"{specs[-1].name}, and a checkpoint's are listed by tools/convert.py inspect"
             )
     if not some:
-        raise ValueError(f"optim.freeze = {globs} freezes every parameter, and nothing is left to train")
+        raise ValueError(f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train")
 
 
 def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:

@@ -1,4 +1,4 @@
-"""Frozen parameters and forced routing on N ranks equal one process; frozen ones cost neither gradient nor state."""
+"""Frozen parameters, rates by parameter and forced routing on N ranks equal one process."""
 
 import dataclasses
 
@@ -75,6 +75,27 @@ def test_forced_balance(world, layout):
     """Each expert gets the same number of tokens, whatever the scores are; their weights are the scores still."""
     moe = MoeConfig(balance=["aux", "bias"], aux_coef=0.1, bias_rate=0.05, z_coef=0.02, force_balanced=True)
     assert_parity(config_of([], moe=moe, **layout), world)
+
+
+SCALES = {"lr_scale": ["0.1 *.router.*", "3 layers.0.*"], "decay_scale": ["2 *.qkv.*", "0 *.experts.*"]}
+
+
+@pytest.mark.parametrize("how", [{"name": "adamw"}, {"name": "muon"}, {"implementation": "kernel"}], ids=str)
+def test_rates_and_decay_by_parameter(how):
+    config = config_of([], zero=3, pp=2, ep=2)
+    assert_parity(dataclasses.replace(config, optim=dataclasses.replace(config.optim, **SCALES, **how)), 4)
+
+
+def test_rates_by_parameter_of_weights_without_masters(tmp_path):
+    config = run_config(tmp_path, write_corpus(tmp_path / "corpus", vocab_size=61), [], zero=1)
+    precision = dataclasses.replace(config.precision, master_weights=False)
+    optim = dataclasses.replace(config.optim, lr_scale=["0 embedding.*"])
+    config = dataclasses.replace(config, precision=precision, optim=optim)
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every=1))
+    assert train_on_ranks(config, 2) == [0, 0]
+    early, late = (whole_tensors(tmp_path / "checkpoints" / f"step-0000000{step}") for step in (1, 2))
+    same = {key for key in early if key.startswith("model.") and torch.equal(early[key], late[key])}
+    assert "model.embedding.weight" in same and "model.head.weight" not in same
 
 
 def what_is_held(rank, world, config):
