@@ -40,6 +40,17 @@ class Outcome:
     layers: list[dict[str, float]] = field(default_factory=list)  # what the routers did in each step
 
 
+def plain_optimizers(config: Config, specs, trained: dict[str, torch.Tensor]):
+    """torch's AdamW, and Muon for what it takes, of weights by global name."""
+    o = config.optim
+    decay = {name: decay_of(specs[name], o) for name in trained}
+    scale = {name: scale_of(specs[name], o.lr_scale) for name in trained}
+    muon = reference_muon.Muon(trained, decay, scale, config)
+    names = [name for name in trained if name not in muon.names]
+    groups = [{"params": [trained[name]], "weight_decay": decay[name], "scale": scale[name]} for name in names]
+    return torch.optim.AdamW(groups, betas=tuple(o.betas), eps=o.eps), muon
+
+
 def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     """One process, plain torch."""
     alone = dataclasses.replace(config, parallel=ParallelConfig())
@@ -50,19 +61,10 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     pairs = [(spec_of(parameter), parameter.detach()) for parameter in model.parameters()]
     specs = {spec.name: spec for spec, _ in pairs}
     weights = {spec.name: whole[: spec.shape[0]].clone().requires_grad_() for spec, whole in pairs}
-    o = config.optim
-    for name in weights:
-        weights[name].requires_grad_(not freezes(specs[name], o))
-    trained = {name: w for name, w in weights.items() if w.requires_grad}
-    decay = {name: decay_of(specs[name], o) for name in weights}
-    scale = {name: scale_of(specs[name], o.lr_scale) for name in weights}
-    muon = reference_muon.Muon(trained, decay, scale, config)
-    groups = [
-        {"params": [w], "weight_decay": decay[name], "scale": scale[name]}
-        for name, w in trained.items()
-        if name not in muon.names
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=tuple(o.betas), eps=o.eps)
+    o, trained = config.optim, {name: w for name, w in weights.items() if not freezes(specs[name], config.optim)}
+    for name in weights.keys() - trained:
+        weights[name].requires_grad_(False)
+    optimizer, muon = plain_optimizers(config, specs, trained)
     outcome = Outcome([], [], [], {}, {})
     gbs = config.train.gbs
     for step in range(steps):
