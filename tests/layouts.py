@@ -17,7 +17,7 @@ import torch
 from megatron5d.config.schema import Config, ParallelConfig
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.optim.sharded_state import decays
+from megatron5d.optim.sharded_state import decay_of, freezes, scale_of
 from megatron5d.parity.differences import tensor_differences
 from megatron5d.parity.run import make_rows, micro_batch, perturb, short_run
 from megatron5d.topology.mesh import build_mesh
@@ -40,6 +40,17 @@ class Outcome:
     layers: list[dict[str, float]] = field(default_factory=list)  # what the routers did in each step
 
 
+def plain_optimizers(config: Config, specs, trained: dict[str, torch.Tensor]):
+    """torch's AdamW, and Muon for what it takes, of weights by global name."""
+    o = config.optim
+    decay = {name: decay_of(specs[name], o) for name in trained}
+    scale = {name: scale_of(specs[name], o.lr_scale) for name in trained}
+    muon = reference_muon.Muon(trained, decay, scale, config)
+    names = [name for name in trained if name not in muon.names]
+    groups = [{"params": [trained[name]], "weight_decay": decay[name], "scale": scale[name]} for name in names]
+    return torch.optim.AdamW(groups, betas=tuple(o.betas), eps=o.eps), muon
+
+
 def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     """One process, plain torch."""
     alone = dataclasses.replace(config, parallel=ParallelConfig())
@@ -50,11 +61,10 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     pairs = [(spec_of(parameter), parameter.detach()) for parameter in model.parameters()]
     specs = {spec.name: spec for spec, _ in pairs}
     weights = {spec.name: whole[: spec.shape[0]].clone().requires_grad_() for spec, whole in pairs}
-    o = config.optim
-    decay = {name: o.weight_decay * decays(specs[name], o.decay_exclude) for name in weights}
-    muon = reference_muon.Muon(weights, decay, config)
-    groups = [{"params": [w], "weight_decay": decay[name]} for name, w in weights.items() if name not in muon.names]
-    optimizer = torch.optim.AdamW(groups, betas=tuple(o.betas), eps=o.eps)
+    o, trained = config.optim, {name: w for name, w in weights.items() if not freezes(specs[name], config.optim)}
+    for name in weights.keys() - trained:
+        weights[name].requires_grad_(False)
+    optimizer, muon = plain_optimizers(config, specs, trained)
     outcome = Outcome([], [], [], {}, {})
     gbs = config.train.gbs
     for step in range(steps):
@@ -64,15 +74,17 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
         loss, objective, book = reference_gpt.losses(
             state, config.model, batch, config.train, config.moe, config.train.mbs
         )
-        for weight in weights.values():
+        for weight in trained.values():
             weight.grad = None
         objective.backward()
+        for weight in trained.values():  # those of a depth without targets
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         if step == 0:
-            outcome.grads = {name: w.grad.clone() for name, w in weights.items()}
+            outcome.grads = {name: w.grad.clone() for name, w in trained.items()}
         max_norm = o.clip or float("inf")
-        outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(weights.values(), max_norm).item())
+        outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), max_norm).item())
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(o, step + 1, config.train.steps)
+            group["lr"] = learning_rate(o, step + 1, config.train.steps) * group["scale"]
         optimizer.step()
         muon.step(learning_rate(o, step + 1, config.train.steps))
         outcome.losses.append(loss.item())
@@ -113,9 +125,11 @@ def auxiliary_losses(config: Config) -> set[str]:
     return (routers if config.model.num_experts else set()) | ({"mtp_loss"} if config.model.num_mtp_layers else set())
 
 
-def assert_parity(config: Config, world: int, *, steps: int = 2, rtol: float = 1e-10, ignored: float = 0.0) -> None:
+def assert_parity(
+    config: Config, world: int, *, steps: int = 2, rtol: float = 1e-10, ignored: float = 0.0, rows=None
+) -> None:
     """Loss, every gradient, gradient norm and the weights after some steps equal the one-process reference."""
-    rows = make_rows(config, steps, ignored=ignored)
+    rows = make_rows(config, steps, ignored=ignored) if rows is None else rows
     truth = reference_run(config, rows, steps)
     outcome, grads, weights = layout_run(config, world, rows, steps)
     for name in ("losses", "grad_norms") + (("z_losses",) if config.train.z_loss else ()):

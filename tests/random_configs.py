@@ -109,6 +109,11 @@ def _optim(dice: random.Random) -> OptimConfig:
         chosen |= _some(dice, 0.4, ns_steps=dice.choice([1, 3]), momentum=dice.choice([0.0, 0.8]))
         globs = [], ["*"], ["*.mlp.*", "*.experts.up.weight"], ["*embedding.*", "*.attention.*", "head.*"]
         chosen |= _some(dice, 0.5, muon_exclude=dice.choice(globs))
+    globs = ["embedding.*"], ["layers.0.*"], ["*norm*", "*.up.weight"], ["*.attention.*"]
+    chosen |= _some(random.Random(repr(chosen)), 0.2, freeze=random.Random(repr(chosen)).choice(globs))
+    scales = ["0.1 *norm*", "2 *.attention.*"], ["0.5 layers.*"], ["0 embedding.*", "1.5 *"]
+    chosen |= _some(random.Random(repr(chosen) + "lr"), 0.2, lr_scale=random.Random(repr(chosen)).choice(scales))
+    chosen |= _some(random.Random(repr(chosen) + "wd"), 0.2, decay_scale=random.Random(repr(chosen)).choice(scales))
     return OptimConfig(name=name, **chosen)
 
 
@@ -251,7 +256,8 @@ def _moe(dice: random.Random, model: ModelConfig) -> MoeConfig:
         "drop_by": dice.choice(["probability", "position"]),
     }
     chosen |= _some(dice, 0.2, **refusing)
-    return MoeConfig(**chosen, **_some(dice, 0.2, jitter=0.1))
+    chosen |= _some(dice, 0.2, jitter=0.1)
+    return MoeConfig(**chosen, **_some(random.Random(repr(chosen)), 0.1, force_balanced=True))
 
 
 def _data(dice: random.Random) -> DataConfig:

@@ -128,6 +128,14 @@ def route(scores, w, layer, c):
     return best(ranked, c.top_k)
 
 
+def by_turns(scores, samples, c):
+    """0/1 choice [b, s, E]: the token at a position of a sequence takes the k experts after those of its neighbour."""
+    b, s, num_experts = scores.shape
+    turn = torch.arange(s)[None] + (torch.arange(b) if samples is None else samples)[:, None]
+    experts = (turn[..., None] * c.top_k + torch.arange(c.top_k)) % num_experts
+    return torch.zeros_like(scores).scatter(-1, experts, 1.0)
+
+
 def limited(chosen, weights, moe, mbs):
     """Choices that full experts do not refuse, micro-batch by micro-batch; tokens in the order (position, row)."""
     taken = torch.zeros_like(chosen)
@@ -157,7 +165,8 @@ def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
     """Mixture of experts on [b, s, h]; what balancing needs goes into `book` (a dict of sums over layers)."""
     z = jittered(x, layer, moe, *noise) @ w[f"{layer}.router.weight"].T
     scores = torch.softmax(z, -1) if c.router_score == "softmax" else torch.sigmoid(z)
-    chosen = route(scores.detach(), w, layer, c) * real
+    chosen = by_turns(scores, noise[1], c) if moe.force_balanced else route(scores.detach(), w, layer, c)
+    chosen = chosen * real
     weights = scores * chosen
     if c.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -236,21 +245,24 @@ def cross_entropy(z, labels):
 
 
 def ahead_loss(h, w, c, batch, **routing):
-    """Multi-token prediction: mean over the depths of each one's mean loss; h [b, s, h] normed output of the trunk."""
-    rows, s, total = torch.cat((batch.tokens[:, :1], batch.labels), 1), batch.tokens.shape[1], 0.0
+    """Multi-token prediction: mean over the depths with targets of their mean losses; h [b, s, h] of the trunk."""
+    rows, s, depths = torch.cat((batch.tokens[:, :1], batch.labels), 1), batch.tokens.shape[1], []
     for k in range(1, c.num_mtp_layers + 1):
         i, last = c.num_layers + k - 1, s - k
         tokens, labels, mask = torch.zeros_like(batch.tokens), torch.full_like(batch.labels, -1), torch.zeros(len(h), s)
         tokens[:, : last + 1] = rows[:, k : k + last + 1].clamp(min=0)  # the token k places behind each
         labels[:, :last], mask[:, :last] = rows[:, k + 1 :], batch.loss_mask[:, k:]
+        for j in range(k) if batch.padding is not None else ():  # none of what lies between is padding
+            mask[:, :last] *= ~batch.padding[:, j : j + last]
         if batch.documents is not None:
             mask[:, :last] *= batch.documents[:, k:] == batch.documents[:, :last]
         e = norm(w["embedding.weight"][tokens], w, f"layers.{i}.mtp.embedding_norm", c)
         x = torch.cat((e, norm(h, w, f"layers.{i}.mtp.hidden_norm", c)), -1) @ w[f"layers.{i}.mtp.join.weight"].T
         x = block(x, w, i, c, batch.positions, batch.documents, **routing)
         h = norm(x, w, f"layers.{i}.mtp.final_norm", c)
-        total = total + (cross_entropy(head(h, w, c), labels)[0] * mask).sum() / mask.sum() / c.num_mtp_layers
-    return total
+        if mask.sum() > 0:
+            depths.append((cross_entropy(head(h, w, c), labels)[0] * mask).sum() / mask.sum())
+    return sum(depths) / len(depths) if depths else torch.tensor(math.nan)
 
 
 def losses(w, c, batch, train=None, moe=None, mbs=1):
@@ -268,7 +280,7 @@ def losses(w, c, batch, train=None, moe=None, mbs=1):
     objective = loss + train.z_loss * book["z_loss"]
     if c.num_mtp_layers:
         book["mtp_loss"] = ahead_loss(h, w, c, batch, **routing)
-        objective = objective + train.mtp_loss * book["mtp_loss"]
+        objective = objective + train.mtp_loss * book["mtp_loss"].nan_to_num()
     for kind in ("aux", "seq_aux", "global_aux") if c.num_experts else ():
         objective = objective + (moe.aux_coef * book[f"{kind}_loss"] if kind in moe.balance else 0.0)
     if c.num_experts:

@@ -44,10 +44,12 @@ def _parts(name, tensor, m):
 class Muon:
     """Nobody's where optim.name=adamw: `names` is empty then."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], decay: dict[str, float], config: Config) -> None:
+    def __init__(
+        self, weights: dict[str, torch.Tensor], decay: dict[str, float], scale: dict[str, float], config: Config
+    ) -> None:
         excluded = config.optim.muon_exclude if config.optim.name == "muon" else ["*"]
         self.names = {n for n, w in weights.items() if w.ndim > 1 and not any(fnmatch(n, glob) for glob in excluded)}
-        self.weights, self.decay, self.config = weights, decay, config
+        self.weights, self.decay, self.scale, self.config = weights, decay, scale, config
         self.momenta = {name: torch.zeros_like(weights[name]) for name in self.names}
 
     @torch.no_grad()
@@ -56,7 +58,8 @@ class Muon:
         for name in self.names:
             w, momentum = self.weights[name], self.momenta[name]
             momentum.mul_(mu).add_(w.grad)
-            w.mul_(1 - lr * self.decay[name])
+            rate = lr * self.scale[name]
+            w.mul_(1 - rate * self.decay[name])
             ahead = w.grad + mu * momentum
             for part, update in zip(matrices(name, w, self.config), matrices(name, ahead, self.config)):
-                part -= lr * 0.2 * math.sqrt(max(part.shape)) * newton_schulz(update, steps)
+                part -= rate * 0.2 * math.sqrt(max(part.shape)) * newton_schulz(update, steps)

@@ -4,7 +4,8 @@ In training a parameter carries `.main_grad`, a view of its unit's flat buffer (
 ZeRO-2 and 3 `.allocate_main_grad`, which allocates that buffer. All access goes through `grad_buffer`.
 Layers that compute their own weight gradient pass the addition to `defer`. `hand_over_grads` does the same with what
 autograd leaves in `.grad`, so that W adds up all weight gradients and I none.
-A parameter without a main gradient (inference, unit tests) uses `.grad`, as usual in torch.
+A parameter without a main gradient (inference, unit tests) uses `.grad`, as usual in torch. Of a parameter that is
+`.frozen` no weight gradient is computed, and what autograd leaves is dropped.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ def grad_buffer(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+def defer_weight_grad(weight: Tensor, defer: Defer, closure: Closure) -> None:
+    """Passes the weight-gradient half of a backward to `defer`, unless the parameter is frozen and needs none."""
+    if not getattr(weight, "frozen", False):
+        defer(closure)
+
+
 def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
     """grad(weight) += dyᵀ·x.
 
@@ -59,7 +66,9 @@ def hand_over_grads(parameters: Iterable[Tensor], defer: Defer) -> None:
         defer: takes the weight-gradient half of the backward.
     """
     for parameter in parameters:
-        if parameter.grad is not None and hasattr(parameter, "main_grad"):
+        if getattr(parameter, "frozen", False):
+            parameter.grad = None
+        elif parameter.grad is not None and hasattr(parameter, "main_grad"):
             grad, parameter.grad = parameter.grad, None
             defer(partial(_add, parameter, grad))
 

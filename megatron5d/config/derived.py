@@ -8,10 +8,13 @@ The strings that name data in a configuration: weighted prefixes, named sets, an
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron5d.config.schema import Config, ModelConfig
 
@@ -142,6 +145,40 @@ def named_entries(entries: Sequence[str]) -> list[tuple[str, str]]:
     """(name, `weight prefix`) of each entry of `data.valid_sets`, such as "code 0.7 /data/c"."""
     pairs = [text.strip().partition(" ") for text in entries]
     return [(name, entry.strip()) for name, _, entry in pairs]
+
+
+def resumed_progress(config: Config) -> dict[str, Any]:
+    """`progress` in the run.json of the checkpoint from which the run will resume; {} where it begins anew.
+
+    It is read without checks: where that checkpoint is not whole, the run resumes from an earlier one.
+    """
+    c = config.checkpoint
+    named = {"auto": c.dir, "none": None}.get(c.resume, c.resume)
+    if named is None:
+        return {}
+    numbers = {int(path.name[5:]): path for path in Path(named).glob("step-*") if path.name[5:].isdecimal()}
+    folder = numbers[max(numbers)] if numbers else Path(named)
+    try:
+        return dict(json.loads((folder / "run.json").read_text())["progress"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def batch_sizes(config: Config) -> list[int]:
+    """The global batch sizes that a run still has before it, ascending: those of a ramp, then train.gbs."""
+    gbs, ramp = config.train.gbs, config.train.gbs_ramp
+    if ramp is None:
+        return [gbs]
+    start, increment, length = ramp
+    increments, behind = (gbs - start) // increment, resumed_progress(config).get("consumed_samples", 0)
+    first = increments if behind >= length else behind * increments // length
+    return [*range(start + first * increment, gbs, increment), gbs]
+
+
+def in_ranges(number: int, ranges: Sequence[str]) -> bool:
+    """Whether a number is in a list such as ["300", "120-169"], both ends included."""
+    ends = [[int(end) for end in text.split("-")] for text in ranges]
+    return any(first <= number <= last for first, *_, last in ([*each, each[-1]] for each in ends))
 
 
 def split_shares(split: str | None) -> list[float]:

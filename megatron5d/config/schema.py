@@ -185,6 +185,11 @@ class OptimConfig:
     decay_steps: int = 0  # wsd: steps of the final decay
     weight_decay: float = 0.1
     decay_exclude: list[str] = field(default_factory=list)  # parameter-name globs that are not decayed
+    lr_scale: list[str] = field(
+        default_factory=list
+    )  # "factor glob": multiplies lr of parameters, by the first that fits
+    decay_scale: list[str] = field(default_factory=list)  # the same for weight_decay, where it applies
+    freeze: list[str] = field(default_factory=list)  # parameter-name globs that are never updated
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     momentum: float = 0.95  # muon: share of the momentum that is kept each step, in [0, 1); Nesterov
@@ -244,6 +249,7 @@ class MoeConfig:
     capacity_factor: float | None = None  # tokens of a micro-batch that an expert takes at most / its even share
     planned_imbalance: float = 1.5  # for the memory forecast: rows of the busiest rank's experts / an even share
     jitter: float = 0.0  # in training, a router's input is multiplied by random factors of 1 ± this; 0 = off
+    force_balanced: bool = False  # True: experts by turns, whatever the router says: for benchmarks
     drop_by: str = "probability"  # which tokens a full expert drops: probability (the smallest) | position (the last)
     fp8_dispatch: bool = (
         False  # tokens are sent to their experts in 8 bits (1×128 groups); results and gradients are not
@@ -266,6 +272,7 @@ class DataConfig:
     tokenizer: str | None = None  # file that gives the end-of-document token, and with which tools/generate.py decodes
     cache_dir: str | None = None  # for sample indices; None = beside the first prefix
     prefetch: int = 2  # global batches read ahead
+    skip_steps: list[str] = field(default_factory=list)  # steps, "300" or "120-169", whose samples are passed over
 
 
 @dataclass(frozen=True)

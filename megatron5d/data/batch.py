@@ -29,11 +29,13 @@ def make_micro_batch(
     eod: int | None = None,
     eod_mask_loss: bool = False,
     document_starts: Sequence[np.ndarray] | None = None,
+    causal: bool = True,
 ) -> MicroBatch:
     """Cuts rows of seq_len + 1 tokens into inputs and labels.
 
     The label of a document's last token is the first token of the next document. Its loss counts, as in Megatron,
-    unless `eod_mask_loss` is set.
+    unless `eod_mask_loss` is set. A prediction made at padding, or of padding, never counts. Attention leaves padding
+    out: where a token could see it, a run of padding is a document of its own, and what follows it another.
 
     Args:
         rows: int64 `[b, s+1]`; IGNORED for padding.
@@ -41,9 +43,10 @@ def make_micro_batch(
         eod: id of the end-of-document token; a new document begins after each.
         eod_mask_loss: do not count the prediction made at an end-of-document token.
         document_starts: where documents begin, one array of offsets per row; used when there is no `eod`.
+        causal: tokens see none after them (model.attention_causal), so padding at the end of a row is never seen.
 
     Returns:
-        A micro-batch of `[b, s]`; tokens of padding are 0 and their labels are not counted.
+        A micro-batch of `[b, s]`; tokens of padding are 0.
 
     Raises:
         ValueError: the settings need an end-of-document token, and none is given.
@@ -52,24 +55,23 @@ def make_micro_batch(
     if eod_mask_loss and eod is None:
         raise ValueError("data.eod_mask_loss=true, but data.eod is not set and data.tokenizer names none; set data.eod")
     inputs, labels = rows[:, :-1], rows[:, 1:].contiguous()
-    loss_mask = (labels != IGNORED).float()
-    if eod_mask_loss:
-        loss_mask = loss_mask * (inputs != eod)
     ignored = inputs == IGNORED
+    loss_mask = ((labels != IGNORED) & ~ignored & (inputs != (eod if eod_mask_loss else IGNORED))).float()
     tokens = inputs.masked_fill(ignored, 0)
     padding = ignored if ignored.any() else None
-    if not document_mask:
-        positions = torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous()
-        return MicroBatch(tokens, labels, loss_mask, positions, None, padding)
     begins = torch.zeros(tokens.shape, dtype=torch.bool)
-    if eod is not None:
+    if document_mask and eod is not None:
         begins[:, 1:] = inputs[:, :-1] == eod  # not `tokens`, where padding is 0, which may be the same id
-    elif document_starts is not None:
+    elif document_mask and document_starts is not None:
         for row, starts in enumerate(document_starts):
             begins[row, torch.from_numpy(starts[starts < tokens.shape[1]])] = True
-    else:
+    elif document_mask:
         raise ValueError("data.document_mask=true, but nothing says where documents begin; set data.eod")
-    return MicroBatch(tokens, labels, loss_mask, positions_from_begins(begins), begins.long().cumsum(1), padding)
+    seen = ignored & (~ignored).flip(1).cummax(1).values.flip(1) if causal else ignored  # a token comes after it
+    begins[:, 1:] |= seen[:, 1:] != seen[:, :-1]
+    positions = positions_from_begins(begins & document_mask)
+    documents = begins.long().cumsum(1) if document_mask or seen.any() else None
+    return MicroBatch(tokens, labels, loss_mask, positions, documents, padding)
 
 
 def positions_from_begins(begins: Tensor) -> Tensor:
@@ -130,8 +132,8 @@ class SequenceSharding:
 def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
     """Adds what the prediction blocks read. It needs whole sequences, so it comes before cp takes its rows.
 
-    A prediction of depth k counts where the main prediction k tokens later counts and, if documents are told apart, is
-    in the same document.
+    A prediction of depth k counts where the main prediction k tokens later counts, none of the tokens before that is
+    padding and, if documents are told apart, all are in the same document.
 
     Args:
         batch: whole sequences.
@@ -144,10 +146,13 @@ def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
         return batch
     tokens, labels, masks = [], [], []
     following = batch.labels.clamp(min=0)  # token i+1; padding is 0, as in tokens
+    padding = torch.zeros_like(batch.tokens, dtype=torch.bool) if batch.padding is None else batch.padding
+    real = torch.ones_like(batch.loss_mask)
     for k in range(1, depths + 1):
         tokens.append(F.pad(following[:, k - 1 :], (0, k - 1)))
         labels.append(F.pad(batch.labels[:, k:], (0, k), value=IGNORED))
-        mask = F.pad(batch.loss_mask[:, k:], (0, k))
+        real = real * F.pad(~padding[:, k - 1 :], (0, k - 1))
+        mask = F.pad(batch.loss_mask[:, k:], (0, k)) * real
         if batch.documents is not None:
             mask = mask * (F.pad(batch.documents[:, k:], (0, k), value=-1) == batch.documents)
         masks.append(mask)

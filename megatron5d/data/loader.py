@@ -39,6 +39,7 @@ class Loader:
         document_mask: see `make_micro_batch`.
         eod: see `make_micro_batch`.
         eod_mask_loss: see `make_micro_batch`.
+        causal: see `make_micro_batch`.
         vocab_size: ids must be below it; None = not checked.
         prefetch: steps read ahead; 0 = none, without a thread.
         pin_memory: put micro-batches into page-locked memory.
@@ -58,6 +59,7 @@ class Loader:
         document_mask: bool = False,
         eod: int | None = None,
         eod_mask_loss: bool = False,
+        causal: bool = True,
         vocab_size: int | None = None,
         prefetch: int = 2,
         pin_memory: bool = False,
@@ -65,7 +67,9 @@ class Loader:
     ) -> None:
         self.samples, self.consumed_samples = samples, consumed_samples
         self._sizes = gbs, mbs, dp_rank, dp_size, gbs_ramp
-        self._make = partial(make_micro_batch, document_mask=document_mask, eod=eod, eod_mask_loss=eod_mask_loss)
+        self._make = partial(
+            make_micro_batch, document_mask=document_mask, eod=eod, eod_mask_loss=eod_mask_loss, causal=causal
+        )
         self._wants_starts = document_mask and eod is None
         self._vocab_size, self._pin_memory, self._transform = vocab_size, pin_memory, transform
         self._prefetch = prefetch

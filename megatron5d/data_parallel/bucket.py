@@ -77,11 +77,12 @@ class Bucket:
         grad_dtype: of the main gradients.
         zero: ZeRO stage, 0 ... 3.
         eight_bits: under ZeRO-3, gather the weights, all of which are multiplied in 8 bits, in 8 bits.
+        frozen: the parameters are never updated: they become `.frozen` and have no main gradient.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, grad_dtype: torch.dtype, zero: int = 0,
-        eight_bits: bool = False,
+        eight_bits: bool = False, frozen: bool = False,
     ) -> None:  # fmt: skip
         self.parameters = list(parameters)
         self.shard, self.replicate = shard, replicate
@@ -93,13 +94,23 @@ class Bucket:
         first = self.parameters[0]
         self.slice_numel = -(-end // (shard.size * _ALIGNMENT)) * _ALIGNMENT
         self.numel = self.slice_numel * shard.size
-        self.shards_weights, self.shards_grads = zero == 3 and shard.size > 1, zero >= 2 and shard.size > 1
+        self.frozen = frozen
+        self.shards_weights, self.shards_grads = (
+            zero == 3 and shard.size > 1,
+            zero >= 2 and shard.size > 1 and not frozen,
+        )
         self.weights, self.weight_slice = self._buffer(first.dtype, self.shards_weights)
         self._bind_parameters()
         if self.shards_weights:  # freed before the gradients are allocated, so that both are never there together
             free(self.weights)
-        self.grads, self.grad_slice = self._buffer(grad_dtype, self.shards_grads)
+        if frozen:
+            self.grads = self.grad_slice = torch.empty(0, dtype=grad_dtype, device=first.device)
+        else:
+            self.grads, self.grad_slice = self._buffer(grad_dtype, self.shards_grads)
         for parameter, offset in zip(self.parameters, self.offsets):
+            if frozen:
+                parameter.frozen = True  # type: ignore[attr-defined]
+                continue
             parameter.main_grad = self._view(self.grads, parameter, offset)  # type: ignore[attr-defined]
             if self.shards_grads:
                 parameter.allocate_main_grad = self.allocate_grads  # type: ignore[attr-defined]
@@ -181,6 +192,8 @@ class Bucket:
     @cached_property
     def counted_spans(self) -> list[tuple[int, int]]:
         """Flat ranges of the owned slice that this rank counts in norms: the pieces of which it has the first copy."""
+        if self.frozen:
+            return []
         return [span for segment in self.segments() for piece, span in segment.pieces() if piece.owner]
 
     @cached_property
@@ -190,7 +203,7 @@ class Bucket:
             (name, self.grad_slice[start:stop])
             for segment in self.segments()
             for piece, (start, stop) in segment.pieces()
-            for name in piece.summed
+            for name in (() if self.frozen else piece.summed)
         ]
 
     def clear_grads(self) -> None:

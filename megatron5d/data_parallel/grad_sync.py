@@ -90,25 +90,29 @@ class GradSync:
         gather_per_step: ZeRO-3 keeps gathered weights until their last backward of a step.
         gather_eight_bits: ZeRO-3 gathers matrices that are multiplied in 8 bits in 8 bits; they get their own buckets.
         separate: parameters for which it is true get their own buckets (those that another optimiser updates).
+        frozen: the same for parameters that are never updated, and whose gradients are not reduced.
     """
 
     def __init__(
         self, units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype, *,
         reduce_per_step: bool = False, gather_per_step: bool = False, gather_eight_bits: bool = False,
         separate: Callable[[ShardSpec], bool] = lambda spec: False,
+        frozen: Callable[[ShardSpec], bool] = lambda spec: False,
     ) -> None:  # fmt: skip
         self.zero, self.buckets = zero, list[Bucket]()
         self._mesh = mesh
         self._used_by: dict[int, list[nn.Module]] = {}  # bucket index -> phases whose weight gradients go into it
         self._uses: dict[nn.Module, list[int]] = {}  # phase -> buckets it reads and writes
         self._ends: dict[nn.Module, set[int]] = {}  # phase -> buckets whose gradient of a micro-batch it completes
-        self._make_buckets(units, grad_dtype, gather_eight_bits and zero == 3, separate)
+        self._make_buckets(units, grad_dtype, gather_eight_bits and zero == 3, separate, frozen)
         self._per_microbatch = not reduce_per_step
         self._grads_to_come: dict[int, int] = {}  # bucket -> weight gradients of phases still to come in this step
         self._mirror_queue: list[int] = []  # shared buckets whose sum with the mirror's is to start, in this order
         self._reducing: dict[int, bool] = {}  # sums over the shard axis under way: bucket -> the step's last?
         self._summing: list[Pending] = []  # sums over replicas under way
-        self._shared = [i for i, bucket in enumerate(self.buckets) if spec_of(bucket.parameters[0]).shared]
+        self._shared = [
+            i for i, bucket in enumerate(self.buckets) if spec_of(bucket.parameters[0]).shared and not bucket.frozen
+        ]
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL even an asynchronous collective waits until all ranks have called it. Then
         # reductions with the mirror start after the step's last action, so that two ranks never wait for each other.
         self._starts_early = dist.get_debug_level() != dist.DebugLevel.DETAIL
@@ -118,19 +122,22 @@ class GradSync:
 
     def _make_buckets(
         self, units: Sequence[Sequence[nn.Module]], grad_dtype: torch.dtype, eight_bits: bool,
-        separate: Callable[[ShardSpec], bool],
+        separate: Callable[[ShardSpec], bool], frozen: Callable[[ShardSpec], bool],
     ) -> None:  # fmt: skip
         """Puts every parameter into a bucket, and notes which phases use which buckets."""
         bucket_of: dict[nn.Parameter, int] = {}
         for unit in units:
             own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in bucket_of}
-            kinds = {parameter: (*_kind(parameter, eight_bits), separate(spec_of(parameter))) for parameter in own}
+            specs = {parameter: spec_of(parameter) for parameter in own}
+            kinds = {p: (*_kind(p, eight_bits), separate(spec), frozen(spec)) for p, spec in specs.items()}
             for kind in sorted(set(kinds.values())):
-                shared, expert, in_eight_bits, _ = kind
+                shared, expert, in_eight_bits, _, fixed = kind
                 parameters = [parameter for parameter in own if kinds[parameter] == kind]
                 bucket_of |= dict.fromkeys(parameters, len(self.buckets))
                 axes = data_axes(self._mesh, self.zero, shared, expert)
-                self.buckets.append(Bucket(parameters, *axes, grad_dtype, self.zero, eight_bits=in_eight_bits))
+                self.buckets.append(
+                    Bucket(parameters, *axes, grad_dtype, self.zero, eight_bits=in_eight_bits, frozen=fixed)
+                )
             earlier: set[int] = set()
             for phase in unit:
                 self._uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
@@ -193,7 +200,7 @@ class GradSync:
         for index in self._uses[phase]:
             self._grads_to_come[index] -= 1
             each = self._per_microbatch and self.buckets[index].shards_grads and index in self._ends[phase]
-            if each or self._grads_to_come[index] == 0:
+            if not self.buckets[index].frozen and (each or self._grads_to_come[index] == 0):
                 due.append(index)
         if due:
             self._finish_shard_sums()

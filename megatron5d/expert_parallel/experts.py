@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kernels.dispatch import first_order
 from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts, recomputable
-from megatron5d.autograd.wgrad import Defer
+from megatron5d.autograd.wgrad import Defer, defer_weight_grad
 from megatron5d.config.schema import ModelConfig
 from megatron5d.precision.gemm import expert_gemms_of
 from megatron5d.topology.axis import Axis
@@ -39,7 +39,7 @@ class _GroupedLinear(torch.autograd.Function):
         gemms = expert_gemms_of(parameter)
         dy = gemms.operand(dy, offsets, gradient=True)
         dx = gemms.input_grad(dy, parameter, num_local, offsets)
-        ctx.defer(lambda: gemms.weight_grad(parameter, dy, tuple(x), num_local, offsets))
+        defer_weight_grad(parameter, ctx.defer, lambda: gemms.weight_grad(parameter, dy, tuple(x), num_local, offsets))
         return dx, None, None, None, None
 
 

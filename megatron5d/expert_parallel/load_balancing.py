@@ -55,6 +55,12 @@ class Tokens:
     num_sequences: int
     samples: Tensor | None = None
 
+    @property
+    def turns(self) -> Tensor:
+        """int64 `[n]`: place in the sequence plus the sequence's number, the same on any layout."""
+        samples = self.sequence if self.samples is None else self.samples[self.sequence]
+        return self.order // self.num_sequences + samples
+
     def masked(self, x: Tensor) -> Tensor:
         """`x` `[n, ...]` with zeros for padding."""
         return x if self.real is None else x * self.real.view(-1, *(1,) * (x.ndim - 1)).to(x.dtype)
@@ -169,7 +175,7 @@ class Balancer:
     def _plain_choice(self, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
         """The experts that would be chosen by the scores alone, without bias and groups; `num_experts` for padding."""
         model = self.model
-        if not self.biases and model.top_groups == model.num_groups:
+        if not (self.biases or self.moe.force_balanced) and model.top_groups == model.num_groups:
             return experts
         plain = top_k(scores_of(logits.detach(), model.router_score), model.top_k)[1]
         return plain if tokens.real is None else plain.masked_fill(~tokens.real[:, None], model.num_experts)

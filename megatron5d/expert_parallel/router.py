@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from kernels.dispatch import first_order, statistics_dtype
 from kernels.moe import top_k
-from megatron5d.autograd.wgrad import Defer, add_weight_grad, grad_buffer, run_now
+from megatron5d.autograd.wgrad import Defer, add_weight_grad, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.axis import Axis
@@ -81,7 +81,7 @@ class _RouterLinear(torch.autograd.Function):
             dtype = grad_buffer(weight).dtype
             add_weight_grad(weight, dlogits.to(dtype), x.to(dtype))
 
-        ctx.defer(weight_half)
+        defer_weight_grad(weight, ctx.defer, weight_half)
         return dx, None, None
 
 
@@ -119,16 +119,17 @@ class Router(nn.Module):
         """`[n, h]` -> `[n, E]` in fp32 or fp64."""
         return _RouterLinear.apply(x, self.weight, defer)
 
-    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, logits: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """
         Args:
             logits: `[n, E]`.
+            forced: int64 `[n, k]`, the experts to choose; None = by the scores.
 
         Returns:
             experts int64 `[n, k]`, the best first, and weights `[n, k]`, differentiable in the logits.
         """
         scores = scores_of(logits, self.config.router_score)
-        experts = choose(scores, self.config, self.bias)
+        experts = choose(scores, self.config, self.bias) if forced is None else forced
         return experts, weights_of(scores, experts, self.config)
 
     def extra_repr(self) -> str:
@@ -158,6 +159,19 @@ def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> T
     if config.top_groups < config.num_groups:
         ranked = ranked.masked_fill(~in_best_groups(ranked, config), -torch.inf)
     return top_k(ranked, config.top_k)[1]
+
+
+def by_turns(tokens: Tensor, config: ModelConfig) -> Tensor:
+    """The experts of tokens under moe.force_balanced: token i takes the k after those of token i - 1.
+
+    Args:
+        tokens: int64 `[n]`, their numbers.
+        config: top_k and num_experts.
+
+    Returns:
+        int64 `[n, k]`.
+    """
+    return (tokens[:, None] * config.top_k + torch.arange(config.top_k, device=tokens.device)) % config.num_experts
 
 
 def in_best_groups(ranked: Tensor, config: ModelConfig) -> Tensor:

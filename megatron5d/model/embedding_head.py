@@ -158,20 +158,17 @@ class Term:
     """What one entry of the last stage's sums is for.
 
     Args:
-        name: of the logged figure; terms of one name are added up.
+        name: of the logged figure: the average, over the terms of one name that have targets, of their means.
         count_index: of the number that divides the sum, in MicroBatch.target_counts.
-        coefficient: of the mean in the objective.
-        share: factor of the mean in the logged figure.
+        coefficient: of the logged figure in the objective.
     """
 
     name: str
     count_index: int = 0
     coefficient: float = 0.0
-    share: float = 1.0
 
 
 def loss_terms(config: Config) -> list[Term]:
     """The entries of the last stage's output, in order; `loss` contains the first alone."""
-    depths = config.model.num_mtp_layers
-    ahead = [Term("mtp_loss", k + 1, config.train.mtp_loss / depths, 1 / depths) for k in range(depths)]
+    ahead = [Term("mtp_loss", k + 1, config.train.mtp_loss) for k in range(config.model.num_mtp_layers)]
     return [Term("loss", coefficient=1.0), Term("z_loss"), *ahead]

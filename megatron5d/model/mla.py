@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from kernels import accumulate_weight_grad, apply_rope_to_ends
 from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts
-from megatron5d.autograd.wgrad import Defer, grad_buffer
+from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import copy_to, gather_from
 from megatron5d.config.schema import ModelConfig
 from megatron5d.context_parallel.attention import ContextAttention
@@ -194,6 +194,10 @@ class LatentKV:
         dk_nope, dk_pe = dk.split([dn, dr], -1)
         dkv = torch.cat((dk_nope, dv), -1).flatten(2).to(block.dtype)  # [t, b, a·(dn+dv)]
         c_kv = block[..., :-dr]
-        into = grad_buffer(self.weight)[self.rows]
-        accumulate_weight_grad(into, dkv.flatten(0, 1), c_kv.reshape(-1, c_kv.shape[-1]))
+
+        def weight_half() -> None:
+            into = grad_buffer(self.weight)[self.rows]
+            accumulate_weight_grad(into, dkv.flatten(0, 1), c_kv.reshape(-1, c_kv.shape[-1]))
+
+        defer_weight_grad(self.weight, run_now, weight_half)
         return torch.cat(((dkv @ self.weight[self.rows]).to(dk.dtype), dk_pe.sum(2)), -1)

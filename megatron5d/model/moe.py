@@ -27,7 +27,7 @@ from megatron5d.expert_parallel.dispatcher import Dispatcher, TokenDispatcher, T
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.expert_parallel.hierarchical_dispatcher import NodeDispatcher
 from megatron5d.expert_parallel.load_balancing import Balancer, Tokens
-from megatron5d.expert_parallel.router import Jitter, Router, within_capacity
+from megatron5d.expert_parallel.router import Jitter, Router, by_turns, within_capacity
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.phase import MicroBatch
@@ -151,7 +151,8 @@ class MoeDispatch(nn.Module):
         mine = self.share.take(normed)  # [n, h]
         tokens = self.share.tokens(x.shape, batch)
         logits = self.router.logits(self._jittered(mine, tokens), defer)  # [n, E]
-        experts, weights = self.router(logits)  # [n, k]
+        forced = by_turns(tokens.turns, self.config) if self.moe.force_balanced else None
+        experts, weights = self.router(logits, forced)  # [n, k]
         if tokens.real is not None:
             experts = experts.masked_fill(~tokens.real[:, None], self.config.num_experts)
             weights = tokens.masked(weights)

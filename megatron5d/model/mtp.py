@@ -6,9 +6,9 @@ With h⁰ the normed output of the last layer, for depth k = 1 ... D:
     hᵏ  = norm(block(x))                                        attention and MLP or experts, like the last layer's
     loss of depth k: hᵏ through the model's own head predicts token i+k+1, where that token exists
 
-The objective gets train.mtp_loss times the average over the depths of their mean losses. On the last stage the blocks'
-phases follow the head; beside the hidden states they carry the sums of losses so far. If the embedding is on another
-stage, the last one holds a copy of it, like that of a tied one.
+The objective gets train.mtp_loss times the average of their mean losses over the depths that have targets. On the last
+stage the blocks' phases follow the head; beside the hidden states they carry the sums of losses so far. If the
+embedding is on another stage, the last one holds a copy of it, like that of a tied one.
 The order of the halves and the norm of h⁰ are those of the released weights. Source: DeepSeek-V3
 (arXiv:2412.19437), section 2.2; Megatron-Core's multi_token_prediction.py.
 """

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 from megatron5d.config.schema import OptimConfig
-from megatron5d.data_parallel.bucket import Bucket
-from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decays, store_rounded
+from megatron5d.data_parallel.bucket import Bucket, Segment
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decay_of, scale_of, store_rounded
 
 
 def apex_adam() -> type | None:
@@ -38,7 +38,7 @@ def apex_adam() -> type | None:
 class AdamW(SliceOptimizer):
     """AdamW; the arguments are those of SliceOptimizer.
 
-    It reads lr, betas, eps, weight_decay, decay_exclude, implementation and offload of the config.
+    It reads lr, betas, eps, weight_decay, decay_exclude, scales, implementation and offload of the config.
 
     Raises:
         ValueError: optim.implementation is apex, and that is not installed or cannot be used.
@@ -48,7 +48,7 @@ class AdamW(SliceOptimizer):
 
     def __init__(self, buckets: Sequence[Bucket], config: OptimConfig, rounding_seed: int | None = None) -> None:
         super().__init__(buckets, config, rounding_seed)
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        groups: dict[tuple[float, float], list[Tensor]] = {}  # (factor of the rate, decay) -> views of the masters
         self._grads: list[tuple[Tensor, Tensor]] = []  # (view of the master, view of the main gradient)
         states: dict[Tensor, dict[str, Tensor]] = {}
         for state in self.slices:
@@ -57,15 +57,19 @@ class AdamW(SliceOptimizer):
             for segment in state.segments:
                 span = slice(*segment.owned)
                 view = state.master[span]
-                groups[decays(segment.spec, config.decay_exclude)].append(view)
+                group = scale_of(segment.spec, config.lr_scale), decay_of(segment.spec, config)
+                groups.setdefault(group, []).append(view)
                 self._grads.append((view, state.grads[span]))
                 states[view] = {kind: moment[span] for kind, moment in state.moments.items()}
         self._optimizer = self._build(groups, states, config)
-        self._kernel = self._kernel_arguments() if config.implementation == "kernel" else None
+        self._kernel: dict[float, tuple[TensorTable, Tensor]] | None = None
+        if config.implementation == "kernel":
+            scales = {scale_of(segment.spec, config.lr_scale) for state in self.slices for segment in state.segments}
+            self._kernel = {scale: self._kernel_arguments(scale) for scale in sorted(scales)}
 
-    def _kernel_arguments(self) -> tuple[TensorTable, Tensor]:
-        """For optim.implementation=kernel: the tensors of an update, segment by segment, and the decay of each."""
-        spans = [(state, segment, slice(*segment.owned)) for state in self.slices for segment in state.segments]
+    def _kernel_arguments(self, scale: float) -> tuple[TensorTable, Tensor]:
+        """For optim.implementation=kernel: the segments whose rate has this factor, as tensors, and their decay."""
+        spans = [(state, segment, slice(*segment.owned)) for state, segment in self._of_scale(scale, self.slices)]
         order = {
             "master": [state.master[span] for state, _, span in spans],
             "grad": [state.grads[span] for state, _, span in spans],
@@ -73,22 +77,26 @@ class AdamW(SliceOptimizer):
         }
         if all(state.has_wider_master for state in self.slices):
             order["copy"] = [state.bucket.weight_slice[span] for state, _, span in spans]
-        decay = [self.config.weight_decay * decays(each.spec, self.config.decay_exclude) for _, each, _ in spans]
+        decay = [decay_of(each.spec, self.config) for _, each, _ in spans]
         first = self.slices[0]
         return TensorTable(**order), torch.tensor(decay, dtype=first.master.dtype, device=first.reduced.device)
+
+    def _of_scale(self, scale: float, slices: Sequence[SliceState]) -> list[tuple[SliceState, Segment]]:
+        """The segments whose learning rate has this factor."""
+        pairs = [(state, segment) for state in slices for segment in state.segments]
+        return [pair for pair in pairs if scale_of(pair[1].spec, self.config.lr_scale) == scale]
 
     def _build(self, groups, states, config: OptimConfig) -> torch.optim.Optimizer:
         """The optimiser of torch or apex, with our tensors as its parameters and state.
 
         Args:
-            groups: whether weight decay applies -> views of the masters.
+            groups: (factor of the rate, decay) -> views of the masters.
             states: view of a master -> its moments by name.
             config: of the optimiser.
         """
         param_groups = [
-            {"params": groups[True], "weight_decay": config.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ]
+            {"params": views, "weight_decay": decay, "lr_scale": scale} for (scale, decay), views in groups.items()
+        ] or [{"params": list[Tensor](), "lr_scale": 1.0}]
         settings: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
         served = not config.offload and all(view.dtype == torch.float32 for view in states)
         apex = apex_adam() if config.implementation in ("auto", "apex") and served else None
@@ -98,7 +106,6 @@ class AdamW(SliceOptimizer):
                 "both here, or optim.offload = true leaves the update to the CPU, or precision.dtype = fp64 is none of "
                 "its types; use optim.implementation=torch"
             )
-        param_groups = [group for group in param_groups if group["params"]] or param_groups[:1]
         if apex is not None:
             counted = [{**group, "step": 0} for group in param_groups]  # it counts by group, from its first step on
             optimizer = apex(counted, adam_w_mode=True, **settings)
@@ -114,25 +121,29 @@ class AdamW(SliceOptimizer):
     def step(self, lr: float, scale: float | None = None) -> None:
         """As in SliceOptimizer; optim.implementation=kernel scales gradients while it reads them, not in place."""
         if self._kernel is not None:
-            table, decay = self._kernel
             self.step_count += 1
-            beta1, beta2 = self.config.betas
-            settings = AdamWSettings(lr, beta1, beta2, self.config.eps, self.step_count)
-            factor = torch.full((), 1.0 if scale is None else scale, dtype=decay.dtype, device=decay.device)
-            adamw_step(table, settings, factor, decay)
+            for lr_scale, (table, decay) in self._kernel.items():
+                factor = torch.full((), 1.0 if scale is None else scale, dtype=decay.dtype, device=decay.device)
+                adamw_step(table, self._settings(lr * lr_scale), factor, decay)
             return
         self._take_grads(scale)
         self._attach_grads()
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         if self._grads:  # apex takes no empty group
             self._optimizer.step()
         self.step_count += 1
         self._detach_grads()
         for state in self.slices:
             if state.rounded and state.segments:
-                self._update_rounded(state, lr)
+                for lr_scale in sorted({scale_of(segment.spec, self.config.lr_scale) for segment in state.segments}):
+                    segments = [segment for _, segment in self._of_scale(lr_scale, [state])]
+                    self._update_rounded(state, lr * lr_scale, segments)
         self.masters_to_weights()
+
+    def _settings(self, lr: float) -> AdamWSettings:
+        beta1, beta2 = self.config.betas
+        return AdamWSettings(lr, beta1, beta2, self.config.eps, self.step_count)
 
     def _attach_grads(self) -> None:
         """Sets `.grad` of the masters, with a copy where the gradients have a narrower dtype."""
@@ -151,19 +162,17 @@ class AdamW(SliceOptimizer):
             if state.rounded:
                 state.bucket.weight_slice.float()
 
-    def _update_rounded(self, state: SliceState, lr: float) -> None:
+    def _update_rounded(self, state: SliceState, lr: float, segments: Sequence[Segment]) -> None:
         """Updates bf16 weights without masters, through a temporary fp32 copy of the bucket's slice."""
         assert self.rounding_seed is not None
-        spans = [slice(*segment.owned) for segment in state.segments]
+        spans = [slice(*segment.owned) for segment in segments]
         weights, grads = state.bucket.weight_slice, state.bucket.grad_slice
         flat = {"master": weights.float(), "grad": grads, **state.moments}
         table = TensorTable(**{name: [tensor[span] for span in spans] for name, tensor in flat.items()})
-        decay = [self.config.weight_decay * decays(s.spec, self.config.decay_exclude) for s in state.segments]
-        beta1, beta2 = self.config.betas
-        settings = AdamWSettings(lr, beta1, beta2, self.config.eps, self.step_count)
-        factor = torch.ones((), device=weights.device)  # the gradients are clipped already
-        adamw_step(table, settings, factor, torch.tensor(decay).to(weights.device, non_blocking=True))
-        for segment, span in zip(state.segments, spans):
+        decay = [decay_of(segment.spec, self.config) for segment in segments]
+        unscaled = torch.ones((), device=weights.device)  # the gradients are clipped already
+        adamw_step(table, self._settings(lr), unscaled, torch.tensor(decay).to(weights.device, non_blocking=True))
+        for segment, span in zip(segments, spans):
             store_rounded(flat["master"][span], weights[span], segment, self.rounding_seed, self.step_count)
 
     def set_step_count(self, count: int) -> None:

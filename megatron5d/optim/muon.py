@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket, Segment
 from megatron5d.optim.matrix_gather import Assembly, CutMatrix
-from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decays, store_rounded
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decay_of, scale_of, store_rounded
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
@@ -92,8 +92,8 @@ class Muon(SliceOptimizer):
 
     Args:
         buckets: all their parameters are matrices (`takes_muon`).
-        config: momentum, ns_steps, weight_decay, decay_exclude; with offload, master weights and momentum stay on the
-            host, and matrices are copied to the device to be orthogonalised.
+        config: momentum, ns_steps, weight_decay, decay_exclude, scales; with offload, master weights and momentum stay
+            on the host, and matrices are copied to the device to be orthogonalised.
         mesh: its tp and etp axes shard the matrices.
         rounding_seed: as in SliceOptimizer.
 
@@ -151,9 +151,10 @@ class Muon(SliceOptimizer):
             return
         span = slice(*segment.owned)
         wide = state.master[span].float() if state.rounded else state.master[span]
-        if decays(segment.spec, self.config.decay_exclude):
-            wide.mul_(1 - self._rate * self.config.weight_decay)
-        wide.add_(update.to(wide.device), alpha=-self._rate)
+        rate = self._rate * scale_of(segment.spec, self.config.lr_scale)
+        if decay := decay_of(segment.spec, self.config):
+            wide.mul_(1 - rate * decay)
+        wide.add_(update.to(wide.device), alpha=-rate)
         if state.rounded:
             assert self.rounding_seed is not None
             weights = state.bucket.weight_slice[span]

@@ -20,7 +20,7 @@ class Optimizer:
 
     Args:
         name: `optim.name`.
-        parts: the optimisers, together for all buckets of this rank.
+        parts: the optimisers, together for all buckets of this rank that are not frozen.
     """
 
     def __init__(self, name: str, parts: Sequence[SliceOptimizer]) -> None:
@@ -34,7 +34,7 @@ class Optimizer:
     @property
     def step_count(self) -> int:
         """Number of updates made, including those before a resume."""
-        return self.parts[0].step_count
+        return self.parts[0].step_count if self.parts else 0
 
     def step(self, lr: float, scale: float | None = None) -> None:
         """One update, as in SliceOptimizer. Comm: that of the parts."""
@@ -80,6 +80,7 @@ def build_optimizer(
 
     Comm: for Muon as in `Assembly`, once.
     """
+    buckets = [bucket for bucket in buckets if not bucket.frozen]
     muon = [bucket for bucket in buckets if takes_muon(spec_of(bucket.parameters[0]), config)]
     adamw = [bucket for bucket in buckets if bucket not in muon]
     parts: list[SliceOptimizer] = [AdamW(adamw, config, rounding_seed)] if adamw else []

@@ -60,6 +60,22 @@ def decays(spec: ShardSpec, exclude: Sequence[str]) -> bool:
     return spec.decay and len(spec.shape) >= 2 and not any(fnmatch.fnmatch(spec.name, glob) for glob in exclude)
 
 
+def scale_of(spec: ShardSpec, scales: Sequence[str]) -> float:
+    """The factor of a parameter in a list such as ["0.1 *.router.*"]: that of the first glob that matches, else 1."""
+    pairs = (entry.split(maxsplit=1) for entry in scales)
+    return next((float(factor) for factor, glob in pairs if fnmatch.fnmatch(spec.name, glob)), 1.0)
+
+
+def decay_of(spec: ShardSpec, config: OptimConfig) -> float:
+    """The weight decay of a parameter, before it is multiplied by the rate."""
+    return config.weight_decay * decays(spec, config.decay_exclude) * scale_of(spec, config.decay_scale)
+
+
+def freezes(spec: ShardSpec, config: OptimConfig) -> bool:
+    """Whether a parameter is never updated: some glob of optim.freeze matches its name."""
+    return any(fnmatch.fnmatch(spec.name, glob) for glob in config.freeze)
+
+
 def _host_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """An empty tensor on the host in the shape of another, pinned if that is on a GPU; meta if that is meta."""
     device = "meta" if tensor.is_meta else "cpu"

@@ -24,6 +24,7 @@ from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 from megatron5d.train.build import build_trainer, sizes_of
+from megatron5d.train.guard import StepSamples
 from megatron5d.train.pipeline_layout import PipelinePlan, plan_pipeline
 from megatron5d.train.state import run_tensors
 
@@ -64,7 +65,10 @@ def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
 def micro_batch(config: Config, rows: Tensor, numbers: Tensor | None = None) -> MicroBatch:
     """All rows, or as in training those of these numbers."""
     data, rows = config.data, rows if numbers is None else rows[numbers]
-    batch = make_micro_batch(rows, document_mask=data.document_mask, eod=data.eod, eod_mask_loss=data.eod_mask_loss)
+    batch = make_micro_batch(
+        rows, document_mask=data.document_mask, eod=data.eod, eod_mask_loss=data.eod_mask_loss,
+        causal=config.model.attention_causal,
+    )  # fmt: skip
     return replace(batch, samples=numbers)
 
 
@@ -95,7 +99,7 @@ def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
     """What this rank owns of the `weight_slice` or the `grad_slice` of every bucket."""
     found: Rectangles = []
     for bucket in sync.buckets:
-        for segment in bucket.segments():
+        for segment in bucket.segments() if getattr(bucket, buffer).numel() else ():  # frozen ones have no gradient
             parts = sharded_slice(segment, getattr(bucket, buffer), writing=False).parts
             found += [(segment.spec.name, offset, view.clone()) for offset, view in parts.items()]
     return found
@@ -144,8 +148,9 @@ def _train_on_rank(
     sync.finish_reduce = finish_reduce_and_note  # type: ignore[method-assign]
     for step in range(steps):
         numbers = micro_batch_samples(step * t.gbs, t.gbs, t.mbs, dp.rank, dp.size)
+        where = StepSamples(step + 1, range(step * t.gbs, (step + 1) * t.gbs))
         batches = [sharding(micro_batch(config, rows, torch.tensor(each))) for each in numbers]
-        result = trainer.step(batches, learning_rate(config.optim, step + 1, t.steps), watched=True)
+        result = trainer.step(batches, learning_rate(config.optim, step + 1, t.steps), watched=True, where=where)
         record.figures.append(result.losses | {"grad_norm": result.grad_norm})
         record.layers.append(result.layers)
     with sync.whole_weights():

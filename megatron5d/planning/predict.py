@@ -143,10 +143,10 @@ def step_on(device: str, config: Config, world: int, plan: PipelinePlan) -> Step
 
     Returns:
         The time, with MFU of `log.peak_tflops` where that is given, as it is measured; why there is no time; or None
-        where the device is not known or the batch grows.
+        where the device is not known, the batch grows or parameters are frozen.
     """
     cluster = cluster_of(device)
-    if cluster is None or config.train.gbs_ramp is not None:
+    if cluster is None or config.train.gbs_ramp is not None or config.optim.freeze:
         return None
     try:
         cost = Estimator(cluster).step(config, world, plan)
@@ -173,13 +173,13 @@ class Expectation:
         self.sent: Sequence[Mapping[str, int]] = ()  # by pipeline rank: axis -> bytes
 
     def predict(self) -> str | None:
-        """Predicts a step; what to tell of it. On rank 0, and nothing while the batch grows.
+        """Predicts a step; what to tell of it. On rank 0; nothing where the batch grows or parameters are frozen.
 
         Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes that take as long
         as their FLOPs.
         """
         run, config = self.run, self.run.config
-        if config.train.gbs_ramp is not None:
+        if config.train.gbs_ramp is not None or config.optim.freeze:
             return None
         program = run.plan.program_of(micro_batch_counts(config, run.process.world)[-1])
         if config.parallel.pp > 1:

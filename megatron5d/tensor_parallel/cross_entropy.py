@@ -28,7 +28,7 @@ from torch import Tensor
 from kernels import vocab_cross_entropy_backward, vocab_statistics
 from kernels.dispatch import first_order
 from megatron5d.autograd.recompute import recomputable
-from megatron5d.autograd.wgrad import Defer, run_now
+from megatron5d.autograd.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron5d.precision.gemm import Operand, gemms_of
 from megatron5d.tensor_parallel.embedding import VocabRange
@@ -188,7 +188,7 @@ class _SlicedLoss(torch.autograd.Function):
             dz = head.logit_grads(head.logits(x, weight), *(each[here].reshape(-1) for each in by_token))
             dy = gemms.operand(dz.unflatten(0, (-1, labels.shape[1])), gradient=True)
             dx[here] = gemms.input_grad(dy, weight)  # partial [positions, b, h]
-            ctx.defer(partial(gemms.weight_grad, weight, dy, x))
+            defer_weight_grad(weight, ctx.defer, partial(gemms.weight_grad, weight, dy, x))
         # partial [s/cp, b, h] -> [s/cp/tp, b, h]  reduce_scatter tp; without sp [s/cp, b, h]  all_reduce tp
         reducing = start_reduce_scatter(dx, tp) if head.sp else start_all_reduce(dx, tp)
         return reducing.wait(), None, None, None, None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.dispatch import first_order
-from megatron5d.autograd.wgrad import Defer, grad_buffer, run_now
+from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import reduce_from, reduce_scatter_to
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
@@ -63,7 +63,7 @@ class _Lookup(torch.autograd.Function):
             rows = dy.masked_fill(outside.unsqueeze(-1), 0).reshape(-1, dy.shape[-1])
             grad.index_add_(0, local.reshape(-1), rows.to(grad.dtype))  # dW [v/tp, h]
 
-        ctx.defer(weight_grad)
+        defer_weight_grad(weight, ctx.defer, weight_grad)
         return None, None, None, None
 
 

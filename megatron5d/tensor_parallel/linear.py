@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from kernels.dispatch import first_order
 from megatron5d.autograd.recompute import recomputable
-from megatron5d.autograd.wgrad import Defer, run_now
+from megatron5d.autograd.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.comm.collectives import (
     Pending,
     all_reduce,
@@ -64,7 +64,7 @@ class _ColumnLinear(torch.autograd.Function):
             # partial [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp; without sp [s/cp, b, in]  all_reduce tp
             reducing = start_reduce_scatter(dx, tp) if ctx.sp else start_all_reduce(dx, tp)
         x = tuple(part.wait() for part in gathering)
-        ctx.defer(lambda: gemms.weight_grad(weight, dy, x))  # dW [out/tp, in]
+        defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))  # dW [out/tp, in]
         return reducing.wait(), None, None, None, None
 
 
@@ -120,7 +120,7 @@ class _RowLinear(torch.autograd.Function):
             dx, dy = overlap_of(weight).gather_product(dy, product, ctx.tp, keep=True)
         else:
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out] -> [s/cp, b, in/tp]
-        ctx.defer(lambda: gemms.weight_grad(weight, dy, x))  # dW [out, in/tp]
+        defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))  # dW [out, in/tp]
         return dx, None, None, None, None
 
 

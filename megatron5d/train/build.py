@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from megatron5d.checkpoint.hf.weights import load_hf_shards
 from megatron5d.checkpoint.layout import named
 from megatron5d.checkpoint.load import agreed_checkpoint
+from megatron5d.comm.collectives import all_reduce
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import split_of
 from megatron5d.config.schema import Config
@@ -18,6 +20,7 @@ from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import DTYPES, Gpt
 from megatron5d.optim.muon import takes_muon
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
+from megatron5d.optim.sharded_state import freezes
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
@@ -26,7 +29,8 @@ from megatron5d.topology.init_weights import initialize_rectangle
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.rendezvous import restarted_job
-from megatron5d.topology.shard_spec import without_memory
+from megatron5d.topology.shard_spec import spec_of, without_memory
+from megatron5d.train.data import may_hold_padding
 from megatron5d.train.pipeline_layout import PipelinePlan, agreed_plan, boundary_form
 from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
 from megatron5d.train.state import Progress, load_other_run, refuse_nonfinite, resume, weight_shards
@@ -48,12 +52,13 @@ class Run:
     progress: Progress
     plan: PipelinePlan
     notes: list[str] = field(default_factory=list)  # shown when the run starts
+    padded: bool = True  # the files may hold padding
 
     @property
     def reads_tokens(self) -> bool:
         """This rank needs tokens: at the ends of the pipeline; in its middle, to tell documents or padding apart."""
         ends = self.model.embedding is not None or self.model.head is not None
-        return ends or self.config.data.document_mask or self.config.model.num_experts > 0
+        return ends or self.config.data.document_mask or self.config.model.num_experts > 0 or self.padded
 
 
 def build_run(config: Config, process: Process) -> Run:
@@ -80,6 +85,7 @@ def build_run(config: Config, process: Process) -> Run:
     )
     with without_memory():
         model = Gpt(config, mesh, process.device, plan.stage_specs(mesh["pp"].rank), plan.shared)
+    _check_globs(config, mesh, model)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
     notes, progress = [*idle_routers(config), plan.note, passed_over(config, checkpoint)], Progress()
@@ -87,11 +93,39 @@ def build_run(config: Config, process: Process) -> Run:
         notes += _first_weights(config, sync, optimizer, model)
     else:
         progress, changed = resume(checkpoint, sync, optimizer, model.weights(), config)
+        trainer.guard.in_a_row = progress.skipped_in_a_row
         notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
-    return Run(
-        config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, [note for note in notes if note]
-    )
+    padded = on_rank_0(lambda: may_hold_padding(config))
+    notes = [note for note in notes if note]
+    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes, padded)
+
+
+def _check_globs(config: Config, mesh: Mesh, model: Gpt) -> None:
+    """Refuses globs of optim.freeze and of scales that no parameter's name matches, and to freeze all parameters.
+
+    Raises:
+        ValueError: on every rank.
+
+    Comm: all_reduce over the world of one number per glob.
+    """
+    optim, knobs = config.optim, ("freeze", "lr_scale", "decay_scale")
+    globs = [(knob, entry.split(maxsplit=1)[-1]) for knob in knobs for entry in getattr(optim, knob)]
+    if not globs:
+        return
+    specs = [spec_of(parameter) for parameter in model.parameters()]
+    found = [any(fnmatch.fnmatch(spec.name, glob) for spec in specs) for _, glob in globs]
+    found.append(not all(freezes(spec, config.optim) for spec in specs))
+    device = next(model.parameters()).device
+    *matched, some = all_reduce(torch.tensor(found, dtype=torch.float64, device=device), mesh["world"]).tolist()
+    for (knob, glob), ranks in zip(globs, matched):
+        if not ranks:
+            raise ValueError(
+                f"optim.{knob}: no parameter's name matches {glob!r}; names are such as {specs[0].name} and "
+                f"{specs[-1].name}, and a checkpoint's are listed by tools/convert.py inspect"
+            )
+    if not some:
+        raise ValueError(f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train")
 
 
 def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
@@ -108,7 +142,10 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
     terms = loss_terms(config)
     check = model.overlap.check
-    trainer = Trainer(pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check_overlap=check)
+    masked_by = "data.eod_mask_loss = true, or padding (-100)" if config.data.eod_mask_loss else "padding (-100)"
+    trainer = Trainer(
+        pipeline, sync, optimizer, mesh, terms, config.optim, model.balancer, check_overlap=check, masked_by=masked_by
+    )
     return sync, optimizer, trainer
 
 
@@ -119,6 +156,7 @@ def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
         model.units, mesh, p.zero, grad_dtype(config),
         reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
         gather_eight_bits=config.precision.fp8_gather, separate=lambda spec: takes_muon(spec, config.optim),
+        frozen=lambda spec: freezes(spec, config.optim),
     )  # fmt: skip
 
 

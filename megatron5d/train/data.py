@@ -11,15 +11,17 @@ import torch
 
 from megatron5d.config.derived import named_entries, source_of, split_shares
 from megatron5d.config.schema import Config
-from megatron5d.data.batch import SequenceSharding
+from megatron5d.data.batch import SequenceSharding, look_ahead, make_micro_batch
 from megatron5d.data.blend import split_range
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.loader import Loader
-from megatron5d.data.sample_order import samples_of_steps
+from megatron5d.data.sample_order import global_batch_size, samples_of_steps
 from megatron5d.data.samples import Samples, open_samples
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.mesh import Mesh
+
+LOOKED_AT = 64  # samples at most, for a note at the start
 
 
 class Part(NamedTuple):
@@ -57,6 +59,34 @@ def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
     parts = [("train", Part("data.train", config.data.train, config.data.split))]
     parts += [("valid", held) for held in held_out(config).values()]
     return [(knob, part, source_of(entry).prefix, split) for part, (knob, entries, split) in parts for entry in entries]
+
+
+def may_hold_padding(config: Config) -> bool:
+    """Whether a file that is read can hold padding, which is negative: ids of 65,536 tokens and fewer are unsigned."""
+    return any(IndexedDataset(prefix, checked=False).dtype.kind == "i" for _, _, prefix, _ in read_sources(config))
+
+
+def without_targets(config: Config) -> list[str]:
+    """A note on the depths of multi-token prediction for which the run's first samples have no target."""
+    depths, data = config.model.num_mtp_layers, config.data
+    if depths == 0:
+        return []
+    samples, eod = _train_samples(config), end_of_document(config)
+    count = min(config.train.gbs, LOOKED_AT)
+    rows = torch.from_numpy(np.stack([samples[i] for i in range(count)]))
+    starts = [samples.document_starts(i) for i in range(count)] if data.document_mask and eod is None else None
+    batch = make_micro_batch(
+        rows, document_mask=data.document_mask, eod=eod, eod_mask_loss=data.eod_mask_loss, document_starts=starts,
+        causal=config.model.attention_causal,
+    )  # fmt: skip
+    missing = [k for k, targets in enumerate(look_ahead(batch, depths).target_counts.tolist()) if k and not targets]
+    if not missing:
+        return []
+    return [
+        f"model.num_mtp_layers = {depths}: the first {count} samples have no target of depth "
+        f"{', '.join(map(str, missing))} (data.document_mask, data.eod_mask_loss and padding leave targets out); "
+        "mtp_loss is the mean over the depths that have some, and null where none has"
+    ]
 
 
 def tokens_of_part(dataset: IndexedDataset, split: str | None, part: str) -> int:
@@ -116,7 +146,12 @@ def train_loader(
     Comm: that of `_opened`.
     """
     train = config.train
-    end = samples_of_steps(steps_left, train.gbs, train.gbs_ramp, consumed_samples)
+    end, unit = samples_of_steps(steps_left, train.gbs, train.gbs_ramp, consumed_samples), train.mbs * mesh["dp"].size
+    if (size := global_batch_size(consumed_samples, train.gbs, train.gbs_ramp)) % unit:
+        raise ValueError(
+            f"train.gbs_ramp = {train.gbs_ramp}: after {consumed_samples} samples a batch has {size} sequences, no "
+            f"multiple of train.mbs·dp = {unit}; resume on fewer data-parallel ranks, or with train.gbs_ramp=null"
+        )
 
     def open_files() -> Samples:
         samples = _train_samples(config)
@@ -225,6 +260,7 @@ def _loader(config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] 
         document_mask=data.document_mask,
         eod=end_of_document(config),
         eod_mask_loss=data.eod_mask_loss,
+        causal=config.model.attention_causal,
         vocab_size=config.model.vocab_size,
         prefetch=prefetch,
         pin_memory=torch.cuda.is_available(),

@@ -1,9 +1,10 @@
-"""Steps whose update is not made: a loss or gradient that is not finite, or a gradient too large to be trusted."""
+"""Steps whose update is not made: without a target, a loss or gradient that is not finite, or too large a gradient."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,16 @@ from megatron5d.topology.grid import place_of
 from megatron5d.topology.mesh import Mesh
 
 
+class StepSamples(NamedTuple):
+    """A step, counted from 1, and the numbers of its samples."""
+
+    step: int
+    samples: range
+
+    def __str__(self) -> str:
+        return f"step {self.step} (samples {self.samples.start} to {self.samples.stop - 1})"
+
+
 class Guard:
     """Judges each step by numbers that all ranks have, so that all of them do the same.
 
@@ -22,19 +33,24 @@ class Guard:
         config: `on_nonfinite`, `skip_norm` and `max_skipped` say what is done.
         mesh: this rank's axes.
         buckets: with the reduced gradients.
+        masked_by: what may leave a global batch without a target.
     """
 
-    def __init__(self, config: OptimConfig, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
-        self._config, self._mesh, self._buckets = config, mesh, buckets
-        self._in_a_row = 0
+    def __init__(self, config: OptimConfig, mesh: Mesh, buckets: Sequence[Bucket], masked_by: str) -> None:
+        self._config, self._mesh, self._buckets, self._masked_by = config, mesh, buckets, masked_by
+        self.in_a_row = 0  # refused steps since the last update; a checkpoint keeps it (Progress)
 
-    def refuses(self, loss: float, grad_norm: float, share: Tensor) -> str | None:
+    def refuses(
+        self, loss: float, grad_norm: float, share: Tensor, num_targets: int, where: StepSamples | None
+    ) -> str | None:
         """Why the update of this step is to be left out; None where it is to be made.
 
         Args:
             loss: mean over the global batch.
             grad_norm: before clipping.
             share: this rank's part of the sums that `loss` comes from.
+            num_targets: of the global batch.
+            where: for messages.
 
         Raises:
             FloatingPointError: the run is to stop here.
@@ -42,23 +58,29 @@ class Guard:
         Comm: nothing in a sound step; else two all_reduce over the world, of four numbers and of a name.
         """
         config = self._config
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite and not 0 < config.skip_norm < grad_norm:
-            self._in_a_row = 0
+        usable = num_targets > 0 and math.isfinite(loss) and math.isfinite(grad_norm)
+        if usable and not 0 < config.skip_norm < grad_norm:
+            self.in_a_row = 0
             return None
         reason = f"grad_norm = {grad_norm:.6g} is above optim.skip_norm = {config.skip_norm:g}"
-        if not finite:
+        if num_targets == 0:
+            reason = f"the global batch has no target token: all of its loss is masked, by {self._masked_by}"
+        elif not usable:
             reason = f"loss = {loss:.6g}, grad_norm = {grad_norm:.6g}; {self._origin(share)}"
-        self._in_a_row += 1
-        if not finite and config.on_nonfinite == "stop":
+        self.in_a_row += 1
+        told = f"{reason}, in {where}" if where else reason
+        this_step = f"data.skip_steps=[{where.step}]" if where else "data.skip_steps"
+        if not usable and config.on_nonfinite == "stop":
+            lower = "Lower optim.lr or optim.clip, go on from an earlier checkpoint, leave" if num_targets else "Leave"
             raise FloatingPointError(
-                f"{reason}. The weights are as before this step. Lower optim.lr or optim.clip, go on from an earlier "
-                "checkpoint, or leave such steps out with optim.on_nonfinite=skip"
+                f"{told}. The weights are as before this step. {lower} this step out with {this_step}, or leave all "
+                "such steps out with optim.on_nonfinite=skip"
             )
-        if self._in_a_row > config.max_skipped:
+        if self.in_a_row > config.max_skipped:
             raise FloatingPointError(
-                f"{reason}. This is step {self._in_a_row} in a row without an update, optim.max_skipped = "
-                f"{config.max_skipped}: lower optim.lr, or go on from an earlier checkpoint"
+                f"{told}. This is step {self.in_a_row} in a row without an update, optim.max_skipped = "
+                f"{config.max_skipped}: lower optim.lr, go on from an earlier checkpoint, leave steps out with "
+                f"{this_step}, or raise optim.max_skipped"
             )
         return reason
 
@@ -83,6 +105,7 @@ class Guard:
         return [
             segment.spec.name
             for bucket in self._buckets
+            if not bucket.frozen
             for segment in bucket.segments()
             if not bool(bucket.grad_slice[slice(*segment.owned)].isfinite().all())
         ]

@@ -17,6 +17,7 @@ from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.save import Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
+from megatron5d.config.derived import in_ranges
 from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
@@ -24,13 +25,17 @@ from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
-from megatron5d.train.data import Part, held_out, train_loader, valid_loader
+from megatron5d.train.data import Part, held_out, train_loader, valid_loader, without_targets
+from megatron5d.train.guard import StepSamples
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.monitoring.report import Reporter
 from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.startup_warnings import repeated_validation, small_vocabulary, unmarked_documents
-from megatron5d.train.state import run_record, run_tensors
+from megatron5d.train.state import Progress, run_record, run_tensors
+from megatron5d.train.step import StepResult
+
+ABOUT_DATA = (unmarked_documents, small_vocabulary, repeated_validation, without_targets)
 
 
 @dataclass
@@ -109,7 +114,7 @@ def train(config: Config, process: Process) -> int:
 def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     run = build_run(config, process)
     run.notes += outputs.notes
-    run.notes += on_rank_0(lambda: unmarked_documents(config) + small_vocabulary(config) + repeated_validation(config))
+    run.notes += on_rank_0(lambda: [note for notes in ABOUT_DATA for note in notes(config)])
     if snapshots.note:
         run.notes.append(snapshots.note)
     saver = None
@@ -185,16 +190,16 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
+            consumed = loader.consumed_samples
             batches = next(loader)  # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens
-            lr = learning_rate(config.optim, progress.step + 1, train_config.steps)
-            watched = progress.step == 0 or _due(progress.step + 1, config.moe.log_every)
+            where = StepSamples(progress.step + 1, range(consumed, loader.consumed_samples))
+            lr = learning_rate(config.optim, where.step, train_config.steps)
+            watched = progress.step == 0 or _due(where.step, config.moe.log_every)
             with profiler.step():
-                result = run.trainer.step(batches, lr, stop=bool(stop), watched=watched)
+                left_out = in_ranges(where.step, config.data.skip_steps)
+                result = run.trainer.step(batches, lr, bool(stop), watched, where, left_out=left_out)
                 reporter.stop_clock()  # before the profiler writes
-            progress.step += 1
-            progress.skipped += result.skipped is not None
-            progress.consumed_samples = loader.consumed_samples
-            progress.tokens += result.num_targets
+            _count(progress, result, loader.consumed_samples, run.trainer.guard.in_a_row)
             stopped = result.stop
             snapshots.after_step(progress.step)
             at_end = progress.step == last
@@ -208,9 +213,17 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     finally:
         loader.close()
     if stopped:
-        where = f"; checkpoint at step {saved_at}" if saver else ""
-        reporter.say(f"stopped on {stop.received or OTHERS_SIGNAL}{where}")
+        saved = f"; checkpoint at step {saved_at}" if saver else ""
+        reporter.say(f"stopped on {stop.received or OTHERS_SIGNAL}{saved}")
     return stopped and progress.step < train_config.steps
+
+
+def _count(progress: Progress, result: StepResult, consumed_samples: int, in_a_row: int) -> None:
+    progress.step += 1
+    progress.skipped += result.skipped is not None
+    progress.skipped_in_a_row = in_a_row
+    progress.consumed_samples = consumed_samples
+    progress.tokens += result.num_targets
 
 
 def _due(step: int, every: int) -> bool:

@@ -12,6 +12,7 @@ from megatron5d.comm.p2p import Form
 from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.check import data_parallel, divisors
 from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.derived import batch_sizes
 from megatron5d.config.errors import Fault, closest
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
@@ -197,11 +198,7 @@ def _sequences_at_once(config: Config, world: int) -> int:
 
 def micro_batch_counts(config: Config, world: int) -> list[int]:
     """Micro-batches per step and data-parallel rank: every number that the run will see, ascending."""
-    sizes = {config.train.gbs}
-    if config.train.gbs_ramp is not None:
-        start, increment, _ = config.train.gbs_ramp
-        sizes |= set(range(start, config.train.gbs, increment))
-    return sorted(size // _sequences_at_once(config, world) for size in sizes)
+    return [size // _sequences_at_once(config, world) for size in batch_sizes(config)]
 
 
 def _programs(config: Config) -> Callable[[int], Program]:

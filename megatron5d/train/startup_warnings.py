@@ -107,6 +107,10 @@ def idle_routers(config: Config) -> list[str]:
     knobs = {kind: "bias_rate" if kind == "bias" else "aux_coef" for kind in config.moe.balance if kind != "none"}
     idle = {kind: knob for kind, knob in knobs.items() if getattr(config.moe, knob) == 0}
     notes = [f"moe.balance={kind} does nothing while moe.{knob} = 0" for kind, knob in idle.items()]
+    if config.moe.force_balanced:
+        notes.append(
+            "moe.force_balanced=true: tokens take experts by turns; for benchmarks, not for a model to be used"
+        )
     if config.model.norm_topk_prob and config.model.top_k == 1:
         notes.append("with model.top_k = 1, model.norm_topk_prob=true makes every weight 1: the loss teaches no router")
     return notes

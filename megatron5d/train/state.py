@@ -39,6 +39,7 @@ class Progress:
 
     step: int = 0  # steps done
     skipped: int = 0  # of these, steps whose update was left out
+    skipped_in_a_row: int = 0  # of these, the last ones, as optim.max_skipped counts them
     consumed_samples: int = 0  # sequences of all steps so far
     tokens: int = 0  # target tokens of all steps so far
     wandb_id: str | None = None
@@ -220,7 +221,7 @@ def resume(
             f"none of the other; resume with optim.name={saved}, or {alone}"
         )
     changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
-    architecture = [line for line in changed if line.startswith(("model.", "moe.balance "))]  # which gives biases
+    architecture = [line for line in changed if line.startswith(("model.", "moe.balance ", "optim.freeze "))]
     held, here = (_num_weights(each) for each in (before, config)) if architecture else (0, 0)
     if held > here:  # where some are missing or have another shape, loading names them
         raise ValueError(

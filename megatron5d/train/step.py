@@ -20,14 +20,16 @@ from megatron5d.optim.optimizer import Optimizer
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.topology.mesh import Mesh
-from megatron5d.train.guard import Guard
+from megatron5d.train.guard import Guard, StepSamples
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Figures of one step, the same on every rank unless they say otherwise."""
 
-    losses: dict[str, float]  # of the global batch: means over target tokens (loss, z_loss), and the routers' losses
+    losses: dict[
+        str, float
+    ]  # of the global batch: means over target tokens (loss, z_loss), NaN of none; the routers' losses
     grad_norm: float  # before clipping
     num_targets: int  # target tokens of the global batch
     stop: bool  # some rank was asked to stop
@@ -50,18 +52,22 @@ class Trainer:
         config: the largest gradient norm, and what is done with steps that are not finite.
         balancer: of the MoE layers here; None = a dense model.
         check_overlap: raises if another rank has not sent what this step was computed from (tp_overlap=fused).
+        masked_by: what may leave a global batch without a target, for the message.
     """
 
     def __init__(
         self, pipeline: Pipeline, sync: GradSync, optimizer: Optimizer, mesh: Mesh, terms: Sequence[Term],
-        config: OptimConfig, balancer: Balancer | None = None, *, check_overlap: Callable[[], None],
+        config: OptimConfig, balancer: Balancer | None = None, *, check_overlap: Callable[[], None], masked_by: str,
     ) -> None:  # fmt: skip
         self.pipeline, self.sync, self.optimizer, self.mesh = pipeline, sync, optimizer, mesh
         self.terms, self.clip, self.balancer = tuple(terms), config.clip, balancer
         self.check_overlap = check_overlap
-        self.guard = Guard(config, mesh, sync.buckets)
+        self.guard = Guard(config, mesh, sync.buckets, masked_by)
 
-    def step(self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False) -> StepResult:
+    def step(
+        self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False,
+        where: StepSamples | None = None, *, left_out: bool = False,
+    ) -> StepResult:  # fmt: skip
         """Forward and backward of all micro-batches, gradient reduction, and one update of the weights.
 
         Args:
@@ -69,9 +75,10 @@ class Trainer:
             lr: learning rate.
             stop: this rank was asked to stop; all ranks learn of it in the step's reduction.
             watched: collect what the routers do, layer by layer.
+            where: the step's number and samples, for messages.
+            left_out: make no step: nothing is computed, and nothing moves.
 
         Raises:
-            ValueError: the global batch has no target token.
             FloatingPointError: the guard stops the run.
             TimeoutError: under tp_overlap=fused another rank has not sent its share; nothing was updated here.
 
@@ -80,9 +87,12 @@ class Trainer:
             optimiser sends (muon), all_gather of the weights (left pending); with experts all_reduce of counts over the
             stage, and over the world on a watched step.
         """
+        if left_out:
+            losses = {term.name: math.nan for term in self.terms}
+            return StepResult(losses, math.nan, 0, stop=False, skipped=f"data.skip_steps leaves out {where}")
         sums = self.accumulate(batches, watched)
         self.sync.finish_reduce()  # the owned slices now hold the mean gradient
-        result = self._agree(sums, stop, imbalance_of(batches))
+        result = self._agree(sums, stop, imbalance_of(batches), where)
         if result.skipped is None:
             self.optimizer.step(lr, clip_coefficient(result.grad_norm, self.clip))
             self.sync.start_gather()
@@ -92,13 +102,14 @@ class Trainer:
                     result = replace(result, layers=self.balancer.layer_figures(self.mesh["world"]))
         return result
 
-    def _agree(self, sums: torch.Tensor, stop: bool, cp_balance: float) -> StepResult:
+    def _agree(self, sums: torch.Tensor, stop: bool, cp_balance: float, where: StepSamples | None) -> StepResult:
         """The step's figures, the same on every rank, from each rank's share of them.
 
         Args:
             sums: as `accumulate` returned them.
             stop: this rank was asked to stop.
             cp_balance: of this rank's micro-batches (`imbalance_of`).
+            where: as in `step`.
 
         Comm: all_reduce world of a few numbers; more where the guard finds one that is not finite.
         """
@@ -114,8 +125,6 @@ class Trainer:
         self.check_overlap()
         names = () if self.balancer is None else self.balancer.names
         num_targets = round(totals[len(self.terms)])
-        if num_targets == 0:
-            raise ValueError("a global batch has no target token at all: its loss is masked everywhere")
         losses, grad_norm = self.means(totals) | dict(zip(names, router_totals)), math.sqrt(square_total)
         return StepResult(
             losses=losses,
@@ -125,7 +134,7 @@ class Trainer:
             cp_balance=balances / self.mesh["world"].size,
             zero_exposed_s=self.sync.weights.exposure.take(),
             bubble=self.pipeline.take_bubble(),
-            skipped=self.guard.refuses(losses["loss"], grad_norm, sums),
+            skipped=self.guard.refuses(losses["loss"], grad_norm, sums, num_targets, where),
         )
 
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
@@ -180,11 +189,13 @@ class Trainer:
         return self._counted_once(loss.sums)
 
     def means(self, totals: Sequence[float]) -> dict[str, float]:
-        """What `accumulate` or `evaluate` returned, added up over the world, as means by name."""
+        """What `accumulate` or `evaluate` returned, added up over the world, as means by name; NaN without a target."""
         counts = totals[len(self.terms) :]
-        found = {term.name: 0.0 for term in self.terms}
-        for term, total in zip(self.terms, totals):
-            found[term.name] += term.share * total / max(counts[term.count_index], 1)
+        held = [(term.name, total, counts[term.count_index]) for term, total in zip(self.terms, totals)]
+        found = {}
+        for name in dict.fromkeys(term.name for term in self.terms):
+            sums = [(total, count) for own, total, count in held if own == name and count]
+            found[name] = sum(1 / len(sums) * total / count for total, count in sums) if sums else math.nan
         return found
 
     def _counted_once(self, sums: torch.Tensor) -> torch.Tensor:
@@ -223,7 +234,15 @@ class _SummedLoss:
     def __call__(self, batch: MicroBatch, y: torch.Tensor) -> torch.Tensor | None:
         self.sums += torch.cat((y.double(), batch.target_counts))  # y: [terms], sums over this micro-batch's tokens
         if self._counting is not None:
-            counts = self._counting.wait().clamp(min=1)
-            self._grad = torch.stack([term.coefficient / counts[term.count_index] for term in self._terms]).to(y.dtype)
+            self._grad = self._gradient(self._counting.wait()).to(y.dtype)
             self._counting = None
         return self._grad
+
+    def _gradient(self, counts: torch.Tensor) -> torch.Tensor:
+        """fp64 `[terms]`: of the objective in each sum, from the global batch's numbers of targets."""
+        some = (counts > 0).to(counts.dtype)
+        found = []
+        for term in self._terms:
+            alike = [some[other.count_index] for other in self._terms if other.name == term.name]
+            found.append(term.coefficient / sum(alike).clamp(min=1) / counts[term.count_index].clamp(min=1))  # type: ignore[union-attr]
+        return torch.stack(found)

@@ -11,6 +11,7 @@ from transformers_fp64 import model_in_fp64
 
 from megatron5d.checkpoint.hf.import_config import model_config_from_hf
 from megatron5d.config.load import load_config
+from megatron5d.data.indexed_dataset import IndexedWriter
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,3 +102,33 @@ def test_loss_and_gradient_norm_of_every_step(case, layout, tmp_path):
     got = [(record["loss"], record["grad_norm"]) for record in records(tmp_path / "log.jsonl")]
     assert len(got) == STEPS and wanted[-1][0] != wanted[0][0]
     np.testing.assert_allclose(got, wanted, rtol=1e-9)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_padding_as_transformers_leaves_it_out(layout, tmp_path):
+    """One step over rows padded at either end, a row of padding alone, and the row behind it."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (GBS + 1, SEQ)).astype(np.int32)
+    tokens[0, :3] = tokens[1, 5:] = tokens[2] = -100
+    writer = IndexedWriter(tmp_path / "data", np.int32)
+    writer.add_document(np.maximum(tokens, 0).flatten())
+    writer.finalize()
+    tokens.tofile(tmp_path / "data.bin")
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).save_pretrained(tmp_path)
+    flat = torch.from_numpy(tokens.flatten().astype(np.int64))
+    batch = torch.stack([flat[i * SEQ : (i + 1) * SEQ + 1] for i in range(GBS)])
+    inputs, labels = batch[:, :-1], batch[:, 1:].masked_fill(batch[:, :-1] == -100, -100)
+    with model_in_fp64(tmp_path) as model:
+        kept = (inputs != -100).long()
+        logits = model(inputs.clamp(min=0), attention_mask=kept, position_ids=torch.arange(SEQ)[None]).logits
+        wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+    world, overrides = LAYOUTS[layout]
+    words = [
+        f"model.from_hf={tmp_path}", f"init.from_hf={tmp_path}", f"data.train=[{tmp_path / 'data'}]", "train.steps=1",
+        "data.order=sequential", f"train.gbs={GBS}", f"train.seq_len={SEQ}", "precision.dtype=fp64",
+        f"log.jsonl={tmp_path / 'log.jsonl'}", "log.progress=false", *overrides,
+    ]  # fmt: skip
+    assert train_on_ranks(load_config(words, world=world, model_from_hf=model_config_from_hf), world) == [0] * world
+    (record,) = records(tmp_path / "log.jsonl")
+    assert record["tokens"] == (labels != -100).sum()
+    assert record["loss"] == pytest.approx(wanted, rel=1e-9)

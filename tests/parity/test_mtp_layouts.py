@@ -1,7 +1,8 @@
 """Multi-token prediction on N ranks equals one process: loss, every gradient, weights after steps; fp64 to 1e-10."""
 
 import pytest
-from layouts import assert_parity
+import torch
+from layouts import assert_parity, make_rows
 
 from megatron5d.config.schema import (
     Config,
@@ -67,3 +68,29 @@ CASES = {
 def test_layout(case):
     world, options = CASES[case]
     assert_parity(config_of(**options), world=world, steps=2, ignored=0.7 if "documents" in case else 0.0)
+
+
+SPREAD = {
+    "one rank": (1, {"depths": 2, "mbs": 2}),
+    "tp2 sp, cp2, pp2, zero": (8, {"depths": 2, "tp": 2, "sp": True, "cp": 2, "pp": 2, "zero": 1, "ep": 2, "etp": 1}),
+}
+
+
+@pytest.mark.parametrize("case", SPREAD)
+@pytest.mark.parametrize("data", [DataConfig(), DOCUMENTS], ids=["whole rows", "documents"])
+def test_padding_anywhere(case, data):
+    """Before and between tokens: no prediction is made at it, and attention does not see it."""
+    world, options = SPREAD[case]
+    config = config_of(**options, data=data)
+    rows = make_rows(config, 2)
+    rows[torch.rand(rows.shape, generator=torch.Generator().manual_seed(3)) < 0.15] = -100
+    assert_parity(config, world=world, rows=rows)
+
+
+@pytest.mark.parametrize("world, layout", [(1, {}), (4, {"pp": 2, "zero": 3, "cp": 2})])
+def test_depths_without_targets(world, layout):
+    """Documents of two tokens: the second depth has no target, and the first alone is trained, and told."""
+    config = config_of(2, sparse=False, data=DataConfig(document_mask=True, eod=3), **layout)
+    rows = make_rows(config, 2)
+    rows[rows == 3], rows[:, 1::2] = 4, 3
+    assert_parity(config, world=world, rows=rows)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron5d.config.checks.check import Law
 from megatron5d.config.convert import value_of
-from megatron5d.config.derived import named_entries, source_of, split_shares
+from megatron5d.config.derived import named_entries, resumed_progress, source_of, split_shares
 from megatron5d.config.errors import alternatives
 from megatron5d.config.schema import Config
 
@@ -217,11 +217,16 @@ def _missing_in(folder: str | None, *patterns: str) -> str | None:
     return f"{folder} has no {' and no '.join(lacking)}" if lacking else None
 
 
+def _is_behind(c: Config, knob: str) -> bool:
+    """Whether a key was read when the run began, and no more now that it resumes."""
+    return knob.startswith("init.") and resumed_progress(c) != {}
+
+
 def _huggingface_law(knob: str, *patterns: str) -> Law:
     return Law(
         knob.replace(".", "-").replace("_", "-") + "-folder",
         (knob,),
-        lambda c, w: _missing_in(value_of(c, knob), *patterns) is not None,
+        lambda c, w: _missing_in(value_of(c, knob), *patterns) is not None and not _is_behind(c, knob),
         lambda c, w: f"{knob}: {_missing_in(value_of(c, knob), *patterns)}",
         lambda c, w: f"{knob}=DIR with {' and '.join(patterns)}, or null",
     )
@@ -341,7 +346,11 @@ PATH_LAWS = (
     Law(
         "init-from-checkpoint-folder",
         ("init.from_checkpoint",),
-        lambda c, w: c.init.from_checkpoint is not None and not isdir(c.init.from_checkpoint),
+        lambda c, w: (
+            c.init.from_checkpoint is not None
+            and not isdir(c.init.from_checkpoint)
+            and not _is_behind(c, "init.from_checkpoint")
+        ),
         lambda c, w: f"init.from_checkpoint = {c.init.from_checkpoint}: there is no such folder",
         lambda c, w: "init.from_checkpoint=DIR, a checkpoint or a folder of them, or null",
     ),

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from megatron5d.config.checks.check import Law, data_parallel, divisors, nearest
 from megatron5d.config.checks.layout import MODEL_AXES
+from megatron5d.config.derived import batch_sizes, resumed_progress
 from megatron5d.config.schema import Config
 
 MOST_MICRO_BATCHES = 1 << 16  # of a step; each one is several actions of the schedule, which is verified at the start
@@ -94,6 +95,11 @@ def _batch_unit(c: Config, world: int) -> int:
 
 def _ramp_fix(c: Config, world: int) -> str:
     unit = _batch_unit(c, world)
+    if behind := resumed_progress(c).get("consumed_samples"):  # another ramp would be another run
+        return (
+            f"fewer data-parallel ranks until {_ramp(c)[2]} samples are taken ({behind} are), or train.gbs_ramp=null, "
+            f"which goes on with {c.train.gbs} sequences"
+        )
     return f"train.gbs_ramp=[{unit},{unit},{_ramp(c)[2]}]"
 
 
@@ -124,9 +130,9 @@ TRAIN_LAWS = (
     Law(
         "ramp-splits",
         ("train.gbs_ramp", "train.gbs", "train.mbs", *MODEL_AXES),
-        lambda c, w: c.train.gbs_ramp is not None and any(size % _batch_unit(c, w) for size in _ramp(c)[:2]),
+        lambda c, w: c.train.gbs_ramp is not None and any(size % _batch_unit(c, w) for size in batch_sizes(c)),
         lambda c, w: (
-            f"train.gbs_ramp starts at {_ramp(c)[0]} and grows by {_ramp(c)[1]}; both must be multiples of "
+            f"train.gbs_ramp starts at {_ramp(c)[0]} and grows by {_ramp(c)[1]}; each batch must be a multiple of "
             f"train.mbs·dp = {c.train.mbs}·{data_parallel(c, w)} = {_batch_unit(c, w)}"
         ),
         _ramp_fix,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from megatron5d.config.checks.check import Law, nearest, spelled
 from megatron5d.config.convert import value_of
@@ -127,6 +128,10 @@ def _schedule_is_a_name(c: Config) -> bool:
     return kind == "file" and path != "" if colon else re.fullmatch(r"\w+", kind) is not None
 
 
+def _are_scales(key: str, c: Config) -> bool:
+    return all(re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?\s+\S+", each) for each in value_of(c, f"optim.{key}"))
+
+
 def _ramp_is_shaped(c: Config) -> bool:
     ramp = c.train.gbs_ramp
     return ramp is None or (len(ramp) == 3 and min(ramp) >= 1)
@@ -163,6 +168,10 @@ SHAPES = (
            "a list of layer counts, each at least 0", lambda c: "null"),
     _shape("train.gbs_ramp", _ramp_is_shaped, "[start gbs, increment, ramp length in sequences], each at least 1",
            lambda c: "null"),
+    _shape("data.skip_steps", lambda c: all(re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", each) for each in c.data.skip_steps),
+           "a list of steps from 1 and of ranges such as 120-169", lambda c: "[]"),
+    *(_shape(f"optim.{key}", partial(_are_scales, key), 'a list of "factor glob", factors from 0', lambda c: "[]")
+      for key in ("lr_scale", "decay_scale")),
     _shape("optim.betas", lambda c: len(c.optim.betas) == 2 and all(0 <= beta < 1 for beta in c.optim.betas),
            "two numbers, each at least 0 and below 1", lambda c: spelled(Config().optim.betas)),
     _shape("optim.momentum", lambda c: 0 <= c.optim.momentum < 1, "at least 0 and below 1",

@@ -113,7 +113,7 @@ class Reporter:
         if config.train.z_loss:
             record["z_loss"] = result.losses["z_loss"]
         record |= {name: value for name, value in result.losses.items() if name not in ("loss", "z_loss")}
-        if config.optim.on_nonfinite == "skip" or config.optim.skip_norm:
+        if config.optim.on_nonfinite == "skip" or config.optim.skip_norm or config.data.skip_steps:
             record["update_skipped"] = result.skipped is not None
         if config.parallel.zero:
             record["zero_exposed_s"] = result.zero_exposed_s

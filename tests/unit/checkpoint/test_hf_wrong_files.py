@@ -19,7 +19,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12\
 WRONG = {
     "git lfs pull": POINTER, "web page": "<!DOCTYPE html>", "empty": "",
     "pickle of torch": "PK\x03\x04x",
-    "GGUF": "GGUFx", "deeply": "[" * 200_000,
+    "GGUF": "GGUFx", "deeper": "[" * 200_000,
 }  # fmt: skip
 
 
@@ -27,7 +27,7 @@ WRONG = {
 @pytest.mark.parametrize("word", WRONG)
 def test_usual_wrong_files_are_called_by_their_names(tmp_path, name, word):
     (tmp_path / name).write_text(WRONG[word])
-    if name == SINGLE and word == "deeply":
+    if name == SINGLE and word == "deeper":
         word = "not a whole safetensors file"
     read = {"config.json": read_hf_config, "generation_config.json": end_tokens}.get(name, SafetensorsFolder)
     with pytest.raises(ValueError, match=f"{name}.*{word}"):

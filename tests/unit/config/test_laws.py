@@ -284,3 +284,19 @@ def test_no_configuration_of_the_right_types_makes_a_law_stumble():
             assert fault.reason and fault.fix and fault.knobs
             seen.add(fault.id)
     assert len(seen) > 0.8 * len(LAWS), set(BY_ID) - seen
+
+
+def test_what_a_resumed_run_has_behind_it_is_not_judged(tmp_path):
+    """A ramp that is over, and where the first weights came from; a ramp under way keeps its law, with another fix."""
+    ramp = {"train.gbs_ramp": [4, 4, 8], "train.gbs": 8, "init.from_hf": "gone", "checkpoint.dir": "saved"}
+    known = {"ramp-splits", "init-from-hf-folder"}
+    assert known <= set(broken_ids(ramp))
+    for step, consumed, broken in ((1, 4, {"ramp-splits"}), (2, 12, set())):
+        folder = tmp_path / "saved" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps({"progress": {"step": step, "consumed_samples": consumed}}))
+        faults = {fault.id: fault for fault in broken_laws(changed(ramp), 8)}
+        assert faults.keys() & known == broken
+        if broken:
+            assert "fewer data-parallel ranks until 8 samples are taken (4 are)" in faults["ramp-splits"].fix
+    assert known <= set(broken_ids(ramp | {"checkpoint.resume": "none"}))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron5d.data.batch import make_micro_batch
+from megatron5d.data.batch import look_ahead, make_micro_batch
 from megatron5d.pipeline_parallel.phase import IGNORED
 
 EOD = 0
@@ -85,3 +85,25 @@ def test_moves_as_a_whole():
     batch = make_micro_batch(torch.tensor([[1, 0, 2]]), document_mask=True, eod=EOD).to("meta")
     assert {t.device.type for t in vars(batch).values() if t is not None} == {"meta"}
     assert make_micro_batch(torch.tensor([[1, 0, 2]])).to("meta").documents is None
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows_of_tokens, st.booleans(), st.booleans())
+def test_padding_neither_predicts_nor_is_seen(rows, causal, document_mask):
+    rows = torch.tensor(rows)
+    rows[rows == 4] = IGNORED
+    depths = min(2, rows.shape[1] - 2)
+    batch = look_ahead(make_micro_batch(rows, causal=causal, document_mask=document_mask, eod=EOD), depths)
+    real, (b, s) = rows != IGNORED, batch.tokens.shape
+    documents = torch.zeros(b, s) if batch.documents is None else batch.documents
+    for r in range(b):
+        for p in range(s):
+            assert batch.loss_mask[r, p] == (real[r, p] and real[r, p + 1])
+            for k in range(1, depths + 1):
+                alike = p + k < s and documents[r, p] == documents[r, p + k]
+                assert batch.ahead_mask[k - 1, r, p] == (alike and bool(real[r, p : p + k + 2].all()))
+            for other in range(p if causal else s):
+                if real[r, p] and not real[r, other]:
+                    assert documents[r, p] != documents[r, other]
+    if not document_mask:
+        assert torch.equal(batch.positions, torch.arange(s).expand(b, s))

@@ -1,7 +1,9 @@
 """What becomes of a step that is not finite, or whose gradient is too large, on several ranks at once."""
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 import torch
 from ranks import RankFailure, run_ranks
@@ -14,10 +16,12 @@ from megatron5d.config.schema import (
     DataConfig,
     LogConfig,
     ModelConfig,
+    MoeConfig,
     OptimConfig,
     ParallelConfig,
     TrainConfig,
 )
+from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.topology.process import Process
 from megatron5d.train.loop import train
 from megatron5d.train.step import Trainer
@@ -69,6 +73,8 @@ def test_a_run_stops_and_names_where_it_first_was_not_finite(tmp_path, corpus):
         "FloatingPointError: loss = nan, grad_norm = ",
         "the loss of 1 of 4 ranks is not finite, first of rank 2 (pp 1, dp_replicate 0, dp_shard 0, cp 0, tp 0)",
         "The weights are as before this step",
+        ", in step 2 (samples 4 to 7). ",
+        "data.skip_steps=[2]",
         "optim.on_nonfinite=skip",
     ):
         assert text in str(stopped.value)
@@ -140,3 +146,78 @@ def test_a_gradient_above_the_threshold_is_left_out(tmp_path, corpus):
     log = records(tmp_path / "log.jsonl")
     assert [record["update_skipped"] for record in log] == [record["grad_norm"] > threshold for record in log]
     assert any(record["update_skipped"] for record in log)
+
+
+def masked_corpus(folder, seq_len=16):
+    """Rows of a sequence each; those of the steps 2 and 3 (gbs 4) are end-of-document tokens alone."""
+    rows = np.random.default_rng(0).integers(1, 97, (24, seq_len))
+    rows[4:12] = 0
+    writer = IndexedWriter(folder / "masked", np.int32)
+    writer.add_document(rows.flatten())
+    writer.finalize()
+    return str(folder / "masked")
+
+
+def masked_config(folder, **optim):
+    config = config_of(folder, masked_corpus(folder), zero=3, **optim)
+    model = dataclasses.replace(config.model, num_experts=4, top_k=2, moe_ffn_hidden_size=16)
+    moe = MoeConfig(balance=["aux", "bias"], aux_coef=0.1, z_coef=0.1, bias_rate=0.1)
+    data = dataclasses.replace(config.data, order="sequential", eod=0, eod_mask_loss=True)
+    return dataclasses.replace(config, data=data, model=model, moe=moe)
+
+
+def weights_of_run(rank, world, config):
+    step, seen = Trainer.step, []
+
+    def watched(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        self.sync.finish_gather()
+        moved = [bucket.weight_slice for bucket in self.sync.buckets]
+        moved += [*(self.balancer.biases.values())] + [tensor for _, tensor, _ in self.optimizer.tensors()]
+        seen.append([tensor.clone() for tensor in moved])
+        return result
+
+    Trainer.step = watched
+    assert train(config, Process(rank, world, rank, torch.device("cpu"))) == 0
+    return seen
+
+
+def test_a_batch_without_a_target_moves_nothing(tmp_path):
+    """Though the auxiliary losses have gradients there. To leave the same steps out by number gives the same bits."""
+    config = masked_config(tmp_path, on_nonfinite="skip")
+    by_guard = run_ranks(weights_of_run, WORLD, config)
+    log = records(tmp_path / "log.jsonl")
+    assert [record["update_skipped"] for record in log] == [False, True, True, False]
+    assert [record["loss"] is None for record in log] == [False, True, True, False]
+    assert [record["consumed_samples"] for record in log] == [4, 8, 12, 16]
+    for seen in by_guard:
+        assert all(map(torch.equal, seen[0], seen[1])) and all(map(torch.equal, seen[0], seen[2]))
+        assert not all(map(torch.equal, seen[0], seen[3]))
+    data = dataclasses.replace(config.data, skip_steps=["2-3"])
+    by_number = run_ranks(weights_of_run, WORLD, dataclasses.replace(config, data=data))
+    for seen, again in zip(by_guard, by_number, strict=True):
+        assert all(map(torch.equal, seen[2], again[2])) and all(map(torch.equal, seen[3], again[3]))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_batch_without_a_target_is_named(tmp_path, masked):
+    config = masked_config(tmp_path)
+    if not masked:
+        bin_file = np.fromfile(tmp_path / "masked.bin", np.int32)
+        np.where(bin_file == 0, -100, bin_file).tofile(tmp_path / "masked.bin")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, eod_mask_loss=False))
+    with pytest.raises(RankFailure) as stopped:
+        run_ranks(weights_of_run, WORLD, config)
+    for text in ("no target", "step 2 (samples 4 to 7)", "padding (-100)", "data.skip_steps=[2]", "on_nonfinite=skip"):
+        assert text in str(stopped.value)
+    assert ("data.eod_mask_loss" in str(stopped.value)) == masked
+
+
+def test_skipped_steps_are_counted_over_a_restart(tmp_path):
+    saved = CheckpointConfig(dir=str(tmp_path / "checkpoints"), every=1, keep=0)
+    config = dataclasses.replace(masked_config(tmp_path, on_nonfinite="skip", max_skipped=1), checkpoint=saved)
+    for _ in range(2):
+        with pytest.raises(RankFailure, match=r"in step 3 .*step 2 in a row without an update"):
+            run_ranks(weights_of_run, WORLD, config)
+    run_file = step_folder(tmp_path / "checkpoints", 2) / "run.json"
+    assert json.loads(run_file.read_text())["progress"]["skipped_in_a_row"] == 1
