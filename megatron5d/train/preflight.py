@@ -16,23 +16,38 @@ from megatron5d.config.convert import value_of
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 from megatron5d.data.blend import split_range
-from megatron5d.data.indexed_dataset import IndexedDataset
+from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
+from megatron5d.topology.process import files_left_for_data
 from megatron5d.train.data import end_of_document, read_sources, tokens_of_part
+
+STRETCHES = 8  # of a file, at equal distances, in which ids are compared with the vocabulary
+STRETCHES_OF_ALL = 512  # of all files together, so that thousands of ranks with hundreds of files begin quickly
+STRETCH_TOKENS = 1 << 13
 
 
 def data_faults(config: Config, world: int) -> list[Fault]:
     """What is wrong with files that are there: broken, of another kind, or too short for a single sample.
 
-    Only sizes are read, which takes no time; other faults inside of the files are reported while training.
+    Sizes and a few stretches of tokens are read; other faults inside of the files are reported while training.
     """
     found = []
     try:
         sources = read_sources(config)
     except ValueError:
         sources = []  # an illegal split, which a law reports
+    if (needed := OPEN_FILES * len(sources)) > (left := files_left_for_data(world)):
+        return [
+            Fault(
+                "data-open-files", ("data.train",), f"data.train and what is held out name {len(sources)} pairs of .bin"
+                f" and .idx, {needed} open files, and this system lets a process have {left:.0f} of them (ulimit -Hn)",
+                f"ulimit -n {needed + 1024}, or merge: python tools/tokens.py merge --out PREFIX PREFIXES", True,
+            )
+        ]  # fmt: skip
     for knob, part, prefix, split in sources:
         if all(isfile(prefix + ending) for ending in (".bin", ".idx")):
-            found += _source_faults(config, knob, prefix, split, part)
+            found += _source_faults(config, knob, prefix, split, part) or _vocabulary_faults(
+                config, knob, prefix, max(1, min(STRETCHES, STRETCHES_OF_ALL // len(sources)))
+            )
     if config.data.tokenizer is not None and exists(config.data.tokenizer):
         found += _tokenizer_faults(config)
     return found
@@ -66,6 +81,23 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
     shorter = f"train.seq_len={tokens - 1} or less, or " if tokens > 1 else ""
     fix = f"{shorter}{example} of at least {seq_len + 1} tokens"
     return [Fault("data-too-short", (knob, "train.seq_len"), reason, fix, True)]
+
+
+def _vocabulary_faults(config: Config, knob: str, prefix: str, stretches: int) -> list[Fault]:
+    """Ids of one pair of .bin and .idx that the model does not have, as far as some stretches of it show."""
+    dataset, size = IndexedDataset(prefix, checked=False), config.model.vocab_size
+    last = max(0, dataset.num_tokens - STRETCH_TOKENS)
+    starts = {last * i // max(1, stretches - 1) for i in range(stretches)} if last else {0}
+    try:
+        ids = [dataset.tokens(at, min(STRETCH_TOKENS, dataset.num_tokens - at)) for at in sorted(starts)]
+    except (ValueError, OSError) as error:
+        return [Fault("data-broken", (knob,), f"{knob}: {error}", f"{knob}=[PREFIX] of files that can be read", True)]
+    largest = max((int(each.max()) for each in ids if len(each)), default=0)
+    if largest < size:
+        return []
+    reason = f"{knob}: {prefix} has token id {largest}, and model.vocab_size is {size}"
+    fix = f"model.vocab_size={largest + 1} or more, or {knob}=[PREFIX] of ids of the model's tokenizer"
+    return [Fault("data-vocabulary", (knob, "model.vocab_size"), reason, fix, True)]
 
 
 def _tokenizer_faults(config: Config) -> list[Fault]:

@@ -55,7 +55,9 @@ def unmarked_documents(config: Config) -> list[str]:
     for prefix in dict.fromkeys(prefix for _, _, prefix, _ in read_sources(config)):
         dataset = IndexedDataset(prefix, checked=False)
         looked_at = min(dataset.num_documents, LOOKED_AT)
-        if looked_at > 1 and not any((dataset.document(i)[-LOOKED_AT_TOKENS:] == eod).any() for i in range(looked_at)):
+        ends = [(dataset.document_start(i), dataset.document_start(i + 1)) for i in range(looked_at)]
+        tails = [(max(start, end - LOOKED_AT_TOKENS), end) for start, end in ends]
+        if looked_at > 1 and not any((dataset.tokens(start, end - start) == eod).any() for start, end in tails):
             named_by = "data.eod" if data.eod is not None else "data.tokenizer"
             notes.append(
                 f"no effect on {prefix} of data.{' and data.'.join(asking)}: its first {looked_at} documents hold no "

@@ -49,6 +49,17 @@ def test_bad_splits_are_refused(split):
         split_range(split, "train", 10)
 
 
+@pytest.mark.parametrize("mix", [lambda w: mixing_cycle(w)[0], lambda w: megatron_blend(w, len(w))[0]])
+def test_more_datasets_than_16_bits_count_keep_their_numbers(mix, monkeypatch):
+    monkeypatch.setattr(
+        blend, "_fill_blend", lambda weights, taken, datasets, numbers: datasets.__setitem__(-1, len(weights) - 1)
+    )
+    monkeypatch.setattr(blend, "COMPILE_ABOVE", 1 << 60)
+    ids = mix([1.0] * 40_000)
+    assert ids.min() == 0 and ids.max() == 39_999
+    assert megatron_blend([1.0] * 9, 9)[0].dtype == np.int16  # as Megatron stores it
+
+
 def greedy(weights, size):
     """The text: for i = 0 … size−1 the dataset that maximises w_d · max(i, 1) − taken_d, the first maximum wins."""
     taken = [0] * len(weights)

@@ -167,6 +167,30 @@ def test_files_that_cannot_be_read_are_refused(corpus, tmp_path, monkeypatch):
     assert [fault.id for fault in data_faults(tokenizer, 1)] == ["data-broken", "data-tokenizer-kind"]
 
 
+def test_ids_that_the_model_lacks_are_refused_before_the_start(tmp_path):
+    with closing(IndexedWriter(tmp_path / "x", "u2")) as writer:
+        writer.add_document([*[1] * 99_999, 50])
+        writer.finalize()
+    for size, ids in ((50, ["data-vocabulary"]), (51, [])):
+        config = Config(model=ModelConfig(vocab_size=size), data=DataConfig([str(tmp_path / "x")]))
+        faults = data_faults(config, 1)
+        assert [fault.id for fault in faults] == ids
+    config = Config(model=ModelConfig(vocab_size=50), data=DataConfig(["a"], valid=[str(tmp_path / "x")]))
+    (fault,) = data_faults(config, 1)
+    assert "data.valid: " in fault.reason and "token id 50, and model.vocab_size is 50" in fault.reason
+    assert fault.fix.startswith("model.vocab_size=51 ")
+
+
+def test_more_files_than_a_process_may_open_are_refused(corpus, monkeypatch):
+    limits = {"now": (100, 300)}
+    monkeypatch.setattr("resource.getrlimit", lambda kind: limits["now"])
+    monkeypatch.setattr("resource.setrlimit", lambda kind, both: limits.update(now=both))
+    assert data_faults(Config(data=DataConfig([corpus] * 110)), 1) == [] and limits["now"] == (300, 300)
+    (fault,) = data_faults(Config(data=DataConfig([corpus] * 110, valid=[corpus] * 10)), 1)
+    assert "120 pairs" in fault.reason and "240 open files" in fault.reason and "have 236 of them" in fault.reason
+    assert [fault.id for fault in data_faults(Config(data=DataConfig([corpus] * 110)), 8)] == ["data-open-files"]
+
+
 def test_a_run_reads_its_tokenizer_once(corpus, tmp_path, monkeypatch):
     """Not at every evaluation of every set."""
     opened = []
