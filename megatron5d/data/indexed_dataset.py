@@ -250,11 +250,15 @@ class IndexedWriter:
         self._bin.close()
         self._lengths.close()
 
-    def finalize(self) -> None:
-        """Writes the index and renames both files to their final names, the `.idx` last."""
+    def finalize(self, document_indices: np.ndarray | None = None) -> None:
+        """Writes the index and renames both files to their final names, the `.idx` last.
+
+        Args:
+            document_indices: as in `Index`, where what was added are sequences; None = each is a document.
+        """
         self.flush()
         self.close()
-        finish_partial(self.prefix, self.dtype)
+        finish_partial(self.prefix, self.dtype, document_indices)
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
@@ -273,12 +277,13 @@ def _lock(file: BinaryIO, path: Path) -> None:
         pass  # no locks on this system: the user must not write one prefix twice at a time
 
 
-def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype) -> None:
+def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype, document_indices: np.ndarray | None = None) -> None:
     """Turns complete `*.partial` files into `.bin` and `.idx`; can be repeated after a kill at any point.
 
     Args:
         prefix: path without `.bin` and `.idx`.
         dtype: id type of the `.bin`.
+        document_indices: as in `IndexedWriter.finalize`.
     """
     bin_partial, lengths_path = with_suffix(prefix, ".bin.partial"), with_suffix(prefix, ".lengths.partial")
     if not lengths_path.exists():
@@ -286,11 +291,13 @@ def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype) -> None:
     idx_partial = with_suffix(prefix, ".idx.partial")
     lengths = np.fromfile(lengths_path, dtype="<i4")
     ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(dtype).itemsize
+    if document_indices is None:
+        document_indices = np.arange(len(lengths) + 1)
     with idx_partial.open("wb") as file:
-        file.write(index_header(dtype, len(lengths), len(lengths)))
+        file.write(index_header(dtype, len(lengths), len(document_indices) - 1))
         lengths.tofile(file)
         (ends - lengths * np.int64(np.dtype(dtype).itemsize)).astype("<i8").tofile(file)
-        np.arange(len(lengths) + 1, dtype="<i8").tofile(file)
+        document_indices.astype("<i8").tofile(file)
         file.flush()
         os.fsync(file.fileno())
     # an old .idx must never be beside the new .bin
