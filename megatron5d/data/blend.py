@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron5d.config.derived import split_shares
+from megatron5d.config.derived import Source, split_shares
 
 PARTS = ("train", "valid", "test")
 
@@ -24,6 +24,20 @@ def normalised(weights: Sequence[float]) -> list[float]:
     with np.errstate(over="ignore"):
         total = np.sum(array)
     return (array / total).tolist() if np.isfinite(total) else normalised(array / array.max())
+
+
+def mixing_weights(sources: Sequence[Source], sizes: Sequence[int], unweighted: str) -> list[float]:
+    """The weight of each dataset of a list, on any scale.
+
+    Args:
+        sources: entries of the list.
+        sizes: tokens or samples of each.
+        unweighted: data.weights: what a list without any weight means, size or equal. Beside others that have one, a
+            bare prefix weighs 1.
+    """
+    if unweighted == "size" and not any(source.weighted for source in sources):
+        return [float(size) for size in sizes]
+    return [source.weight for source in sources]
 
 
 def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]:

@@ -155,6 +155,7 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
             split=part.split,
             part="valid",
             cache_dir=data.cache_dir,
+            unweighted=data.weights,
         )
 
     return _loader(config, mesh, _opened(config, reads, open_files), 0, None, 0, part.knob)
@@ -184,6 +185,7 @@ def _train_samples(config: Config) -> Samples:
         split=data.split,
         part="train",
         cache_dir=data.cache_dir,
+        unweighted=data.weights,
     )
 
 

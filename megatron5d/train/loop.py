@@ -29,7 +29,7 @@ from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.monitoring.report import Reporter
 from megatron5d.train.signals import REQUEUE, StopFlag
-from megatron5d.train.startup_warnings import repeated_validation, small_vocabulary, unmarked_documents
+from megatron5d.train.startup_warnings import epochs, repeated_validation, small_vocabulary, unmarked_documents
 from megatron5d.train.state import run_record, run_tensors
 
 
@@ -109,7 +109,9 @@ def train(config: Config, process: Process) -> int:
 def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     run = build_run(config, process)
     run.notes += outputs.notes
-    run.notes += on_rank_0(lambda: unmarked_documents(config) + small_vocabulary(config) + repeated_validation(config))
+    config = run.config  # as it is resumed
+    told = (epochs, unmarked_documents, small_vocabulary, repeated_validation)
+    run.notes += on_rank_0(lambda: [note for tell in told for note in tell(config)])
     if snapshots.note:
         run.notes.append(snapshots.note)
     saver = None

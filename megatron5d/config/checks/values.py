@@ -60,6 +60,7 @@ WORDS: dict[str, Sequence[str]] = {
     "precision.fp8": ("none", "tensorwise", "blockwise"),
     "precision.grad_dtype": ("fp32", "bf16"),
     "recompute.mode": ("none", "selective", "full"),
+    "data.weights": ("size", "equal"),
     "data.order": ("shuffled", "sequential", "megatron"),
     "log.wandb.mode": ("online", "offline", "disabled"),
     "log.memory_check": ("refuse", "warn", "off"),

@@ -12,12 +12,26 @@ from megatron5d.data.blend import megatron_blend, megatron_sizes, mixing_cycle, 
 
 
 def test_sources_are_weight_and_prefix():
-    assert [source_of(entry) for entry in ["0.3 /a/b", " 7   c d ", "plain", "./3"]] == [
+    assert [source_of(entry) for entry in ["0.3 /a/b", "0.3\t/a/b", " 7   c d ", "plain", "./3"]] == [
+        Source("/a/b", 0.3, True),
         Source("/a/b", 0.3, True),
         Source("c d", 7.0, True),
         Source("plain", 1.0, False),
         Source("./3", 1.0, False),
     ]
+
+
+def test_a_number_before_a_space_is_no_weight_of_files_that_are_not_there(tmp_path):
+    entry = f"2024 {tmp_path.name}/x"
+    assert source_of(entry) == Source(f"{tmp_path.name}/x", 2024.0, True)
+    (tmp_path / "2024 crawl").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        (tmp_path / "2024 crawl" / "x.idx").touch()
+        assert source_of("2024 crawl/x") == Source("2024 crawl/x", 1.0, False)
+        (tmp_path / "crawl").mkdir()
+        (tmp_path / "crawl" / "x.idx").touch()
+        assert source_of("2024 crawl/x") == Source("crawl/x", 2024.0, True)
 
 
 @pytest.mark.parametrize("entry", ["", "0.3", "0 a", "-1 a", "nan a", "inf a"])
