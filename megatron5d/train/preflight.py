@@ -5,6 +5,8 @@ What a configuration asks of the kind of GPU that it is to run on.
 
 from __future__ import annotations
 
+import fnmatch
+from dataclasses import replace
 from functools import partial
 from os.path import exists, isfile
 
@@ -14,10 +16,14 @@ from kernels import tuning
 from kernels.dispatch import HAS_TRITON
 from megatron5d.config.convert import value_of
 from megatron5d.config.errors import Fault
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import Config, OptimConfig, ParallelConfig
 from megatron5d.data.blend import split_range
 from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
+from megatron5d.model.gpt import Gpt
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import files_left_for_data
+from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.data import end_of_document, read_sources, tokens_of_part
 
 STRETCHES = 8  # of a file, at equal distances, in which ids are compared with the vocabulary
@@ -114,6 +120,29 @@ def _tokenizer_faults(config: Config) -> list[Fault]:
     )
     knobs = ("data.eod_mask_loss", "data.tokenizer")
     return [Fault("data-tokenizer-eod", knobs, reason, "data.eod=ID of that token, or data.eod_mask_loss=false", True)]
+
+
+def glob_faults(config: Config, world: int) -> list[Fault]:
+    """Globs of parameter names that match none of the model's: what they were to exclude is treated as all else."""
+    optim, default = config.optim, OptimConfig()
+    asked = {"decay_exclude": optim.decay_exclude}
+    if optim.name == "muon" and optim.muon_exclude != default.muon_exclude:
+        asked["muon_exclude"] = optim.muon_exclude
+    if not any(asked.values()):
+        return []
+    whole = replace(config, parallel=ParallelConfig())
+    with without_memory():  # in one piece, as the names do not depend on the layout
+        names = [spec_of(tensor).name for tensor in Gpt(whole, build_mesh(resolve(1)), "meta").weights()]
+    found = []
+    for key, globs in asked.items():
+        if lost := [glob for glob in globs if not fnmatch.filter(names, glob)]:
+            kept = ",".join(f"'{glob}'" for glob in globs if glob not in lost)
+            reason = f"optim.{key}: {' and '.join(lost)} matches no parameter; there are for example {names[0]}, "
+            shown = names[len(names) // 2]
+            found.append(
+                Fault("optim-globs-match", (f"optim.{key}",), f"{reason}{shown}", f'"optim.{key}=[{kept}]"', False)
+            )
+    return found
 
 
 # what asks for 8-bit kernels: its value without them, and the operation that it cannot do without
