@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -173,7 +174,8 @@ class Job:
         tokenizer = hashlib.sha256(tokenizer_file(self.recipe.tokenizer).read_bytes()).hexdigest()
         settings = [files, recipe, tokenizer, eod, self.text_per, self.valid_fraction]
         # files whose kind their name did not tell older versions, which took them for text
-        told = [str(path) for path, kind in zip(self.files, self.kinds) if kind not in ("text", path.suffix[1:])]
+        known = re.compile(r".*\.(jsonl?(\.gz|\.zst)?|parquet)", re.IGNORECASE)
+        told = [str(p) for p, kind in zip(self.files, self.kinds) if kind != "text" and not known.fullmatch(p.name)]
         text = json.dumps([*settings, told] if told else settings)
         return hashlib.sha256(text.encode()).hexdigest()
 
