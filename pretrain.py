@@ -16,7 +16,7 @@ from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
 
 if __name__ == "__main__":
-    faulthandler.enable()  # a rank killed by a signal prints where it was, such as a bus error in a truncated data file
+    faulthandler.enable()  # a rank killed by a signal prints where it was, such as a bus error in a mapped file
     answer_help(sys.argv[1:])  # before the seconds that the imports below take
 
 from torch import OutOfMemoryError
@@ -29,7 +29,7 @@ from megatron5d.train.crash import crash_message
 from megatron5d.train.loop import train
 from megatron5d.train.monitoring.memory import memory_faults
 from megatron5d.train.pipeline_layout import pipeline_faults, schedule_faults
-from megatron5d.train.preflight import data_faults, device_faults
+from megatron5d.train.preflight import data_faults, device_faults, glob_faults
 from megatron5d.train.state import checkpoint_faults
 
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             rank=environment.rank,
             model_from_hf=model_config_from_hf,
             options=[schedule_faults],
-            checks=[pipeline_faults, device_faults, data_faults, checkpoint_faults, memory_faults],
+            checks=[pipeline_faults, device_faults, data_faults, glob_faults, checkpoint_faults, memory_faults],
         )
     except ConfigError as error:
         refuse(error.faults, environment.rank, environment.local_rank)

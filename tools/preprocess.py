@@ -1,4 +1,4 @@
-"""Make Megatron token files from texts: jsonl (plain, .gz, .zst), parquet, text files, folders of source code.
+"""Make Megatron token files from texts: jsonl, parquet and text (plain or compressed), folders of source code.
 
     python tools/preprocess.py --input corpus.jsonl.zst --tokenizer tok.model --out data/corpus --append-eod --workers 8
     python tools/preprocess.py --input src/ --glob '*.py' --exclude tests --tokenizer tok.model --out data/src
@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
-from megatron5d.data.corpus import list_files
+from megatron5d.data.corpus import KINDS, list_files
 from megatron5d.data.documents import BadLine, Recipe
 from megatron5d.data.preprocess import Job, Progress, Reporting, preprocess
 
 SHOWN_BAD_LINES = 10
+SHOWN_FILES = 5
 
 
 def arguments() -> argparse.Namespace:
@@ -34,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--exclude", nargs="+", default=[], metavar="PATTERN", help="names of files or folders to leave out"
     )
+    parser.add_argument("--kind", choices=KINDS, help="of all files (default: by each one's name, else its content)")
     parser.add_argument(
         "--tokenizer", required=True, metavar="PATH", help="a tokenizer's file of any kind, or the folder that holds it"
     )
@@ -74,10 +76,14 @@ def available_cores() -> int:
 
 def run(args: argparse.Namespace) -> dict:
     """Preprocesses with a progress bar on stderr."""
-    files = tuple(list_files(args.input, args.glob, args.exclude))
+    passed_over: list[Path] = []
+    files = tuple(list_files(args.input, args.glob, args.exclude, passed_over))
+    if passed_over and not args.glob:
+        names = ", ".join(map(str, passed_over[:SHOWN_FILES])) + (", ..." if len(passed_over) > SHOWN_FILES else "")
+        print(f"preprocess: passed over {len(passed_over)} files (--glob takes them): {names}", file=sys.stderr)
     keys = tuple(args.json_keys)
     recipe = Recipe(args.tokenizer, args.eod, args.append_eod, keys, args.skip_bad, args.bos, args.prepend_bos)
-    job = Job(files, args.out, recipe, args.text_per, args.valid_fraction)
+    job = Job(files, args.out, recipe, args.text_per, args.valid_fraction, args.kind)
     shown: list[BadLine] = []
     total = sum(path.stat().st_size for path in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", disable=None) as bar:
@@ -120,8 +126,10 @@ def main() -> int:
     if args.prepend_bos:
         print(f"begin-of-text token: {summary['bos']}")
     was = "already there" if summary["up_to_date"] else f"{summary['seconds']:.1f} s"
+    kinds = ", ".join(f"{count} {kind}" for kind, count in summary.get("kinds", {}).items())
     print(
-        f"{summary['files']} files, {summary['empty']} empty documents, {summary['bad_lines']} bad lines skipped; {was}"
+        f"{summary['files']} files ({kinds}), {summary['empty']} empty documents, "
+        f"{summary['bad_lines']} bad lines skipped; {was}"
     )
     return 0
 

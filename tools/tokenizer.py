@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
-from megatron5d.data.corpus import list_files, units
+from megatron5d.data.corpus import kinds_of, list_files, units
 from megatron5d.data.documents import BadLine, documents
 from megatron5d.data.tiktoken_ranks import PATTERNS
 from megatron5d.data.tokenizer import changes_text, load_tokenizer
@@ -73,7 +73,7 @@ def texts(files: Sequence[Path], keys: Sequence[str], max_bytes: float, skip_bad
     with tqdm(
         total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, desc="reading", disable=None
     ) as bar:
-        for unit in units(files):
+        for unit in units(files, kinds=kinds_of(files, keys=keys)):
             for document in documents(unit, keys):
                 if isinstance(document, BadLine):
                     if skip_bad:

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -133,18 +134,23 @@ class Source:
 
 
 def source_of(entry: str) -> Source:
-    """An entry of `data.train`, such as "0.3 /data/wiki"; a prefix alone has the weight 1."""
-    first, _, rest = entry.strip().partition(" ")
+    """An entry of `data.train`, such as "0.3 /data/wiki"; of a prefix alone the weight is not written.
+
+    A prefix may begin with a number and a space: "2024 crawl/x" is one where its .idx is there and crawl/x.idx is not.
+    """
+    whole = Source(entry.strip(), 1.0, False)
+    first, rest = [*whole.prefix.split(None, 1), "", ""][:2]
     try:
-        return Source(rest.strip(), float(first), True)
+        weighted = Source(rest, float(first), True)
     except ValueError:
-        return Source(entry.strip(), 1.0, False)
+        return whole
+    return whole if isfile(f"{whole.prefix}.idx") and not isfile(f"{rest}.idx") else weighted
 
 
 def named_entries(entries: Sequence[str]) -> list[tuple[str, str]]:
     """(name, `weight prefix`) of each entry of `data.valid_sets`, such as "code 0.7 /data/c"."""
-    pairs = [text.strip().partition(" ") for text in entries]
-    return [(name, entry.strip()) for name, _, entry in pairs]
+    pairs = [[*text.split(None, 1), "", ""][:2] for text in entries]
+    return [(name, entry.strip()) for name, entry in pairs]
 
 
 def resumed_progress(config: Config) -> dict[str, Any]:

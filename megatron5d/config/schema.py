@@ -262,6 +262,7 @@ class DataConfig:
     """Token files and the order in which they are read."""
 
     train: list[str] = field(default_factory=list)  # "weight prefix" or "prefix" of Megatron .bin/.idx pairs
+    weights: str = "size"  # of a list without any weight: size (in proportion to its tokens) | equal
     valid: list[str] = field(default_factory=list)  # the same; empty = the valid part of `split`
     valid_sets: list[str] = field(default_factory=list)  # "name prefix" or "name weight prefix": a loss for each name
     split: str | None = None  # Megatron's "969,30,1" over the documents of `train`; None = all of it trains

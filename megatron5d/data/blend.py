@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron5d.config.derived import split_shares
+from megatron5d.config.derived import Source, split_shares
 
 PARTS = ("train", "valid", "test")
 
@@ -24,6 +24,20 @@ def normalised(weights: Sequence[float]) -> list[float]:
     with np.errstate(over="ignore"):
         total = np.sum(array)
     return (array / total).tolist() if np.isfinite(total) else normalised(array / array.max())
+
+
+def mixing_weights(sources: Sequence[Source], sizes: Sequence[int], unweighted: str) -> list[float]:
+    """The weight of each dataset of a list, on any scale.
+
+    Args:
+        sources: entries of the list.
+        sizes: tokens or samples of each.
+        unweighted: data.weights: what a list without any weight means, size or equal. Beside others that have one, a
+            bare prefix weighs 1.
+    """
+    if unweighted == "size" and not any(source.weighted for source in sources):
+        return [float(size) for size in sizes]
+    return [source.weight for source in sources]
 
 
 def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]:
@@ -72,7 +86,7 @@ def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarr
         cycle: samples in a cycle.
 
     Returns:
-        dataset of each sample int16 `[cycle]`, its number within the dataset int64 `[cycle]`, and samples of each
+        dataset of each sample int32 `[cycle]`, its number within the dataset int64 `[cycle]`, and samples of each
         dataset per cycle int64 `[datasets]`.
     """
     num = len(weights)
@@ -84,7 +98,7 @@ def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarr
     ids = np.repeat(np.arange(num), counts)
     rank = np.arange(cycle) - np.repeat(np.cumsum(counts) - counts, counts)
     order = np.lexsort((ids, (rank + 0.5) / counts[ids]))
-    return ids[order].astype(np.int16), rank[order], counts
+    return ids[order].astype(np.int32), rank[order], counts
 
 
 def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -> list[int]:
@@ -106,9 +120,11 @@ def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.
         size: samples of the blend.
 
     Returns:
-        dataset of each sample int16 `[size]`, its number within the dataset int64 `[size]`.
+        dataset of each sample int16 `[size]` (int32 beyond Megatron's 32,767 datasets), its number within the dataset
+        int64 `[size]`.
     """
-    datasets, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    dtype = np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32
+    datasets, numbers = np.zeros(size, dtype), np.zeros(size, np.int64)
     shares, taken = np.array(weights, np.float64), np.zeros(len(weights), np.int64)
     if size * len(weights) > COMPILE_ABOVE:
         try:

@@ -1,4 +1,4 @@
-"""The files of a corpus (jsonl, parquet, text; plain, gz or zst), divided into units of work in one fixed order.
+"""The files of a corpus (jsonl, parquet, text; plain or compressed), divided into units of work in one fixed order.
 
 A unit is cheap to make and expensive to process: raw lines, names of text files, or the number of a row group. One
 process makes units, and many parse and tokenise them. Each unit has the position behind it, where a run can resume.
@@ -8,10 +8,14 @@ Reads plain and compressed files in pieces of whole lines, from any offset in th
 
 from __future__ import annotations
 
+import bz2
 import fnmatch
 import gzip
 import io
+import json
+import lzma
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +40,7 @@ class LineStream:
         """
         try:
             return self._content.read(num_bytes) + self._content.readline()
-        except (OSError, EOFError, zlib.error) as error:
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise ValueError(f"{self.path}: byte {self._disk.tell()}: cannot be decompressed: {error}") from error
 
     def read_all(self) -> bytes:
@@ -54,7 +58,7 @@ class LineStream:
 
 @contextmanager
 def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
-    """Opens a plain, `.gz` or `.zst` file.
+    """Opens a file; one that is compressed (gzip, zstd, xz, bzip2) is recognised by its first bytes.
 
     Args:
         path: of the file.
@@ -64,17 +68,24 @@ def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
         The stream.
 
     Raises:
-        ValueError: the package for `.zst` files is not installed, or a compressed file has no bytes at all.
+        ValueError: the package for zstd is not installed, or the content is not compressed as the name says.
     """
     with path.open("rb") as disk:
-        name = path.name.lower()
-        if name.endswith((".gz", ".zst")) and not os.fstat(disk.fileno()).st_size:
+        head = disk.read(_MAGIC_BYTES)
+        disk.seek(0)
+        if not head and path.name.lower().endswith(COMPRESSED):
             raise ValueError(f"{path} is empty: a compressed file of nothing has a header still")
         content: io.BufferedIOBase | BinaryIO
-        if name.endswith(".gz"):
+        if head.startswith(b"\x1f\x8b"):
             content = gzip.GzipFile(fileobj=disk)
-        elif name.endswith(".zst"):
+        elif head.startswith(b"\xfd7zXZ\0"):
+            content = lzma.LZMAFile(disk)  # noqa: SIM115 (closed with the disk's file)
+        elif re.match(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", head):
+            content = bz2.BZ2File(disk)
+        elif re.match(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", head):  # a frame, or one to skip
             content = io.BufferedReader(_ZstdReader(path, disk), CHUNK)
+        elif path.name.lower().endswith(COMPRESSED):
+            raise ValueError(f"{path}: byte 0: neither gzip nor zstd nor xz nor bzip2, though its name says so")
         else:
             content = disk
             disk.seek(offset)
@@ -126,9 +137,19 @@ class _ZstdReader(io.RawIOBase):
 
 UNIT_BYTES = 1 << 20  # of lines or text files in a unit, about
 UNIT_FILES = 256  # text files in a unit, at most
-JSONL = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-PARQUET = (".parquet",)
-TEXT = (".txt", ".md", ".txt.gz", ".txt.zst")
+COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".xz", ".bz2")
+_MAGIC_BYTES = 10  # that tell how a file is compressed
+JSONL = (".jsonl", ".ndjson", ".jsonlines", ".json")
+PARQUET = (".parquet", ".pq")
+TEXT = (".txt", ".text", ".md")
+KINDS = ("jsonl", "parquet", "text")
+HEAD_BYTES = 1 << 16  # in which the lines are that tell text from jsonl
+NO_TEXT = re.compile(  # tables, arrays and archives: as text they would be trained on byte by byte
+    r"\.(csv|tsv|arrow|feather|orc|avro|npy|npz|pkl|bin|idx|tar|tgz|zip|7z|rar|pdf|docx|safetensors|pt)$"
+)
+NO_TEXT_MAGIC = (b"ARRO", b"PK\3\4", b"\x93NUM", b"MMID")
+# files that describe a dataset: taken only by --glob or where they are named themselves
+ABOUT_DATA = re.compile(r"(readme|licen[sc]e|notice|changelog|citation|dataset_?(card|infos?)|state)(\W.*)?")
 JOURNALS = ("*.preprocess.json", "*.preprocess.partial.json*")  # of preprocessing itself (preprocess.py)
 
 
@@ -150,80 +171,175 @@ class Unit:
     files: tuple[str, ...] = ()  # text files, one document each
     path: str = ""  # the file of `lines` or `row_group`
     lines: bytes = b""  # whole lines
+    as_json: bool = False  # each of them is a JSON object, not a text
     row_group: int | None = None  # index in a parquet file
     first_line: int = 1  # number of the first line or row in the file, from 1
 
 
 def kind_of(path: Path) -> str:
-    """ "jsonl", "parquet" or "text", by the file name; unknown names are text."""
-    name = path.name.lower()
-    return "jsonl" if name.endswith(JSONL) else "parquet" if name.endswith(PARQUET) else "text"
+    """ "jsonl", "parquet" or "text", by the file's name; where that says neither of the first two, by its first lines.
+
+    Raises:
+        ValueError: it is a table, an array or an archive that is not read here.
+    """
+    name = _plain_name(path.name)
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if name.endswith(PARQUET) or magic == b"PAR1":
+        return "parquet"
+    if NO_TEXT.search(name) or magic in NO_TEXT_MAGIC:
+        raise ValueError(f"{path} is no text by its name or first bytes: write it as jsonl or parquet, or --kind text")
+    if name.endswith(JSONL):
+        return "jsonl"
+    with open_stream(path) as stream:
+        lines = [line for line in stream.read_lines(HEAD_BYTES).split(b"\n") if line.strip()][:2]
+    return "jsonl" if lines and all(map(_is_object, lines)) else "text"
 
 
-def list_files(inputs: Sequence[str], globs: Sequence[str] = (), excludes: Sequence[str] = ()) -> list[Path]:
-    """The files of a corpus, in the order of the inputs and sorted inside each folder.
+def kinds_of(files: Sequence[Path], kind: str | None = None, keys: Sequence[str] = ("text",)) -> list[str]:
+    """The kind of each file.
 
     Args:
-        inputs: files and folders (searched recursively).
-        globs: patterns of the file names to take from folders; empty = the known suffixes of jsonl, parquet and text.
+        files: from `list_files`.
+        kind: of all of them; None = `kind_of` each.
+        keys: fields to read; others than "text" alone need files that have fields.
+
+    Raises:
+        ValueError: a file is of a kind that is not read, or a text although fields are named.
+    """
+    found = [kind or kind_of(path) for path in files]
+    if list(keys) != ["text"] and "text" in found:
+        raise ValueError(
+            f"{files[found.index('text')]} is text, which has no field that --json-keys {' '.join(keys)} could name; "
+            "leave it out with --exclude, or say --kind jsonl"
+        )
+    return found
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return line.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _plain_name(name: str) -> str:
+    """A file name in lower case, without what says that it is compressed or which part it is (`.jsonl.1`, `.zst`)."""
+    return re.sub(r"(\.(gz|gzip|zst|zstd|xz|bz2|\d+))+$", "", name.lower())
+
+
+def list_files(
+    inputs: Sequence[str],
+    globs: Sequence[str] = (),
+    excludes: Sequence[str] = (),
+    passed_over: list[Path] | None = None,
+) -> list[Path]:
+    """The files of a corpus, in the order of the inputs and sorted inside each folder, each once.
+
+    Args:
+        inputs: files and folders (searched recursively, through symbolic links too).
+        globs: patterns of the file names to take from folders; empty = the known suffixes of jsonl and parquet, and of
+            text where there is neither, without the files that describe a dataset.
         excludes: patterns; a file is left out if its path below the input, or any part of that path, matches. So are
             the journals and summaries of preprocessing, which may be written among the texts.
+        passed_over: to which the files are added that are neither taken nor excluded.
 
     Returns:
         Files in the order in which documents will be written.
 
     Raises:
-        ValueError: an input does not exist, or no file is left.
+        ValueError: an input does not exist, a glob matches nothing, or no file is left.
     """
     files: list[Path] = []
+    unused = set(globs)
     for each in inputs:
         path = Path(each)
-        if path.is_file():
+        if path.is_dir():
+            found = [(n, f) for n, f in _files_below(path) if not _excluded(n, [*excludes, *JOURNALS])]
+            unused -= {g for g in unused if any(_matches(name, g) for name, _ in found)}
+            taken = _taken([name for name, _ in found], globs)
+            if lost := [f for name, f in found if name in taken and not f.exists()]:
+                raise ValueError(f"--input {each}: {lost[0]} is a link to nothing; --exclude leaves it out")
+            files += [f for name, f in found if name in taken]
+            if passed_over is not None:
+                passed_over += [f for name, f in found if name not in taken]
+        elif path.is_file():
             files.append(path)
-        elif path.is_dir():
-            found = sorted((f.relative_to(path).as_posix(), f) for f in path.rglob("*") if f.is_file())
-            excluded = [*excludes, *JOURNALS]
-            files += [f for name, f in found if _taken(name, globs) and not _excluded(name, excluded)]
         else:
             raise ValueError(f"--input {each}: no such file or folder")
+    if unused and any(Path(each).is_dir() for each in inputs):
+        raise ValueError(f"--input {' '.join(inputs)}: no files that match --glob {' '.join(sorted(unused))}")
     if not files:
-        wanted = f"match --glob {' '.join(globs)}" if globs else f"end in {', '.join(JSONL + PARQUET + TEXT)}"
-        raise ValueError(f"--input {' '.join(inputs)}: no files that {wanted}; --glob says which names to take")
-    return list(dict.fromkeys(files))
+        raise ValueError(
+            f"--input {' '.join(inputs)}: no files that end in {', '.join(JSONL + PARQUET + TEXT)}, compressed or not; "
+            "--glob says which names to take"
+        )
+    once: dict[tuple[int, int], Path] = {}
+    for path in files:  # also behind links and under other names
+        once.setdefault((path.stat().st_dev, path.stat().st_ino), path)
+    return list(once.values())
 
 
-def _taken(name: str, globs: Sequence[str]) -> bool:
+def _files_below(folder: Path) -> list[tuple[str, Path]]:
+    """(path below it, path) of all files in a folder, sorted; links are followed, a folder is entered once on a way."""
+    found, trail = [], {os.fspath(folder): {folder.resolve()}}
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        entered = trail.pop(place)
+        below = {name: Path(place, name).resolve() for name in folders}
+        folders[:] = [name for name in folders if below[name] not in entered]  # a link to a folder above has no end
+        trail |= {os.path.join(place, name): entered | {below[name]} for name in folders}
+        files = [Path(place, name) for name in names]
+        found += [file for file in files if file.is_file() or not file.exists()]  # no pipes; links to nothing are told
+    return sorted((file.relative_to(folder).as_posix(), file) for file in found)
+
+
+def _refuse(error: OSError) -> None:
+    raise ValueError(f"--input: {error.filename} cannot be read: {error.strerror}") from error
+
+
+def _matches(name: str, glob: str) -> bool:
+    return fnmatch.fnmatch(name, glob) or fnmatch.fnmatch(name.rpartition("/")[2], glob)
+
+
+def _taken(names: Sequence[str], globs: Sequence[str]) -> set[str]:
+    """Which files of a folder are read; text beside jsonl or parquet rather describes them than belongs to them."""
     if globs:
-        return any(fnmatch.fnmatch(name, g) or fnmatch.fnmatch(name.rpartition("/")[2], g) for g in globs)
-    return name.lower().endswith(JSONL + PARQUET + TEXT)
+        return {name for name in names if any(_matches(name, glob) for glob in globs)}
+    plain = {name: _plain_name(name.rpartition("/")[2]) for name in names}
+    about = {n for n, p in plain.items() if p.endswith((".json", *TEXT)) and ABOUT_DATA.fullmatch(p)}
+    records = {name for name, end in plain.items() if end.endswith(JSONL + PARQUET)} - about
+    return records or {name for name, end in plain.items() if end.endswith(TEXT)} - about
 
 
 def _excluded(name: str, excludes: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(part, e) for e in excludes for part in (name, *name.split("/")))
 
 
-def units(files: Sequence[Path], text_per: str = "file", start: Cursor | None = None) -> Iterator[Unit]:
+def units(
+    files: Sequence[Path], text_per: str = "file", start: Cursor | None = None, kinds: Sequence[str] | None = None
+) -> Iterator[Unit]:
     """Divides a corpus into units.
 
     Args:
         files: from `list_files`.
         text_per: a text file is one document (`file`), or each of its lines is one (`line`).
         start: the `after` of the last unit that is done; None = the beginning.
+        kinds: of the files; None = `kinds_of` them.
 
     Yields:
         Units in order; their borders depend only on the files, not on `start`.
     """
-    start = start or Cursor()
+    start, kinds = start or Cursor(), kinds_of(files) if kinds is None else kinds
     sizes = [path.stat().st_size for path in files]
     done = sum(sizes[: start.file])
     batch: list[str] = []  # text files of the next unit
     batch_bytes = 0
     for i, path in enumerate(files[start.file :], start.file):
-        kind = kind_of(path)
+        kind = kinds[i]
         if kind == "text" and text_per == "file":
             batch.append(str(path))
             batch_bytes += sizes[i]
-        is_last = i + 1 == len(files) or kind_of(files[i + 1]) != "text"
+        is_last = i + 1 == len(files) or kinds[i + 1] != "text"
         if batch and (batch_bytes >= UNIT_BYTES or len(batch) == UNIT_FILES or is_last):
             yield Unit(Cursor(i + 1), done + sizes[i], files=tuple(batch))
             batch, batch_bytes = [], 0
@@ -231,11 +347,11 @@ def units(files: Sequence[Path], text_per: str = "file", start: Cursor | None = 
         if kind == "parquet":
             yield from _row_groups(path, at, done, sizes[i])
         elif kind == "jsonl" or text_per == "line":
-            yield from _line_units(path, at, done)
+            yield from _line_units(path, at, done, kind == "jsonl")
         done += sizes[i]
 
 
-def _line_units(path: Path, at: Cursor, done_before: int) -> Iterator[Unit]:
+def _line_units(path: Path, at: Cursor, done_before: int, as_json: bool) -> Iterator[Unit]:
     offset, line = at.offset, at.line
     with open_stream(path, offset) as stream:
         while data := stream.read_lines(UNIT_BYTES):
@@ -246,6 +362,7 @@ def _line_units(path: Path, at: Cursor, done_before: int) -> Iterator[Unit]:
                 done_before + stream.disk_position(),
                 path=str(path),
                 lines=data,
+                as_json=as_json,
                 first_line=first,
             )
 
@@ -260,7 +377,7 @@ def _row_groups(path: Path, at: Cursor, done_before: int, size: int) -> Iterator
 
 
 def open_parquet(path: Path):
-    """Opens a parquet file as a `pyarrow.parquet.ParquetFile`.
+    """Opens a parquet file as a `pyarrow.parquet.ParquetFile`, which checks the checksum of each page that has one.
 
     Raises:
         ValueError: it is no parquet file, or pyarrow is not installed.
@@ -271,6 +388,6 @@ def open_parquet(path: Path):
     except ImportError as error:
         raise ValueError(f"{path} needs the package pyarrow: pip install 'megatron5d[data]'") from error
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a whole parquet file ({error})") from error

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron5d.data.corpus import Unit, kind_of, open_parquet, open_stream
+from megatron5d.data.corpus import Unit, open_parquet, open_stream
 from megatron5d.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -57,17 +57,16 @@ def documents(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
     elif unit.row_group is not None:
         yield from _rows(unit, keys)
     else:
-        as_json = kind_of(Path(unit.path)) == "jsonl"
         for number, raw in enumerate(unit.lines.split(b"\n"), unit.first_line):
             if raw.strip():
                 line = raw.removesuffix(b"\r")
-                yield (_json_texts(unit.path, number, line, keys) if as_json else _text(unit.path, number, line))
+                yield (_json_texts(unit.path, number, line, keys) if unit.as_json else _text(unit.path, number, line))
 
 
 def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
     """The document of a text file or of a line, whose first line has the number `line`."""
     try:
-        return (raw.decode("utf-8"),)
+        return (raw.decode("utf-8-sig" if line == 1 else "utf-8"),)  # a file may begin with a byte-order mark
     except UnicodeDecodeError as error:
         line += raw.count(b"\n", 0, error.start)
         return BadLine(path, line, f"byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8")
@@ -80,11 +79,12 @@ def _json_texts(path: str, line: int, raw: bytes, keys: Sequence[str]) -> Docume
     except UnicodeDecodeError as error:
         return BadLine(path, line, f"byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8")
     except json.JSONDecodeError as error:
-        return BadLine(path, line, f"not JSON: {error.msg} at column {error.colno}")
+        hint = "" if raw.strip()[:-1] else "; a file holds one object a line, with no list or object around them"
+        return BadLine(path, line, f"not JSON: {error.msg} at column {error.colno}{hint}")
     except (ValueError, RecursionError) as error:
         return BadLine(path, line, f"not readable as JSON: {error}")
     if not isinstance(record, dict):
-        return BadLine(path, line, f"a JSON {type(record).__name__}, not an object")
+        return BadLine(path, line, f"a JSON {type(record).__name__}, not an object; a file holds one object a line")
     return _checked_texts(path, line, [record.get(key, _MISSING) for key in keys], keys, list(record))
 
 
@@ -100,6 +100,9 @@ def _checked_texts(
             return BadLine(
                 path, line, f"no field {key!r} (--json-keys); it has {', '.join(map(repr, present)) or 'none'}"
             )
+        if isinstance(text, UnicodeDecodeError):
+            byte = text.object[text.start]
+            return BadLine(path, line, f"field {key!r}: byte 0x{byte:02x} at offset {text.start} is not UTF-8")
         if not isinstance(text, str):
             return BadLine(path, line, f"field {key!r} is a {type(text).__name__}, not a string")
         try:
@@ -120,11 +123,26 @@ def _rows(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
         number = unit.first_line
         try:
             for batch in parquet.iter_batches(1024, row_groups=[unit.row_group], columns=list(keys)):
-                for texts in zip(*(batch.column(key).to_pylist() for key in keys)):
+                for texts in zip(*(_values(batch.column(key)) for key in keys)):
                     yield _checked_texts(unit.path, number, list(texts), keys)
                     number += 1
         except (OSError, ValueError) as error:  # pyarrow's own names no file
             raise ValueError(f"{unit.path}: row group {unit.row_group} cannot be read: {error}") from error
+
+
+def _values(column) -> list:
+    """The values of a column; a UnicodeDecodeError stands for a string that is not UTF-8."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar):
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 UNITS_IN_FLIGHT = 4  # per process: enough that no process waits for the writer, few enough to limit memory

@@ -1,12 +1,12 @@
 """Token files in Megatron's format: `prefix.bin` holds the ids of all documents, `prefix.idx` where each one begins.
 
-Reading maps both files into memory, so opening a terabyte costs nothing and the ranks of a node share the page cache.
+Opening a terabyte costs nothing: the index is mapped into memory, and tokens are read where they are asked for, so that
+a file that is cut short under way is an error with its name and not the end of the process (SIGBUS).
 Writing appends to `*.partial` files and renames them at the end, so a file named `.idx` is always whole.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -21,6 +21,9 @@ from megatron5d.data.index_format import DTYPES, file_error, index_header, map_i
 def with_suffix(prefix: str | os.PathLike[str], suffix: str) -> Path:
     """`prefix` with `suffix` appended; unlike Path.with_suffix it keeps what follows a dot in the prefix."""
     return Path(f"{os.fspath(prefix)}{suffix}")
+
+
+OPEN_FILES = 2  # descriptors that one dataset holds: of its .bin, and of the mapped .idx
 
 
 class IndexedDataset:
@@ -39,18 +42,15 @@ class IndexedDataset:
         self.prefix = os.fspath(prefix)
         self.idx_path, self.bin_path = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
         self.index = read_index(self.idx_path) if checked else map_index(self.idx_path)
-        self.dtype = self.index.dtype
+        self.dtype, self._bin_bytes = self.index.dtype, self.index.bin_bytes
         if not self.bin_path.is_file():
             raise ValueError(f"{self.bin_path}: no such file, though {self.idx_path} is there")
         self._check_size(self.bin_path.stat().st_size)
-        self._ids, self._map = np.empty(0, self.dtype), None  # an empty file cannot be mapped
-        if self.index.bin_bytes:
-            with self.bin_path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._ids = np.frombuffer(self._map, self.dtype)
+        self._file = self.bin_path.open("rb", buffering=0)  # no buffer and no position: ranks that were forked share it
+        self._idx_bytes = self.idx_path.stat().st_size
 
     def _check_size(self, size: int) -> None:
-        expected = self.index.bin_bytes
+        expected = self._bin_bytes
         if size != expected:
             what = "truncated?" if size < expected else "not the .bin of this .idx?"
             raise file_error(
@@ -60,7 +60,7 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all documents."""
-        return len(self._ids)
+        return self._bin_bytes // self.dtype.itemsize
 
     @property
     def num_sequences(self) -> int:
@@ -99,14 +99,16 @@ class IndexedDataset:
             i: document, 0 … num_documents − 1.
 
         Returns:
-            `[tokens]` in the file's dtype, a read-only view of the file.
+            `[tokens]` in the file's dtype, read-only.
 
         Raises:
             IndexError: there is no such document.
+            ValueError: the file has become shorter since it was opened.
         """
         if not 0 <= i < self.num_documents:
             raise IndexError(f"{self.prefix}: document {i} of {self.num_documents}")
-        return self._ids[self.document_start(i) : self.document_start(i + 1)]
+        start = self.document_start(i)
+        return self.tokens(start, self.document_start(i + 1) - start)
 
     def tokens(self, start: int, count: int) -> np.ndarray:
         """A stretch of the concatenated documents.
@@ -116,7 +118,7 @@ class IndexedDataset:
             count: number of tokens.
 
         Returns:
-            `[count]` in the file's dtype, a read-only view of the file.
+            `[count]` in the file's dtype, read-only.
 
         Raises:
             IndexError: the stretch leaves the file.
@@ -124,11 +126,24 @@ class IndexedDataset:
         """
         if start < 0 or count < 0 or start + count > self.num_tokens:
             raise IndexError(f"{self.prefix}: tokens {start} to {start + count} of {self.num_tokens}")
-        ids = self._ids[start : start + count]
-        # of a file that has shrunk the last page reads as zeros to its end; pages behind it end the process (SIGBUS)
-        if count and ids[-1] == 0 and self._map is not None:
-            self._check_size(self._map.size())
-        return ids
+        offset, end = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
+        pieces = []  # one, unless it has 2 GiB or more
+        while offset < end:
+            pieces.append(os.pread(self._file.fileno(), end - offset, offset))
+            if not pieces[-1]:
+                self._check_size(os.fstat(self._file.fileno()).st_size)
+                raise file_error(self.bin_path, offset, "the file ended here while it was read")
+            offset += len(pieces[-1])
+        return np.frombuffer(b"".join(pieces), self.dtype)
+
+    def check_index(self) -> None:
+        """Reads nothing; to be called before the mapped index is read, of which pages that are gone end the process.
+
+        Raises:
+            ValueError: the `.idx` has become shorter since it was opened.
+        """
+        if (size := self.idx_path.stat().st_size) < self._idx_bytes:
+            raise file_error(self.idx_path, size, f"the file has {size} bytes, and had {self._idx_bytes}: truncated?")
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Where documents begin inside a stretch of the concatenated documents.
@@ -140,6 +155,7 @@ class IndexedDataset:
         Returns:
             int64 offsets from `start`, rising, each in 1 … count−1 (the stretch's own beginning is not listed).
         """
+        self.check_index()
         # bisect touches log2(documents) entries; numpy's searchsorted would copy the whole unaligned array
         first = bisect_right(range(self.num_documents), start, key=self.document_start)
         last = bisect_left(range(self.num_documents), start + count, lo=first, key=self.document_start)
@@ -234,11 +250,15 @@ class IndexedWriter:
         self._bin.close()
         self._lengths.close()
 
-    def finalize(self) -> None:
-        """Writes the index and renames both files to their final names, the `.idx` last."""
+    def finalize(self, document_indices: np.ndarray | None = None) -> None:
+        """Writes the index and renames both files to their final names, the `.idx` last.
+
+        Args:
+            document_indices: as in `Index`, where what was added are sequences; None = each is a document.
+        """
         self.flush()
         self.close()
-        finish_partial(self.prefix, self.dtype)
+        finish_partial(self.prefix, self.dtype, document_indices)
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
@@ -257,12 +277,13 @@ def _lock(file: BinaryIO, path: Path) -> None:
         pass  # no locks on this system: the user must not write one prefix twice at a time
 
 
-def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype) -> None:
+def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype, document_indices: np.ndarray | None = None) -> None:
     """Turns complete `*.partial` files into `.bin` and `.idx`; can be repeated after a kill at any point.
 
     Args:
         prefix: path without `.bin` and `.idx`.
         dtype: id type of the `.bin`.
+        document_indices: as in `IndexedWriter.finalize`.
     """
     bin_partial, lengths_path = with_suffix(prefix, ".bin.partial"), with_suffix(prefix, ".lengths.partial")
     if not lengths_path.exists():
@@ -270,11 +291,13 @@ def finish_partial(prefix: str | os.PathLike[str], dtype: np.dtype) -> None:
     idx_partial = with_suffix(prefix, ".idx.partial")
     lengths = np.fromfile(lengths_path, dtype="<i4")
     ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(dtype).itemsize
+    if document_indices is None:
+        document_indices = np.arange(len(lengths) + 1)
     with idx_partial.open("wb") as file:
-        file.write(index_header(dtype, len(lengths), len(lengths)))
+        file.write(index_header(dtype, len(lengths), len(document_indices) - 1))
         lengths.tofile(file)
         (ends - lengths * np.int64(np.dtype(dtype).itemsize)).astype("<i8").tofile(file)
-        np.arange(len(lengths) + 1, dtype="<i8").tofile(file)
+        document_indices.astype("<i8").tofile(file)
         file.flush()
         os.fsync(file.fileno())
     # an old .idx must never be beside the new .bin

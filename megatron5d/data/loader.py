@@ -41,6 +41,7 @@ class Loader:
         eod_mask_loss: see `make_micro_batch`.
         causal: see `make_micro_batch`.
         vocab_size: ids must be below it; None = not checked.
+        knob: config key of the files, for errors.
         prefetch: steps read ahead; 0 = none, without a thread.
         pin_memory: put micro-batches into page-locked memory.
         transform: applied to each micro-batch when it is read (takes this cp rank's rows).
@@ -61,6 +62,7 @@ class Loader:
         eod_mask_loss: bool = False,
         causal: bool = True,
         vocab_size: int | None = None,
+        knob: str = "data.train",
         prefetch: int = 2,
         pin_memory: bool = False,
         transform: Callable[[MicroBatch], MicroBatch] | None = None,
@@ -72,7 +74,7 @@ class Loader:
         )
         self._wants_starts = document_mask and eod is None
         self._vocab_size, self._pin_memory, self._transform = vocab_size, pin_memory, transform
-        self._prefetch = prefetch
+        self._prefetch, self._knob = prefetch, knob
         self._queue: queue.Queue[Step | BaseException] = queue.Queue(max(prefetch, 1))
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -84,7 +86,7 @@ class Loader:
         """The micro-batches of the next step; `consumed_samples` counts that step from then on.
 
         Raises:
-            ValueError: a token id is not in the vocabulary.
+            ValueError: a token id is not in the vocabulary, or a file cannot be read any more; names key and file.
             IndexError: there are no more samples (data.order=megatron).
         """
         if self._prefetch == 0:
@@ -130,7 +132,10 @@ class Loader:
         gbs, mbs, dp_rank, dp_size, ramp = self._sizes
         size = global_batch_size(consumed, gbs, ramp)
         numbers = micro_batch_samples(consumed, size, mbs, dp_rank, dp_size)
-        return consumed + size, [self._read_micro_batch(each) for each in numbers]
+        try:
+            return consumed + size, [self._read_micro_batch(each) for each in numbers]
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{self._knob}: {error}") from error
 
     def _read_micro_batch(self, numbers: range) -> MicroBatch:
         rows = np.stack([self.samples[i] for i in numbers])  # int64 [b, s+1]: labels are one ahead of tokens

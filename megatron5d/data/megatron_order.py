@@ -135,6 +135,7 @@ class MegatronStream:
 
     def _pieces(self, k: int) -> list[tuple[int, int]]:
         """(first token in the file, number of tokens) of each sequence that the sample takes tokens from."""
+        self.dataset.check_index()
         j = int(self.order.shuffle_index[k])
         (first, offset), (last, end) = self.order.sample_index[j].tolist(), self.order.sample_index[j + 1].tolist()
         pieces = []

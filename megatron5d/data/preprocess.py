@@ -16,15 +16,18 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from megatron5d.config.json_file import parse_json
-from megatron5d.data.corpus import Cursor, units
+from megatron5d.data.corpus import Cursor, kinds_of, units
 from megatron5d.data.documents import BadLine, Recipe, Tokenized, ordered_map
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedWriter, finish_partial, with_suffix
@@ -43,6 +46,7 @@ class Progress:
     empty: int = 0
     bad_lines: int = 0
     complete: bool = False  # everything is written; only the files must get their final names
+    draw: float | None = None  # fraction with which documents are drawn, where it is not --valid-fraction
 
 
 class Journal:
@@ -137,6 +141,8 @@ def _read(path: Path) -> dict:
 
 SAVE_EVERY_S = 2.0
 VALID_KEY = 0x76616C69  # hashed with a document's number to choose the held-out ones
+UNLUCKY = 0.2  # relative error of the held-out share that is still taken
+NEVER_UNLUCKY = 1000  # held-out documents with which no such error occurs
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,12 @@ class Job:
     recipe: Recipe
     text_per: str = "file"  # file | line: what is a document in text files
     valid_fraction: float = 0.0  # of the documents, to PREFIX_valid, and the rest to PREFIX_train; 0 = all to PREFIX
+    kind: str | None = None  # jsonl | parquet | text, of all files; None = as each one's name or content says
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """The kind of each file."""
+        return kinds_of(self.files, self.kind, self.recipe.json_keys)
 
     def outputs(self) -> list[list[str]]:
         """The prefixes to write: for each json key [all], or [train, valid]."""
@@ -163,7 +175,11 @@ class Job:
         first = [bos] if recipe.pop("prepend_bos") else []  # nothing is added to the hash of a job without it
         del recipe["bos"]
         tokenizer = tokenizer_digest(self.recipe.tokenizer)
-        text = json.dumps([files, recipe, tokenizer, eod, self.text_per, self.valid_fraction, *first])
+        settings = [files, recipe, tokenizer, eod, self.text_per, self.valid_fraction, *first]
+        # files whose kind their name did not tell older versions, which took them for text
+        known = re.compile(r".*\.(jsonl?(\.gz|\.zst)?|parquet)", re.IGNORECASE)
+        told = [str(p) for p, kind in zip(self.files, self.kinds) if kind != "text" and not known.fullmatch(p.name)]
+        text = json.dumps([*settings, told] if told else settings)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -209,8 +225,8 @@ def preprocess(
     progress = journal.resume()
     resumed = progress.documents
     dtype = dtype_for_vocab(tokenizer.vocab_size)
-    if not progress.complete:
-        _write(job, workers, journal, progress, dtype, reporting, save_every_s)
+    while not progress.complete:
+        progress = _write(job, workers, journal, progress, dtype, reporting, save_every_s)
     for prefix in progress.written:
         finish_partial(prefix, dtype)
     summary = {
@@ -258,6 +274,7 @@ def _result(job: Job, progress: Progress) -> dict:
         "empty": progress.empty,
         "bad_lines": progress.bad_lines,
         "files": len(job.files),
+        "kinds": dict(Counter(job.kinds)),
         "bytes": sum(path.stat().st_size for path in job.files),
     }
 
@@ -270,14 +287,18 @@ def _write(
     dtype: np.dtype,
     reporting: Reporting,
     save_every_s: float,
-) -> None:
-    """Tokenises the rest of the corpus into partial files, and saves the journal every `save_every_s`."""
+) -> Progress:
+    """Tokenises the rest of the corpus into partial files, and saves the journal every `save_every_s`.
+
+    Returns:
+        `progress`, complete; or that of a job to begin anew, with a fraction that draws what --valid-fraction means.
+    """
     writers = [
         [IndexedWriter(prefix, dtype, resume_at=progress.written.get(prefix)) for prefix in parts]
         for parts in job.outputs()
     ]
     all_writers = [writer for parts in writers for writer in parts]
-    last_save = time.monotonic()
+    last_save, fraction = time.monotonic(), progress.draw or job.valid_fraction
 
     def save() -> None:
         for writer in all_writers:
@@ -286,21 +307,23 @@ def _write(
         journal.save(progress)
 
     try:
-        todo = units(job.files, job.text_per, progress.cursor)
+        todo = units(job.files, job.text_per, progress.cursor, job.kinds)
         for unit, result in ordered_map(todo, job.recipe, workers):
             _count(progress, result, job.recipe.skip_bad, reporting)
-            _append(writers, result, _held_out(progress.documents, len(result.lengths[0]), job.valid_fraction))
+            _append(writers, result, _held_out(progress.documents, len(result.lengths[0]), fraction))
             progress.documents += len(result.lengths[0])
             progress.cursor = unit.after
             if time.monotonic() - last_save >= save_every_s:
                 save()
                 last_save = time.monotonic()
             reporting.progress(unit.done_bytes, progress)
-        progress.complete = True
+        draw = better_fraction(progress.documents, job.valid_fraction) if progress.draw is None else None
+        progress.complete = draw is None
         save()
     finally:
         for writer in all_writers:
             writer.close()
+    return progress if draw is None else Progress(progress.fingerprint, draw=draw)
 
 
 def _count(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Reporting) -> None:
@@ -320,6 +343,29 @@ def _held_out(first: int, count: int, fraction: float) -> np.ndarray:
         return np.zeros(count, dtype=bool)
     threshold = int(fraction * 2**64)
     return np.array([hash_key(VALID_KEY, number) < threshold for number in range(first, first + count)], dtype=bool)
+
+
+def better_fraction(documents: int, fraction: float) -> float | None:
+    """A fraction that holds out the share of the documents that `fraction` means, where that itself is far from it.
+
+    Documents are drawn by their running number, while their total is unknown. Of few documents that may be far from
+    the share: none of the first 220 is drawn by 0.01. A corpus so small is gone through once more.
+
+    Args:
+        documents: of the corpus, empty ones included.
+        fraction: --valid-fraction.
+
+    Returns:
+        A fraction; None where no better one is needed, or there are no two documents.
+    """
+    wanted = min(max(1, round(fraction * documents)), documents - 1)
+    if not fraction or documents < 2 or documents > NEVER_UNLUCKY / fraction:
+        return None
+    drawn = sorted(hash_key(VALID_KEY, number) / 2**64 for number in range(documents))
+    if abs(sum(share < fraction for share in drawn) - wanted) <= wanted * UNLUCKY:
+        return None
+    low, high = drawn[wanted - 1], drawn[wanted]
+    return (low + high) / 2
 
 
 def _append(writers: list[list[IndexedWriter]], result: Tokenized, held_out: np.ndarray) -> None:

@@ -11,7 +11,15 @@ from typing import Protocol
 import numpy as np
 
 from megatron5d.config.derived import Source, source_of
-from megatron5d.data.blend import SURPLUS, megatron_blend, megatron_sizes, mixing_cycle, normalised, split_range
+from megatron5d.data.blend import (
+    SURPLUS,
+    megatron_blend,
+    megatron_sizes,
+    mixing_cycle,
+    mixing_weights,
+    normalised,
+    split_range,
+)
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.megatron_order import MegatronStream, SampleOrder, build_sample_order, cached_arrays
 from megatron5d.data.sample_order import PackedStream, hash_key
@@ -89,11 +97,12 @@ def open_samples(
     split: str | None = None,
     part: str = "train",
     cache_dir: str | os.PathLike[str] | None = None,
+    unweighted: str = "size",
 ) -> Samples:
     """Opens token files as one sequence of samples.
 
     Args:
-        sources: `weight prefix` or `prefix` (weight 1) of .bin/.idx pairs.
+        sources: `weight prefix` or `prefix` of .bin/.idx pairs.
         seq_len: tokens of a sample, without the extra one.
         order: shuffled (fixed chunks, permuted in each epoch), sequential (the same chunks in file order) or megatron
             (exactly GPTDataset's).
@@ -102,6 +111,7 @@ def open_samples(
         split: "969,30,1", the shares of each dataset's documents for train, valid and test; None = all for each part.
         part: train, valid or test.
         cache_dir: for megatron's indices; None = a folder `cache` beside the first prefix.
+        unweighted: as in `mixing_weights`.
 
     Returns:
         The samples.
@@ -113,14 +123,16 @@ def open_samples(
     datasets = [IndexedDataset(source.prefix) for source in parsed]
     if order == "megatron":
         folder = Path(cache_dir) if cache_dir is not None else Path(parsed[0].prefix).parent / "cache"
-        return _megatron_samples(parsed, datasets, seq_len, seed, num_samples, (split, part), folder)
+        by_size = unweighted == "size" and len(parsed) > 1 and not any(source.weighted for source in parsed)
+        return _megatron_samples(parsed, datasets, seq_len, seed, num_samples, (split, part), folder, by_size=by_size)
     streams = []
     for d, dataset in enumerate(datasets):
         documents = split_range(split, part, dataset.num_documents)
         # the dataset's place in the list is in the key, so that one file named twice is not read in the same order
         key = hash_key(seed, d) if order == "shuffled" else None
         streams.append(PackedStream(dataset, documents, seq_len, key))
-    return Samples(streams, _own_route([source.weight for source in parsed]), seq_len, None)
+    weights = mixing_weights(parsed, [stream.num_tokens for stream in streams], unweighted)
+    return Samples(streams, _own_route(weights), seq_len, None)
 
 
 def _own_route(weights: list[float]) -> Callable[[int], tuple[int, int]]:
@@ -145,24 +157,43 @@ def _megatron_samples(
     num_samples: int | None,
     split_part: tuple[str | None, str],
     folder: Path,
+    *,
+    by_size: bool,
 ) -> Samples:
     """Samples in Megatron's order.
 
-    As in Megatron, they are a blend if there are several datasets, or one with an explicit weight and a split.
+    As in Megatron, they are a blend if there are several datasets, or one with an explicit weight and a split; and a
+    list without weights is mixed by size, each dataset once. A run that takes more than that is beyond Megatron: it
+    goes on as if the sizes were written as weights.
     """
+
+    def stream(d: int, wanted: int | None) -> MegatronStream:
+        return _megatron_stream(datasets[d], split_part, seq_len, wanted, seed, folder)
+
     blended = len(sources) > 1 or (sources[0].weighted and split_part[0] is not None)
     if not blended:
-        stream = _megatron_stream(datasets[0], split_part, seq_len, num_samples, seed, folder)
-        return Samples([stream], lambda i: (0, i), seq_len, stream.num_samples)
+        only = stream(0, num_samples)
+        return Samples([only], lambda i: (0, i), seq_len, only.num_samples)
+    shares = [source.weight for source in sources]
+    if by_size:
+        streams = [stream(d, None) for d in range(len(sources))]
+        shares = [float(each.num_samples) for each in streams]
+        if num_samples is None or num_samples <= sum(shares):
+            size = int(sum(shares)) if num_samples is None else num_samples
+            return _blend(sources, streams, normalised(shares), size, seq_len, folder)
     if num_samples is None:
         raise ValueError("data.order=megatron with weights needs the number of samples of the run")
-    weights = normalised([source.weight for source in sources])
-    streams = [
-        _megatron_stream(dataset, split_part, seq_len, wanted, seed, folder)
-        for dataset, wanted in zip(datasets, megatron_sizes(weights, num_samples, SURPLUS))
-    ]
+    weights = normalised(shares)
+    streams = [stream(d, wanted) for d, wanted in enumerate(megatron_sizes(weights, num_samples, SURPLUS))]
     size = sum(megatron_sizes(weights, num_samples, 0.0))
     weights = normalised(weights)  # Megatron divides by the sum twice, which can move the last bit
+    return _blend(sources, streams, weights, size, seq_len, folder)
+
+
+def _blend(
+    sources: list[Source], streams: list[MegatronStream], weights: list[float], size: int, seq_len: int, folder: Path
+) -> Samples:
+    """Megatron's mixture of streams, of `size` samples, by normalised weights."""
 
     def build() -> dict[str, np.ndarray]:
         ids, numbers = megatron_blend(weights, size)

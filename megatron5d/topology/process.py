@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
@@ -26,6 +27,7 @@ from megatron5d.topology.rendezvous import (
 LEAVING_S = 60.0  # rank 0 waits at most so long for the others to leave first
 _LEFT = "left"  # the register of the ranks that are about to leave
 _OTHER_FILES = 256  # that rank 0 has open besides its connections to the others
+_OWN_FILES = 64  # that a process by itself has open besides its data
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def start_process(timeout_s: float, environment: Environment | None = None) -> P
     """
     environment = environment or read_environment()
     device = _choose_device(environment.local_rank)
+    allow_open_files()
     if environment.world > 1 and environment.meeting != MET:
         _allow_connections(environment)
         store = meet(environment)
@@ -106,19 +109,34 @@ def use_batch_scheduling() -> None:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def allow_open_files() -> float:
+    """Raises the limit of open files as far as the system allows: a process that needs many must not meet the soft one.
+
+    Returns:
+        The limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # macOS promises more than it gives
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return math.inf if hard == resource.RLIM_INFINITY else hard
+
+
+def files_left_for_data(world: int) -> float:
+    """Files that a process may have open besides those of its own and its connections (those of rank 0, the most)."""
+    return allow_open_files() - (world + _OTHER_FILES if world > 1 else _OWN_FILES)
+
+
 def _allow_connections(environment: Environment) -> None:
-    """Raises the limit of open files as far as the system allows: rank 0 keeps a connection to every other rank.
+    """Refuses a run in which rank 0 cannot keep a connection to every other rank.
 
     Where the limit is too low, the operating system would refuse connections without any message.
 
     Raises:
         ValueError: rank 0 cannot open enough files.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or environment.world + _OTHER_FILES <= hard or environment.rank:
-        if soft != hard:
-            with suppress(ValueError, OSError):  # macOS promises more than it gives
-                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = allow_open_files()
+    if environment.world + _OTHER_FILES <= hard or environment.rank:
         return
     raise ValueError(
         f"rank 0 holds a connection to each of {environment.world} ranks, and its system lets a process open {hard} "

@@ -92,7 +92,7 @@ def build_run(config: Config, process: Process) -> Run:
     if checkpoint is None:
         notes += _first_weights(config, sync, optimizer, model)
     else:
-        progress, changed = resume(checkpoint, sync, optimizer, model.weights(), config)
+        progress, changed, config = resume(checkpoint, sync, optimizer, model.weights(), config)
         trainer.guard.in_a_row = progress.skipped_in_a_row
         notes += [f"goes on from {checkpoint} with {'; '.join(changed)}"] if changed else []
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])

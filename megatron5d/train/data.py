@@ -166,7 +166,7 @@ def train_loader(
 
     samples = _opened(config, reads, open_files)
     prefetch = config.data.prefetch if reads else 0
-    return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, prefetch)
+    return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, prefetch, "data.train")
 
 
 def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) -> Loader:
@@ -190,9 +190,10 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
             split=part.split,
             part="valid",
             cache_dir=data.cache_dir,
+            unweighted=data.weights,
         )
 
-    return _loader(config, mesh, _opened(config, reads, open_files), 0, None, 0)
+    return _loader(config, mesh, _opened(config, reads, open_files), 0, None, 0, part.knob)
 
 
 def first_rows(config: Config, steps: int) -> torch.Tensor:
@@ -219,6 +220,7 @@ def _train_samples(config: Config) -> Samples:
         split=data.split,
         part="train",
         cache_dir=data.cache_dir,
+        unweighted=data.weights,
     )
 
 
@@ -245,7 +247,9 @@ def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> S
     return on_every_rank(open_here)
 
 
-def _loader(config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] | None, prefetch: int) -> Loader:
+def _loader(
+    config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] | None, prefetch: int, knob: str
+) -> Loader:
     data, train = config.data, config.train
     # with its number: the thread that reads ahead has a current GPU of its own, which is the first
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -262,6 +266,7 @@ def _loader(config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] 
         eod_mask_loss=data.eod_mask_loss,
         causal=config.model.attention_causal,
         vocab_size=config.model.vocab_size,
+        knob=knob,
         prefetch=prefetch,
         pin_memory=torch.cuda.is_available(),
         transform=SequenceSharding(config, mesh, device),

@@ -31,11 +31,11 @@ from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.monitoring.report import Reporter
 from megatron5d.train.signals import REQUEUE, StopFlag
-from megatron5d.train.startup_warnings import repeated_validation, small_vocabulary, unmarked_documents
+from megatron5d.train.startup_warnings import epochs, repeated_validation, small_vocabulary, unmarked_documents
 from megatron5d.train.state import Progress, run_record, run_tensors
 from megatron5d.train.step import StepResult
 
-ABOUT_DATA = (unmarked_documents, small_vocabulary, repeated_validation, without_targets)
+ABOUT_DATA = (epochs, unmarked_documents, small_vocabulary, repeated_validation, without_targets)
 
 
 @dataclass
@@ -114,6 +114,7 @@ def train(config: Config, process: Process) -> int:
 def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     run = build_run(config, process)
     run.notes += outputs.notes
+    config = run.config  # as it is resumed
     run.notes += on_rank_0(lambda: [note for notes in ABOUT_DATA for note in notes(config)])
     if snapshots.note:
         run.notes.append(snapshots.note)

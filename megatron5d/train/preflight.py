@@ -5,6 +5,8 @@ What a configuration asks of the kind of GPU that it is to run on.
 
 from __future__ import annotations
 
+import fnmatch
+from dataclasses import replace
 from functools import partial
 from os.path import exists, isfile
 
@@ -14,25 +16,44 @@ from kernels import tuning
 from kernels.dispatch import HAS_TRITON
 from megatron5d.config.convert import value_of
 from megatron5d.config.errors import Fault
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import Config, OptimConfig, ParallelConfig
 from megatron5d.data.blend import split_range
-from megatron5d.data.indexed_dataset import IndexedDataset
+from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
+from megatron5d.model.gpt import Gpt
+from megatron5d.topology.grid import resolve
+from megatron5d.topology.mesh import build_mesh
+from megatron5d.topology.process import files_left_for_data
+from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.data import end_of_document, read_sources, tokens_of_part
+
+STRETCHES = 8  # of a file, at equal distances, in which ids are compared with the vocabulary
+STRETCHES_OF_ALL = 512  # of all files together, so that thousands of ranks with hundreds of files begin quickly
+STRETCH_TOKENS = 1 << 13
 
 
 def data_faults(config: Config, world: int) -> list[Fault]:
     """What is wrong with files that are there: broken, of another kind, or too short for a single sample.
 
-    Only sizes are read, which takes no time; other faults inside of the files are reported while training.
+    Sizes and a few stretches of tokens are read; other faults inside of the files are reported while training.
     """
     found = []
     try:
         sources = read_sources(config)
     except ValueError:
         sources = []  # an illegal split, which a law reports
+    if (needed := OPEN_FILES * len(sources)) > (left := files_left_for_data(world)):
+        return [
+            Fault(
+                "data-open-files", ("data.train",), f"data.train and what is held out name {len(sources)} pairs of .bin"
+                f" and .idx, {needed} open files, and this system lets a process have {left:.0f} of them (ulimit -Hn)",
+                f"ulimit -n {needed + 1024}, or merge: python tools/tokens.py merge --out PREFIX PREFIXES", True,
+            )
+        ]  # fmt: skip
     for knob, part, prefix, split in sources:
         if all(isfile(prefix + ending) for ending in (".bin", ".idx")):
-            found += _source_faults(config, knob, prefix, split, part)
+            found += _source_faults(config, knob, prefix, split, part) or _vocabulary_faults(
+                config, knob, prefix, max(1, min(STRETCHES, STRETCHES_OF_ALL // len(sources)))
+            )
     if config.data.tokenizer is not None and exists(config.data.tokenizer):
         found += _tokenizer_faults(config)
     return found
@@ -68,6 +89,23 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
     return [Fault("data-too-short", (knob, "train.seq_len"), reason, fix, True)]
 
 
+def _vocabulary_faults(config: Config, knob: str, prefix: str, stretches: int) -> list[Fault]:
+    """Ids of one pair of .bin and .idx that the model does not have, as far as some stretches of it show."""
+    dataset, size = IndexedDataset(prefix, checked=False), config.model.vocab_size
+    last = max(0, dataset.num_tokens - STRETCH_TOKENS)
+    starts = {last * i // max(1, stretches - 1) for i in range(stretches)} if last else {0}
+    try:
+        ids = [dataset.tokens(at, min(STRETCH_TOKENS, dataset.num_tokens - at)) for at in sorted(starts)]
+    except (ValueError, OSError) as error:
+        return [Fault("data-broken", (knob,), f"{knob}: {error}", f"{knob}=[PREFIX] of files that can be read", True)]
+    largest = max((int(each.max()) for each in ids if len(each)), default=0)
+    if largest < size:
+        return []
+    reason = f"{knob}: {prefix} has token id {largest}, and model.vocab_size is {size}"
+    fix = f"model.vocab_size={largest + 1} or more, or {knob}=[PREFIX] of ids of the model's tokenizer"
+    return [Fault("data-vocabulary", (knob, "model.vocab_size"), reason, fix, True)]
+
+
 def _tokenizer_faults(config: Config) -> list[Fault]:
     """Why a tokenizer's file does not say which token ends a document, where a setting needs it."""
     try:
@@ -82,6 +120,29 @@ def _tokenizer_faults(config: Config) -> list[Fault]:
     )
     knobs = ("data.eod_mask_loss", "data.tokenizer")
     return [Fault("data-tokenizer-eod", knobs, reason, "data.eod=ID of that token, or data.eod_mask_loss=false", True)]
+
+
+def glob_faults(config: Config, world: int) -> list[Fault]:
+    """Globs of parameter names that match none of the model's: what they were to exclude is treated as all else."""
+    optim, default = config.optim, OptimConfig()
+    asked = {"decay_exclude": optim.decay_exclude}
+    if optim.name == "muon" and optim.muon_exclude != default.muon_exclude:
+        asked["muon_exclude"] = optim.muon_exclude
+    if not any(asked.values()):
+        return []
+    whole = replace(config, parallel=ParallelConfig())
+    with without_memory():  # in one piece, as the names do not depend on the layout
+        names = [spec_of(tensor).name for tensor in Gpt(whole, build_mesh(resolve(1)), "meta").weights()]
+    found = []
+    for key, globs in asked.items():
+        if lost := [glob for glob in globs if not fnmatch.filter(names, glob)]:
+            kept = ",".join(f"'{glob}'" for glob in globs if glob not in lost)
+            reason = f"optim.{key}: {' and '.join(lost)} matches no parameter; there are for example {names[0]}, "
+            shown = names[len(names) // 2]
+            found.append(
+                Fault("optim-globs-match", (f"optim.{key}",), f"{reason}{shown}", f'"optim.{key}=[{kept}]"', False)
+            )
+    return found
 
 
 # what asks for 8-bit kernels: its value without them, and the operation that it cannot do without

@@ -8,12 +8,14 @@ from pathlib import Path
 from megatron5d.checkpoint.folder import LEFT, faults_of_newer, faults_of_older, saved_after
 from megatron5d.config.derived import source_of
 from megatron5d.config.schema import Config
-from megatron5d.data.blend import normalised
+from megatron5d.data.blend import mixing_weights, normalised
 from megatron5d.data.indexed_dataset import IndexedDataset
+from megatron5d.data.sample_order import samples_of_steps
 from megatron5d.train.data import end_of_document, eod_and_size, held_out, read_sources, tokens_of_part
 
 LOOKED_AT = 64  # documents of a file
 LOOKED_AT_TOKENS = 1 << 16  # at the end of each
+SHOWN = 8  # datasets
 
 
 def passed_over(config: Config, checkpoint: Path | None) -> str:
@@ -57,7 +59,9 @@ def unmarked_documents(config: Config) -> list[str]:
     for prefix in dict.fromkeys(prefix for _, _, prefix, _ in read_sources(config)):
         dataset = IndexedDataset(prefix, checked=False)
         looked_at = min(dataset.num_documents, LOOKED_AT)
-        if looked_at > 1 and not any((dataset.document(i)[-LOOKED_AT_TOKENS:] == eod).any() for i in range(looked_at)):
+        ends = [(dataset.document_start(i), dataset.document_start(i + 1)) for i in range(looked_at)]
+        tails = [(max(start, end - LOOKED_AT_TOKENS), end) for start, end in ends]
+        if looked_at > 1 and not any((dataset.tokens(start, end - start) == eod).any() for start, end in tails):
             named_by = "data.eod" if data.eod is not None else "data.tokenizer"
             notes.append(
                 f"no effect on {prefix} of data.{' and data.'.join(asking)}: its first {looked_at} documents hold no "
@@ -88,16 +92,34 @@ def repeated_validation(config: Config) -> list[str]:
         return []
     notes = []
     for knob, entries, split in held_out(config).values():
-        sources = [source_of(entry) for entry in entries]
-        for source, share in zip(sources, normalised([source.weight for source in sources])):
-            tokens = tokens_of_part(IndexedDataset(source.prefix, checked=False), split, "valid")
+        for prefix, share, tokens in _shares(config, entries, split, "valid"):
             samples, taken = (tokens - 1) // train.seq_len, math.ceil(share * train.eval_batches * train.gbs)
             if samples < taken:
                 notes.append(
-                    f"{knob}: {source.prefix} holds {samples} samples, and an evaluation (train.eval_batches · "
+                    f"{knob}: {prefix} holds {samples} samples, and an evaluation (train.eval_batches · "
                     f"train.gbs) takes {taken} of it: some count more often than others"
                 )
     return notes
+
+
+def _shares(config: Config, entries: list[str], split: str | None, part: str) -> list[tuple[str, float, int]]:
+    """(prefix, share of the samples, tokens) of each dataset of a mixture."""
+    sources = [source_of(entry) for entry in entries]
+    tokens = [tokens_of_part(IndexedDataset(source.prefix, checked=False), split, part) for source in sources]
+    shares = normalised(mixing_weights(sources, tokens, config.data.weights))
+    return [(source.prefix, share, size) for source, share, size in zip(sources, shares, tokens)]
+
+
+def epochs(config: Config) -> list[str]:
+    """How often the run goes through each of its datasets."""
+    data, train = config.data, config.train
+    taken = samples_of_steps(train.steps, train.gbs, train.gbs_ramp) * train.seq_len
+    told = [
+        f"{share * taken / tokens:.3g} epochs of {prefix} ({share:.1%} of the samples, {tokens:,} tokens)"
+        for prefix, share, tokens in _shares(config, data.train, data.split, "train")
+    ]
+    more = f"; and {len(told) - SHOWN} datasets more" if len(told) > SHOWN else ""
+    return [f"data.train: {taken:,} tokens are {'; '.join(told[:SHOWN])}{more}"]
 
 
 def idle_routers(config: Config) -> list[str]:

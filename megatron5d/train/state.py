@@ -200,11 +200,12 @@ def refuse_nonfinite(source: Path, tensors: Mapping[str, ShardedTensor]) -> None
 
 def resume(
     folder: Path, sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor], config: Config
-) -> tuple[Progress, list[str]]:
+) -> tuple[Progress, list[str], Config]:
     """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
 
     Returns:
-        How far the run is; and the keys that decide on numbers and have changed since, for the log.
+        How far the run is; the keys that decide on numbers and have changed since, for the log; and the configuration,
+        whose lists of data without weights mean what they meant when the run began.
 
     Raises:
         ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it; on every rank.
@@ -220,7 +221,11 @@ def resume(
             f"{folder} was saved with optim.name = {saved}, this run has {optimizer.name}, and moments of the one are "
             f"none of the other; resume with optim.name={saved}, or {alone}"
         )
+    began = record["config"].get("data", {}).get("weights", "equal")  # as it was before there was the key
+    kept = began != config.data.weights and len(config.data.train) > 1
+    config = replace(config, data=replace(config.data, weights=began))
     changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
+    changed += [f"data.weights = {began}, as it began"] * kept
     architecture = [line for line in changed if line.startswith(("model.", "moe.balance ", "optim.freeze "))]
     held, here = (_num_weights(each) for each in (before, config)) if architecture else (0, 0)
     if held > here:  # where some are missing or have another shape, loading names them
@@ -240,7 +245,7 @@ def resume(
     optimizer.set_step_count(progress.step - progress.skipped)
     sync.start_gather()
     sync.finish_gather()
-    return progress, changed
+    return progress, changed, config
 
 
 def checkpoint_faults(config: Config, world: int) -> list[Fault]:

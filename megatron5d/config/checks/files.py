@@ -6,13 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from os.path import (  # unlike pathlib's, they do not raise in folders closed to this user
-    exists,
-    isdir,
-    isfile,
-    islink,
-    realpath,
-)
+from os.path import exists, isdir, isfile, islink, realpath  # unlike pathlib's, they do not raise in closed folders
 from pathlib import Path
 
 from megatron5d.config.checks.check import Law

@@ -30,7 +30,7 @@ AT_LEAST = {
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
         optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip optim.skip_norm
         optim.max_skipped moe.aux_coef moe.z_coef moe.bias_rate
-        data.eod data.prefetch checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
+        data.eod checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
         model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last
         log.memory_snapshot_step recompute.offload_min_bytes""",
 }
@@ -61,6 +61,7 @@ WORDS: dict[str, Sequence[str]] = {
     "precision.fp8": ("none", "tensorwise", "blockwise"),
     "precision.grad_dtype": ("fp32", "bf16"),
     "recompute.mode": ("none", "selective", "full"),
+    "data.weights": ("size", "equal"),
     "data.order": ("shuffled", "sequential", "megatron"),
     "log.wandb.mode": ("online", "offline", "disabled"),
     "log.memory_check": ("refuse", "warn", "off"),
@@ -148,7 +149,11 @@ def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
     return [word for word in words if word in known] or [words[0]]
 
 
+MAX_PREFETCH = 1024  # global batches; more only fill the host's memory
+
 SHAPES = (
+    _shape("data.prefetch", lambda c: 0 <= c.data.prefetch <= MAX_PREFETCH, f"0 to {MAX_PREFETCH} global batches",
+           lambda c: str(nearest(c.data.prefetch, (0, MAX_PREFETCH)))),
     _shape("parallel.zero", lambda c: c.parallel.zero in (0, 1, 2, 3), "0, 1, 2 or 3",
            lambda c: str(nearest(c.parallel.zero, range(4)))),
     _shape("parallel.order", lambda c: sorted(c.parallel.order) == sorted(AXES), f"each of {alternatives(AXES)} once",

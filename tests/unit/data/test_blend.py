@@ -12,12 +12,26 @@ from megatron5d.data.blend import megatron_blend, megatron_sizes, mixing_cycle, 
 
 
 def test_sources_are_weight_and_prefix():
-    assert [source_of(entry) for entry in ["0.3 /a/b", " 7   c d ", "plain", "./3"]] == [
+    assert [source_of(entry) for entry in ["0.3 /a/b", "0.3\t/a/b", " 7   c d ", "plain", "./3"]] == [
+        Source("/a/b", 0.3, True),
         Source("/a/b", 0.3, True),
         Source("c d", 7.0, True),
         Source("plain", 1.0, False),
         Source("./3", 1.0, False),
     ]
+
+
+def test_a_number_before_a_space_is_no_weight_of_files_that_are_not_there(tmp_path):
+    entry = f"2024 {tmp_path.name}/x"
+    assert source_of(entry) == Source(f"{tmp_path.name}/x", 2024.0, True)
+    (tmp_path / "2024 crawl").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        (tmp_path / "2024 crawl" / "x.idx").touch()
+        assert source_of("2024 crawl/x") == Source("2024 crawl/x", 1.0, False)
+        (tmp_path / "crawl").mkdir()
+        (tmp_path / "crawl" / "x.idx").touch()
+        assert source_of("2024 crawl/x") == Source("crawl/x", 2024.0, True)
 
 
 @pytest.mark.parametrize("entry", ["", "0.3", "0 a", "-1 a", "nan a", "inf a"])
@@ -47,6 +61,17 @@ def test_no_split_gives_everything():
 def test_bad_splits_are_refused(split):
     with pytest.raises(ValueError, match="data.split="):
         split_range(split, "train", 10)
+
+
+@pytest.mark.parametrize("mix", [lambda w: mixing_cycle(w)[0], lambda w: megatron_blend(w, len(w))[0]])
+def test_more_datasets_than_16_bits_count_keep_their_numbers(mix, monkeypatch):
+    monkeypatch.setattr(
+        blend, "_fill_blend", lambda weights, taken, datasets, numbers: datasets.__setitem__(-1, len(weights) - 1)
+    )
+    monkeypatch.setattr(blend, "COMPILE_ABOVE", 1 << 60)
+    ids = mix([1.0] * 40_000)
+    assert ids.min() == 0 and ids.max() == 39_999
+    assert megatron_blend([1.0] * 9, 9)[0].dtype == np.int16  # as Megatron stores it
 
 
 def greedy(weights, size):

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter, finish_partial
+from megatron5d.data.loader import Loader
+from megatron5d.data.samples import open_samples
 
 # two documents [1, 2, 3] and [4, 5] as u16, written by hand from the description of the format
 IDX = (
@@ -125,6 +127,19 @@ def test_a_file_that_shrinks_under_way_is_not_read_as_zeros(tmp_path):
     os.truncate(tmp_path / "x.bin", 4)
     with pytest.raises(ValueError, match=r"x\.bin: byte 4: the file has 4 bytes, its \.idx says 8: truncated"):
         data.tokens(1, 3)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "megatron"])
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_file_cut_short_under_a_loader_is_an_error_with_its_key(tmp_path, order, ending):
+    """Of a mapped file the process would end with SIGBUS."""
+    write(tmp_path / "x", [[k] * 9 for k in range(9000)])
+    samples = open_samples([str(tmp_path / "x")], seq_len=20, order=order, num_samples=800)
+    loader = Loader(samples, gbs=400, mbs=400, document_mask=True, knob="data.valid", prefetch=0)
+    next(loader)
+    os.truncate(f"{tmp_path / 'x'}{ending}", 50)
+    with pytest.raises(ValueError, match=rf"data\.valid: .*x\{ending}: byte 50: the file has 50 bytes, .*truncated"):
+        next(loader)
 
 
 def test_every_truncation_is_refused(tmp_path):

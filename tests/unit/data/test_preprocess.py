@@ -181,6 +181,22 @@ def test_validation_documents_are_held_out(tmp_path, tokenizer_file, corpus_file
     assert summary["documents"] == len(TEXTS)
 
 
+@pytest.mark.parametrize("text_per", ["line", "file"])
+@pytest.mark.parametrize(("documents", "fraction"), [(201, 0.01), (201, 0.05), (2, 0.5), (30, 0.001), (40, 0.99)])
+def test_few_documents_are_held_out_in_the_share_that_is_asked_for(
+    tmp_path, tokenizer_file, documents, fraction, text_per
+):
+    """And at least one of two; whatever their numbers alone would draw."""
+    (tmp_path / "c").mkdir()
+    for name in range(documents if text_per == "file" else 1):
+        (tmp_path / "c" / f"{name}.txt").write_text("alpha\n" * (1 if text_per == "file" else documents))
+    files = tuple(sorted((tmp_path / "c").iterdir()))
+    job = preprocess.Job(files, str(tmp_path / "o"), Recipe(str(tokenizer_file)), text_per, fraction)
+    wanted = min(max(1, round(documents * fraction)), documents - 1)
+    counts = [output["documents"] for output in preprocess.preprocess(job, 1)["outputs"].values()]
+    assert sum(counts) == documents and abs(counts[1] - wanted) <= 0.2 * wanted
+
+
 KILLER = """
 import os, signal, sys
 from pathlib import Path

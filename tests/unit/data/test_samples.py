@@ -84,6 +84,35 @@ def test_blend_takes_each_dataset_in_proportion_and_in_its_own_order(tmp_path, o
         assert numbers == list(range(len(numbers))) and len(numbers) > first
 
 
+@pytest.mark.parametrize("order", ["shuffled", "sequential", "megatron"])
+def test_a_list_without_weights_is_mixed_by_size(tmp_path, order):
+    """And with data.weights=equal, or beside a weight, each entry weighs 1."""
+    prefixes = [write(tmp_path / f"d{k}", [tokens], 1000 * k) for k, tokens in enumerate((601, 301, 101))]
+    settings = {"seq_len": 3, "order": order, "seed": 1, "cache_dir": tmp_path / "cache"}
+
+    def taken(sources, n, **more):
+        samples = open_samples(sources, num_samples=n, **settings, **more)
+        return [samples.streams.index(samples.locate(i)[0]) for i in range(n)], samples
+
+    took, samples = taken(prefixes, 333)
+    assert np.abs(np.bincount(took) - [200, 100, 33]).max() <= 1
+    assert len({tuple(samples[i].tolist()) for i in range(333)}) >= 331  # each sample once
+    assert np.abs(np.bincount(took[:100], minlength=3) - [60, 30, 10]).max() <= 1
+    assert np.abs(np.bincount(taken(prefixes, 999)[0]) - [600, 300, 99]).max() <= 2
+    assert np.abs(np.bincount(taken(prefixes, 300, unweighted="equal")[0]) - 100).max() <= 2
+    assert np.abs(np.bincount(taken([prefixes[0], f"1 {prefixes[1]}", prefixes[2]], 300)[0]) - 100).max() <= 2
+    if order == "megatron":
+        assert np.bincount(took).tolist() == [200, 100, 33]
+        # the text: for i = 0 ... size-1 the first of those furthest below weight * max(i, 1)
+        counts, expected = [0, 0, 0], []
+        for i in range(250):
+            lags = [w / 333 * max(i, 1) - c for w, c in zip((200, 100, 33), counts)]
+            expected.append(lags.index(max(lags)))
+            counts[expected[-1]] += 1
+        assert taken(prefixes, 250)[0] == expected
+        assert open_samples(prefixes, **settings).num_samples == 333
+
+
 def test_the_same_file_twice_is_read_in_two_orders(prefix):
     samples = open_samples([prefix, prefix], seq_len=3, seed=5)
     assert [samples[i].tolist() for i in range(0, 60, 2)] != [samples[i].tolist() for i in range(1, 60, 2)]
@@ -103,4 +132,4 @@ def test_wrong_settings_name_the_knob_and_a_legal_value(prefix, tmp_path):
     with pytest.raises(ValueError, match="nowhere.idx: no such file"):
         open_samples([str(tmp_path / "nowhere")], seq_len=3)
     with pytest.raises(ValueError, match="number of samples"):
-        open_samples([prefix, prefix], seq_len=3, order="megatron")
+        open_samples([f"1 {prefix}", prefix], seq_len=3, order="megatron")

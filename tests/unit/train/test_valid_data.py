@@ -12,7 +12,7 @@ import torch
 from runs import records, write_corpus
 
 from megatron5d.config.checks import broken_laws
-from megatron5d.config.schema import Config, DataConfig, LogConfig, ModelConfig, TrainConfig
+from megatron5d.config.schema import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, TrainConfig
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
@@ -21,7 +21,8 @@ from megatron5d.train.build import sizes_of
 from megatron5d.train.data import held_out, train_loader, valid_loader
 from megatron5d.train.loop import train
 from megatron5d.train.preflight import data_faults
-from megatron5d.train.startup_warnings import repeated_validation, small_vocabulary, unmarked_documents
+from megatron5d.train.startup_warnings import epochs, repeated_validation, small_vocabulary, unmarked_documents
+from megatron5d.train.state import run_record
 
 DOCUMENTS, SEQ = 60, 16
 
@@ -165,6 +166,73 @@ def test_files_that_cannot_be_read_are_refused(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron5d.train.preflight.end_of_document", refuse)
     tokenizer = replace(config, data=replace(config.data, tokenizer=__file__))
     assert [fault.id for fault in data_faults(tokenizer, 1)] == ["data-broken", "data-tokenizer-kind"]
+
+
+def test_ids_that_the_model_lacks_are_refused_before_the_start(tmp_path):
+    with closing(IndexedWriter(tmp_path / "x", "u2")) as writer:
+        writer.add_document([*[1] * 99_999, 50])
+        writer.finalize()
+    for size, ids in ((50, ["data-vocabulary"]), (51, [])):
+        config = Config(model=ModelConfig(vocab_size=size), data=DataConfig([str(tmp_path / "x")]))
+        faults = data_faults(config, 1)
+        assert [fault.id for fault in faults] == ids
+    config = Config(model=ModelConfig(vocab_size=50), data=DataConfig(["a"], valid=[str(tmp_path / "x")]))
+    (fault,) = data_faults(config, 1)
+    assert "data.valid: " in fault.reason and "token id 50, and model.vocab_size is 50" in fault.reason
+    assert fault.fix.startswith("model.vocab_size=51 ")
+
+
+def test_more_files_than_a_process_may_open_are_refused(corpus, monkeypatch):
+    limits = {"now": (100, 300)}
+    monkeypatch.setattr("resource.getrlimit", lambda kind: limits["now"])
+    monkeypatch.setattr("resource.setrlimit", lambda kind, both: limits.update(now=both))
+    assert data_faults(Config(data=DataConfig([corpus] * 110)), 1) == [] and limits["now"] == (300, 300)
+    (fault,) = data_faults(Config(data=DataConfig([corpus] * 110, valid=[corpus] * 10)), 1)
+    assert "120 pairs" in fault.reason and "240 open files" in fault.reason and "have 236 of them" in fault.reason
+    assert [fault.id for fault in data_faults(Config(data=DataConfig([corpus] * 110)), 8)] == ["data-open-files"]
+
+
+def test_the_epochs_of_each_dataset_are_told(corpus, tmp_path):
+    other = write_corpus(tmp_path / "other", vocab_size=43, documents=30)
+    sizes = [IndexedDataset(prefix).num_tokens for prefix in (corpus, other)]
+    train = TrainConfig(steps=100, gbs=2, seq_len=SEQ)
+    (told,) = epochs(Config(train=train, data=DataConfig([corpus, other])))
+    each = 100 * 2 * SEQ / sum(sizes)
+    assert told.startswith(f"data.train: {200 * SEQ:,} tokens are {each:.3g} epochs of {corpus} (")
+    assert f"; {each:.3g} epochs of {other} (" in told and f"{sizes[1]:,} tokens)" in told
+    (told,) = epochs(Config(train=train, data=DataConfig([corpus, other], weights="equal")))
+    assert f"; {100 * SEQ / sizes[1]:.3g} epochs of {other} (50.0% of" in told
+
+
+def test_a_resumed_run_keeps_the_mixture_with_which_it_began(corpus, tmp_path, monkeypatch):
+    """Checkpoints from before data.weights mix a list without weights in equal shares."""
+    other = write_corpus(tmp_path / "other", vocab_size=43, documents=9, seed=5)
+
+    def losses(folder, weights, steps):
+        config = Config(
+            model=ModelConfig(
+                num_layers=1, vocab_size=43, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2
+            ),
+            train=TrainConfig(steps=8, stop_after=steps, gbs=2, seq_len=SEQ),
+            data=DataConfig([corpus, other], weights=weights),
+            checkpoint=CheckpointConfig(dir=str(tmp_path / folder), every=4),
+            log=LogConfig(jsonl=str(tmp_path / f"{folder}.jsonl"), progress=False, memory_check="off"),
+        )
+        assert train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
+        return [record["loss"] for record in records(tmp_path / f"{folder}.jsonl")]
+
+    whole = {weights: losses(weights, weights, 8) for weights in ("equal", "size")}
+    assert whole["equal"] != whole["size"]
+
+    def older(progress, config):
+        del config["data"]["weights"]
+        return run_record(progress, config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron5d.train.loop.run_record", older)
+        losses("old", "equal", 4)
+    for steps in (6, 8):  # the second time as the first one saved it
+        assert losses("old", "size", steps) == whole["equal"][:steps]
 
 
 def test_a_run_reads_its_tokenizer_once(corpus, tmp_path, monkeypatch):
