@@ -17,7 +17,9 @@ def config_in(folder: Path) -> Config:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.parent.name != "code"
+    )
 
 
 def test_locks_come_first_and_go_last(tmp_path):
