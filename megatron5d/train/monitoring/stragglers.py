@@ -21,6 +21,7 @@ from megatron5d.topology.grid import DENSE_LINES, EXPERT_LINES, Sizes, dense_gri
 from megatron5d.train.build import Run
 
 DEFAULT = 1.2  # on GPUs; on CPUs ranks take turns on cores, and nothing is measured
+TURN_S = 0.2  # a CPU rank that is slower by less may have waited for its turn on a core
 STALL_S = 5.0  # a single step that is longer by as much than those of the peers is told at once
 BEAT_S = 0.25  # between two signs of life; a process that gives none is stopped, swapped out or frozen with its machine
 RECORDS = 3  # in a row on the other side of the threshold: less is noise
@@ -39,6 +40,7 @@ class SlowRanks:
         on_gpus = run.process.device.type == "cuda"
         chosen = run.config.log.slow_rank
         self.threshold = (DEFAULT if on_gpus else 0.0) if chosen is None else chosen
+        self._least_s = 0.0 if on_gpus else TURN_S
         self._run, self._world = run, run.mesh["world"]
         self._peers = torch.tensor(peers(run.mesh.sizes, run.config))  # [roles, ranks]
         self.active = self.threshold > 0 and self._peers.shape[1] > 1
@@ -102,7 +104,7 @@ class SlowRanks:
         """
         ratios = self.ratios(work)
         slowest = int(ratios.argmax())
-        contradicts = (ratios > self.threshold) != self._slow
+        contradicts = ((ratios > self.threshold) & (work - work / ratios > self._least_s)) != self._slow
         self._in_a_row = torch.where(contradicts, self._in_a_row + 1, 0)
         turned = self._in_a_row == RECORDS
         self._slow ^= turned

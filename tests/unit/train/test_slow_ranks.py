@@ -119,6 +119,11 @@ def test_noise_is_not_told_and_what_lasts_is_told_once(judged):
     assert "no longer slow" in healed and "rank 6" in healed
 
 
+def test_turns_on_a_cpu_core_make_no_rank_slow(judged):
+    for _ in range(RECORDS + 1):
+        assert judged(*(second / 20 for second in (4, 1, 1, 1, 3, 3, 3, 3)))[1] == []
+
+
 def test_several_ranks_of_a_slow_node_are_named_together(judged):
     node = (1, 1, 1.5, 1.5, 3, 3, 3, 3)
     assert (judged(*node)[1], judged(*node)[1]) == ([], [])
