@@ -152,7 +152,10 @@ def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth:
     )  # fmt: skip
     axes, *panels = all_axes[:, 0]
     for number, (name, curve) in enumerate(zip(names, curves)):
-        color, width = f"C{number % 10}", 1 + 1.5 * (len(curves) - 1 - number)  # what lies on top leaves an edge free
+        color, width = (
+            f"C{number % 10}",
+            1 + 3 * (1 - (number + 1) / len(curves)),
+        )  # what lies on top leaves an edge free
         if smooth > 1:
             axes.plot(*zip(*curve.train), color=color, alpha=0.2, linewidth=width)
         shown = smoothed(curve.train, smooth)
