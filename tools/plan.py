@@ -99,6 +99,7 @@ from megatron5d.config.convert import override_text
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.load import keys_given
 from megatron5d.config.schema import Config
+from megatron5d.model.flops import parameter_count
 from megatron5d.planning.fit import fit_text, nearest_fit
 from megatron5d.planning.layout_search import LayoutSearch
 from megatron5d.planning.layout_table import layout_record, layouts_table, step_record, step_table
@@ -112,6 +113,8 @@ from megatron5d.train.pipeline_layout import micro_batch_counts
 from megatron5d.train.preflight import eight_bit_faults
 
 TOLD_EVERY_S = 10.0
+LARGE = 500_000_000  # parameters that nobody trains in fp32
+EXPERIMENTS = {file.stem for file in (Path(__file__).resolve().parents[1] / "conf" / "experiment").glob("*.yaml")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -162,6 +165,7 @@ def _check_eight_bits(config: Config, architecture: str) -> None:
 def _step(options: argparse.Namespace) -> int:
     cluster = _cluster(options)
     config = planned_config(options.overrides, options.world)
+    _note_defaults(config)
     _check_eight_bits(config, cluster.architecture)
     cost = Estimator(cluster, options.imbalance or 1.0).step(config, options.world)
     if options.json:
@@ -177,6 +181,7 @@ def _search(options: argparse.Namespace) -> int:
         raise ValueError(f"--count {options.count} is not above 0")
     have = _bytes_given(options, cluster.memory_bytes)
     config = unplanned_config(options.overrides, options.world)
+    _note_defaults(config)
     _check_eight_bits(config, cluster.architecture)
     search = LayoutSearch(config, options.world, cluster, options.imbalance, keys_given(options.overrides))
     with _counting("shapes of a layout") as count:
@@ -228,6 +233,14 @@ def _what(config: Config) -> str:
     return f"{config.model.name} in {precision.dtype}{fp8}, train.gbs {train.gbs}, train.seq_len {train.seq_len:,}"
 
 
+def _note_defaults(config: Config) -> None:
+    """A model alone leaves precision, batch and sequence as they are for a toy."""
+    name = config.model.name
+    if config.precision.dtype == "fp32" and parameter_count(config.model) > LARGE:
+        experiment = f"; experiment={name} brings what it is trained with" if name in EXPERIMENTS else ""
+        print(f"note: planned for {_what(config)}{experiment}", file=sys.stderr)
+
+
 def _command(options: argparse.Namespace, cluster: Cluster, found: str) -> str:
     """What starts the run of a layout on this cluster; the keys that were given, then those that were found."""
     nodes, per_node = -(-options.world // cluster.node), min(options.world, cluster.node)
@@ -242,6 +255,7 @@ def _command(options: argparse.Namespace, cluster: Cluster, found: str) -> str:
 
 def _memory(options: argparse.Namespace) -> int:
     config = planned_config(options.overrides, options.world)
+    _note_defaults(config)
     imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
     _check_imbalance(imbalance)
     target, have = _machine(options, imbalance)

@@ -187,6 +187,14 @@ def test_a_search_tells_how_far_it_is_what_it_plans_and_a_command_that_runs_it(c
     assert planned_config(overrides, 2).precision.dtype == "bf16"
 
 
+def test_a_large_model_in_a_toys_precision_is_noted_with_the_experiment_to_take(capsys):
+    large = ["memory", "--world", "64", "model=mixtral_8x7b", "train.gbs=64", "parallel.ep=8"]
+    assert main(large) == 0
+    noted = capsys.readouterr().err
+    assert "planned for mixtral_8x7b in fp32, train.gbs 64, train.seq_len 128; experiment=mixtral_8x7b brings" in noted
+    assert main([*large, "precision.dtype=bf16"]) == 0 and not capsys.readouterr().err
+
+
 def test_memory_says_of_what(capsys):
     assert main([*RUN]) == 0
     assert " ranks: dp " in capsys.readouterr().out.splitlines()[0]
