@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from megatron5d.model.flops import parameter_count
 from megatron5d.topology.grid import Sizes
 from megatron5d.train.provenance import ROOT, commit, versions
 from megatron5d.train.signals import REQUEUE
+
+_WHOLE, _FIRST, _LAST = 1, 2, 4  # parts of a record in W&B's files
 
 
 def run_facts(config: Config, sizes: Sizes) -> dict[str, Any]:
@@ -60,8 +63,8 @@ class Wandb:
         self._run.define_metric("tokens")
         self._run.define_metric("loss", step_metric="tokens")
         self._run.define_metric("valid_loss*", step_metric="tokens", summary="min,last")
-        self._told = Path(self._run.settings.wandb_dir) / f"last-step-{self._run.id}"
-        self.last = max(_number(self._told) if run_id else 0, self._run.step - 1)
+        earlier = Path(self._run.settings.wandb_dir).glob(f"offline-run-*-{self._run.id}/run-*.wandb")
+        self.last = max([0, self._run.step - 1, *(step for file in earlier for step in _steps_in(file))])
 
     @property
     def run_id(self) -> str:
@@ -72,8 +75,6 @@ class Wandb:
         if record["step"] > self.last:
             self._run.log({key: value for key, value in record.items() if value is not None}, step=record["step"])
             self.last = record["step"]
-            with suppress(OSError):  # W&B itself may be far from a disk that is full here
-                self._told.write_text(str(self.last))
 
     def close(self, code: int) -> None:
         """Ends the run as finished (0), preempted (75) or failed."""
@@ -95,11 +96,27 @@ def _tags(config: Config, facts: Mapping[str, Any]) -> list[str]:
     return [config.precision.dtype, *cut]
 
 
-def _number(file: Path) -> int:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return 0
+def _steps_in(file: Path) -> Iterator[int]:
+    """The steps that an offline run has really written: a process that was killed takes some with it.
+
+    The file has LevelDB's framing: blocks of 32 KiB, and records in parts whose type says which they are.
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        _, length, part = struct.unpack_from("<IHB", data, at)
+        if left < 7 or part == 0:
+            at += left
+            continue
+        record = (b"" if part in (_WHOLE, _FIRST) else record) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if part in (_WHOLE, _LAST):
+            with suppress(DecodeError):  # cut off by a kill
+                items = wandb_internal_pb2.Record.FromString(record).history.item  # type: ignore[attr-defined]
+                yield from (int(item.value_json) for item in items if "_step" in (item.key, *item.nested_key))
 
 
 class TensorBoard:

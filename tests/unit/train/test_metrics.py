@@ -18,6 +18,7 @@ from megatron5d.model.flops import flops_per_token, parameter_count
 from megatron5d.train.monitoring import writers as metrics
 from megatron5d.train.monitoring.trackers import TensorBoard, Wandb
 from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Writers, round_steps
+from megatron5d.train.provenance import commit
 
 
 def lines(path):
@@ -178,6 +179,7 @@ def test_wandb_offline_holds_what_the_log_holds_and_no_step_twice_after_a_resume
     logged = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
     assert logged == [{k: v for k, v in line.items() if v is not None} for line in lines(tmp_path / "log.jsonl")]
     assert [each.exit_code for each in found["exit"]] == [75, 1] and len(found["preempting"]) == 1
+    assert {run.git.commit for run in found["run"]} == {(commit() or "").removesuffix("-dirty")}
     for run in found["run"]:
         said = {k: v for k, v in items(run.config.update).items() if k != "_wandb"}
         assert said == json.loads(json.dumps(to_dict(config))) | {"run": facts}
@@ -187,6 +189,24 @@ def test_wandb_offline_holds_what_the_log_holds_and_no_step_twice_after_a_resume
     assert axes["valid_loss*"].summary.min and {"loss", "valid_loss*"} <= {
         name for name, each in axes.items() if each.step_metric == "tokens" or each.step_metric_index
     }
+
+
+def test_a_resumed_run_sends_what_a_killed_process_had_not_written(tmp_path):
+    """W&B's process writes block by block, and leaves with the run's."""
+    config = Config(log=LogConfig(dir=str(tmp_path)))
+    run = Wandb(config, "offline", None, {})
+    for step in range(1, 200):  # more than a block
+        run.write({"step": step, "text": "x" * 700})
+    run.close(0)
+    file = next(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    deadline = time.monotonic() + 30
+    while file.stat().st_size < 150_000 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    file.write_bytes(file.read_bytes()[:65536])  # what a kill leaves
+    kept = [items(record.history.item).get("_step", 0) for record in wandb_records(tmp_path)]
+    resumed = Wandb(config, "offline", run.run_id, {})
+    resumed.close(0)
+    assert 0 < resumed.last == max(kept) < 199
 
 
 class Broken:
