@@ -24,6 +24,16 @@ setup(
         "gpu": ["triton>=3.6"],
         "data": ["tokenizers", "tiktoken", "zstandard", "pyarrow"],
         "search": ["numba"],
-        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "transformers", "triton", "ruff", "mypy", "hypothesis"],
+        "dev": [
+            "pytest",
+            "tensorboard",
+            "pytest-timeout",
+            "pytest-xdist",
+            "transformers",
+            "triton",
+            "ruff",
+            "mypy",
+            "hypothesis",
+        ],
     },
 )

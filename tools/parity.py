@@ -73,7 +73,7 @@ from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.errors import ConfigError, refuse
 from megatron5d.config.json_file import parse_json
 from megatron5d.config.schema import Config
-from megatron5d.parity.certificate import FORMAT, code_here, configuration_hash, plain, report_text, strays_of, worst_of
+from megatron5d.parity.certificate import FORMAT, configuration_hash, plain, report_text, strays_of, worst_of
 from megatron5d.parity.differences import Difference, axes_of, differences, in_16_bits, rounding_differences, smooth
 from megatron5d.parity.local_ranks import RankFailure
 from megatron5d.parity.run import ROWS_SEED, RankRecord, alone, make_rows, short_run
@@ -81,6 +81,7 @@ from megatron5d.parity.variants import Ablation, ablations, differing, exact, fa
 from megatron5d.planning.predict import planned_config
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import end_of_document, first_rows
+from megatron5d.train.provenance import code_here
 
 IGNORED = 0.3  # of a row at most is padding, so that no two ranks have the same number of target tokens
 

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,7 @@ from megatron5d.config.convert import override_text
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.load import keys_given
 from megatron5d.config.schema import Config
+from megatron5d.model.flops import parameter_count
 from megatron5d.planning.fit import fit_text, nearest_fit
 from megatron5d.planning.layout_search import LayoutSearch
 from megatron5d.planning.layout_table import layout_record, layouts_table, step_record, step_table
@@ -107,6 +111,10 @@ from megatron5d.train.build import sizes_of
 from megatron5d.train.monitoring.memory import shortage
 from megatron5d.train.pipeline_layout import micro_batch_counts
 from megatron5d.train.preflight import eight_bit_faults
+
+TOLD_EVERY_S = 10.0
+LARGE = 500_000_000  # parameters that nobody trains in fp32
+EXPERIMENTS = {file.stem for file in (Path(__file__).resolve().parents[1] / "conf" / "experiment").glob("*.yaml")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,6 +165,7 @@ def _check_eight_bits(config: Config, architecture: str) -> None:
 def _step(options: argparse.Namespace) -> int:
     cluster = _cluster(options)
     config = planned_config(options.overrides, options.world)
+    _note_defaults(config)
     _check_eight_bits(config, cluster.architecture)
     cost = Estimator(cluster, options.imbalance or 1.0).step(config, options.world)
     if options.json:
@@ -172,21 +181,24 @@ def _search(options: argparse.Namespace) -> int:
         raise ValueError(f"--count {options.count} is not above 0")
     have = _bytes_given(options, cluster.memory_bytes)
     config = unplanned_config(options.overrides, options.world)
+    _note_defaults(config)
     _check_eight_bits(config, cluster.architecture)
     search = LayoutSearch(config, options.world, cluster, options.imbalance, keys_given(options.overrides))
-    with tqdm(desc="shapes", unit="", leave=False, disable=None) as bar:
-        candidates = search.candidates(have, bar.update)
+    with _counting("shapes of a layout") as count:
+        candidates = search.candidates(have, count)
     if not search.found_legal:
         planned_config(options.overrides, options.world)  # says what is wrong
-    with tqdm(desc="layouts", unit="", leave=False, disable=None) as bar:
-        found = search.best(candidates, have, options.count, bar.update)
+    with _counting(f"times and memories, of {len(candidates):,} layouts at most") as count:
+        found = search.best(candidates, have, options.count, count)
     layouts = [(each, override_text(search.overrides(each))) for each in found]
     if options.json:
-        records = [layout_record(each, line) for each, line in layouts]
+        records = [layout_record(each, line) | {"command": _command(options, cluster, line)} for each, line in layouts]
         print(json.dumps({"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2))
     elif found:
         print(layouts_table(layouts))
-        print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {gigabytes(have)} each.")
+        print(f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {gigabytes(have)} each, for")
+        print(_what(config))
+        print(f"Run the first one: {_command(options, cluster, layouts[0][1])}")
     else:
         print(f"No layout that was looked at fits {gigabytes(have)}: try more ranks, or recompute.offload.")
         too_large = [each for each in candidates if each.needed > have]  # the rest was not looked at to the end
@@ -197,8 +209,53 @@ def _search(options: argparse.Namespace) -> int:
     return 0 if found else 1
 
 
+@contextmanager
+def _counting(what: str) -> Iterator[Callable[[], None]]:
+    """How many things have been looked at: a bar on a terminal, and a line every 10 s elsewhere."""
+    with tqdm(desc=what, unit="", leave=False, disable=None) as bar:
+        number, told = 0, time.perf_counter()
+
+        def count() -> None:
+            nonlocal number, told
+            number += 1
+            bar.update()
+            if bar.disable and (now := time.perf_counter()) - told >= TOLD_EVERY_S:
+                told = now
+                print(f"looked at {number:,} {what}", file=sys.stderr, flush=True)
+
+        yield count
+
+
+def _what(config: Config) -> str:
+    """What is counted, for whoever did not give it."""
+    train, precision = config.train, config.precision
+    fp8 = "" if precision.fp8 == "none" else f" with fp8 {precision.fp8}"
+    return f"{config.model.name} in {precision.dtype}{fp8}, train.gbs {train.gbs}, train.seq_len {train.seq_len:,}"
+
+
+def _note_defaults(config: Config) -> None:
+    """A model alone leaves precision, batch and sequence as they are for a toy."""
+    name = config.model.name
+    if config.precision.dtype == "fp32" and parameter_count(config.model) > LARGE:
+        experiment = f"; experiment={name} brings what it is trained with" if name in EXPERIMENTS else ""
+        print(f"note: planned for {_what(config)}{experiment}", file=sys.stderr)
+
+
+def _command(options: argparse.Namespace, cluster: Cluster, found: str) -> str:
+    """What starts the run of a layout on this cluster; the keys that were given, then those that were found."""
+    nodes, per_node = -(-options.world // cluster.node), min(options.world, cluster.node)
+    words = list(options.overrides)
+    if not any(word.startswith(("data.train=", "experiment=quickstart")) for word in words):
+        words.append("data.train=[data/corpus_train]")
+    start = f"sbatch --nodes={nodes} --gpus-per-node={per_node} launch/slurm.sbatch"
+    if nodes == 1:
+        start = f"bash launch/local.sh {options.world}"
+    return f"{start} {shlex.join(words)} {found}".rstrip()
+
+
 def _memory(options: argparse.Namespace) -> int:
     config = planned_config(options.overrides, options.world)
+    _note_defaults(config)
     imbalance = config.moe.planned_imbalance if options.imbalance is None else options.imbalance
     _check_imbalance(imbalance)
     target, have = _machine(options, imbalance)
@@ -214,6 +271,10 @@ def _memory(options: argparse.Namespace) -> int:
         }  # fmt: skip
         print(json.dumps(record, indent=2))
         return 1 if lack else 0
+    sizes = sizes_of(config, options.world)
+    axes = ", ".join(f"{name} {getattr(sizes, name)}" for name in ("dp", "tp", "cp", "pp", "ep"))
+    more = f"train.mbs {config.train.mbs}, recompute {config.recompute.mode}"
+    print(f"{_what(config)}, {more}; {options.world} ranks: {axes}, zero {config.parallel.zero}")
     print(table(ranks))
     worst = max(ranks, key=lambda rank: ranks[rank].needed)
     moment = ranks[worst].moment and f", {ranks[worst].moment}"

@@ -1,8 +1,10 @@
-"""Draw the losses of runs.
+"""Draw the losses of runs, and any other figure of their records.
 
     python tools/visualize.py loss RUN_DIR [RUN_DIR...] --out loss.png     loss over tokens, training and validation
+    python tools/visualize.py loss runs --smooth 20 --panels grad_norm,lr,mfu,memory_gb,'moe/layer_*/load'
 
-RUN_DIR is a run's folder with its .jsonl file, or that file. Exit code 2 for bad input.
+RUN_DIR is a run's folder with its .jsonl file, that file, or a folder of runs, which are all drawn.
+Exit code 2 for bad input.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -31,28 +35,34 @@ class Curve:
         train: (tokens seen, loss) of every record.
         valid: field (`valid_loss`, `valid_loss/<name>`) -> (tokens seen, loss) of every evaluation; the first stands
             at 0 where it came before training.
+        fields: every other number of a record (`grad_norm`, `moe/layer_0/load`) -> (tokens seen, value).
     """
 
     name: str
     train: list[tuple[int, float]]
     valid: dict[str, list[tuple[int, float]]]
+    fields: dict[str, list[tuple[int, float]]]
 
 
-def find_records(run: Path) -> Path:
-    """The run's .jsonl file.
+def find_records(run: Path) -> list[Path]:
+    """The run's .jsonl file, or those of all runs in a folder of runs.
 
     Raises:
-        ValueError: there is none, or there are several.
+        ValueError: there is none, or one folder holds several.
     """
     if run.is_file():
-        return run
+        return [run]
     if not run.is_dir():
         raise ValueError(f"{run} does not exist: name a run's folder or its .jsonl file")
     found = sorted(run.glob("*.jsonl"))
+    if not found:
+        found = sorted(path for path in run.rglob("*.jsonl") if "wandb" not in path.parts)
+        if found and len({path.parent for path in found}) == len(found):
+            return found
     if len(found) != 1:
-        names = ", ".join(p.name for p in found) or "none"
+        names = ", ".join(str(path.relative_to(run)) for path in found) or "none"
         raise ValueError(f"{run} should hold one .jsonl file (log.jsonl), found {names}: name the file itself")
-    return found[0]
+    return found
 
 
 def read_curve(path: Path) -> Curve:
@@ -63,6 +73,7 @@ def read_curve(path: Path) -> Curve:
     """
     train: list[tuple[int, float]] = []
     valid: dict[str, list[tuple[int, float]]] = {}
+    fields: dict[str, list[tuple[int, float]]] = {}
     whole, _, _ = path.read_text(errors="replace").rpartition("\n")
     for number, line in enumerate(whole.splitlines(), 1):
         try:
@@ -74,29 +85,94 @@ def read_curve(path: Path) -> Curve:
                 field = key.removeprefix("initial_")
                 if field.partition("/")[0] == "valid_loss" and loss is not None:
                     valid.setdefault(field, []).append((tokens if field == key else 0, float(loss)))
+                elif key != "loss" and isinstance(loss, (int, float)):
+                    fields.setdefault(key, []).append((tokens, float(loss)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number}: not a record of a step with tokens and loss ({error!r})") from error
     if not train:
         raise ValueError(f"{path} holds no record: has the run made a step?")
-    return Curve(path.resolve().parent.name, train, valid)
+    return Curve(path.resolve().parent.name, train, valid, fields)
 
 
-def draw(curves: Sequence[Curve], out: Path) -> None:
-    """Writes the picture; its format follows from the name."""
+def smoothed(points: Sequence[tuple[int, float]], records: int) -> list[tuple[int, float]]:
+    """The mean of each value and those before it, of at most so many records together."""
+    means, total = [], 0.0
+    for number, (tokens, value) in enumerate(points):
+        total += value - (points[number - records][1] if number >= records else 0.0)
+        means.append((tokens, total / min(number + 1, records)))
+    return means
+
+
+def chosen_fields(curves: Sequence[Curve], panels: str) -> list[str]:
+    """The fields that a list of names and patterns means, in its order.
+
+    Raises:
+        ValueError: one of them means none.
+    """
+    there = sorted({field for curve in curves for field in curve.fields})
+    found: dict[str, None] = {}
+    for pattern in filter(None, panels.split(",")):
+        fields = [field for field in there if fnmatchcase(field, pattern)]
+        if not fields:
+            raise ValueError(f"--panels {pattern}: no record has such a number; there are {', '.join(there)}")
+        found |= dict.fromkeys(fields)
+    return list(found)
+
+
+def drawable(name: str, number: int) -> str:
+    """A run's name if some font here has its letters, which is then used; else `run <number>`."""
+    from matplotlib import font_manager, rcParams
+    from matplotlib.ft2font import FT2Font
+
+    letters = set(name) - {" "}
+    fonts = [font_manager.findfont("DejaVu Sans"), *sorted(font_manager.findSystemFonts())]
+    for path in fonts:
+        with suppress(RuntimeError, OSError):  # a file that is no font
+            font = FT2Font(path)
+            if all(font.get_char_index(ord(letter)) for letter in letters):
+                if path != fonts[0]:
+                    font_manager.fontManager.addfont(path)
+                    rcParams["font.family"] = [*dict.fromkeys([*rcParams["font.family"], font.family_name])]
+                return name
+    print(f"run {number} is {name!r}: no font here has its letters", file=sys.stderr)
+    return f"run {number}"
+
+
+def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth: int = 1) -> None:
+    """Writes the picture, losses above and a panel for each field below; its format follows from the name."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed, or asked for
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for number, curve in enumerate(curves):
-        color = f"C{number % 10}"
-        axes.plot(*zip(*curve.train), color=color, alpha=0.5, linewidth=1, label=f"{curve.name}, training")
+    names = [drawable(curve.name, number) for number, curve in enumerate(curves, 1)]
+    height = 5 + 2 * len(fields)
+    figure, all_axes = pyplot.subplots(
+        1 + len(fields), figsize=(8, height), layout="constrained", sharex=True, squeeze=False,
+        height_ratios=[5, *[2] * len(fields)],
+    )  # fmt: skip
+    axes, *panels = all_axes[:, 0]
+    for number, (name, curve) in enumerate(zip(names, curves)):
+        color, width = (
+            f"C{number % 10}",
+            1 + 3 * (1 - (number + 1) / len(curves)),
+        )  # what lies on top leaves an edge free
+        if smooth > 1:
+            axes.plot(*zip(*curve.train), color=color, alpha=0.2, linewidth=width)
+        shown = smoothed(curve.train, smooth)
+        axes.plot(*zip(*shown), color=color, alpha=0.6, linewidth=width, label=f"{name}, training")
         for (field, points), style in zip(sorted(curve.valid.items()), cycle(("-", "--", ":", "-."))):
-            label = f"{curve.name}, validation{of_set(field)}"
-            axes.plot(*zip(*points), color=color, linestyle=style, marker="o", markersize=4, label=label)
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
+            label = f"{name}, validation{of_set(field)}"
+            axes.plot(*zip(*points), color=color, linestyle=style, marker="o", markersize=4 + width, label=label)
+        for panel, field in zip(panels, fields):
+            if points := curve.fields.get(field, []):
+                panel.plot(*zip(*smoothed(points, smooth)), color=color, alpha=0.6, linewidth=width)
+    axes.set(ylabel="loss (nats per token)")
+    for panel, field in zip(panels, fields):
+        panel.set(ylabel=field)
+    for each in all_axes[:, 0]:
+        each.grid(alpha=0.3)
+    all_axes[-1, 0].set(xlabel="tokens")
     axes.legend()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
@@ -118,8 +194,10 @@ def summary(curve: Curve) -> dict[str, Any]:
 
 
 def run_loss(args: argparse.Namespace) -> None:
-    curves = [read_curve(find_records(run)) for run in args.runs]
-    draw(curves, args.out)
+    if args.smooth < 1:
+        raise ValueError(f"--smooth {args.smooth}: a mean is of at least 1 record")
+    curves = [read_curve(path) for run in args.runs for path in find_records(run)]
+    draw(curves, args.out, chosen_fields(curves, args.panels), args.smooth)
     if args.json:
         print(json.dumps([summary(curve) for curve in curves]))
         return
@@ -128,6 +206,10 @@ def run_loss(args: argparse.Namespace) -> None:
         print(f"{curve.name}: {tokens:,} tokens, training loss {first:.3f} -> {last:.3f}")
         for field, points in sorted(curve.valid.items()):
             print(f"{curve.name}: validation loss{of_set(field)} {points[0][1]:.3f} -> {points[-1][1]:.3f}")
+    for number, curve in enumerate(curves):
+        same = [other.name for other in curves[:number] if other.train == curve.train]
+        if same:
+            print(f"{curve.name}: every training loss is that of {same[0]}")
     print(f"wrote {args.out}")
 
 
@@ -135,8 +217,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pictures = parser.add_subparsers(required=True)
     loss = pictures.add_parser("loss", help="loss over tokens, one colour a run")
-    loss.add_words("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder or its .jsonl file")
+    loss.add_words(
+        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, its .jsonl file, or a folder of runs"
+    )
     loss.add_argument("--out", type=Path, default=Path("loss.png"), metavar="FILE", help="default loss.png")
+    loss.add_argument(
+        "--panels", default="", metavar="FIELDS", help="fields of a record to draw below, with commas; * is any text"
+    )
+    loss.add_argument("--smooth", type=int, default=1, metavar="N", help="draw means of N records")
     loss.add_argument("--json", action="store_true", help="print the first and last losses as JSON")
     loss.set_defaults(run=run_loss)
     return parser.parse_args(argv)

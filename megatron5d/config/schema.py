@@ -293,7 +293,9 @@ class WandbConfig:
 
     mode: str = "disabled"  # online | offline | disabled
     project: str = "megatron5d"
-    name: str | None = None
+    name: str | None = None  # of the run; None = the last part of log.dir
+    group: str | None = None  # of runs that belong together; None = model.name
+    tags: list[str] = field(default_factory=list)  # empty = precision.dtype and the dimensions that are cut
     entity: str | None = None
     dir: str | None = None  # None = the run directory
 
@@ -305,6 +307,7 @@ class LogConfig:
     dir: str | None = None  # the run directory (config.yaml, W&B files); None = nothing is written
     jsonl: str | None = None  # file with one JSON object per step; None = none
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: str | None = None  # folder for TensorBoard's event files; None = none
     every: int = 1  # steps between two records
     slow_rank: float | None = (
         None  # name a rank whose work is above this multiple of its peers'; None = 1.2 on GPUs; 0 = never

@@ -15,12 +15,16 @@ COLOURS = {
 }
 """Each op's colour; the second one is for the later half of the stages, or for the second direction."""
 ANSI = {"F": 44, "I": 42, "W": 43, "B": 46}
+BRIGHTER = 60  # from a terminal's colour to the second one
+IDLE = "#f2f2f2"
 PNG_COLUMNS = 200  # digits that fit beside each other
 NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "full backward"}
 
 
 def draw_text(program: Program, result: Simulation, width: int = 160, coloured: bool = False) -> str:
     """Returns one line a rank, time from left to right; `·` is waiting, and a pair shares its time half and half.
+
+    The later half of the stages, or the second direction, is in small letters.
 
     Args:
         program: the Program.
@@ -38,7 +42,7 @@ def draw_text(program: Program, result: Simulation, width: int = 160, coloured: 
             cells += ["·"] * (first - len(cells))
             cuts = [first + (stop - first) * part // len(slot) for part in range(len(slot) + 1)]
             for action, a, b in zip(slot, cuts, cuts[1:]):
-                cells += _cell(action, b - a, coloured)
+                cells += _cell(action, b - a, _shade(program, action), coloured)
         lines.append(f"{rank:>3} " + "".join(cells) + "·" * (width - len(cells)))
     return "\n".join(lines)
 
@@ -55,15 +59,15 @@ def draw_svg(program: Program, result: Simulation, width: int = 1600, row: int =
     scale = width / result.makespan if result.makespan else 0.0
     left, top = 60, 50
     parts = [f'<text x="{left}" y="18" font-size="13">{escape(_caption(program, result))}</text>']
-    for k, (op, name) in enumerate(NAMES.items()):
-        x = left + 150 * k
-        parts.append(f'<rect x="{x}" y="27" width="14" height="14" fill="{COLOURS[op][0]}"/>')
-        parts.append(f'<text x="{x + 19}" y="39" font-size="12">{op} {name}</text>')
+    for k, (colour, name) in enumerate(_legend(program)):
+        x = left + 190 * k
+        parts.append(f'<rect x="{x}" y="27" width="14" height="14" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 19}" y="39" font-size="12">{name}</text>')
     edges = program.table.rank_start.tolist()
     for rank, line in enumerate(program.ranks):
         y = top + rank * row
         parts.append(f'<text x="4" y="{y + row * 0.65:.1f}" font-size="12">rank {rank}</text>')
-        parts.append(f'<rect x="{left}" y="{y}" width="{width}" height="{row - 3}" fill="#f2f2f2"/>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{width}" height="{row - 3}" fill="{IDLE}"/>')
         for slot, index in zip(line, range(edges[rank], edges[rank + 1])):
             start, end = float(result.start[index]), float(result.end[index])
             tip = escape(f"{slot_text(slot)}  {start:g} to {end:g}")
@@ -102,8 +106,8 @@ def draw_png(program: Program, result: Simulation, path: Path) -> None:
     axes.set(title=_caption(program, result), xlabel="time", ylabel="rank", xlim=(0, result.makespan))
     axes.set_yticks(range(program.num_ranks))
     axes.invert_yaxis()
-    present = {action.op for line in program.ranks for slot in line for action in slot}
-    ops = [Patch(color=COLOURS[op][0], label=f"{op} {name}") for op, name in NAMES.items() if op in present]
+    axes.set_facecolor(IDLE)
+    ops = [Patch(facecolor=colour, edgecolor="#ccc", label=name) for colour, name in _legend(program)]
     figure.legend(handles=ops, ncols=len(ops), loc="outside lower right", frameon=False)
     figure.savefig(path, dpi=120)
 
@@ -126,17 +130,28 @@ def _caption(program: Program, result: Simulation) -> str:
     return f"{program.name}: {sizes}; {times}, peak activations {result.peak_activations.max():g}"
 
 
+def _legend(program: Program) -> list[tuple[str, str]]:
+    """Colour and meaning of all that a picture shows."""
+    present = {(action.op, _shade(program, action)) for line in program.ranks for slot in line for action in slot}
+    second = "second direction" if program.copies > 1 else "later stages"
+    shown = [(op, name, shade) for op, name in NAMES.items() for shade in (0, 1) if (op, shade) in present]
+    return [(COLOURS[op][shade], f"{op} {name}" + f", {second}" * shade) for op, name, shade in shown] + [
+        (IDLE, "idle")
+    ]
+
+
 def _shade(program: Program, action: Action) -> int:
     if program.copies > 1:
         return program.direction[action.microbatch]
     return int(program.chunks > 1 and action.stage >= program.num_stages // 2)
 
 
-def _cell(action: Action, columns: int, coloured: bool) -> list[str]:
+def _cell(action: Action, columns: int, shade: int, coloured: bool) -> list[str]:
     """Returns one string a column: the action's name as far as it fits."""
-    name = f"{action.op}{action.microbatch}"
-    shown = list(name.ljust(columns) if len(name) <= columns else action.op * columns)
+    op = action.op.lower() if shade else action.op
+    name = f"{op}{action.microbatch}"
+    shown = list(name.ljust(columns) if len(name) <= columns else op * columns)
     if coloured and shown:
-        shown[0] = f"\x1b[30;{ANSI[action.op]}m{shown[0]}"
+        shown[0] = f"\x1b[30;{ANSI[action.op] + BRIGHTER * shade}m{shown[0]}"
         shown[-1] += "\x1b[0m"
     return shown

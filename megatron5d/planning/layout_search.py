@@ -168,7 +168,7 @@ def best(
         have: bytes of one device.
         count: how many are wanted.
         limit: number of candidates of which all memory is asked for.
-        progress: called for each candidate that is examined.
+        progress: called for each candidate that is examined, and again before its memory is forecast.
 
     Returns:
         At most `count`, the fastest first.
@@ -188,6 +188,7 @@ def best(
                     heappush(waiting, (candidate.seconds, place))
             continue
         limit -= 1
+        progress()
         candidate.needed = questions.need(candidate.change)
         if candidate.needed <= have:
             found.append(candidate)

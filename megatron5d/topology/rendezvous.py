@@ -142,6 +142,16 @@ def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
     return job if restarts or again else ""
 
 
+def wandb_mode(configured: str) -> str:
+    """How Weights & Biases works: as WANDB_MODE says where it is set, as everywhere else; else as configured.
+
+    Where there is no HOME, its service would print its own log: it is given the one of this user.
+    """
+    os.environ.setdefault("HOME", os.path.expanduser("~"))
+    said = os.environ.get("WANDB_MODE", "")
+    return said if said in ("online", "offline", "disabled") and configured != "disabled" else configured
+
+
 _POLL_S = 1.0  # longest pause between two requests: thousands of ranks may ask for minutes
 _KEYS_PER_REQUEST = 256
 _AFTER_MAIN_S = 10.0  # a thread waits at most so long once the main thread of its process has ended

@@ -30,6 +30,8 @@ from megatron5d.train.guard import StepSamples
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.monitoring.report import Reporter
+from megatron5d.train.monitoring.writers import harmless
+from megatron5d.train.provenance import commit, keep_code
 from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.startup_warnings import epochs, repeated_validation, small_vocabulary, unmarked_documents
 from megatron5d.train.state import Progress, run_record, run_tensors
@@ -80,8 +82,10 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
         on_exit.callback(LockFile(log.with_name(f"{log.name}.lock"), f"log.jsonl = {log}").release)
     if config.log.dir is not None:
         folder = Path(config.log.dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
+        with harmless(f"log.dir = {folder}, config.yaml and code/", outputs.notes.append):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(to_yaml(config))
+            keep_code(folder)
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:
@@ -131,13 +135,15 @@ def _train(config: Config, process: Process, outputs: Outputs, snapshots: Memory
             began=run.progress.step,
         )
     reporter = on_every_rank(lambda: Reporter(run))
+    code = 1
     try:
         on_every_rank(lambda: _announce(run, reporter))
         stopped = _stopped_early(run, reporter, stop) or _steps(run, reporter, saver, stop, snapshots)
         if saver is not None:
             saver.wait()
+        code = 0 if not stopped else 1 if saver is None else REQUEUE
     finally:
-        reporter.close()
+        reporter.close(code)
     if not stopped:
         return 0
     if saver is None:
@@ -265,4 +271,8 @@ def _mean_loss(run: Run, part: Part) -> float:
 def _save(run: Run, saver: Saver) -> None:
     run.sync.finish_gather()
     tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
-    saver.save(run.progress.step, tensors, run_record(run.progress, to_dict(run.config)))
+    saver.save(
+        run.progress.step,
+        tensors,
+        run_record(run.progress, to_dict(run.config), commit() if run.process.rank == 0 else None),
+    )

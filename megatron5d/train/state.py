@@ -107,11 +107,12 @@ def twin(key: str) -> str | None:
     return None
 
 
-def run_record(progress: Progress, config: dict[str, Any]) -> dict[str, Any]:
+def run_record(progress: Progress, config: dict[str, Any], commit: str | None = None) -> dict[str, Any]:
     """What run.json holds."""
     return {
         "format": FORMAT,
         "version": megatron5d.__version__,
+        "commit": commit,
         "job": slurm_job()[0],
         "progress": asdict(progress),
         "config": config,
@@ -204,7 +205,7 @@ def resume(
     """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
 
     Returns:
-        How far the run is; the keys that decide on numbers and have changed since, for the log; and the configuration,
+        How far the run is; the keys that have changed since, its layout's too, for the log; and the configuration,
         whose lists of data without weights mean what they meant when the run began.
 
     Raises:
@@ -224,7 +225,8 @@ def resume(
     began = record["config"].get("data", {}).get("weights", "equal")  # as it was before there was the key
     kept = began != config.data.weights and len(config.data.train) > 1
     config = replace(config, data=replace(config.data, weights=began))
-    changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
+    told = ("model", "moe", "precision", "optim", "data", "train", "parallel", "pipeline", "recompute")
+    changed = changed_keys(record["config"], config, told)
     changed += [f"data.weights = {began}, as it began"] * kept
     architecture = [line for line in changed if line.startswith(("model.", "moe.balance ", "optim.freeze "))]
     held, here = (_num_weights(each) for each in (before, config)) if architecture else (0, 0)

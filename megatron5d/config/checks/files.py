@@ -366,6 +366,7 @@ PATH_LAWS = (
     *_writable_laws("log.dir"),
     *_writable_laws("log.wandb.dir"),
     *_writable_laws("log.jsonl", as_folder=False),
+    *_writable_laws("log.tensorboard"),
     *_writable_laws("log.profile"),
     *_writable_laws("log.memory_snapshot"),
     _writable_laws("data.cache_dir")[0],  # where it may not be written, each rank builds its own and says so

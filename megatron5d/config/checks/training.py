@@ -273,6 +273,13 @@ TRAIN_LAWS = (
         lambda c, w: "log.wandb.mode=disabled, or pip install wandb",
         needs=("log-wandb-mode",),
     ),
+    Law(
+        "tensorboard-installed",
+        ("log.tensorboard",),
+        lambda c, w: c.log.tensorboard is not None and find_spec("tensorboard") is None,
+        lambda c, w: f"log.tensorboard = {c.log.tensorboard}: the package tensorboard is not installed here",
+        lambda c, w: "log.tensorboard=null, or pip install tensorboard",
+    ),
 )
 
 RUN_LAWS = (*MODEL_LAWS, *TRAIN_LAWS)

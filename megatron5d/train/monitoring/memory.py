@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run
 from megatron5d.train.crash import cause_of
+from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelinePlan
 from megatron5d.train.preflight import device_faults
 
@@ -125,10 +127,10 @@ class MemoryReport:
         Comm: all_reduce over the world of a number for every pipeline rank, on GPUs.
         """
         run = self.run
-        if run.config.log.memory_check == "off":
+        if (
+            run.config.log.memory_check == "off" or run.process.device.type != "cuda"
+        ):  # a CPU's allocator counts nothing
             return None
-        if run.process.device.type != "cuda":
-            return "measured memory: none by kind on a CPU, whose allocator does not count (memory_gb is the process's)"
         pp = run.mesh["pp"]
         most = torch.zeros(pp.size, dtype=torch.float64, device=run.process.device)
         most[pp.rank] = torch.cuda.max_memory_allocated(run.process.device)
@@ -183,6 +185,7 @@ class MemorySnapshots:
         if not self.active or self.folder is None:
             return None
         path = Path(self.folder) / f"rank{self.rank}_{name}.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        with harmless(f"log.memory_snapshot = {self.folder}", lambda text: print(text, file=sys.stderr, flush=True)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
         return path

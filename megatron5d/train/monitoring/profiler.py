@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron5d.pipeline_parallel.phase import KINDS, PhaseHooks
 from megatron5d.train.build import Run
+from megatron5d.train.monitoring.writers import harmless
 
 GATHERING, BETWEEN, REST = "wait for gathered weights", "between phases: messages, loss", "end: reduction, update"
 """What a step is besides its phases; the first one under ZeRO alone."""
@@ -145,9 +146,11 @@ class Profiler:
         with self._watched(laps, ranges=False):
             yield
         laps.lap(REST)
-        path = self._file(folder, "phases.json")
-        seconds = laps.seconds()
-        path.write_text(json.dumps([{"what": k, "pass": p, "seconds": s} for (k, p), s in seconds.items()], indent=1))
+        seconds, path = laps.seconds(), self._file(folder, "phases.json")
+        told = [{"what": k, "pass": p, "seconds": s} for (k, p), s in seconds.items()]
+        with harmless(f"log.profile = {folder}", self._say):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(told, indent=1))
         self._say(f"where the time of step {self._run.progress.step + 1} went on this rank ({path}):\n{table(seconds)}")
 
     @contextmanager
@@ -158,8 +161,10 @@ class Profiler:
             yield
             self._run.sync.finish_gather()  # gloo tells the profiler when a gather is over, and dies where it has gone
         path = self._file(folder, "trace.json.gz")
-        recorded.export_chrome_trace(str(path))
-        self._say(f"a trace of step {self._run.progress.step + 1}: {path}, for https://ui.perfetto.dev")
+        with harmless(f"log.profile = {folder}", self._say):
+            folder.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(path))
+            self._say(f"a trace of step {self._run.progress.step + 1}: {path}, for https://ui.perfetto.dev")
 
     @contextmanager
     def _watched(self, laps: Laps, ranges: bool) -> Iterator[None]:
@@ -174,7 +179,6 @@ class Profiler:
                 stage.hooks = hooks
 
     def _file(self, folder: Path, name: str) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
         return folder / f"rank{self._run.process.rank}_step{self._run.progress.step + 1}_{name}"
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
-from megatron5d.config.convert import to_dict
+from megatron5d.config.load import to_yaml
 from megatron5d.model.flops import flops_per_token
 from megatron5d.planning.predict import Expectation
+from megatron5d.topology.rendezvous import wandb_mode
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.memory import MEASURED_AFTER, MemoryReport
 from megatron5d.train.monitoring.stragglers import SlowRanks
-from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Wandb, memory_gb, peak_tflops
+from megatron5d.train.monitoring.trackers import TensorBoard, Wandb, run_facts
+from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Writers, memory_gb, peak_tflops
 from megatron5d.train.step import StepResult
+
+_MEAN_OF = 20  # steps, whose mean loss stands in the last line
 
 
 class Reporter:
@@ -33,15 +38,34 @@ class Reporter:
         self._steps_here = 0
         self._flops = flops_per_token(config.model, config.train.seq_len)
         self._pending: dict[str, Any] = {}
-        self._jsonl = self._wandb = None
         self._display = ProgressDisplay(config.train.steps, progress.step, self.active and config.log.progress)
-        if self.active and config.log.jsonl:
-            self._jsonl = JsonLines(config.log.jsonl, progress.step)
-        if self.active and config.log.wandb.mode != "disabled":
-            self._wandb = Wandb(config.log, to_dict(config), progress.wandb_id)
-            progress.wandb_id = self._wandb.run_id
+        self._losses = deque[float](maxlen=_MEAN_OF)
+        self._valid_losses = dict[int, float]()
+        self._writers = Writers(self.say)
+        if self.active:
+            self._add_writers()
         self._since, self._seconds, self._sent = time.perf_counter(), 0.0, dict[str, int]()
         self._waits = dict[str, float]()
+
+    def _add_writers(self) -> None:
+        config, progress = self.run.config, self.run.progress
+        log = config.log
+        if log.jsonl:
+            self._writers.add(f"log.jsonl = {log.jsonl}", JsonLines(log.jsonl, progress.step))
+        if log.tensorboard:
+            self._writers.add(f"log.tensorboard = {log.tensorboard}", TensorBoard(log, progress.step, to_yaml(config)))
+        mode = wandb_mode(log.wandb.mode)
+        if mode != log.wandb.mode:
+            self.say(f"WANDB_MODE={mode} of the environment goes before log.wandb.mode = {log.wandb.mode}")
+        if mode != "disabled":
+            wandb = Wandb(config, mode, progress.wandb_id, run_facts(config, self.run.mesh.sizes))
+            progress.wandb_id = wandb.run_id
+            self._writers.add(f"log.wandb.mode = {mode} (Weights & Biases)", wandb)
+            if wandb.last > progress.step:
+                self.say(
+                    f"Weights & Biases has the steps up to {wandb.last} of run {wandb.run_id} already: those from "
+                    f"{progress.step + 1} on are not sent again"
+                )
 
     def start_clock(self) -> None:
         """A step begins."""
@@ -71,6 +95,9 @@ class Reporter:
         more = bool(self._pending or result.layers)  # an evaluation, the routers
         written = step % config.log.every == 0 or step in (1, last) or result.stop or more
         told, self._pending = self._pending, {}
+        self._losses.append(result.losses["loss"])
+        if "valid_loss" in told:
+            self._valid_losses[step] = told["valid_loss"]
         slow = list[str]()
         if written:
             compared, slow = self._slow_ranks.compare()
@@ -85,9 +112,7 @@ class Reporter:
         self._display.update(record["loss"], record["grad_norm"], tokens_per_s)
         if written:
             record |= told
-            for writer in (self._jsonl, self._wandb):
-                if writer is not None:
-                    writer.write(record)
+            self._writers.write(record)
         if result.skipped is not None:
             self.say(f"step {step}: the update is skipped: {result.skipped}")
         for text in filter(None, [*measured, *slow]):
@@ -132,9 +157,25 @@ class Reporter:
         if self.active:
             self._display.say(text)
 
-    def close(self) -> None:
+    def close(self, code: int) -> None:
+        """
+        Args:
+            code: with which this process is going to exit.
+        """
         self._slow_ranks.close()
         self._display.close()
-        for writer in (self._jsonl, self._wandb):
-            if writer is not None:
-                writer.close()
+        if self.active and self._losses and not code:
+            self.say(self._result())
+        self._writers.close(code)
+
+    def _result(self) -> str:
+        """What the run has come to: one batch is noise."""
+        losses = list(self._losses)
+        told = f"finished step {self.run.progress.step}: training loss {sum(losses) / len(losses):.4f}"
+        told += f" (mean of the last {len(losses)} steps)" if len(losses) > 1 else ""
+        if self._valid_losses:
+            best = min(self._valid_losses, key=lambda step: self._valid_losses[step])
+            last = max(self._valid_losses)
+            told += f", validation loss {self._valid_losses[last]:.4f}"
+            told += "" if best == last else f" (least: {self._valid_losses[best]:.4f} at step {best})"
+        return told

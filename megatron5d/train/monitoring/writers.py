@@ -1,4 +1,4 @@
-"""What a run tells about itself: JSON lines, Weights & Biases, its progress. Rank 0 alone writes."""
+"""What a run tells about itself: JSON lines and its progress, and how no writer can end it. Rank 0 alone writes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from tqdm import tqdm
@@ -18,7 +20,7 @@ from megatron5d.config.json_file import parse_json
 from megatron5d.config.schema import LogConfig
 from megatron5d.planning.clusters import cluster_of
 
-LINE_EVERY_S = 10.0  # at most, where progress goes to a file
+LINE_EVERY_S = 10.0  # or somewhat more, where progress goes to a file
 
 
 def peak_tflops(log: LogConfig, device: torch.device) -> float | None:
@@ -53,12 +55,17 @@ class JsonLines:
             raise IsADirectoryError(f"log.jsonl = {path} shall be a file, and a folder is there")
         if path.exists() and path.stat().st_size and (not done or not any(map(self._is_record, self._lines(path)))):
             self._set_aside(path)
-        kept = [line for line in self._lines(path) if self._step_of(line) <= done]
+        found = self._lines(path)
+        kept = [line for line in found if self._step_of(line) <= done]
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept))
-        os.replace(temporary, path)
-        self._file = self._open()
+        if found[: len(kept)] == kept and found:  # needs no room on a disk that may be full
+            os.truncate(path, sum(map(len, kept)))
+        elif found:
+            temporary = path.with_name(path.name + ".tmp")
+            temporary.write_bytes(b"".join(kept))
+            os.replace(temporary, path)
+        self._file: BinaryIO = self._open()
+        self._unwritten: list[bytes] = []  # lines for which there was no room
 
     @staticmethod
     def _set_aside(path: Path) -> None:
@@ -70,95 +77,161 @@ class JsonLines:
         path.rename(aside)
         print(f"{path} begins anew; what was there is {aside}", file=sys.stderr, flush=True)
 
-    def _open(self) -> TextIO:
+    def _open(self) -> BinaryIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        return self._path.open("a+", buffering=1)
+        return self._path.open("a+b", buffering=0)
 
     @staticmethod
-    def _lines(path: Path) -> list[str]:
-        return path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    def _lines(path: Path) -> list[bytes]:
+        return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
     @staticmethod
-    def _step_of(line: str) -> float:
+    def _step_of(line: bytes) -> float:
         """Infinite where the line is no record."""
         try:
-            step = parse_json(line)["step"] if line.endswith("}\n") else math.inf
+            step = parse_json(line)["step"] if line.endswith(b"}\n") else math.inf
         except (ValueError, KeyError, TypeError):
             return math.inf
         return step if isinstance(step, (int, float)) else math.inf
 
     @classmethod
-    def _is_record(cls, line: str) -> bool:
+    def _is_record(cls, line: bytes) -> bool:
         return cls._step_of(line) < math.inf
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line; JSON has no NaN and no infinity, which become null."""
-        if os.fstat(self._file.fileno()).st_nlink == 0:
-            self._restore()
+        """One line; JSON has no NaN and no infinity, which become null.
+
+        Raises:
+            OSError: it cannot be written; the file ends with a whole line, and the next call writes this one too.
+        """
         told = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
-        self._file.write(json.dumps(told, allow_nan=False) + "\n")
+        self._unwritten.append(json.dumps(told, allow_nan=False).encode() + b"\n")
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            removed = os.fstat(self._file.fileno()).st_nlink == 0
+        except OSError:  # a file server that has forgotten the file
+            self._file = self._open()
+            removed = False
+        if removed:
+            self._restore()
+        if self._unwritten:
+            self._append(self._file, b"".join(self._unwritten))
+            self._unwritten.clear()
+
+    @staticmethod
+    def _append(file: BinaryIO, data: bytes) -> None:
+        """Writes all or nothing."""
+        end = os.fstat(file.fileno()).st_size
+        try:
+            while data:
+                data = data[file.write(data) :]  # as much as there is room for
+        except OSError:
+            os.ftruncate(file.fileno(), end)
+            raise
 
     def _restore(self) -> None:
         """Writes the file again, which is still open here though it was removed; one in its place is continued."""
-        replaced = self._path.exists()
+        replaced = self._path.exists() and self._path.stat().st_size
+        file = self._open()
+        if not replaced:
+            self._file.seek(0)
+            self._append(file, self._file.read())
+        with self._file:
+            self._file = file
         print(f"{self._path} was {'replaced' if replaced else 'removed'} under way", file=sys.stderr, flush=True)
-        removed, self._file = self._file, self._open()
-        with removed:
-            removed.seek(0)
-            if not replaced:
-                self._file.write(removed.read())
 
-    def close(self) -> None:
-        self._file.close()
+    def close(self, code: int = 0) -> None:
+        """
+        Raises:
+            OSError: there is no room for the last records.
+        """
+        with self._file:
+            self._flush()
+
+    def abandon(self) -> None:
+        """Its file is closed already."""
 
 
-class Wandb:
-    """A Weights & Biases run that a resumed job continues under the same id.
+class Writer(Protocol):
+    """Where records go."""
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self, code: int) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@contextmanager
+def harmless(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Around what a run tells about itself: whatever fails there is said, and the training goes on."""
+    try:
+        yield
+    except Exception as error:
+        say(f"WARNING: {what}: {type(error).__name__}: {error}; the training goes on")
+
+
+class Writers:
+    """All writers of a run. None of them ends it: what a writer meets is told once.
+
+    A file of records is tried again with every record, for a disk that is full today has room tomorrow; a tracker that
+    has failed gets nothing more.
 
     Args:
-        log: mode, project, name, entity, folder.
-        config: of the run, as nested dicts.
-        run_id: of the run to continue; None starts one.
-
-    Raises:
-        ValueError: Weights & Biases cannot be reached, or knows no key.
+        say: a line on the console.
     """
 
-    def __init__(self, log: LogConfig, config: dict[str, Any], run_id: str | None) -> None:
-        import wandb  # two seconds to import: only the rank that logs pays
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._writers: dict[str, Writer] = {}
+        self._failing: set[str] = set()
 
-        folder = log.wandb.dir or log.dir
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        try:
-            self._run = wandb.init(
-                project=log.wandb.project,
-                name=log.wandb.name,
-                entity=log.wandb.entity,
-                mode=log.wandb.mode,  # type: ignore[arg-type]
-                dir=folder,
-                id=run_id,
-                resume="allow",
-                config=config,
-                settings=wandb.Settings(silent=log.wandb.mode == "offline", console="off"),
-            )
-        except wandb.Error as error:  # no key, no network
-            ways = "`wandb login`, or log.wandb.mode=offline"
-            raise ValueError(f"log.wandb.mode = {log.wandb.mode}: {error} ({ways})") from error
-
-    @property
-    def run_id(self) -> str:
-        return self._run.id
+    def add(self, name: str, writer: Writer) -> None:
+        """
+        Args:
+            name: a config key and its value, for messages.
+        """
+        self._writers[name] = writer
 
     def write(self, record: dict[str, Any]) -> None:
-        self._run.log({key: value for key, value in record.items() if value is not None}, step=record["step"])
+        for name, writer in list(self._writers.items()):
+            try:
+                writer.write(record)
+            except Exception as error:
+                self._failed(name, writer, record["step"], error)
+            else:
+                if name in self._failing:
+                    self._say(f"{name} is written again, with all steps")
+                self._failing.discard(name)
 
-    def close(self) -> None:
-        self._run.finish()
+    def _failed(self, name: str, writer: Writer, step: int, error: Exception) -> None:
+        again = isinstance(writer, JsonLines)
+        what = "its records are kept and tried again at the next step" if again else "it gets no more records"
+        if name not in self._failing:
+            self._say(f"WARNING: {name}, step {step}: {type(error).__name__}: {error}; the training goes on, {what}")
+        self._failing.add(name)
+        if not again:
+            del self._writers[name]
+            writer.abandon()
+
+    def close(self, code: int) -> None:
+        """
+        Args:
+            code: with which this process is going to exit.
+        """
+        for name, writer in self._writers.items():
+            try:
+                writer.close(code)
+            except Exception as error:
+                self._say(f"WARNING: {name} is not complete: {type(error).__name__}: {error}")
+                writer.abandon()
+        self._writers.clear()
 
 
 class ProgressDisplay:
-    """How far the steps are, on stderr: a bar on a terminal, and a line now and then in a job's log.
+    """How far the steps are, on stderr: a bar on a terminal, and a line every 1, 2, 5, 10, 20 ... steps in a job's log.
 
     Args:
         total: steps of the run.
@@ -174,27 +247,28 @@ class ProgressDisplay:
         self._lines = enabled and not on_terminal
         self._total, self._done = total, done
         self._first: tuple[int, float] | None = None  # the first step here, slower than others, and when it was over
-        self._said_at = -math.inf
         self._unsaid: str | None = None  # the line of the last step, where there was none
 
     def update(self, loss: float, grad_norm: float, tokens_per_s: float) -> None:
         """One more step is done."""
         self._done += 1
         told = f"loss {loss:.4f}, grad norm {grad_norm:.3f}, {tokens_per_s:,.0f} tokens/s"
-        self._bar.set_postfix_str(told, refresh=False)
-        self._bar.update()
+        with suppress(OSError):
+            self._bar.set_postfix_str(told, refresh=False)
+            self._bar.update()
+        if not self._lines:
+            return
         now = time.perf_counter()
-        if self._lines:
-            self._unsaid = f"step {self._done}/{self._total}: {told}"
-            if self._first is None:
-                self._first = self._done, now
-            else:
-                step, over = self._first
-                left = (self._total - self._done) * (now - over) / (self._done - step)
-                self._unsaid += f", {tqdm.format_interval(left)} left"
-            if self._done == self._total or now - self._said_at >= LINE_EVERY_S:
-                self._said_at = now
-                self._say_progress()
+        self._unsaid = f"step {self._done}/{self._total}: {told}"
+        every = 1
+        if self._first is None:
+            self._first = self._done, now
+        else:
+            step_s = (now - self._first[1]) / (self._done - self._first[0])
+            self._unsaid += f", {tqdm.format_interval((self._total - self._done) * step_s)} left"
+            every = round_steps(LINE_EVERY_S / max(step_s, 1e-9))
+        if self._done == self._total or self._done % every == 0 or self._done == self._first[0]:
+            self._say_progress()
 
     def _say_progress(self) -> None:
         if self._unsaid is not None:
@@ -202,10 +276,21 @@ class ProgressDisplay:
             self._unsaid = None
 
     def say(self, text: str) -> None:
-        """A line above the bar; printed plainly where there is no bar."""
-        self._bar.write(text, file=sys.stderr)
+        """A line above the bar; printed plainly where there is no bar, lost where stderr is gone or its disk full."""
+        with suppress(OSError):
+            self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
         """The last step is told too, also where a signal or train.stop_after made it the last."""
         self._say_progress()
-        self._bar.close()
+        with suppress(OSError):
+            self._bar.close()
+
+
+def round_steps(steps: float) -> int:
+    """The least of 1, 2, 5, 10, 20, 50, ... that is not below a number: every so many steps there is a line.
+
+    Steps of two runs can then be compared, which those of a clock cannot.
+    """
+    power = 10 ** max(math.ceil(math.log10(max(steps, 1))) - 1, 0)
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= steps)

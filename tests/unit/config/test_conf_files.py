@@ -47,6 +47,21 @@ EXPERIMENTS = {
     "llama3_70b": 256,
     "llama3_8b_128k": 128,
     "llama3_8b_to_128k": 128,
+    "gpt2_xl": 16,
+    "llama2_7b": 32,
+    "llama2_70b": 256,
+    "llama3_1b": 16,
+    "llama3_405b": 2048,
+    "qwen3_0_6b": 8,
+    "qwen3_8b": 64,
+    "qwen3_32b": 128,
+    "qwen3_30b_a3b": 64,
+    "qwen3_235b_a22b": 512,
+    "mixtral_8x7b": 128,
+    "mixtral_8x22b": 256,
+    "deepseek_v2_lite": 32,
+    "deepseek_v2": 512,
+    "deepseek_v3": 2048,
 }
 
 
@@ -151,6 +166,19 @@ def test_details_that_parameter_counts_do_not_show():
 
 def test_each_experiment_is_promised_a_world():
     assert {file.stem for file in (CONF / "experiment").glob("*.yaml")} == set(EXPERIMENTS)
+
+
+def test_each_large_model_has_an_experiment_that_trains_it_sanely():
+    """Without one, a model of 47 billion parameters is trained, and planned, in fp32 on 128 tokens."""
+    for file in (CONF / "model").glob("*.yaml"):
+        if file.stem == "default" or parameter_count(load_config([f"model={file.stem}"]).model) < 500_000_000:
+            continue
+        config = load_config([f"experiment={file.stem}"])
+        train, log = config.train, config.log
+        assert config.model == load_config([f"model={file.stem}"]).model
+        assert config.precision.dtype == "bf16" and train.gbs * train.seq_len >= 1 << 19 and train.seq_len >= 1024
+        assert config.model.num_experts == 0 or config.moe.balance != ["none"]
+        assert log.dir == f"runs/{file.stem}" and log.jsonl and config.checkpoint.dir and log.wandb.name is None
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -33,7 +33,7 @@ def corpus(tmp_path, monkeypatch, request):
     (tmp_path / "released").mkdir()
     (tmp_path / "released" / "model.safetensors").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
-    absent = {"amp_C", "wandb"} if "wandb-installed" in request.node.name else {"amp_C"}
+    absent = {"amp_C", *(name for name in ("wandb", "tensorboard") if f"{name}-installed" in request.node.name)}
     monkeypatch.setattr(
         "megatron5d.config.checks.training.find_spec", lambda name: None if name in absent else object()
     )

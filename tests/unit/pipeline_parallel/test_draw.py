@@ -36,10 +36,19 @@ def test_colours_do_not_change_the_text():
     program, result = drawn("zb_v")
     plain = draw_text(program, result)
     coloured = draw_text(program, result, coloured=True)
-    for code in ("\x1b[30;44m", "\x1b[30;42m", "\x1b[30;43m", "\x1b[0m"):
+    for code in (*(f"\x1b[30;{colour}m" for colour in (44, 42, 43, 104, 102, 103)), "\x1b[0m"):
         assert code in coloured
         coloured = coloured.replace(code, "")
     assert coloured == plain
+
+
+def test_chunks_and_idle_time_can_be_told_apart():
+    program, result = drawn("zb_v", 2, 2)
+    letters = set("".join(draw_text(program, result).splitlines()[1:])) & set("FIWBfiwb")
+    assert letters == set("FIWfiw")
+    text = draw_svg(program, result)
+    assert all(f">{name}</text>" in text for name in ("F forward", "F forward, later stages", "idle"))
+    assert "second direction</text>" in draw_svg(*drawn("dualpipe"))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zb_v", "dualpipe", "interleaved_overlap"])

@@ -1,6 +1,7 @@
 """tools/plan.py plans runs whose data and machines are not there."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron5d.planning import layout_search as layouts
+from megatron5d.planning.predict import planned_config
 from tools.plan import main
 
 ROOT = Path(__file__).parents[3]
@@ -168,3 +170,31 @@ def test_search_for_layouts(capsys, monkeypatch):
     assert float(second.removeprefix("The smallest of them needs ").split()[0]) >= 0.65
     assert main([*SEARCH, "parallel.tp=3"]) == 2 and "the configuration is refused" in capsys.readouterr().err
     assert main([*SEARCH, "--count", "0"]) == 2 and "--count 0 is not above 0" in capsys.readouterr().err
+
+
+def test_a_search_tells_how_far_it_is_what_it_plans_and_a_command_that_runs_it(capsys, monkeypatch):
+    monkeypatch.setattr("tools.plan.TOLD_EVERY_S", 0.0)
+    run = ["search", "--world", "2", "--device", "h100", "--count", "1", "model=tiny", "precision.dtype=bf16"]
+    fixed = ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "recompute.mode=none", "data.split='99,1,0'"]
+    assert main([*run, *fixed]) == 0
+    told = capsys.readouterr()
+    assert "looked at 1 shapes of a layout" in told.err and "times and memories, of" in told.err
+    assert "tiny in bf16, train.gbs 8, train.seq_len 128\n" in told.out
+    (command,) = [line.partition(": ")[2] for line in told.out.splitlines() if line.startswith("Run the first one")]
+    start, script, world, *overrides = shlex.split(command)
+    assert (start, script, world) == ("bash", "launch/local.sh", "2")
+    assert {"data.train=[data/corpus_train]", *run[-2:], *fixed} <= set(overrides)
+    assert planned_config(overrides, 2).precision.dtype == "bf16"
+
+
+def test_a_large_model_in_a_toys_precision_is_noted_with_the_experiment_to_take(capsys):
+    large = ["memory", "--world", "64", "model=mixtral_8x7b", "train.gbs=64", "parallel.ep=8"]
+    assert main(large) == 0
+    noted = capsys.readouterr().err
+    assert "planned for mixtral_8x7b in fp32, train.gbs 64, train.seq_len 128; experiment=mixtral_8x7b brings" in noted
+    assert main([*large, "precision.dtype=bf16"]) == 0 and not capsys.readouterr().err
+
+
+def test_memory_says_of_what(capsys):
+    assert main([*RUN]) == 0
+    assert " ranks: dp " in capsys.readouterr().out.splitlines()[0]

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tools.visualize import find_records, main, read_curve
+from tools.visualize import chosen_fields, find_records, main, read_curve, smoothed
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_folder(folder, name="metrics.jsonl"):
     folder.mkdir(exist_ok=True)
-    records = [{"step": s, "tokens": 100 * s, "loss": 8.0 - s} for s in (1, 2, 3)]
+    records = [{"step": s, "tokens": 100 * s, "loss": 8.0 - s, "grad_norm": 1 / s} for s in (1, 2, 3)]
+    records[1]["moe/layer_0/load"] = 1.5
     records[0]["initial_valid_loss"] = 8.5
     records[2]["valid_loss"] = 4.25
     (folder / name).write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -22,7 +23,7 @@ def run_folder(folder, name="metrics.jsonl"):
 
 
 def test_points_of_both_curves(tmp_path):
-    curve = read_curve(find_records(run_folder(tmp_path / "run")))
+    curve = read_curve(*find_records(run_folder(tmp_path / "run")))
     assert curve.name == "run"
     assert curve.train == [(100, 7.0), (200, 6.0), (300, 5.0)]
     assert curve.valid == {"valid_loss": [(0, 8.5), (300, 4.25)]}
@@ -109,3 +110,34 @@ def test_runs_and_options_in_any_order(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["loss", one, "--ot", str(tmp_path / "loss.svg"), other])
     assert ended.value.code == 2 and "did you mean --out?" in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_is_searched_and_equal_curves_are_told(tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    for name in ("a", "b"):
+        run_folder(tmp_path / "runs" / name)
+    out = tmp_path / "loss.svg"
+    panels = "grad_norm,moe/layer_*/load"
+    assert main(["loss", str(tmp_path / "runs"), "--panels", panels, "--smooth", "2", "--out", str(out)]) == 0
+    assert "b: every training loss is that of a" in capsys.readouterr().out
+    text = out.read_text()
+    assert all(f"<!-- {label} -->" in text for label in ("grad_norm", "moe/layer_0/load", "a, training", "b, training"))
+
+
+def test_panels_and_means(tmp_path):
+    curves = [read_curve(*find_records(run_folder(tmp_path / "run")))]
+    assert smoothed(curves[0].train, 2) == [(100, 7.0), (200, 6.5), (300, 5.5)]
+    assert chosen_fields(curves, "moe/*,grad_norm") == ["moe/layer_0/load", "grad_norm"]
+    with pytest.raises(ValueError, match=r"--panels mfu: no record .* are grad_norm, moe/layer_0/load, step"):
+        chosen_fields(curves, "grad_norm,mfu")
+
+
+def test_a_name_that_no_font_here_has_is_told_and_not_drawn_as_boxes(tmp_path, capfd, monkeypatch):
+    from matplotlib import font_manager
+
+    monkeypatch.setattr(font_manager, "findSystemFonts", list)
+    out = tmp_path / "loss.svg"
+    assert main(["loss", str(run_folder(tmp_path / "语言模型")), "--out", str(out)]) == 0
+    told = capfd.readouterr()
+    assert told.err == "run 1 is '语言模型': no font here has its letters\n" and "语言模型: 300 tokens" in told.out
+    assert "run 1, training" in out.read_text()

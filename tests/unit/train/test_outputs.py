@@ -1,14 +1,30 @@
 """What a run locks, and when it unlocks it."""
 
+import os
+import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from ranks import run_ranks
+from runs import write_corpus
 
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.load import from_yaml
-from megatron5d.config.schema import CheckpointConfig, Config, LogConfig
-from megatron5d.train.loop import locked_outputs
+from megatron5d.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    OptimConfig,
+    TrainConfig,
+    WandbConfig,
+)
+from megatron5d.topology.process import Process
+from megatron5d.train.loop import locked_outputs, train
+from megatron5d.train.monitoring import report
 
 
 def config_in(folder: Path) -> Config:
@@ -17,7 +33,9 @@ def config_in(folder: Path) -> Config:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.parent.name != "code"
+    )
 
 
 def test_locks_come_first_and_go_last(tmp_path):
@@ -49,3 +67,42 @@ def test_nothing_is_locked_where_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with locked_outputs(Config()) as outputs:
         assert outputs.lock is None and list(tmp_path.iterdir()) == []
+
+
+class Told:
+    """Stands for Weights & Biases: notes how the run ended."""
+
+    run_id, last = "abc", 0
+
+    def __init__(self, file, stopped):
+        self.file, self.stopped = file, stopped
+
+    def write(self, record):
+        if self.stopped and record["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self, code):
+        self.file.write_text(str(code))
+
+
+@pytest.mark.parametrize(("how", "code"), [("finished", 0), ("crashed", 1), ("stopped", 75)])
+def test_a_tracker_learns_how_the_run_ended(tmp_path, how, code):
+    corpus = write_corpus(tmp_path / "toy", vocab_size=256)
+    config = Config(
+        train=TrainConfig(steps=4, gbs=2, mbs=1, seq_len=16),
+        data=DataConfig(train=[corpus]),
+        optim=OptimConfig(lr=1e9 if how == "crashed" else 1e-3, min_lr=0.0),
+        log=LogConfig(progress=False, memory_check="off", wandb=WandbConfig(mode="offline")),
+    )
+    if how == "stopped":
+        config = replace(config, checkpoint=CheckpointConfig(dir=str(tmp_path / "checkpoints")))
+
+    def one(rank, world):
+        report.Wandb = lambda *_: Told(tmp_path / "code", how == "stopped")
+        try:
+            return train(config, Process(rank, world, rank, torch.device("cpu")))
+        except FloatingPointError:
+            return 1
+
+    assert run_ranks(one, 1, timeout=60) == [code]
+    assert (tmp_path / "code").read_text() == str(code)

@@ -1,8 +1,10 @@
 """A rank that is slow is named, with its host; those that wait for it are not."""
 
 import gc
+import os
 import re
 import socket
+import subprocess
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -22,7 +24,8 @@ from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.process import Process
 from megatron5d.train.loop import train
 from megatron5d.train.monitoring import stragglers as slow_ranks
-from megatron5d.train.monitoring.stragglers import RECORDS, SlowRanks, peers
+from megatron5d.train.monitoring.stragglers import RECORDS, STALL_S, SlowRanks, peers
+from megatron5d.train.state import Progress
 
 pytestmark = pytest.mark.alone
 
@@ -80,7 +83,8 @@ def judge(monkeypatch):
     monkeypatch.setattr(slow_ranks, "broadcast_text", lambda source, *_: f"host{source}")
     mesh = Mesh(resolve(8, pp=2), {"world": Axis("world", tuple(range(8)))})
     process = Process(0, 8, 0, torch.device("cpu"))
-    judge = SlowRanks(SimpleNamespace(config=Config(log=LogConfig(slow_rank=1.2)), process=process, mesh=mesh))
+    config = Config(log=LogConfig(slow_rank=1.2))
+    judge = SlowRanks(SimpleNamespace(config=config, process=process, mesh=mesh, progress=Progress()))
     yield judge
     judge.close()
 
@@ -88,7 +92,11 @@ def judge(monkeypatch):
 @pytest.fixture
 def judged(judge):
     """What is told when the work of the ranks takes the given seconds."""
-    return lambda *seconds: judge.judge(torch.tensor(seconds, dtype=torch.float64))
+
+    def judged(*seconds, longest=(1,) * 8, step=(7,) * 8):
+        return judge.judge(*(torch.tensor(each, dtype=torch.float64) for each in (seconds, longest, step)))
+
+    return judged
 
 
 EVEN, UNEVEN = (1, 1, 1, 1, 3, 3, 3, 3), (1, 1.1, 1, 1, 3, 3, 3.9, 3)
@@ -111,11 +119,54 @@ def test_noise_is_not_told_and_what_lasts_is_told_once(judged):
     assert "no longer slow" in healed and "rank 6" in healed
 
 
+def test_turns_on_a_cpu_core_make_no_rank_slow(judged):
+    for _ in range(RECORDS + 1):
+        assert judged(*(second / 20 for second in (4, 1, 1, 1, 3, 3, 3, 3)))[1] == []
+
+
 def test_several_ranks_of_a_slow_node_are_named_together(judged):
     node = (1, 1, 1.5, 1.5, 3, 3, 3, 3)
     assert (judged(*node)[1], judged(*node)[1]) == ([], [])
     (named,) = judged(*node)[1]
     assert re.findall(r"rank (\d) \(", named) == ["2", "3"]
+
+
+def test_one_long_stop_is_told_at_once(judged):
+    stop, short = (1, 1, 16, 1, 3, 3, 3, 3), (1, 1, 5, 1, 3, 3, 3, 3)
+    (named,) = judged(*EVEN, longest=stop)[1]
+    assert named.startswith("stalled: rank 2 (pp 0, ") and "on host2 took 16.0 s for step 7, its peers 1.0 s" in named
+    assert judged(*EVEN, longest=short)[1] == judged(*EVEN)[1] == []
+
+
+def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_path, capfd):
+    """Whatever it waited for itself when it was stopped."""
+    corpus = write_corpus(tmp_path / "toy", vocab_size=97)
+    config = Config(
+        model=MODEL,
+        parallel=ParallelConfig(tp=2, sp=True),
+        train=TrainConfig(steps=8, gbs=4, mbs=1, seq_len=16),
+        data=DataConfig(train=[corpus]),
+        log=LogConfig(progress=False, memory_check="off", slow_rank=2),
+    )
+
+    def one(rank, world):
+        forward, begun = Stage.forward_steps, []
+
+        def stopped(self, *args):
+            begun.append(None)
+            if rank == SLOW and len(begun) == 7:  # of two micro-batches a step: the first one of step 4
+                shell = f"sleep 0.2; kill -STOP {os.getpid()}; sleep {2 * STALL_S}; kill -CONT {os.getpid()}"
+                subprocess.Popen(["bash", "-c", shell])
+            if rank != SLOW and len(begun) == 7:
+                time.sleep(1)  # by then the other one waits for us, and is stopped while it does
+            yield from forward(self, *args)
+
+        Stage.forward_steps = stopped
+        return train(config, Process(rank, world, rank, torch.device("cpu")))
+
+    assert run_ranks(one, WORLD, timeout=120) == [0] * WORLD
+    (named,) = [line for line in capfd.readouterr().err.splitlines() if "stalled" in line or "slow rank" in line]
+    assert re.findall(r"rank (\d) \(.* for step (\d)", named) == [(str(SLOW), "4")]
 
 
 def test_fused_products_wait_for_their_neighbours_unseen(judge, judged):
@@ -131,7 +182,8 @@ def test_garbage_collection_counts_in_no_step_and_outside_of_steps_not_at_all(mo
     monkeypatch.setattr(slow_ranks, "all_reduce", lambda work, _: compared.append(work) or work)
     mesh = Mesh(resolve(2), {"world": Axis("world", (0, 1))})
     process = Process(0, 2, 0, torch.device("cpu"))
-    ranks = SlowRanks(SimpleNamespace(config=Config(log=LogConfig(slow_rank=1.2)), process=process, mesh=mesh))
+    run = SimpleNamespace(config=Config(log=LogConfig(slow_rank=1.2)), process=process, mesh=mesh, progress=Progress())
+    ranks = SlowRanks(run)
 
     def collect(seconds):
         ranks._collecting("start", {})
@@ -142,10 +194,11 @@ def test_garbage_collection_counts_in_no_step_and_outside_of_steps_not_at_all(mo
         ranks.start()
         collect(0.25)
         ranks.step(2.0, {"tp": 0.5})
+        run.progress.step += 1
         collect(1.0)
     ranks.compare()
     ranks.close()
-    assert compared[0].tolist() == [1.25, 0.0]
+    assert compared[0].tolist() == [[1.25, 0.0], [1.25, 0.0], [2.0, 0.0]]
 
 
 @pytest.mark.parametrize(("experts", "ep", "etp"), [(0, 1, None), (8, 4, 1), (8, 2, 2), (8, 4, 2), (8, 8, 1)])

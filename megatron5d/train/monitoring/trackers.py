@@ -1,0 +1,147 @@
+"""Weights & Biases and TensorBoard. Rank 0 alone writes; both are imported only where they are on."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron5d.config.convert import to_dict
+from megatron5d.config.schema import Config, LogConfig
+from megatron5d.model.flops import parameter_count
+from megatron5d.topology.grid import Sizes
+from megatron5d.train.provenance import ROOT, commit, versions
+from megatron5d.train.signals import REQUEUE
+
+_WHOLE, _FIRST, _LAST = 1, 2, 4  # parts of a record in W&B's files
+
+
+def run_facts(config: Config, sizes: Sizes) -> dict[str, Any]:
+    """What a tracker tells of a run beside its configuration, which goes into `run` of W&B's config."""
+    layout = {name: getattr(sizes, name) for name in ("world", "dp", "tp", "cp", "pp", "ep")}
+    return {**layout, "parameters": parameter_count(config.model), "commit": commit(), "versions": versions()}
+
+
+class Wandb:
+    """A Weights & Biases run that a resumed job continues under the same id.
+
+    Args:
+        config: of the run; `log.wandb` says project, name, group, tags, entity and folder.
+        mode: online or offline.
+        run_id: of the run to continue; None starts one.
+        facts: of `run_facts`.
+
+    Raises:
+        ValueError: Weights & Biases cannot be reached, or knows no key.
+    """
+
+    def __init__(self, config: Config, mode: str, run_id: str | None, facts: Mapping[str, Any]) -> None:
+        import wandb  # two seconds to import: only the rank that logs pays
+
+        chosen, folder = config.log.wandb, config.log.wandb.dir or config.log.dir
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=chosen.project,
+                name=chosen.name or (config.log.dir and Path(config.log.dir).absolute().name),
+                group=chosen.group or config.model.name,
+                tags=chosen.tags or _tags(config, facts),
+                entity=chosen.entity,
+                mode=mode,  # type: ignore[arg-type]
+                dir=folder,
+                id=run_id,
+                resume="allow",
+                config={**to_dict(config), "run": dict(facts)},
+                settings=wandb.Settings(silent=mode == "offline", console="off", git_root=str(ROOT)),
+            )
+        except Exception as error:  # no key, no network, a tag that is too long
+            ways = "`wandb login`, or log.wandb.mode=offline"
+            raise ValueError(f"log.wandb.mode = {mode}: {error} ({ways})") from error
+        self._run.define_metric("tokens")
+        self._run.define_metric("loss", step_metric="tokens")
+        self._run.define_metric("valid_loss*", step_metric="tokens", summary="min,last")
+        earlier = Path(self._run.settings.wandb_dir).glob(f"offline-run-*-{self._run.id}/run-*.wandb")
+        self.last = max([0, self._run.step - 1, *(step for file in earlier for step in _steps_in(file))])
+
+    @property
+    def run_id(self) -> str:
+        return self._run.id
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Sends a record whose step this run does not have yet: W&B takes none back, and keeps no two of a step."""
+        if record["step"] > self.last:
+            self._run.log({key: value for key, value in record.items() if value is not None}, step=record["step"])
+            self.last = record["step"]
+
+    def close(self, code: int) -> None:
+        """Ends the run as finished (0), preempted (75) or failed."""
+        if code == REQUEUE:
+            self._run.mark_preempting()
+        self._run.finish(exit_code=code)
+
+    def abandon(self) -> None:
+        """Lets go of W&B's process, which is dead or broken, so that nothing at the exit waits for it or complains."""
+        import wandb
+
+        with suppress(Exception, SystemExit):
+            wandb.teardown()
+
+
+def _tags(config: Config, facts: Mapping[str, Any]) -> list[str]:
+    """By which runs are told apart: precision, and each dimension that is cut."""
+    cut = [f"{name}{facts[name]}" for name in ("dp", "tp", "cp", "pp", "ep") if facts.get(name, 1) > 1]
+    return [config.precision.dtype, *cut]
+
+
+def _steps_in(file: Path) -> Iterator[int]:
+    """The steps that an offline run has really written: a process that was killed takes some with it.
+
+    The file has LevelDB's framing: blocks of 32 KiB, and records in parts whose type says which they are.
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        _, length, part = struct.unpack_from("<IHB", data, at)
+        if left < 7 or part == 0:
+            at += left
+            continue
+        record = (b"" if part in (_WHOLE, _FIRST) else record) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if part in (_WHOLE, _LAST):
+            with suppress(DecodeError):  # cut off by a kill
+                items = wandb_internal_pb2.Record.FromString(record).history.item  # type: ignore[attr-defined]
+                yield from (int(item.value_json) for item in items if "_step" in (item.key, *item.nested_key))
+
+
+class TensorBoard:
+    """Event files for TensorBoard: every number of a record over the steps, and the configuration as a text.
+
+    Args:
+        log: whose `tensorboard` is the folder.
+        done: steps already done; what an earlier life of the run wrote of later ones is no longer shown.
+        config: the configuration as YAML.
+    """
+
+    def __init__(self, log: LogConfig, done: int, config: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a check: the package tensorboard is installed
+
+        self._writer = SummaryWriter(log.tensorboard, purge_step=done + 1 if done else None)
+        self._writer.add_text("config", f"```\n{config}\n```", done)
+
+    def write(self, record: dict[str, Any]) -> None:
+        for key, value in record.items():
+            if key != "step" and isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, record["step"])
+        self._writer.flush()
+
+    def close(self, code: int) -> None:
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """Its thread has ended already."""

@@ -1,0 +1,84 @@
+"""Says which code a run is made of: version, commit, changes since. Kept beside its log and in its checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron5d
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("kernels", "megatron5d")
+_NEW_FILES = ("*.py", "*.yaml", "*.sh", "*.sbatch")  # that git does not know yet and that a patch takes in
+
+
+def source_hash() -> str:
+    """A hash of every Python file that a run executes, of its path and its text."""
+    total = hashlib.sha256()
+    for path in sorted(path for room in SOURCES for path in (ROOT / room).rglob("*.py")):
+        total.update(f"{path.relative_to(ROOT)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def _git(*arguments: str, codes: tuple[int, ...] = (0,)) -> str | None:
+    """What git says about this checkout, from whatever folder the run was started; None where there is none."""
+    command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *arguments]  # its owner may be another user
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip("\n") if done.returncode in codes else None
+
+
+@cache  # the code that this process runs is that of its start
+def commit() -> str | None:
+    """The commit of this checkout, with `-dirty` where tracked files have changed; None outside of a checkout."""
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != ROOT:  # site-packages inside of somebody else's checkout
+        return None
+    head = _git("rev-parse", "HEAD")
+    return head and head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def versions() -> dict[str, str | None]:
+    """Of what decides on numbers and speed."""
+    return {
+        "megatron5d": megatron5d.__version__, "torch": torch.__version__, "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }  # fmt: skip
+
+
+def code_here() -> dict[str, Any]:
+    """Version, commit and hash of the code, and of what it runs on."""
+    changes = _git("status", "--porcelain", "--", *SOURCES) if commit() else None
+    return {
+        "source_hash": source_hash(),
+        "commit": (commit() or "").removesuffix("-dirty") or None,
+        "dirty": None if changes is None else bool(changes),
+        "versions": versions(),
+    }
+
+
+def keep_code(folder: Path) -> None:
+    """Writes `code/<commit>-<hash>.patch`: the changes since the commit, new source files too; nothing outside of git.
+
+    `git checkout <commit> && git apply FILE` restores the code. A run resumed with other code gets another file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if (name := commit()) is None:
+        return
+    changes = [_git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""]
+    new = (_git("ls-files", "--others", "--exclude-standard", "--", *_NEW_FILES) or "").splitlines()
+    changes += [_git("diff", "--no-color", "--no-index", "/dev/null", path, codes=(0, 1)) or "" for path in new]
+    patch = "".join(f"{each}\n" for each in changes if each)
+    name = f"{name.removesuffix('-dirty')[:12]}-{hashlib.sha256(patch.encode()).hexdigest()[:8]}.patch"
+    (folder / "code").mkdir(parents=True, exist_ok=True)
+    (folder / "code" / name).write_text(f"commit {commit()}\nversions {versions()}\n\n{patch}")
