@@ -50,8 +50,8 @@ from tqdm import tqdm
 from megatron5d.config.schema import Config
 from megatron5d.data.tokenizer import Tokenizer, load_tokenizer
 from megatron5d.model.inference import Predictor, Source, open_predictor
+from megatron5d.topology.launcher import read_environment
 from megatron5d.topology.process import start_process, stop_process
-from megatron5d.topology.rendezvous import read_environment
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> Tokenizer:

@@ -42,8 +42,8 @@ from tqdm import tqdm
 
 from megatron5d.comm.collectives import all_gather
 from megatron5d.model.inference import Predictor, Source, open_predictor
+from megatron5d.topology.launcher import read_environment
 from megatron5d.topology.process import start_process, stop_process
-from megatron5d.topology.rendezvous import read_environment
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:

@@ -5,7 +5,9 @@ Only Hydra's composition is used: it makes no output folder, changes no working 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ ModelFromHF = Callable[[str], Mapping[str, Any]]
 Check = Callable[[Config, int], Sequence[Fault]]
 """(configuration, world) -> faults that only code of higher floors can find."""
 _OUTSIDE = ("data", "init", "checkpoint", "log")  # groups on which neither model nor layout depends
+_RESOLVED = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:%H-%M}
 _GUESSES = ("unknown-key", "unknown-flag")  # ids of faults whose knob is only a guess
 _WANDB_MODES = {"off": "disabled", "False": "disabled", "false": "disabled"}
 
@@ -78,7 +81,7 @@ def load_config(
         if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
             faults += [fault for check in checks for fault in check(config, world)]
     if faults:
-        raise ConfigError(faults)
+        raise ConfigError(replace(fault, local=True) for fault in faults) if spelling.resolves else ConfigError(faults)
     return config
 
 
@@ -135,6 +138,7 @@ class _Spelling:
         self.name = arguments.name
         self.folders = [folder for folder in folders if self._is_folder(folder)]
         self.groups = groups_in(self.folders)
+        self.resolves = any(map(_RESOLVED.search, arguments.overrides))  # values that may differ between ranks
         self.explicit: list[str] = []  # keys that the command line gives a value
         self.accepted = [text for text in map(self._accept, arguments.overrides) if text]
 
@@ -146,6 +150,7 @@ class _Spelling:
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
                 composed = compose(self.name, [*self.accepted, *search])
+            self.resolves = self.resolves or _RESOLVED.search(OmegaConf.to_yaml(composed)) is not None
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             reason = str(error).split("Config search path")[0].strip().replace("\n", " ").replace("\t", " ")

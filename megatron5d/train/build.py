@@ -21,9 +21,9 @@ from megatron5d.pipeline_parallel.stage import Relay, Stage
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.grid import Sizes, resolve
 from megatron5d.topology.init_weights import initialize_rectangle
+from megatron5d.topology.launcher import restarted_job
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
-from megatron5d.topology.rendezvous import restarted_job
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.pipeline_layout import PipelinePlan, agreed_plan, boundary_form
 from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over

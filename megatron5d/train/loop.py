@@ -5,7 +5,7 @@ What a run writes and no other run may: its checkpoints and its log. They are lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,12 +88,13 @@ def _unlock_checkpoints(outputs: Outputs) -> None:
 OTHERS_SIGNAL = "a signal of another rank"
 
 
-def train(config: Config, process: Process) -> int:
+def train(config: Config, process: Process, notes: Sequence[str] = ()) -> int:
     """Trains from where the run stands to its last step.
 
     Args:
         config: a lawful configuration.
         process: this rank.
+        notes: for the log, of what was found before.
 
     Returns:
         Exit code: 0 finished, 75 stopped on a signal with all steps saved.
@@ -103,6 +104,7 @@ def train(config: Config, process: Process) -> int:
         OSError: another run writes to the same places.
     """
     with StopFlag() as stop, locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
+        outputs.notes += notes
         return _train(config, process, outputs, snapshots, stop)
 
 

@@ -14,10 +14,7 @@ from contextlib import ContextDecorator, suppress
 from pathlib import Path
 from types import FrameType
 
-import torch
-
-from megatron5d.pipeline_parallel.executor import PipelineError
-from megatron5d.topology.rendezvous import read_environment
+from megatron5d.topology.launcher import read_environment
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_SIGNALS = (*END_SIGNALS, signal.SIGINT)
@@ -103,6 +100,8 @@ def crash_message(error: Exception, rank: int, world: int) -> str | None:
         rank: of this process.
         world: number of ranks.
     """
+    import torch  # it has been imported, or the error is none of its; signals are looked at before torch comes
+
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if _OURS in Path(frame.filename).parents]
     said_by_us = bool(ours) and frames[-1] is ours[-1]
@@ -119,4 +118,6 @@ def crash_message(error: Exception, rank: int, world: int) -> str | None:
 
 def cause_of(error: Exception) -> BaseException | None:
     """What went wrong, without the pipeline's word of where."""
+    from megatron5d.pipeline_parallel.executor import PipelineError
+
     return error.__cause__ if isinstance(error, PipelineError) else error

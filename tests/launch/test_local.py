@@ -231,7 +231,7 @@ def test_a_signal_to_a_rank_that_waits_for_the_others_asks_for_another_start(mon
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
         TCPStore("127.0.0.1", 9, None, False, timedelta(seconds=20), wait_for_workers=False)
 
-    monkeypatch.setattr(pretrain, "load_config", waits)
+    monkeypatch.setattr(pretrain, "_load", waits)
     if (rank := os.fork()) == 0:
         try:
             pretrain.main([])
