@@ -63,6 +63,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         elif flag in ("--config-dir", "--config-name"):
             value = value if equals else (rest.pop(0) if rest and "=" not in rest[0] else "")
             _take(out, flag, value)
+        elif flag in ("-m", "--multirun"):
+            fix = "for value in 1e-3 1e-4; do python pretrain.py optim.lr=$value log.dir=runs/lr-$value; done"
+            out.faults.append(
+                Fault("sweep", (flag,), f"{flag}: one command is one run", f"leave it out; a sweep is {fix}")
+            )
         else:
             out.faults.append(_unknown_flag(flag))
             if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:

@@ -119,6 +119,7 @@ def schedule_faults(config: Config, world: int) -> list[Fault]:
     try:
         find_schedule(name)
     except ValueError as error:
-        fix = f"pipeline.schedule={closest(name, schedule_names()) or '1f1b'}"
-        return [Fault("unknown-schedule", ("pipeline.schedule",), str(error), fix)]
+        more = "; auto searches for one, file:PATH reads one"
+        fix = f"pipeline.schedule={closest(name, ['auto', *schedule_names()]) or '1f1b'}"
+        return [Fault("unknown-schedule", ("pipeline.schedule",), str(error) + more, fix)]
     return []
