@@ -14,6 +14,7 @@ if __name__ == "__main__":
     EndOnSignals().__enter__()  # until the process ends: the imports below, and torch's later, take seconds
 
 from megatron5d.config.checks import broken_laws
+from megatron5d.config.command_line import print_anywhere
 from megatron5d.config.errors import REFUSED, ConfigError, Fault, refuse
 from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 if __name__ == "__main__":
     faulthandler.enable()  # a rank killed by a signal prints where it was, such as a bus error in a truncated data file
+    print_anywhere()
     answer_help(sys.argv[1:])
 
 
@@ -129,6 +131,8 @@ def before_fork(argv: Sequence[str], world: int) -> None:
     Raises:
         SystemExit: the configuration is refused (2), or `--help` or `--cfg` is answered (0).
     """
+
+    print_anywhere()
 
     def late(*_: object) -> list[Fault]:
         raise _Undecided

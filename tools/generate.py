@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron5d.config.command_line import print_anywhere
+
 
 def _seed(text: str) -> int:
     """A number that torch takes as one."""
@@ -43,6 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
 
 from tqdm import tqdm

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import OptionParser
+from megatron5d.config.command_line import OptionParser, print_anywhere
 
 
 @dataclass(frozen=True)
@@ -152,4 +152,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     sys.exit(main(sys.argv[1:]))

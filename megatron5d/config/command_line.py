@@ -8,6 +8,8 @@ Command lines of tools: options, with positional words such as overrides anywher
 from __future__ import annotations
 
 import argparse
+import io
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,13 @@ class Arguments:
     name: str = "pretrain"
     show: str | None = None  # help | cfg
     faults: list[Fault] = field(default_factory=list)
+
+
+def print_anywhere() -> None:
+    """Lets a terminal that lacks a character show its code, instead of ending the program that prints it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
