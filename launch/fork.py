@@ -17,15 +17,17 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import importlib
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain.py"
@@ -35,6 +37,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CRASH_GRACE_S = 1.0  # for the other ranks to say what they saw
 ORDERLY_GRACE_S = {2: 10.0, 75: 300.0}  # for the other ranks to refuse as well, or to close their files
 PR_SET_PDEATHSIG = 1
+STARTING_S = 60.0  # between making a lock file and locking it passes less
 SENDERS = {  # of a signal that ends a rank, where the rank itself cannot tell
     signal.SIGKILL: ": by somebody, or by the kernel where memory ran out",
     signal.SIGBUS: ": a file that it read has shrunk, its disk has failed, or /dev/shm is full",
@@ -214,6 +217,20 @@ class Supervisor:
         return f"rank {rank} failed first ({cause})"
 
 
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A folder for this launch. Those of launchers that were killed are removed: nobody holds their lock any more."""
+    for lock in Path(tempfile.gettempdir()).glob("megatron5d_launch_*/lock"):
+        with contextlib.suppress(OSError), open(lock) as file:  # another user's, or still held by a launcher or a rank
+            if time.time() - lock.stat().st_mtime < STARTING_S:
+                continue
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="megatron5d_launch_") as folder, open(f"{folder}/lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield folder
+
+
 def main(argv: list[str]) -> int:
     options, arguments = parse(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -223,7 +240,7 @@ def main(argv: list[str]) -> int:
         if options.spawn
         else forked(load_main(program, arguments, options.num_ranks), arguments)
     )
-    with tempfile.TemporaryDirectory(prefix="megatron5d_") as folder:
+    with _folder() as folder:
         return Supervisor(start(options.num_ranks, Path(folder), body), Path(folder)).watch()
 
 

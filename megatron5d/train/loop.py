@@ -75,8 +75,11 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
         on_exit.callback(LockFile(log.with_name(f"{log.name}.lock"), f"log.jsonl = {log}").release)
     if config.log.dir is not None:
         folder = Path(config.log.dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
+        on_exit.callback(LockFile(folder / "log.lock", f"log.dir = {folder}").release)
+        try:
+            (folder / "config.yaml").write_text(to_yaml(config))
+        except OSError as error:  # of a full disk it names no file
+            raise OSError(error.errno, error.strerror, f"{folder}/config.yaml (log.dir)") from error
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:

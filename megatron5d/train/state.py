@@ -144,7 +144,7 @@ def resume(
     """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
 
     Returns:
-        How far the run is; and the keys that decide on numbers and have changed since, for the log.
+        How far the run is; and the keys that decide on numbers or layout and have changed since, for the log.
 
     Raises:
         ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it; on every rank.
@@ -163,7 +163,9 @@ def resume(
             f"none of the other; resume with optim.name={saved}, or take the weights alone: "
             f"init.from_checkpoint={folder} with another checkpoint.dir"
         )
-    changed = changed_keys(record["config"], config, ("model", "moe", "precision", "optim", "data", "train"))
+    changed = changed_keys(
+        record["config"], config, ("model", "moe", "precision", "optim", "data", "train", "parallel")
+    )
     architecture = [line for line in changed if line.startswith(("model.", "moe.balance "))]  # which gives biases
     held, here = _num_weights(record["config"]), _num_weights(to_dict(config))
     if architecture and held > here:  # where some are missing or have another shape, loading names them
