@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron5d.train.signals import EndOnSignals
 
 if __name__ == "__main__":
-    EndOnSignals().__enter__()  # until the process ends: the imports alone take seconds
+    EndOnSignals().__enter__()  # until the process ends: the imports below, and torch's later, take seconds
 
-from megatron5d.config.errors import REFUSED, ConfigError, refuse
+from megatron5d.config.checks import broken_laws
+from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.errors import REFUSED, ConfigError, Fault, refuse
 from megatron5d.config.load import answer_help, load_config
 from megatron5d.config.schema import Config
+from megatron5d.pipeline_parallel.registry import schedule_faults
+from megatron5d.topology.launcher import Environment, rank_0_listens, read_environment, speaks_for_node
+
+if TYPE_CHECKING:
+    from megatron5d.train.meeting import Meeting
 
 if __name__ == "__main__":
     faulthandler.enable()  # a rank killed by a signal prints where it was, such as a bus error in a mapped file
-    answer_help(sys.argv[1:])  # before the seconds that the imports below take
-
-from torch import OutOfMemoryError
-
-from megatron5d.checkpoint.hf.weights import model_config_from_hf
-from megatron5d.pipeline_parallel.executor import PipelineError
-from megatron5d.topology.process import start_process, stop_process
-from megatron5d.topology.rendezvous import read_environment
-from megatron5d.train.crash import crash_message
-from megatron5d.train.loop import train
-from megatron5d.train.monitoring.memory import memory_faults
-from megatron5d.train.pipeline_layout import pipeline_faults, schedule_faults
-from megatron5d.train.preflight import data_faults, device_faults, glob_faults
-from megatron5d.train.state import checkpoint_faults
+    print_anywhere()
+    answer_help(sys.argv[1:])
 
 
 @EndOnSignals()  # for those that import main, too
 def main(argv: Sequence[str]) -> int:
-    """Runs one rank of a job.
+    """Runs one rank of a job. A wrong configuration is refused without torch where that is possible.
 
     Args:
         argv: Hydra overrides.
@@ -49,34 +46,118 @@ def main(argv: Sequence[str]) -> int:
     try:
         environment = read_environment()
     except ValueError as error:
-        print(f"the launcher's variables are wrong: {error}", file=sys.stderr)
+        if speaks_for_node():
+            print(f"the launcher's variables are wrong: {error}", file=sys.stderr)
         return REFUSED
+    config, trouble = Config(), None
     try:
-        config = load_config(
-            argv,
-            world=environment.world,
-            rank=environment.rank,
-            model_from_hf=model_config_from_hf,
-            options=[schedule_faults],
-            checks=[pipeline_faults, device_faults, data_faults, glob_faults, checkpoint_faults, memory_faults],
-        )
+        config = _load(argv, environment.world, environment.rank)
     except ConfigError as error:
-        refuse(error.faults, environment.rank, environment.local_rank)
+        trouble = error
+        everywhere = not all(fault.local for fault in error.faults)
+        if environment.world == 1 or (everywhere and not rank_0_listens(environment)):
+            refuse(error.faults, environment.rank)
+    except Exception as error:
+        _meeting(environment).crash(error)
+        raise
+
+    meeting = _meeting(environment)
+    if trouble is not None:
+        meeting.refuse(trouble.faults)
+    return _run(config, meeting)
+
+
+def _meeting(environment: Environment) -> Meeting:
+    from megatron5d.train.meeting import Meeting
+
+    return Meeting(environment, lambda theirs, world: broken_laws(theirs, world) or _late_faults(theirs, world))
+
+
+def _load(argv: Sequence[str], world: int, rank: int = 0, late: Any = None) -> Config:
+    return load_config(
+        argv,
+        world=world,
+        rank=rank,
+        model_from_hf=_model_from_hf,
+        options=[schedule_faults],
+        checks=[late or _late_faults],
+    )
+
+
+def _model_from_hf(folder: str) -> Mapping[str, Any]:
+    from megatron5d.checkpoint.hf.import_config import model_config_from_hf
+
+    return model_config_from_hf(folder)
+
+
+def _late_faults(config: Config, world: int) -> list[Fault]:
+    """What is checked with torch, of a configuration whose model and layout are legal."""
+    from megatron5d.train.monitoring.memory import memory_faults
+    from megatron5d.train.pipeline_layout import pipeline_faults
+    from megatron5d.train.preflight import data_faults, device_faults, glob_faults
+    from megatron5d.train.state import checkpoint_faults
+
+    checks = (pipeline_faults, device_faults, data_faults, glob_faults, checkpoint_faults, memory_faults)
+    return [fault for check in checks for fault in check(config, world)]
+
+
+def _run(config: Config, meeting: Meeting) -> int:
+    """Trains. What is for the user to mend ends in one message, all else in a call stack."""
+    from torch import OutOfMemoryError
+
+    from megatron5d.pipeline_parallel.executor import PipelineError
+    from megatron5d.topology.process import start_process, stop_process
+    from megatron5d.train.crash import crash_message
+    from megatron5d.train.loop import train
+
+    environment = meeting.environment
     try:
-        return _run(config)
+        config = meeting.agree(config)
+        process = start_process(config.parallel.timeout_s, environment, meeting.store)
+        try:
+            return train(config, process, meeting.notes)
+        finally:
+            stop_process()
     except (OSError, ValueError, ArithmeticError, OutOfMemoryError, PipelineError) as error:
-        message = None if config.log.traceback else crash_message(error, environment.rank, environment.world)
-        if message is None:
+        said = None if config.log.traceback else crash_message(error, environment.rank, environment.world)
+        if said is None:
             raise
-        raise SystemExit(message) from error
+        raise SystemExit(said) from error
 
 
-def _run(config: Config) -> int:
-    process = start_process(config.parallel.timeout_s)
+class _Undecided(Exception):
+    """Nothing is wrong so far; the rest is checked with torch."""
+
+
+def before_fork(argv: Sequence[str], world: int) -> None:
+    """Called by launch/fork.py: refuses once for all ranks what needs no torch, then imports what all ranks need.
+
+    Args:
+        argv: Hydra overrides.
+        world: number of ranks.
+
+    Raises:
+        SystemExit: the configuration is refused (2), or `--help` or `--cfg` is answered (0).
+    """
+    print_anywhere()
+
+    def late(*_: object) -> list[Fault]:
+        raise _Undecided
+
     try:
-        return train(config, process)
-    finally:
-        stop_process()
+        _load(argv, world, late=late)
+    except _Undecided:
+        import_training()
+    except ConfigError as error:
+        if not all(fault.local for fault in error.faults):
+            refuse(error.faults)
+        import_training()
+
+
+def import_training() -> None:
+    """Imports torch and all that trains, which takes seconds."""
+    for name in ("loop", "meeting", "preflight", "monitoring.memory"):
+        importlib.import_module(f"megatron5d.train.{name}")
 
 
 if __name__ == "__main__":

@@ -17,25 +17,27 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import importlib
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain.py"
 # every optimiser imports the one, whoever saves the other: once here, or for a second in each rank
 PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint")
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-ORDERLY = (2, 75)  # configuration refused; stopped on a signal with a checkpoint saved
 CRASH_GRACE_S = 1.0  # for the other ranks to say what they saw
-ORDERLY_GRACE_S = 300.0  # for the other ranks to close their files
+ORDERLY_GRACE_S = {2: 10.0, 75: 300.0}  # for the other ranks to refuse as well, or to close their files
 PR_SET_PDEATHSIG = 1
+STARTING_S = 60.0  # between making a lock file and locking it passes less
 SENDERS = {  # of a signal that ends a rank, where the rank itself cannot tell
     signal.SIGKILL: ": by somebody, or by the kernel where memory ran out",
     signal.SIGBUS: ": a file that it read has shrunk, its disk has failed, or /dev/shm is full",
@@ -59,14 +61,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, options.arguments
 
 
-def load_main(program: Path) -> Callable[[list[str]], int]:
-    """`main` of the program, imported as `python program` would: with its folder on the path."""
+def load_main(program: Path, arguments: list[str], num_ranks: int) -> Callable[[list[str]], int]:
+    """`main` of the program, imported as `python program` would: with its folder on the path.
+
+    Its `before_fork(arguments, num_ranks)`, if it has one, refuses what is wrong for all ranks and imports the rest.
+    """
     sys.path.insert(0, str(program.parent))
     spec = importlib.util.spec_from_file_location(program.stem, program)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[program.stem] = module
     spec.loader.exec_module(module)
+    getattr(module, "before_fork", lambda *_: None)(arguments, num_ranks)
     for name in PRELOADED:
         importlib.import_module(name)
     return module.main
@@ -181,7 +187,7 @@ class Supervisor:
         if code == 0 or (self.ended and code == -signal.SIGKILL):
             return
         if not self.failures:
-            signal.setitimer(signal.ITIMER_REAL, ORDERLY_GRACE_S if code in ORDERLY else CRASH_GRACE_S)
+            signal.setitimer(signal.ITIMER_REAL, ORDERLY_GRACE_S.get(code, CRASH_GRACE_S))
         self.failures.append((self.moment(rank, code), rank, code))
 
     def moment(self, rank: int, code: int) -> float:
@@ -196,7 +202,7 @@ class Supervisor:
         if not self.failures:
             return 0
         _, rank, code = min(self.failures)
-        if code in ORDERLY:
+        if code in ORDERLY_GRACE_S:
             return code  # the program has said it itself
         error = self.folder / f"error{rank}"
         text = error.read_text() if error.exists() else ""
@@ -211,12 +217,30 @@ class Supervisor:
         return f"rank {rank} failed first ({cause})"
 
 
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A folder for this launch. Those of launchers that were killed are removed: nobody holds their lock any more."""
+    for lock in Path(tempfile.gettempdir()).glob("megatron5d_launch_*/lock"):
+        with contextlib.suppress(OSError), open(lock) as file:  # another user's, or still held by a launcher or a rank
+            if time.time() - lock.stat().st_mtime < STARTING_S:
+                continue
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="megatron5d_launch_") as folder, open(f"{folder}/lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield folder
+
+
 def main(argv: list[str]) -> int:
     options, arguments = parse(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     program = options.program.resolve()
-    body = spawned(program, arguments) if options.spawn else forked(load_main(program), arguments)
-    with tempfile.TemporaryDirectory(prefix="megatron5d_") as folder:
+    body = (
+        spawned(program, arguments)
+        if options.spawn
+        else forked(load_main(program, arguments, options.num_ranks), arguments)
+    )
+    with _folder() as folder:
         return Supervisor(start(options.num_ranks, Path(folder), body), Path(folder)).watch()
 
 

@@ -1,5 +1,8 @@
 """Distributed tests take their ranks from here: the same that tools/parity.py forks."""
 
+import pretrain
 from megatron5d.parity.local_ranks import RankFailure, run_ranks
+
+pretrain.import_training()  # once: not in every rank that is forked
 
 __all__ = ["RankFailure", "run_ranks"]

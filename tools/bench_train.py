@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron5d.config.command_line import print_anywhere
 
 CASES = {
     "1b": ["model=llama3_1b", "train.seq_len=8192", "train.mbs=2"],
@@ -60,6 +61,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
 
 import torch

@@ -31,6 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron5d.config.command_line import print_anywhere
+
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,6 +93,7 @@ def _add_upcycle(command: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
 
 import torch

@@ -15,6 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron5d.config.command_line import print_anywhere
+
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -27,6 +29,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     _arguments()  # answers --help and refuses bad options before the seconds that the imports below take
 
 import torch

@@ -21,6 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron5d.config.command_line import print_anywhere
+
 
 def _seed(text: str) -> int:
     """A number that torch takes as one."""
@@ -53,6 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
 
 from tqdm import tqdm
@@ -62,8 +65,8 @@ from megatron5d.config.schema import Config
 from megatron5d.data.tokenizer import Tokenizer, load_tokenizer
 from megatron5d.data.tokenizer_export import special_tokens
 from megatron5d.model.inference import Predictor, Source, open_predictor
+from megatron5d.topology.launcher import read_environment
 from megatron5d.topology.process import start_process, stop_process
-from megatron5d.topology.rendezvous import read_environment
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer, Path]:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron5d.config.command_line import print_anywhere
+
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,6 +35,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     parse(sys.argv[1:])  # answers --help and refuses bad options before the seconds that the imports below take
 
 import numpy as np
@@ -42,8 +45,8 @@ from tqdm import tqdm
 
 from megatron5d.comm.collectives import all_gather
 from megatron5d.model.inference import Predictor, Source, open_predictor
+from megatron5d.topology.launcher import read_environment
 from megatron5d.topology.process import start_process, stop_process
-from megatron5d.topology.rendezvous import read_environment
 
 
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:

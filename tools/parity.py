@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import OptionParser
+from megatron5d.config.command_line import OptionParser, print_anywhere
 
 TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}
 STEPS = {"fp64": 3, "bf16": 1}  # after one, a router that chose otherwise leads another way
@@ -65,6 +65,7 @@ def _parser() -> OptionParser:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     _parser().parse_args()  # answers --help and refuses bad options before the seconds that the imports below take
 
 import torch

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import OptionParser
+from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
 
 
@@ -90,6 +90,7 @@ def _add_cluster(command: OptionParser) -> None:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     _parser().parse_args()  # answers --help and refuses bad options before the seconds that the imports below take
 
 from tqdm import tqdm

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
+from megatron5d.config.command_line import print_anywhere
 from megatron5d.data.corpus import KINDS, list_files
 from megatron5d.data.documents import BadLine, Recipe
 from megatron5d.data.preprocess import Job, Progress, Reporting, preprocess
@@ -135,4 +136,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     sys.exit(main())

@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron5d.config.command_line import print_anywhere
 from megatron5d.model.partition import BALANCES
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
@@ -370,4 +371,5 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     sys.exit(main())

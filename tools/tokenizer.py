@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
+from megatron5d.config.command_line import print_anywhere
 from megatron5d.data.corpus import kinds_of, list_files, units
 from megatron5d.data.documents import BadLine, documents
 from megatron5d.data.tiktoken_ranks import PATTERNS
@@ -135,4 +136,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     sys.exit(main())

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import OptionParser
+from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.json_file import parse_json
 
 
@@ -241,4 +241,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     sys.exit(main(sys.argv[1:]))

@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron5d.config.json_file import read_json
-from megatron5d.topology.rendezvous import slurm_job
+from megatron5d.topology.launcher import slurm_job
 
 HEARTBEAT_S = 10.0  # between two touches of the file by its owner
 STALE_S = 60.0  # an owner on another machine that has not touched the file for so long while watched counts as dead

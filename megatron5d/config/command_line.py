@@ -8,6 +8,8 @@ Command lines of tools: options, with positional words such as overrides anywher
 from __future__ import annotations
 
 import argparse
+import io
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,13 @@ class Arguments:
     name: str = "pretrain"
     show: str | None = None  # help | cfg
     faults: list[Fault] = field(default_factory=list)
+
+
+def print_anywhere() -> None:
+    """Lets a terminal that lacks a character show its code, instead of ending the program that prints it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -63,6 +72,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         elif flag in ("--config-dir", "--config-name"):
             value = value if equals else (rest.pop(0) if rest and "=" not in rest[0] else "")
             _take(out, flag, value)
+        elif flag in ("-m", "--multirun"):
+            fix = "for value in 1e-3 1e-4; do python pretrain.py optim.lr=$value log.dir=runs/lr-$value; done"
+            out.faults.append(
+                Fault("sweep", (flag,), f"{flag}: one command is one run", f"leave it out; a sweep is {fix}")
+            )
         else:
             out.faults.append(_unknown_flag(flag))
             if not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:

@@ -180,6 +180,8 @@ def _plain(kind: Any, value: Any) -> Any:
         return _number(value)
     if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)  # a name or a folder may consist of digits
+    if kind is str and value == "None":
+        return _BAD  # Python's null, which would be a folder or a name
     if (kind is int and isinstance(value, bool)) or value == "":  # log.dir=$NOT_SET is a mistake
         return _BAD
     return value if isinstance(value, kind) else _BAD
@@ -218,6 +220,8 @@ def _wrong_type(kind: Any, value: Any, path: str) -> Fault:
 
 def _example(kind: Any, value: Any, path: str, optional: bool) -> str:
     """A legal value of the type: near to what was written, or the default."""
+    if value == "None" and optional:
+        return "null"
     if kind is int and isinstance(value, (float, str)):
         number = _number(value)
         if number is not _BAD:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -104,21 +103,18 @@ def message(faults: Sequence[Fault]) -> str:
     return "\n".join([f"the configuration is refused: {count}", *(f"  - {fault}" for fault in faults)])
 
 
-def refuse(faults: Sequence[Fault], rank: int = 0, local_rank: int = 0) -> NoReturn:
-    """Ends the process with exit code 2. Rank 0 prints all faults, the first rank of another node the local ones.
+def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
+    """Ends the process with exit code 2; rank 0 prints the faults.
 
     Args:
         faults: what is wrong.
         rank: of this process.
-        local_rank: among the processes of its node.
 
     Raises:
         SystemExit: always.
     """
-    told = faults if rank == 0 else [fault for fault in faults if fault.local and local_rank == 0]
-    if told:
-        where = f"rank {rank} on {socket.gethostname()}: " if rank else ""
-        print(where + message(told), file=sys.stderr, flush=True)
+    if rank == 0:
+        print(message(faults), file=sys.stderr, flush=True)
     raise SystemExit(REFUSED)
 
 

@@ -5,7 +5,10 @@ Only Hydra's composition is used: it makes no output folder, changes no working 
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.check import Law
 from megatron5d.config.checks.values import WORDS
 from megatron5d.config.command_line import Arguments, groups_in, help_text, parse_arguments
-from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key, value_of
+from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key
 from megatron5d.config.errors import ConfigError, Fault, alternatives, closest
+from megatron5d.config.fixes import at_home, each_value, unreadable, unresolved
 from megatron5d.config.schema import Config
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -29,8 +33,11 @@ ModelFromHF = Callable[[str], Mapping[str, Any]]
 Check = Callable[[Config, int], Sequence[Fault]]
 """(configuration, world) -> faults that only code of higher floors can find."""
 _OUTSIDE = ("data", "init", "checkpoint", "log")  # groups on which neither model nor layout depends
+_RESOLVED = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:%H-%M}
 _GUESSES = ("unknown-key", "unknown-flag")  # ids of faults whose knob is only a guess
-_WANDB_MODES = {"off": "disabled", "False": "disabled", "false": "disabled"}
+_WANDB_MODES = dict.fromkeys(("off", "no", "False", "false", "None", "none", "null"), "disabled") | dict.fromkeys(
+    ("on", "yes", "True", "true"), "online"
+)
 
 
 def load_config(
@@ -78,7 +85,7 @@ def load_config(
         if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
             faults += [fault for check in checks for fault in check(config, world)]
     if faults:
-        raise ConfigError(faults)
+        raise ConfigError(replace(fault, local=True) for fault in faults) if spelling.resolves else ConfigError(faults)
     return config
 
 
@@ -135,8 +142,15 @@ class _Spelling:
         self.name = arguments.name
         self.folders = [folder for folder in folders if self._is_folder(folder)]
         self.groups = groups_in(self.folders)
+        self.resolves = any(map(_RESOLVED.search, arguments.overrides))  # values that may differ between ranks
         self.explicit: list[str] = []  # keys that the command line gives a value
-        self.accepted = [text for text in map(self._accept, arguments.overrides) if text]
+        self.overrides = [text.strip() for text in arguments.overrides]
+        self.accepted: list[str] = []
+        for text in filter(None, map(self._accept, self.overrides)):
+            if text == "experiment=null":
+                self.accepted = [each for each in self.accepted if not each.startswith("experiment=")]
+            else:
+                self.accepted.append(text)
 
     def compose(self) -> dict[str, Any]:
         """The configuration that Hydra composes from the accepted overrides; empty if it refuses them."""
@@ -146,13 +160,32 @@ class _Spelling:
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
                 composed = compose(self.name, [*self.accepted, *search])
+            self.resolves = self.resolves or _RESOLVED.search(OmegaConf.to_yaml(composed)) is not None
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            reason = str(error).split("Config search path")[0].strip().replace("\n", " ").replace("\t", " ")
-            self._fault("composition", "", reason, "--help lists groups, options and keys")
+            reason, key = (
+                str(error).split("Config search path")[0].split("\n")[0].strip(),
+                getattr(error, "full_key", ""),
+            )
+            fix = unresolved(reason, key, self.overrides) if key else "--help lists groups, options and keys"
+            self._fault("composition", "", f"{key}: {reason}" if key else reason, fix)
             return {}
         assert isinstance(data, dict)
+        self._check_texts(data, OmegaConf.to_container(composed))
         return {str(key): value for key, value in data.items()}
+
+    def _check_texts(self, data: dict[Any, Any], raw: Any) -> None:
+        """Texts that name a folder called ~ or None."""
+        for key in leaves():
+            value, written = _found(data, key), _found(raw, key)
+            texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+            if any(at_home(text) != text for text in texts):
+                home = [at_home(text) for text in texts]
+                fix = shlex.quote(f"{key}={home[0] if isinstance(value, str) else '[' + ','.join(home) + ']'}")
+                self._fault("home", key, f"{key} = {value}: no shell has put your home folder in place of ~", fix)
+            for inner in re.findall(r"\$\{([\w.]+)\}", written) if isinstance(written, str) else ():
+                if inner in leaves() and _found(data, inner) is None and written != f"${{{inner}}}":
+                    self._fault("null-in-text", key, f"{key} = {written}, and {inner} is null", f"{inner}=NAME")
 
     def read_model(self, data: dict[str, Any], model_from_hf: ModelFromHF | None) -> None:
         """Fills `model` from the folder of model.from_hf; values on the command line stay."""
@@ -198,11 +231,16 @@ class _Spelling:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            self._fault("grammar", *_unreadable(text, str(error).splitlines()[0]))
+            self._fault("grammar", *unreadable(text, str(error).splitlines()[0]))
             return None
         key = override.key_or_group
         if not key:
             self._fault("grammar", "", f"{text!r} names no key", "options are written key=value, without spaces")
+            return None
+        if override.type == OverrideType.DEL:
+            self._fault(
+                "grammar", key, f"{text!r}: every key is there already; none is added or deleted", "leave it out"
+            )
             return None
         if key in self.groups and not isinstance(override._value, dict):
             return self._choice(override)
@@ -230,7 +268,7 @@ class _Spelling:
         group, chosen = override.key_or_group, override._value
         options = self.groups[group]
         if (chosen is None and group == "experiment") or (isinstance(chosen, str) and chosen in options):
-            return override.input_line
+            return "experiment=null" if chosen is None else override.input_line
         written = str(chosen) if isinstance(chosen, str) else (override.input_line or "").partition("=")[2]
         meant = closest(written, options)
         fix = f"{group}={meant}; the options are {', '.join(options)}" if meant else f"{group}={alternatives(options)}"
@@ -251,13 +289,23 @@ class _Spelling:
             return f"{key}=[{written}]"
         if kind is str:
             return f"{key}='{written}'"
-        self._fault("wrong-type", key, f"{text}: one run takes one value", f"{key}={written.partition(',')[0]}")
+        inner = re.sub(r"^\w+\((.*)\)$", r"\1", written)
+        values = [value.strip() for value in inner.split(",")]
+        rest = [each for each in self.overrides if each.lstrip("+") != text]
+        self._fault("wrong-type", key, f"{text}: one run takes one value", each_value(key, values, rest))
         return None
 
 
 def _at(data: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         data = data[name]
+    return data
+
+
+def _found(data: Any, key: str) -> Any:
+    """The value of a dotted key; None where a group has another form or is not there."""
+    for name in key.split("."):
+        data = data.get(name) if isinstance(data, Mapping) else None
     return data
 
 
@@ -274,17 +322,3 @@ def _nested(key: str, value: Any) -> list[str]:
         return []
     inner = [(f"{key}.{name}", below) for name, below in value.items()]
     return [name for dotted, below in inner for name in (dotted, *_nested(dotted, below))]
-
-
-def _unreadable(text: str, why: str) -> tuple[str, str, str]:
-    """(knob, reason, fix) of an override that Hydra's grammar does not take."""
-    head, equals, value = text.partition("=")
-    key = head.lstrip("+~")
-    default = value_of(Config(), key) if key in leaves() else "VALUE"
-    if len(words := text.split()) > 1 and all(word.find("=") > 0 for word in words):
-        fix = f"{text}, each option a word of its own"
-    elif equals and (key not in leaves() or isinstance(default, (str, list, type(None)))):
-        fix = f"{key}='\"{value}\"', with quotes that the shell leaves in place"
-    else:
-        fix = f"{key}={default}"
-    return key, f"{text!r} cannot be read: {why}", fix

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from megatron5d.config.errors import Fault, closest
+from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel import schedules
 from megatron5d.pipeline_parallel.program import Program
 
@@ -107,3 +109,17 @@ def _load() -> dict[str, Schedule]:
 def _import_schedules() -> None:
     for module in pkgutil.iter_modules(schedules.__path__):
         importlib.import_module(f"{schedules.__name__}.{module.name}")
+
+
+def schedule_faults(config: Config, world: int) -> list[Fault]:
+    """Whether `pipeline.schedule` is the name of a schedule, asked of any configuration."""
+    name = config.pipeline.schedule
+    if name == "auto" or ":" in name:  # the latter a law looks at
+        return []
+    try:
+        find_schedule(name)
+    except ValueError as error:
+        more = "; auto searches for one, file:PATH reads one"
+        fix = f"pipeline.schedule={closest(name, ['auto', *schedule_names()]) or '1f1b'}"
+        return [Fault("unknown-schedule", ("pipeline.schedule",), str(error) + more, fix)]
+    return []

@@ -24,6 +24,7 @@ from megatron5d.config.schema import Config
 from megatron5d.model.flops import flops_per_token
 from megatron5d.model.partition import stage_specs
 from megatron5d.pipeline_parallel.program import Program
+from megatron5d.pipeline_parallel.registry import schedule_faults
 from megatron5d.pipeline_parallel.simulate import kept_between_slots, simulate, waiting_shares
 from megatron5d.planning.auto_schedule import run_costs
 from megatron5d.planning.clusters import Cluster, cluster_of
@@ -34,13 +35,7 @@ from megatron5d.planning.step_time import Prices, StepCost, sent_bytes, step_cos
 from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import lines_of, pair_lines_of
 from megatron5d.train.build import Run, sizes_of
-from megatron5d.train.pipeline_layout import (
-    PipelinePlan,
-    micro_batch_counts,
-    pipeline_faults,
-    planned_pipeline,
-    schedule_faults,
-)
+from megatron5d.train.pipeline_layout import PipelinePlan, micro_batch_counts, pipeline_faults, planned_pipeline
 from megatron5d.train.step import StepResult
 
 

@@ -13,16 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron5d.topology.rendezvous import (
-    MET,
-    Environment,
-    default_store,
-    meet,
-    num_registered,
-    read_environment,
-    register,
-    wait_until,
-)
+from megatron5d.topology.launcher import MET, Environment, read_environment
+from megatron5d.topology.rendezvous import default_store, meet, num_registered, register, wait_until
 
 LEAVING_S = 60.0  # rank 0 waits at most so long for the others to leave first
 _LEFT = "left"  # the register of the ranks that are about to leave
@@ -47,12 +39,13 @@ class Process:
     device: torch.device
 
 
-def start_process(timeout_s: float, environment: Environment | None = None) -> Process:
+def start_process(timeout_s: float, environment: Environment | None = None, store: dist.Store | None = None) -> Process:
     """Chooses the device and joins the other ranks; at world size 1 nothing is initialised.
 
     Args:
         timeout_s: seconds after which a collective gives up (`parallel.timeout_s`).
         environment: of this process; None = `read_environment()`.
+        store: at which the ranks have met already; None = they meet now.
 
     Comm: makes the world's process group, NCCL on GPUs and gloo otherwise, after `meet`.
 
@@ -63,11 +56,12 @@ def start_process(timeout_s: float, environment: Environment | None = None) -> P
         TimeoutError: some ranks did not appear; names them.
     """
     environment = environment or read_environment()
-    device = _choose_device(environment.local_rank)
+    device = choose_device(environment.local_rank)
     allow_open_files()
     if environment.world > 1 and environment.meeting != MET:
-        _allow_connections(environment)
-        store = meet(environment)
+        if store is None:
+            allow_connections(environment)
+            store = meet(environment).store
         store.set_timeout(timedelta(seconds=timeout_s))
         if device.type == "cpu":
             use_batch_scheduling()
@@ -127,7 +121,7 @@ def files_left_for_data(world: int) -> float:
     return allow_open_files() - (world + _OTHER_FILES if world > 1 else _OWN_FILES)
 
 
-def _allow_connections(environment: Environment) -> None:
+def allow_connections(environment: Environment) -> None:
     """Refuses a run in which rank 0 cannot keep a connection to every other rank.
 
     Where the limit is too low, the operating system would refuse connections without any message.
@@ -153,7 +147,7 @@ def _leave_in_order(rank: int, world: int) -> None:
             wait_until(lambda: num_registered(store, _LEFT) >= world, LEAVING_S)
 
 
-def _choose_device(local_rank: int) -> torch.device:
+def choose_device(local_rank: int) -> torch.device:
     """This rank's GPU: the one of its local rank, or the only one that the launcher shows it; the CPU without GPUs.
 
     Raises:

@@ -1,11 +1,5 @@
 """The ranks find each other: one store that all of them can reach, and the names of those that do not come.
 
-What the launcher says about this process: its rank, the world size, and where the ranks meet.
-
-Three launchers are understood, in this order: torchrun (and `launch/fork.py`, which sets the same variables), a SLURM
-job step, and none at all, which is one process. The nodes of a SLURM step find each other by the step's node list and
-the job's number; the user exports nothing.
-
 The key-value store through which the ranks found each other, and registers in it: named sets of ranks.
 
 One process serves it, rank 0 or the launcher. So that its load does not grow with the square of the world, every rank
@@ -14,132 +8,22 @@ may send a constant number of requests, and only one rank may send a request for
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-MET = "met"
-_FIRST_PORT, _NUM_PORTS = 12000, 20000  # below the ephemeral range, so no outgoing connection holds it
-
-
-@dataclass(frozen=True)
-class Environment:
-    """What the launcher says about this process.
-
-    Args:
-        rank: of this process, 0 ... world-1.
-        world: number of processes.
-        local_rank: index among the processes of this node, which chooses the GPU.
-        meeting: where all ranks meet: "tcp://host:port", "file:///path", "env://" (torchrun's own), "" at world 1, or
-            "met" where the launcher has made the process group already and will destroy it (local_ranks.py).
-    """
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    meeting: str = ""
-
-
-def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Reads rank, world size and meeting point from the launcher's variables; needs no GPU and talks to nobody.
-
-    Args:
-        variables: the process environment.
-
-    Raises:
-        ValueError: a launcher's variables are incomplete or contradict each other.
-    """
-    if "RANK" in variables or "WORLD_SIZE" in variables:
-        found = _from_torchrun(variables)
-    elif "SLURM_STEP_ID" in variables:  # absent in a batch script or an salloc shell, where nobody else was started
-        found = _from_slurm(variables)
-    else:
-        found = Environment()
-    if not 0 <= found.rank < found.world:
-        raise ValueError(f"rank {found.rank} of a world of {found.world}: RANK or SLURM_PROCID must be below the size")
-    return found
-
-
-def _integer(variables: Mapping[str, str], *names: str) -> int:
-    """The value of the first of these variables that is set.
-
-    Raises:
-        ValueError: it is not a whole number, or none of them is set.
-    """
-    for name in names:
-        if name in variables:
-            if not re.fullmatch(r"\d+", variables[name]):
-                raise ValueError(f"environment variable {name}={variables[name]!r} is not a whole number")
-            return int(variables[name])
-    raise ValueError(f"environment variable {' or '.join(names)} is not set, though others of the same launcher are")
-
-
-def _from_torchrun(variables: Mapping[str, str]) -> Environment:
-    rank, world = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
-    local_rank = _integer(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank
-    if world == 1:
-        return Environment(rank, world, local_rank)
-    if "MEGATRON5D_MEETING" in variables:
-        return Environment(rank, world, local_rank, variables["MEGATRON5D_MEETING"])
-    if "MASTER_ADDR" not in variables:
-        raise ValueError(f"WORLD_SIZE={world} but MASTER_ADDR is not set: the ranks cannot find each other")
-    _integer(variables, "MASTER_PORT")
-    return Environment(rank, world, local_rank, "env://")
-
-
-def _from_slurm(variables: Mapping[str, str]) -> Environment:
-    rank = _integer(variables, "SLURM_PROCID")
-    world = _integer(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    local_rank = _integer(variables, "SLURM_LOCALID")
-    if world == 1:
-        return Environment(rank, world, local_rank)
-    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
-    host = variables.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
-    if host is None:
-        raise ValueError(
-            f"{world} ranks, and neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST says where they meet; "
-            "set MASTER_ADDR"
-        )
-    if "MASTER_PORT" in variables:
-        port = _integer(variables, "MASTER_PORT")
-    else:
-        number = _integer(variables, "SLURM_JOB_ID") + _integer(variables, "SLURM_STEP_ID")
-        port = _FIRST_PORT + number % _NUM_PORTS
-    return Environment(rank, world, local_rank, f"tcp://{host}:{port}")
-
-
-def first_host(node_list: str) -> str:
-    """The first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07".
-
-    Raises:
-        ValueError: the list names no node.
-    """
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
-    if first is None:
-        raise ValueError(f"SLURM's node list is {node_list!r}: no host in it")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
-
-
-def slurm_job(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """The id of the SLURM job that this process belongs to ("" outside SLURM), and how often the job was requeued."""
-    restarts = variables.get("SLURM_RESTART_COUNT", "")
-    return variables.get("SLURM_JOB_ID", ""), int(restarts) if restarts.isdigit() else 0
-
-
-def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
-    """The id of the SLURM job if its ranks were started again with the same command, by SLURM or torchrun; else ""."""
-    job, restarts = slurm_job(variables)
-    again = variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return job if restarts or again else ""
+from megatron5d.topology.launcher import Environment
 
 
 def wandb_mode(configured: str) -> str:
@@ -216,28 +100,69 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown
 
 
+class Troubled(Exception):
+    """Some ranks cannot go on and have said so when they came; raised on every rank.
+
+    Args:
+        troubles: what they said, at most 256 of them, the first that came first.
+    """
+
+    def __init__(self, troubles: Sequence[str]) -> None:
+        super().__init__("\n".join(troubles))
+        self.troubles = list(troubles)
+
+
+@dataclass
+class Hello:
+    """What a rank says when it comes to the meeting.
+
+    Args:
+        word: should be the same on all ranks.
+        review: called with rank 0's word where this rank's is another; returns (trouble, remark), each "" for none.
+        trouble: why this rank cannot go on; "" where it can.
+    """
+
+    word: str = ""
+    review: Callable[[str], tuple[str, str]] | None = None
+    trouble: str = ""
+
+
+class Met(NamedTuple):
+    """All ranks have come: the store that they share, and the first remark of a review ("" = none)."""
+
+    store: dist.Store
+    remark: str
+
+
 RENDEZVOUS_TIMEOUT_S = 300.0  # for the last rank to appear; nodes of one job boot minutes apart, not half hours
 SAY_WAITING_S = 20.0  # rank 0 names the ranks it waits for, at this interval
 _STARTS = "starts"  # in the store: how often the ranks were started
-_MISSING = "missing"  # of each start: the ranks that did not come in time; set by rank 0 once it has looked
+TROUBLED_S = 30.0  # so long, once some rank has said that it cannot go on, others are waited for
+_VERDICT = "verdict"  # of each start, set by rank 0 at its end: [ranks that did not come in time, troubles, remark]
+_WORD = "word"  # of each start, set by rank 0 at its beginning: what rank 0 said
+_DIGEST = "digest"  # of that
+_TROUBLE, _REMARK = "trouble", "remark"  # of each start: numbered texts, and their count
+_MOST_TROUBLES = 256  # that are read
 _HERE = "here"  # the register of the ranks that have come, one for each start
 
 
-def meet(environment: Environment) -> dist.Store:
-    """The store that all ranks share, once all of them have connected to it.
+def meet(environment: Environment, hello: Hello | None = None) -> Met:
+    """Waits until all ranks have connected to the store that they share, and tells each what ails any of them.
 
     Comm: a few requests to the store per rank.
 
     Raises:
+        Troubled: on every rank, if some rank has come with a trouble.
         ValueError: the host name of the meeting point does not resolve.
         OSError: another process has the port of the meeting point.
         TimeoutError: rank 0 cannot be reached, or some ranks did not appear in time; names them.
     """
-    where = environment.meeting
+    where, hello = environment.meeting, hello or Hello()
+    patience_s = 2 * TROUBLED_S if hello.trouble and environment.rank else RENDEZVOUS_TIMEOUT_S
     if where == "env://":
         where = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store = _connect(environment, where)
+        store = _connect(environment, where, patience_s)
     except RuntimeError as error:  # torch's network and store errors
         if environment.rank == 0 and "EADDRINUSE" in str(error):
             raise OSError(
@@ -246,18 +171,18 @@ def meet(environment: Environment) -> dist.Store:
             ) from error
         raise TimeoutError(
             f"rank {environment.rank} could not reach rank 0 at {where} "
-            f"within {RENDEZVOUS_TIMEOUT_S:g} s (MASTER_ADDR, MASTER_PORT): {error}"
+            f"within {patience_s:g} s (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
-    return _wait_for_all(store, environment.rank, environment.world, RENDEZVOUS_TIMEOUT_S)
+    return _wait_for_all(store, environment.rank, environment.world, patience_s, hello)
 
 
-def _connect(environment: Environment, where: str) -> dist.Store:
+def _connect(environment: Environment, where: str, patience_s: float) -> dist.Store:
     """Connects to a TCP store, which rank 0 hosts, or to a file store or the store of torchrun's agent.
 
     The TCP store is made here because torch's rendezvous lets rank 0 wait inside of it for all ranks; when one is
     absent, it reports how many came and not which one is missing.
     """
-    timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    timeout = timedelta(seconds=patience_s)
     if where.startswith("tcp://"):
         host, _, port = where.removeprefix("tcp://").rpartition(":")
         _check_resolves(host)
@@ -277,7 +202,7 @@ def _check_resolves(host: str) -> None:
         ) from error
 
 
-def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float) -> dist.Store:
+def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float, hello: Hello | None = None) -> Met:
     """Waits until all ranks have registered in the store; rank 0 tells the others the result.
 
     Returns:
@@ -285,21 +210,49 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, timeout_s: float) ->
         again, and without a part of its own a new start would count ranks of dead processes.
 
     Raises:
+        Troubled: some ranks cannot go on.
         TimeoutError: some ranks did not register in time; names them.
     """
+    hello = hello or Hello()
     if rank:
-        started = _join_newest_start(store, rank, timeout_s + 10)  # rank 0 gives up first, and says who is missing
-        missing = started.get(_MISSING).decode()
+        started = _join_newest_start(store, rank, timeout_s + 10, hello)  # rank 0 gives up first, and says why
     else:
-        started = _store_of_start(store, store.add(_STARTS, 1))
-        register(started, _HERE, rank)
+        number = store.add(_STARTS, 0) + 1
+        started = _store_of_start(store, number)
+        started.set(_WORD, hello.word)
+        started.set(_DIGEST, _digest(hello.word))
+        store.add(_STARTS, 1)
+        _come(started, 0, hello.trouble, "")
         missing = _wait_for_registrations(started, world, timeout_s)
-        started.set(_MISSING, missing)
-        if missing:
-            time.sleep(1.5)  # the others, who ask once a second, read the list before the store ends with this process
+        troubles, remarks = _numbered(started, _TROUBLE), _numbered(started, _REMARK)
+        started.set(_VERDICT, json.dumps([missing, troubles, remarks[0] if remarks else ""]))
+        if missing or troubles:
+            time.sleep(
+                1.5
+            )  # the others, who ask once a second, read the verdict before the store ends with this process
+    missing, troubles, remark = json.loads(started.get(_VERDICT))
+    if troubles:
+        raise Troubled(troubles)
     if missing:
         raise TimeoutError(f"of {world} ranks these did not appear within {timeout_s:g} s: {missing}")
-    return started
+    return Met(started, remark)
+
+
+def _digest(word: str) -> str:
+    return hashlib.sha256(word.encode()).hexdigest()
+
+
+def _come(started: dist.Store, rank: int, trouble: str, remark: str) -> None:
+    """Registers a rank in a start, after what it has to say."""
+    for name, text in ((_TROUBLE, trouble), (_REMARK, remark)):
+        if text:
+            started.set(f"{name}/{started.add(name, 1)}", text)
+    register(started, _HERE, rank)
+
+
+def _numbered(started: dist.Store, name: str) -> list[str]:
+    """The texts of one kind that ranks have brought to a start."""
+    return [started.get(f"{name}/{n + 1}").decode() for n in range(min(started.add(name, 0), _MOST_TROUBLES))]
 
 
 def _store_of_start(store: dist.Store, number: int) -> dist.Store:
@@ -307,10 +260,10 @@ def _store_of_start(store: dist.Store, number: int) -> dist.Store:
     return dist.PrefixStore(f"start/{number}", store)
 
 
-def _join_newest_start(store: dist.Store, rank: int, timeout_s: float) -> dist.Store:
-    """Registers in the newest start and waits until rank 0 has said who is missing there.
+def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: Hello) -> dist.Store:
+    """Registers in the newest start and waits for rank 0's verdict on it.
 
-    A start is over if an earlier process of this rank has joined it, or if rank 0 has already said who is missing. The
+    A start is over if an earlier process of this rank has joined it, or if rank 0 has already given its verdict. The
     start that this rank joins may be an old one as well; rank 0 then opens a newer one, which this rank joins instead.
 
     Returns:
@@ -326,26 +279,37 @@ def _join_newest_start(store: dist.Store, rank: int, timeout_s: float) -> dist.S
     def rank_0_has_answered() -> bool:
         nonlocal joined, started
         newest = store.add(_STARTS, 0)
-        if newest > joined and not _store_of_start(store, newest).check([_MISSING]):
+        if newest > joined and not _store_of_start(store, newest).check([_VERDICT]):
             store.add(known, newest - joined)
             joined, started = newest, _store_of_start(store, newest)
-            register(started, _HERE, rank)
-        return started is not None and started.check([_MISSING])
+            trouble, remark = hello.trouble, ""
+            if not trouble and hello.review and started.get(_DIGEST).decode() != _digest(hello.word):
+                trouble, remark = hello.review(started.get(_WORD).decode())
+            _come(started, rank, trouble, remark)
+        return started is not None and started.check([_VERDICT])
 
     if not wait_until(rank_0_has_answered, timeout_s) or started is None:
         raise TimeoutError(f"rank {rank} met the store within {timeout_s:g} s, but not rank 0")
     return started
 
 
-def _wait_for_registrations(store: dist.Store, world: int, timeout_s: float) -> str:
+def _wait_for_registrations(started: dist.Store, world: int, timeout_s: float) -> str:
     """The ranks that have not registered in time, as text; "" where all have.
 
-    One request counts the ranks; only after `SAY_WAITING_S` is each rank looked up.
+    One or two requests count the ranks and the troubles; only after `SAY_WAITING_S` is each rank looked up. Once some
+    rank cannot go on, the others are given `TROUBLED_S`, as they may have ended by themselves.
     """
     deadline = time.monotonic() + timeout_s
-    all_here = lambda: num_registered(store, _HERE) >= world  # noqa: E731
-    while not wait_until(all_here, min(SAY_WAITING_S, deadline - time.monotonic())):
-        missing = ranks_text(missing_ranks(store, _HERE, range(world)))
+    troubled = False
+
+    def come() -> bool:
+        nonlocal deadline, troubled
+        if not troubled and started.add(_TROUBLE, 0):
+            deadline, troubled = min(deadline, time.monotonic() + TROUBLED_S), True
+        return num_registered(started, _HERE) >= world or time.monotonic() >= deadline
+
+    while not wait_until(come, SAY_WAITING_S) or num_registered(started, _HERE) < world:
+        missing = ranks_text(missing_ranks(started, _HERE, range(world)))
         if time.monotonic() >= deadline:
             return missing
         print(f"rank 0 of {world} waits for ranks {missing}", file=sys.stderr, flush=True)

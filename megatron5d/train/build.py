@@ -26,9 +26,9 @@ from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.grid import Sizes, resolve
 from megatron5d.topology.init_weights import initialize_rectangle
+from megatron5d.topology.launcher import restarted_job
 from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
-from megatron5d.topology.rendezvous import restarted_job
 from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.data import may_hold_padding
 from megatron5d.train.pipeline_layout import PipelinePlan, agreed_plan, boundary_form

@@ -5,7 +5,7 @@ What a run writes and no other run may: its checkpoints and its log. They are lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,8 +82,8 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
         on_exit.callback(LockFile(log.with_name(f"{log.name}.lock"), f"log.jsonl = {log}").release)
     if config.log.dir is not None:
         folder = Path(config.log.dir)
+        on_exit.callback(LockFile(folder / "log.lock", f"log.dir = {folder}").release)
         with harmless(f"log.dir = {folder}, config.yaml and code/", outputs.notes.append):
-            folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(to_yaml(config))
             keep_code(folder)
 
@@ -97,12 +97,13 @@ def _unlock_checkpoints(outputs: Outputs) -> None:
 OTHERS_SIGNAL = "a signal of another rank"
 
 
-def train(config: Config, process: Process) -> int:
+def train(config: Config, process: Process, notes: Sequence[str] = ()) -> int:
     """Trains from where the run stands to its last step.
 
     Args:
         config: a lawful configuration.
         process: this rank.
+        notes: for the log, of what was found before.
 
     Returns:
         Exit code: 0 finished, 75 stopped on a signal with all steps saved.
@@ -112,6 +113,7 @@ def train(config: Config, process: Process) -> int:
         OSError: another run writes to the same places.
     """
     with StopFlag() as stop, locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
+        outputs.notes += notes
         return _train(config, process, outputs, snapshots, stop)
 
 

@@ -13,7 +13,7 @@ from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.check import data_parallel, divisors
 from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.derived import batch_sizes
-from megatron5d.config.errors import Fault, closest
+from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
 from megatron5d.model.partition import (
@@ -24,7 +24,7 @@ from megatron5d.model.partition import (
     two_embeddings_knob,
 )
 from megatron5d.pipeline_parallel.program import Placement, Program
-from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
+from megatron5d.pipeline_parallel.registry import build_program, find_schedule
 from megatron5d.pipeline_parallel.schedule_csv import read_file
 from megatron5d.pipeline_parallel.verify import ProgramError, verify
 from megatron5d.planning.auto_schedule import Found, known_programs, prediction, run_costs, searched
@@ -120,19 +120,6 @@ def agreed_plan(config: Config, process: Process) -> PipelinePlan:
         return plan
     split, results = (found.config, found.results) if found else (config, {})
     return replace(plan, note=prediction(split, plan.program_of(counts[-1]), results.get(counts[-1])))
-
-
-def schedule_faults(config: Config, world: int) -> list[Fault]:
-    """Whether `pipeline.schedule` is the name of a schedule, asked of any configuration."""
-    name = config.pipeline.schedule
-    if name == "auto" or ":" in name:  # the latter a law looks at
-        return []
-    try:
-        find_schedule(name)
-    except ValueError as error:
-        fix = f"pipeline.schedule={closest(name, schedule_names()) or '1f1b'}"
-        return [Fault("unknown-schedule", ("pipeline.schedule",), str(error), fix)]
-    return []
 
 
 def pipeline_faults(config: Config, world: int) -> list[Fault]:

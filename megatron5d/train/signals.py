@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ContextDecorator, suppress
 from types import FrameType
 
-from megatron5d.topology.rendezvous import read_environment
+from megatron5d.topology.launcher import read_environment
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_SIGNALS = (*END_SIGNALS, signal.SIGINT)

@@ -25,7 +25,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.optimizer import Optimizer
 from megatron5d.topology.all_ranks import first_failure, on_every_rank, on_rank_0
-from megatron5d.topology.rendezvous import slurm_job
+from megatron5d.topology.launcher import slurm_job
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
 Held = Sequence[tuple[ShardSpec, ShardedTensor]]

@@ -231,13 +231,31 @@ def test_a_signal_to_a_rank_that_waits_for_the_others_asks_for_another_start(mon
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
         TCPStore("127.0.0.1", 9, None, False, timedelta(seconds=20), wait_for_workers=False)
 
-    monkeypatch.setattr(pretrain, "load_config", waits)
+    monkeypatch.setattr(pretrain, "_load", waits)
     if (rank := os.fork()) == 0:
         try:
             pretrain.main([])
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == 75
+
+
+def test_the_folder_of_a_killed_launcher_goes_with_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    left = lambda: list(tmp_path.glob("megatron5d_launch_*"))  # noqa: E731
+    first = Launch(tmp_path, "wait")
+    first.wait_until_ready()
+    first.process.kill()
+    first.end()
+    (killed,) = left()
+    os.utime(killed / "lock", (0, 0))
+    for name in tmp_path.glob("ready*"):
+        name.unlink()
+    second = Launch(tmp_path, "wait")
+    second.wait_until_ready()
+    assert Launch(tmp_path, "finish").end()[0] == 0 and len(left()) == 1  # that of the second is in use
+    second.process.kill()
+    second.end()
 
 
 def test_ranks_die_with_a_killed_launcher(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import isqrt
 
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
@@ -50,7 +51,8 @@ def nearest(value: int, legal: Iterable[int]) -> int:
 
 def divisors(value: int) -> list[int]:
     """All divisors of a positive integer, ascending."""
-    return [d for d in range(1, value + 1) if value % d == 0]
+    small = [d for d in range(1, isqrt(max(0, value)) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})
 
 
 def spelled(value: object) -> str:

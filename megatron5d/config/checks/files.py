@@ -253,7 +253,10 @@ def _unwritable_folder(name: str | None) -> str | None:
         return None
     path = Path(name).absolute()
     there = next(parent for parent in (path, *path.parents) if isdir(parent))
-    return None if os.access(there, os.W_OK | os.X_OK) else str(there)
+    kernels = {"/proc", "/sys"} & set(
+        map(str, (there.resolve(), *there.resolve().parents))
+    )  # root has every permission
+    return None if os.access(there, os.W_OK | os.X_OK) and not kernels else str(there)
 
 
 def _writable_laws(knob: str, as_folder: bool = True) -> tuple[Law, Law]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 from megatron5d.config.checks.check import Law, nearest, spelled
-from megatron5d.config.convert import value_of
+from megatron5d.config.convert import kind_of, value_of
 from megatron5d.config.errors import alternatives, closest
 from megatron5d.config.schema import Config
 
@@ -38,6 +39,9 @@ ABOVE_ZERO = """pipeline.memory model.norm_eps model.rope_theta model.init_std m
     model.rope_scaling.high_freq_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
     model.rope_scaling.attention_factor model.rope_scaling.mscale optim.lr optim.eps parallel.timeout_s
     pipeline.search_s moe.capacity_factor log.peak_tflops log.device_memory_gb model.routed_scaling_factor"""
+# a number with more digits is a slip of the hand, and overflows what computes with it
+AT_MOST = {"train.seed": 2**63 - 1, "recompute.offload_min_bytes": 2**53, "parallel.timeout_s": 10**7}
+MOST = 2**31 - 1  # of integers without a limit of their own
 WORDS: dict[str, Sequence[str]] = {
     "model.norm": ("rmsnorm", "layernorm"),
     "model.activation": ("swiglu", "gelu", "gelu_tanh"),
@@ -79,16 +83,29 @@ def law_id(knob: str) -> str:
 
 
 def _nearest_word(written: str, words: Sequence[str]) -> str | None:
+    idle = next((word for word in ("none", "disabled", "off") if word in words), None)
+    if idle and written.lower() in ("false", "no", "off", "none", "null"):
+        return idle
+    if idle and written.lower() in ("true", "yes", "on"):
+        return next(word for word in words if word != idle)
     return SYNONYMS[written] if SYNONYMS.get(written) in words else closest(written, words)
+
+
+def _most(knob: str) -> float:
+    return AT_MOST.get(knob, MOST if kind_of(knob) is int else inf)
+
+
+def _beyond(c: Config, knob: str, below: str, low: float) -> str:
+    return below if value_of(c, knob) <= low else f"above {_most(knob)}"
 
 
 def _at_least(knob: str, low: int) -> Law:
     return Law(
         law_id(knob),
         (knob,),
-        lambda c, w: value_of(c, knob) is not None and value_of(c, knob) < low,
-        lambda c, w: f"{knob} = {value_of(c, knob)} is below {low}",
-        lambda c, w: f"{knob}={low}",
+        lambda c, w: value_of(c, knob) is not None and not low <= value_of(c, knob) <= _most(knob),
+        lambda c, w: f"{knob} = {value_of(c, knob)} is {_beyond(c, knob, f'below {low}', low)}",
+        lambda c, w: f"{knob}={low if value_of(c, knob) < low else _most(knob)}",
     )
 
 
@@ -97,8 +114,8 @@ def _above_zero(knob: str) -> Law:
     return Law(
         law_id(knob),
         (knob,),
-        lambda c, w: value_of(c, knob) is not None and value_of(c, knob) <= 0,
-        lambda c, w: f"{knob} = {value_of(c, knob)} is not above 0",
+        lambda c, w: value_of(c, knob) is not None and not 0 < value_of(c, knob) <= _most(knob),
+        lambda c, w: f"{knob} = {value_of(c, knob)} is {_beyond(c, knob, 'not above 0', 0)}",
         lambda c, w: f"{knob}={spelled(example)}",
     )
 

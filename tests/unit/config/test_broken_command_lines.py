@@ -5,10 +5,13 @@ message must hold, among them the knob and a legal value. Nothing may be made on
 """
 
 import os
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from megatron5d.config.convert import kind_of, leaves, value_of
 from megatron5d.config.errors import ConfigError, message, refuse
 from megatron5d.config.load import load_config
 
@@ -92,3 +95,76 @@ def test_the_documented_message_is_the_real_one(capsys):
     page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
     command, _, shown = page.partition("$ bash launch/local.sh 8 ")[2].partition("```")[0].partition("\n")
     assert told(command.split(), capsys) == shown
+
+
+PASTED = [  # what is written, the key that is meant, and the value that it has once the fix is pasted
+    ("log.dir=~/runs/x", "log.dir", "/home/me/runs/x"),
+    ('log.dir="~/runs/x"', "log.dir", "/home/me/runs/x"),
+    ("data.train=[~/a/b]", "data.train", ["/home/me/a/b"]),
+    ("checkpoint.dir=${HOME}/x", "checkpoint.dir", "/home/me/x"),
+    ("checkpoint.dir=${log.dri}/x", "checkpoint.dir", "runs/x"),
+    ("log.dir=${oc.env:NOSUCH}/x", "log.dir", "DEFAULT/x"),
+    ("log.dir=runs/${log.wandb.name}", "log.wandb.name", "NAME"),
+    ("log.dir=a[b", "log.dir", "a[b"),
+    ("log.dir=it's", "log.dir", "it's"),
+    ("log.dir=None", "log.dir", None),
+    ("data.eod=None", "data.eod", None),
+    ("train.steps=5)", "train.steps", 5),
+    ("optim.lr=choice(1e-3,2e-3)", "optim.lr", 1e-3),
+    ("precision.fp8=false", "precision.fp8", "none"),
+    ("log.wandb.mode=true", "log.wandb.mode", "online"),
+    ("log.wandb.mode=none", "log.wandb.mode", "disabled"),
+    ("recompute.mode=true", "recompute.mode", "selective"),
+    ("optim.lr=1e-3,2e-3", "optim.lr", 1e-3),
+]
+
+
+@pytest.mark.parametrize(("written", "key", "value"), PASTED, ids=[case[0] for case in PASTED])
+def test_a_printed_fix_works_when_pasted(written, key, value, monkeypatch):
+    """Through a real shell, in place of what was written; what names another key is added to it."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("NOSUCH", raising=False)
+    others = ["log.dir=runs"] if "log.dri" in written else []
+    with pytest.raises(ConfigError) as error:
+        load_config([*SOUND, *others, written], world=1)
+    (fault,) = (fault for fault in error.value.faults if not fault.id.startswith("data-"))
+    fix = shlex.split(fault.fix.split(";")[0].split(", ")[0])[0]
+    pasted = subprocess.run(["bash", "-c", f"printf %s {shlex.quote(fix)}"], capture_output=True, text=True).stdout
+    kept = [written] if not pasted.startswith(f"{written.partition('=')[0]}=") else []
+    try:
+        config = load_config([*SOUND, *others, *kept, pasted], world=1)
+    except ConfigError as again:
+        assert all(fault.id in ("data-train-files", "log-wandb-installed") for fault in again.faults), again
+        config = load_config([*SOUND, *others, *kept, pasted])
+    assert value_of(config, key) == value
+
+
+def test_a_sweep_is_refused_with_a_loop_that_runs(tmp_path):
+    for argv in (["optim.lr=1e-3,1e-4"], ["-m"]):
+        with pytest.raises(ConfigError) as error:
+            load_config([*SOUND, *argv], world=1)
+        (fault,) = error.value.faults
+        loop = fault.fix[fault.fix.index("for value") : fault.fix.index("; done") + 6].replace(
+            "python pretrain.py", "echo"
+        )
+        lines = subprocess.run(["bash", "-c", loop], capture_output=True, text=True).stdout.splitlines()
+        assert [load_config(shlex.split(line)).optim.lr for line in lines] == [1e-3, 1e-4]
+
+
+@pytest.mark.parametrize("written", [" train.steps=5", "log.wandb=false", "log.wandb=none", "experiment=null"])
+def test_what_is_plain_is_taken(written):
+    config = load_config(["data.train=[corpus]", "experiment=quickstart", written])
+    assert config.log.wandb.mode == "disabled" or "wandb" not in written
+    assert config.model.name != "quickstart" or written != "experiment=null"
+
+
+@pytest.mark.parametrize("written", ["~log", "~model.hidden_size", "{[}=VALUE", "=3"])
+def test_what_is_no_override_is_told_in_plain_words(written, capsys):
+    text = told([*SOUND, written], capsys)
+    assert "leave it out" in text or "options are written key=value" in text
+
+
+@pytest.mark.parametrize("key", [key for key in leaves() if kind_of(key) is int])
+def test_numbers_of_twenty_digits_are_refused_at_once(key, capsys):
+    text = told([*SOUND, f"{key}={10**20}"], capsys)
+    assert f"{key} = {10**20} is " in text and "00000000000" not in text.partition("fix:")[2]

@@ -31,13 +31,10 @@ from pretrain import main
 ROOT = Path(__file__).parents[3]
 
 
-def pretrain(
-    folder: Path, *argv: str, rank: int = 0, world: int = 1, local_rank: int | None = None
-) -> subprocess.CompletedProcess[str]:
+def pretrain(folder: Path, *argv: str, rank: int = 0, world: int = 1) -> subprocess.CompletedProcess[str]:
     """Runs one rank; its meeting point is an address where nobody listens, so meeting anybody would fail or hang."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
-    on_node = rank if local_rank is None else local_rank
-    launcher = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(on_node),
+    launcher = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}  # fmt: skip
     env = {**kept, **(launcher if world > 1 else {}), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, str(ROOT / "pretrain.py"), *argv]
@@ -85,7 +82,7 @@ def test_files_of_which_no_sample_can_be_made_are_refused(folder):
     (folder / "cut.bin").write_bytes(b"\0\0")
     (folder / "words.txt").write_text("no tokenizer")
     run = ["model=tiny", "data.tokenizer=words.txt", f"train.seq_len={tokens}", "train.gbs=2"]
-    ended = pretrain(folder, "data.train=[short,cut]", "data.valid=[corpus]", *run, world=2)
+    ended = pretrain(folder, "data.train=[short,cut]", "data.valid=[corpus]", *run)
     assert ended.returncode == 2 and "4 faults" in ended.stderr, ended.stderr
     for words in (
         f"data.train: short holds {tokens} tokens, and one sample takes train.seq_len + 1 = {tokens + 1}",
@@ -102,7 +99,7 @@ def test_folders_without_a_checkpoint_are_refused(folder):
     write_corpus(folder / "long", vocab_size=97)
     (folder / "empty").mkdir()
     run = ["model=tiny", "data.train=[long]", "train.gbs=2", "checkpoint.resume=empty"]
-    ended = pretrain(folder, *run, world=2)
+    ended = pretrain(folder, *run)
     assert ended.returncode == 2 and "1 fault" in ended.stderr, ended.stderr
     assert "checkpoint.resume = empty: empty has no files.json" in ended.stderr
 
@@ -146,13 +143,55 @@ def test_the_other_ranks_are_silent(folder):
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
 
 
-def test_another_node_says_what_is_missing_there(folder):
-    """Rank 0 may find the files on its own node, and would wait for ranks that left without a word."""
-    for local_rank, said in ((0, True), (1, False)):
-        ended = pretrain(folder, "data.train=[scratch/corpus]", rank=9, world=16, local_rank=local_rank)
-        assert ended.returncode == 2 and ended.stdout == ""
-        assert said == (f"rank 9 on {socket.gethostname()}: the configuration is refused" in ended.stderr)
-        assert said == ("there is no scratch/corpus.bin" in ended.stderr)
+def two_ranks(folder: Path, argv: list[str], second: list[str], lr: str | None = None) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of two ranks whose command lines and variables differ, as those of two nodes may."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LR": "0.002"}
+    started = []
+    for rank, more in enumerate(([], second)):
+        env = {**kept, **variables, "RANK": str(rank)}
+        if rank:
+            env = {key: value for key, value in {**env, "LR": lr}.items() if value is not None}
+        command = [sys.executable, str(ROOT / "pretrain.py"), *argv, *more]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=folder, env=env, **pipes))
+    said = [each.communicate(timeout=200) for each in started]
+    return [(each.returncode, *texts) for each, texts in zip(started, said, strict=True)]
+
+
+TINY = ["model=tiny", "model.vocab_size=97", "data.train=[whole]", "train.steps=1", "train.gbs=2", "train.seq_len=16"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "second", "words"),
+    [
+        ([], ["data.train=[scratch/corpus]"], "there is no scratch/corpus.bin"),
+        ([], ["train.stepz=2"], "did you mean train.steps?"),
+        (["optim.lr=${oc.env:LR}"], [], "Environment variable 'LR' not found"),
+    ],
+)
+def test_what_is_wrong_on_one_node_alone_is_told_once_and_ends_all(argv, second, words, folder):
+    """Rank 0 finds nothing wrong, and would wait for a rank that has left without a word."""
+    write_corpus(folder / "whole", vocab_size=97)
+    before = everything_below(folder)
+    (code, _, told), (other_code, _, silent) = two_ranks(folder, [*TINY, *argv], second)
+    assert (code, other_code, silent) == (2, 2, ""), silent
+    assert told.startswith(f"rank 1 on {socket.gethostname()}: the configuration is refused") and words in told
+    assert told.count("the configuration is refused") == 1 and everything_below(folder) == before
+
+
+def test_every_rank_takes_the_configuration_of_rank_0(folder):
+    """Each would save in a folder of its own, or train at a rate of its own."""
+    write_corpus(folder / "whole", vocab_size=97)
+    outputs = ["optim.lr=${oc.env:LR}", "checkpoint.dir=${now:%H%M%S%f}/ck", "checkpoint.every=1"]
+    (code, _, told), (other_code, _, silent) = two_ranks(folder, [*TINY, *outputs], [], lr="0.001")
+    assert (code, other_code, silent) == (0, 0, ""), told + silent
+    assert "not the same on all ranks: optim.lr = 0.002, 0.001 on rank 1" in told and "checkpoint.dir = " in told
+    (saved,) = folder.glob("*/ck/step-00000001")
+    assert '"lr":0.002' in (saved / "run.json").read_text().replace(" ", "")
 
 
 def test_cfg_and_help_end_well(folder):

@@ -1,5 +1,6 @@
 """`--help` and refused options of every tool come before torch is imported, which takes seconds."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,16 @@ for tool in {tools}:
     except SystemExit as left:
         print("left with", left.code)
 """
+
+
+@pytest.mark.parametrize("program", [TOOLS[0].parents[1] / "pretrain.py", *TOOLS], ids=lambda path: path.stem)
+def test_a_terminal_without_our_characters_ends_nobody(program):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    source = "import sys; sys.argv = ['x', '--help']; import runpy\ntry: runpy.run_path('{0}', run_name='__main__')\n"
+    source += "except SystemExit: print('\u6d4b')"
+    command = [sys.executable, "-c", source.replace("{0}", str(program))]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=program.parent)
+    assert (run.returncode, run.stderr) == (0, "") and run.stdout.endswith("\\u6d4b\n")
 
 
 @pytest.mark.parametrize("option, code", [("--help", 0), ("--no-such-option", 2)])

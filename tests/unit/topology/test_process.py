@@ -159,11 +159,11 @@ def test_rank_0_has_room_for_a_connection_to_each_of_the_others(monkeypatch):
     asked = []
     monkeypatch.setattr(process.resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(process.resource, "setrlimit", lambda _, limits: asked.append(limits))
-    process._allow_connections(Environment(0, 3000, 0, "env://"))
-    process._allow_connections(Environment(7, 16384, 7, "env://"))
+    process.allow_connections(Environment(0, 3000, 0, "env://"))
+    process.allow_connections(Environment(7, 16384, 7, "env://"))
     assert asked == [(4096, 4096)] * 2
     with pytest.raises(ValueError, match="each of 16384 ranks, .* open 4096 files .*nearest that fit: 16640 files"):
-        process._allow_connections(Environment(0, 16384, 0, "env://"))
+        process.allow_connections(Environment(0, 16384, 0, "env://"))
 
 
 def test_rank_0_leaves_last():
@@ -185,7 +185,7 @@ def test_ranks_that_are_started_again_do_not_take_the_dead_for_present():
     """torchrun's agent keeps its store when it starts the ranks again."""
 
     def start(rank, num_joined):
-        started = rendezvous._wait_for_all(store, rank, 3, 20.0)
+        started = rendezvous._wait_for_all(store, rank, 3, 20.0).store
         register(started, "in the same start", rank)
         wait_until(lambda: num_registered(started, "in the same start") >= num_joined, 10.0)
         return num_registered(started, "in the same start")

@@ -33,19 +33,14 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
 def test_eight_bits_without_their_units(gpu, capability, monkeypatch, capsys):
     gpu(*capability)
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    for rank in (0, 1):
-        monkeypatch.setenv("RANK", str(rank))
-        with pytest.raises(SystemExit) as refused:
-            pretrain.main([*RUN, *EIGHT])
-        assert refused.value.code == 2
-        said = capsys.readouterr().err
-        if rank:
-            assert said == ""
-            continue
-        assert "precision.fp8 = blockwise needs 8-bit kernels, and sm_80 is served by" in said
-        assert "fix: precision.fp8=none  [fp8-needs-its-kernels]" in said
+    with pytest.raises(SystemExit) as refused:
+        pretrain.main([*RUN, *EIGHT])
+    assert refused.value.code == 2
+    said = capsys.readouterr().err
+    assert "precision.fp8 = blockwise needs 8-bit kernels, and sm_80 is served by" in said
+    assert "fix: precision.fp8=none  [fp8-needs-its-kernels]" in said
 
 
 def test_nothing_is_refused_where_the_kernels_are_or_are_not_asked_for(gpu):
