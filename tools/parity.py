@@ -72,9 +72,21 @@ import torch
 from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.errors import ConfigError, refuse
 from megatron5d.config.schema import Config
-from megatron5d.parity.certificate import FORMAT, code_here, configuration_hash, plain, report_text, strays_of, worst_of
-from megatron5d.parity.differences import Difference, axes_of, differences, in_16_bits, rounding_differences, smooth
+from megatron5d.parity.certificate import (
+    FORMAT,
+    advice,
+    code_here,
+    configuration_hash,
+    plain,
+    report_text,
+    stage_of,
+    strays_of,
+    worst_of,
+)
+from megatron5d.parity.differences import Difference, axes_of, differences, sample_differences, untried
+from megatron5d.parity.fixed_routing import Choices
 from megatron5d.parity.local_ranks import RankFailure
+from megatron5d.parity.rounding import in_16_bits, rounding_differences, smooth
 from megatron5d.parity.run import ROWS_SEED, RankRecord, alone, make_rows, short_run
 from megatron5d.parity.variants import Ablation, ablations, differing, exact, faults_of, shrink
 from megatron5d.planning.predict import planned_config
@@ -153,11 +165,14 @@ def _compare(options: argparse.Namespace) -> int:
     except RankFailure as failure:
         record |= {"verdict": "failed", "failure": str(failure)}
     else:
-        off = [each for each in found if each.relative > options.tolerance]
+        off = sorted((each for each in found if each.relative > options.tolerance), key=stage_of)
         record |= {"verdict": "different" if off else "equal", "compared": len(found), "quantities": worst_of(found)}
+        record["untried"] = untried(config, check.truth, TOLERANCES["fp64"])
         if off:
-            record["first_step"] = [each.quantity for each in off if each.name == "step 1"]
-            record["tensors"] = [plain(each) | _cut(each, records, sizes) for each in off if each.position]
+            figures = [each.quantity for each in off if each.step == 1 and not each.position]
+            record |= {"first_step": list(dict.fromkeys(figures)), "advice": advice(off[0])}
+            tensors = [each for each in off if each.position and each.step == off[0].step]
+            record["tensors"] = [plain(each) | _cut(each, records, sizes) for each in tensors]
     if record["verdict"] != "equal":
         record["without"] = check.bisect() if options.bisect else {each.change: None for each in check.ablations()}
     if options.certificate:
@@ -180,24 +195,30 @@ class Check:
         steps = options.steps
         self.rows = first_rows(config, steps) if options.data else make_rows(config, steps, ignored=IGNORED)
         self.coarse = options.precision == "bf16"
+        self.choices: Choices | None = {} if self.coarse else None
         (self.truth,) = self._train(alone(exactly), 1)
+        self.choices = self.truth.choices or None
         self.rounded = self._train(alone(config), 1)[0] if self.coarse else None
 
     def _train(self, config: Config, world: int) -> list[RankRecord]:
         since = time.perf_counter()
         records = short_run(
-            config, world, self.rows, self.options.steps, coarse=self.coarse, timeout=self.options.timeout
-        )
+            config, world, self.rows, self.options.steps, coarse=self.coarse, choices=self.choices,
+            timeout=self.options.timeout,
+        )  # fmt: skip
         _say(f"{world} rank{'s' if world > 1 else ''}: {time.perf_counter() - since:.1f} s")
         return records
 
     def run(self, config: Config, world: int) -> tuple[list[RankRecord], list[Difference]]:
         """What the ranks of a layout had, and how far it is from one process."""
         records = self._train(config, world)
-        tolerance = self.options.tolerance
+        tolerance, found = (
+            self.options.tolerance,
+            list(sample_differences(records, self.truth, sizes_of(config, world))),
+        )
         if self.rounded is not None:
-            return records, rounding_differences(records, self.rounded, self.truth, tolerance)
-        return records, differences(records, self.truth, tolerance)
+            return records, found + rounding_differences(records, self.rounded, self.truth, tolerance)
+        return records, found + differences(records, self.truth, tolerance)
 
     def ablations(self) -> Iterator[Ablation]:
         """The configuration without one thing at a time."""

@@ -77,7 +77,7 @@ def test_a_rank_that_reads_the_samples_of_another(monkeypatch, capsys):
     monkeypatch.setattr(run, "micro_batch_samples", lambda *sizes: original(*sizes[:3], 0, sizes[4]))
     gradients, equal, record = found(capsys, 4, "parallel.tp=2")
     assert record["quantities"]["loss"]["ranks"] == [0, 1, 2, 3] and "embedding.weight" in gradients
-    assert "loss" in record["first_step"] and "look at the forward, or the data" in report.report_text(record)
+    assert "loss" in record["first_step"] and "look at how dp divides the batch" in report.report_text(record)
     assert equal == {"dp=1"}
 
 

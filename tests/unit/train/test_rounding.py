@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from megatron5d.config.schema import Config, PrecisionConfig
-from megatron5d.parity.differences import in_16_bits, rounding_differences
+from megatron5d.parity.rounding import in_16_bits, rounding_differences
 from megatron5d.parity.run import RankRecord
 from megatron5d.parity.variants import faults_of
 
 
 def record(loss: float, first: float) -> RankRecord:
     gradient = ("weight", (0,), torch.tensor([first, 2.0], dtype=torch.float64))
-    return RankRecord(figures=[{"loss": loss}], gradients=[gradient], specs={"weight": None})  # type: ignore[dict-item]
+    return RankRecord(figures=[{"loss": loss}], gradients=[[gradient]], weights=[[], []], specs={"weight": None})  # type: ignore[dict-item]
 
 
 def judged(here: RankRecord, alone: RankRecord) -> list[float]:
