@@ -117,7 +117,7 @@ def auxiliary_losses(config: Config) -> set[str]:
 
 
 def constant_choices(config: Config, truth: Outcome) -> list[str]:
-    """The routers that sent every token of every step to the same experts, which tries neither dispatch nor balancing."""
+    """The routers that sent every token of every step to the same experts, which tries nothing that follows."""
     k, book = config.model.top_k, truth.layers
     names = [name for name in book[0] if name.endswith(".counts")] if k < config.model.num_experts else []
     return [name for name in names if all((step[name] > 0).sum() <= k for step in book)]

@@ -65,13 +65,13 @@ def index_of(offset: Sequence[int], values: Tensor) -> tuple[slice, ...]:
 def figure_differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: float) -> Iterator[Difference]:
     """The differences in every figure of every step, over all ranks; losses first, then what the routers did."""
     for kind in ("figures", "layers"):
-        for step, expected in enumerate(getattr(truth, kind), 1):
-            for name, value in expected.items():
+        for step, figures in enumerate(getattr(truth, kind), 1):
+            for name, value in figures.items():
                 got = [getattr(record, kind)[step - 1].get(name, inf) for record in records]
                 quantity, where = (name, f"step {step}") if kind == "figures" else ("routers", f"{name}, step {step}")
                 yield one_figure(quantity, where, got, value, tolerance, step)
-    for step, name, got, value, ranks in hidden_sums(records, truth):
-        yield replace(one_figure(HIDDEN, f"{name}, step {step}", [got], value, tolerance, step), rank=ranks[0])
+    for step, name, total, value, ranks in hidden_sums(records, truth):
+        yield replace(one_figure(HIDDEN, f"{name}, step {step}", [total], value, tolerance, step), rank=ranks[0])
 
 
 def one_figure(quantity: str, name: str, got: list[float], value: float, tolerance: float, step: int) -> Difference:

@@ -3,8 +3,8 @@
 Two runs in 16 bits differ by rounding, and nobody can say of a difference between them whether that is all. Both have
 a distance from the run in fp64 that begins with the same weights, and rounding alone makes those about equal: the
 relative L2 distance of each whole tensor, that of the ranks over that of one process, is what is judged.
-Two such distances of a few elements differ by chance: tensors of one kind are pooled over the layers, and a small one
-may be further off than a large one (`_chance`).
+Two such distances of a few elements differ by chance: tensors of one kind are judged by what all layers have
+together, and small ones may be further off than large ones (`_chance`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron5d.parity.differences import HIDDEN, Difference, all_tensors, hidde
 from megatron5d.parity.run import RankRecord, Rectangles
 
 SMOOTH_EPS = 1.0  # above the root of every second moment
-FIGURE_FLOOR = 2.0**-9  # of a figure, which one process may meet by chance: half a unit in the last place of bf16
-CHANCE = 5.0  # standard deviations by which the logarithm of a ratio of two distances may be off
+FIGURE_FLOOR = 2.0**-8  # of a figure, which one process may meet by chance: a unit in the last place of bf16
+CHANCE = 4.0  # standard deviations by which the logarithm of a ratio of two distances may be off
 
 
 def smooth(config: Config) -> Config:
@@ -98,17 +98,21 @@ def _tensors(
     whole = joined(exact)
     names = [name for name in truth.specs if name in whole and whole[name].any()]
     here = {name: _distance(error, whole[name]) for name, (error, _) in _errors([alone], whole).items()}
-    least = statistics.median(here[name] for name in names) if names else 0.0
-    pools: dict[str, list[float]] = {}
-    for name in names:
-        pools.setdefault(_kind(name), []).append(here[name])
+    least = max(statistics.median(here[name] for name in names), 1e-30) if names else 0.0
     errors = _errors(held, whole)
+    pools: dict[str, list[str]] = {}
     for name in names:
-        error, owner = errors[name]
-        pooled = statistics.fmean(each**2 for each in pools[_kind(name)]) ** 0.5
-        floor, off = max(here[name], pooled, least, 1e-30), _distance(error, whole[name])
+        pools.setdefault(_kind(name), []).append(name)
+    for name in names:
+        (error, owner), pool = errors[name], pools[_kind(name)]
+        alike = max(sqrt(statistics.fmean(here[each] ** 2 for each in pool)), least)
+        off, floor = _distance(error, whole[name]), max(here[name], alike)
+        pooled = sqrt(statistics.fmean(_distance(errors[each][0], whole[each]) ** 2 for each in pool))
+        chance = _chance(torch.cat([(errors[each][0] / whole[each].norm()).flatten() for each in pool]))
         position = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-        rank, times = int(owner[position]), _times(off, floor) / _chance(error)
+        rank, times = int(owner[position]), min(_times(off, floor), _times(pooled, alike) / chance)
+        if not isfinite(off):
+            times = inf
         difference = Difference(quantity, name, times, rank, (), position, off, floor, step)
         if rank < 0:
             difference = replace(difference, relative=inf, rank=None)
@@ -122,12 +126,17 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+\.", ".", name)
 
 
-def _chance(error: Tensor) -> float:
-    """How many times as large a distance of so many elements may be by chance.
+def _chance(errors: Tensor) -> float:
+    """How many times as large a distance that consists of such errors may be by chance.
 
-    The logarithm of the ratio of two is about normal, with a variance of 1/n (Fisher's z).
+    The logarithm of the ratio of two is about normal, with a variance of 1/n (Fisher's z), where n is the number of
+    errors that count: one that is much larger than the others counts alone.
     """
-    return exp(CHANCE / sqrt(error.numel())) if error.numel() else 1.0
+    total, largest = errors.square().sum().item(), errors.abs().max().item()
+    if not 0 < largest < inf:
+        return 1.0
+    number = total**2 / (errors / largest).pow(4).sum().item() / largest**4
+    return exp(CHANCE / sqrt(number))
 
 
 def _times(off: float, here: float) -> float:

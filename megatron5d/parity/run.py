@@ -110,7 +110,7 @@ def perturb(parameters, coarse: bool = False) -> None:
             noise = 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64)
             matrix = specs.get(spec.name.removesuffix("bias") + "weight")
             if spec.name.endswith(".bias") and matrix is not None and len(matrix.shape) == 2:
-                noise *= matrix.init * sqrt(matrix.shape[1])  # times features of about 1
+                noise *= float(matrix.init) * sqrt(matrix.shape[1])  # times features of about 1
                 if spec.name.endswith("router.bias"):  # and through softmax or sigmoid
                     noise /= matrix.shape[0]
             for piece in spec.pieces:

@@ -9,7 +9,7 @@ Turns off one thing of a layout at a time, and runs it, to find which of them a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
@@ -188,9 +188,10 @@ def _tokens(c: Config, world: int) -> Iterator[Change]:
         if m.position == "learned":
             change["model.max_positions"] = min(m.max_positions, length + 8)
         change |= {"recompute.offload_min_bytes": 0} if r.offload else {}
-        windows: list[int | None] = [m.attention_window]
+        windows: Sequence[int | None] = [m.attention_window]
         if m.attention_window is not None and m.attention_window < seq_len:
-            windows = sorted(range(1, min(m.attention_window, length) + 1), key=lambda size: abs(size - length // 3))
+            sizes = list(range(1, min(m.attention_window, length) + 1))
+            windows = [*sizes[length // 3 - 1 :], *sizes[: length // 3 - 1]]
         for slices in [None] if r.logit_tokens is None else sorted({min(r.logit_tokens, 3), min(r.logit_tokens, 4)}):
             yield from (change | {"recompute.logit_tokens": slices, "model.attention_window": each} for each in windows)
 
