@@ -74,6 +74,8 @@ def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
     for _ in range(20):  # a token may fall on the first places of rows alone, which nothing predicts
         count = int(places.sum())
         drawn = torch.cat([torch.randperm(vocab, generator=generator) for _ in range(-(-count // vocab))])[:count]
+        if config.data.eod is not None:  # documents end in every step
+            drawn[vocab::4] = config.data.eod
         first = torch.full((t.gbs, shape[1]), IGNORED)
         first[places] = drawn
         both = sum(first[:, part][places[:, 1:]].unique().numel() for part in (slice(None, -1), slice(1, None)))
@@ -110,9 +112,9 @@ def perturb(parameters, coarse: bool = False) -> None:
             noise = 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64)
             matrix = specs.get(spec.name.removesuffix("bias") + "weight")
             if spec.name.endswith(".bias") and matrix is not None and len(matrix.shape) == 2:
-                noise *= float(matrix.init) * sqrt(matrix.shape[1])  # times features of about 1
-                if spec.name.endswith("router.bias"):  # and through softmax or sigmoid
-                    noise /= matrix.shape[0]
+                noise *= float(matrix.init)
+                if spec.name.endswith("router.bias"):  # scores are softmax or sigmoid of w·x, with features of about 1
+                    noise *= sqrt(matrix.shape[1]) / matrix.shape[0]
             for piece in spec.pieces:
                 span = slice(piece.offset[0], piece.offset[0] + piece.shape[0])
                 part = parameter.data[piece.row : piece.row + piece.shape[0]]
