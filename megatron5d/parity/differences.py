@@ -188,7 +188,8 @@ def rounding_alone(truth: RankRecord) -> dict[str, Tensor]:
     for rectangles in truth.gradients:
         whole = joined(rectangles)
         least = ROUNDING * max((each.abs().max().item() for each in whole.values() if each.numel()), default=0.0)
-        for name in {name for name, _, _ in truth.moments.get("momentum", [])}:
+        updated = {name for name, _, _ in truth.moments.get("momentum", [])}
+        for name in (name for name in truth.specs if name in updated):
             heights = truth.specs[name].stack or (whole[name].shape[-2],)
             parts = whole[name].abs().split(list(heights), dim=-2)
             largest = [part.amax((-2, -1), keepdim=True).expand_as(part) for part in parts]
