@@ -62,7 +62,7 @@ def _fix_phase(phase: MoeDispatch, table: dict[str, Tensor], repeat: bool, seq_l
     def plain_choice(logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
         if not repeat:
             table["plain"][rows] = plainly(phase.balancer, logits, experts, tokens)
-        return table["plain"][rows]
+        return table["plain"][rows].masked_fill(experts == model.num_experts, model.num_experts)
 
     def limited(experts: Tensor, weights: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         if not repeat:
