@@ -34,6 +34,7 @@ from megatron5d.train.pipeline_layout import pipeline_faults
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself
 MIN_RATE = 1e-6  # under a smaller one a wrong update would not be seen
+MIN_CLIP = 1e-3  # to a smaller norm gradients vanish beside optim.eps
 
 
 def exact(config: Config, steps: int) -> Config:
@@ -41,9 +42,9 @@ def exact(config: Config, steps: int) -> Config:
 
     Precision is fp64 without 8-bit products; the schedule of the rate, the weights' random beginning and the masks of
     the data stay. An end of document is token 0 where there is any. No threshold keeps a step from being made, and no
-    rate from being seen.
+    rate and no clipped gradient from being seen.
     """
-    o, d = config.optim, config.data
+    o, d, moe = config.optim, config.data, config.moe
     eod = 0 if d.document_mask or d.eod_mask_loss else None
     warmup = min(o.warmup_steps, 1, steps - 1)
     implementation = "auto" if o.implementation == "apex" else o.implementation  # which has nothing for CPUs
@@ -55,11 +56,12 @@ def exact(config: Config, steps: int) -> Config:
         log=LogConfig(),
         data=DataConfig(document_mask=d.document_mask, eod_mask_loss=d.eod_mask_loss, eod=eod),
         precision=PrecisionConfig(dtype="fp64"),
-        moe=replace(config.moe, fp8_dispatch=False),
+        moe=replace(moe, fp8_dispatch=False, bias_rate=max(moe.bias_rate, MIN_RATE * ("bias" in moe.balance))),
         train=replace(config.train, steps=steps, gbs_ramp=None, stop_after=0),
         optim=replace(
             o, warmup_steps=warmup, decay_steps=min(o.decay_steps, steps - warmup), eps=max(o.eps, MIN_EPS),
-            implementation=implementation, skip_norm=0.0, lr=max(o.lr, MIN_RATE), min_lr=max(o.min_lr, MIN_RATE),
+            implementation=implementation, skip_norm=0.0, clip=max(o.clip, MIN_CLIP * (o.clip > 0)),
+            lr=max(o.lr, MIN_RATE), min_lr=max(o.min_lr, MIN_RATE),
         ),
         pipeline=pipeline,
     )  # fmt: skip

@@ -170,10 +170,20 @@ def test_sound_in_16_bits(capsys, case):
     assert main(["--world", str(world), "--precision", "bf16", *overrides]) == 0, capsys.readouterr().out
 
 
-def test_a_threshold_that_keeps_steps_from_happening_is_lifted(capsys):
-    assert main(["--world", "2", "model=tiny", "optim.skip_norm=0.1", "optim.min_lr=0", "parallel.tp=2"]) == 0
+def test_what_keeps_steps_from_happening_is_lifted(capsys):
+    still = ["optim.skip_norm=0.1", "optim.min_lr=0", "optim.clip=1e-30"]
+    assert (
+        main(["--world", "2", "model=tiny_moe", *still, "moe.balance=[bias]", "moe.bias_rate=0", "parallel.ep=2"]) == 0
+    )
     out = capsys.readouterr().out
-    assert "optim.skip_norm 0.1 -> 0.0" in out and "optim.min_lr 0.0 -> 1e-06" in out and "not tried" not in out
+    for change in (
+        "optim.skip_norm 0.1 -> 0.0",
+        "min_lr 0.0 -> 1e-06",
+        "clip 1e-30 -> 0.001",
+        "bias_rate 0.0 -> 1e-06",
+    ):
+        assert change in out
+    assert "not tried" not in out
 
 
 def test_what_was_not_tried_is_told(monkeypatch, capsys):
