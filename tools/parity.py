@@ -8,8 +8,8 @@
     python tools/parity.py --check parity.json
 
 Words without dashes are overrides as pretrain.py takes them. The configuration is trained for a few steps on random
-tokens, on forked ranks and by one process without parallelism, and everything is compared: losses, gradient norm,
-figures of the routers, every gradient of the first step, every weight and moment after the last. Sizes are made small
+tokens, on forked ranks and by one process without parallelism, and everything is compared: samples, hidden states,
+losses, gradient norm, figures of the routers, every gradient and weight of every step, the moments. Sizes are made small
 first, with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not exist,
 unless --data asks to use the first tokens of it. With --precision bf16 both run in bf16, and the ranks may be at most
 twice as far from one process in fp64 as one process in bf16 is.
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron5d.config.command_line import OptionParser
 
 TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}
-STEPS = {"fp64": 3, "bf16": 1}  # after one, a router that chose otherwise leads another way
+STEPS = {"fp64": 3, "bf16": 1}  # rounding adds up over steps
 
 
 def _parser() -> OptionParser:
