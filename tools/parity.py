@@ -9,7 +9,7 @@
 
 Words without dashes are overrides as pretrain.py takes them. The configuration is trained for a few steps on random
 tokens, on forked ranks and by one process without parallelism, and everything is compared: samples, hidden states,
-losses, gradient norm, figures of the routers, every gradient and weight of every step, the moments. Sizes are made small
+losses, gradient norm, what routers did, every gradient and weight of every step, moments. Sizes are made small
 first, with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not exist,
 unless --data asks to use the first tokens of it. With --precision bf16 both run in bf16, and the ranks may be at most
 twice as far from one process in fp64 as one process in bf16 is.
