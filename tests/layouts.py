@@ -38,6 +38,7 @@ class Outcome:
     weights: dict[str, torch.Tensor]  # after the last step, the routers' biases among them
     routers: list[dict[str, float]] = field(default_factory=list)  # auxiliary losses of each step
     layers: list[dict[str, float]] = field(default_factory=list)  # what the routers did in each step
+    targets: list[float] = field(default_factory=list)  # predictions of each step that count
 
 
 def plain_optimizers(config: Config, specs, trained: dict[str, torch.Tensor]):
@@ -88,6 +89,7 @@ def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
         optimizer.step()
         muon.step(learning_rate(o, step + 1, config.train.steps))
         outcome.losses.append(loss.item())
+        outcome.targets.append(batch.loss_mask.sum().item())
         outcome.z_losses.append(book.pop("z_loss").item())
         outcome.routers.append({name: value.item() for name, value in book.items() if name.endswith("_loss")})
         outcome.layers.append(book)
@@ -105,10 +107,11 @@ def layout_run(config: Config, world: int, rows: torch.Tensor, steps: int):
     for record in records[1:]:
         same = (record.figures, record.layers) == (records[0].figures, records[0].layers)
         assert same, "ranks disagree about loss or gradient norm"
-    losses, z_losses, norms = ([f[name] for f in records[0].figures] for name in ("loss", "z_loss", "grad_norm"))
-    routers = [{k: v for k, v in f.items() if k not in ("loss", "z_loss", "grad_norm")} for f in records[0].figures]
-    outcome = Outcome(losses, z_losses, norms, {}, {}, routers, records[0].layers)
-    return outcome, [record.gradients for record in records], [record.weights for record in records]
+    plain = ("loss", "z_loss", "grad_norm", "num_targets")
+    losses, z_losses, norms, targets = ([f[name] for f in records[0].figures] for name in plain)
+    routers = [{k: v for k, v in f.items() if k not in plain} for f in records[0].figures]
+    outcome = Outcome(losses, z_losses, norms, {}, {}, routers, records[0].layers, targets)
+    return outcome, [record.gradients[0] for record in records], [record.weights[-1] for record in records]
 
 
 def worst_relative(rectangles, truth: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -125,6 +128,13 @@ def auxiliary_losses(config: Config) -> set[str]:
     return (routers if config.model.num_experts else set()) | ({"mtp_loss"} if config.model.num_mtp_layers else set())
 
 
+def constant_choices(config: Config, truth: Outcome) -> list[str]:
+    """The routers that sent every token of every step to the same experts, which tries nothing that follows."""
+    k, book = config.model.top_k, truth.layers
+    names = [name for name in book[0] if name.endswith(".counts")] if k < config.model.num_experts else []
+    return [name for name in names if all((step[name] > 0).sum() <= k for step in book)]
+
+
 def assert_parity(
     config: Config, world: int, *, steps: int = 2, rtol: float = 1e-10, ignored: float = 0.0, rows=None
 ) -> None:
@@ -132,6 +142,8 @@ def assert_parity(
     rows = make_rows(config, steps, ignored=ignored) if rows is None else rows
     truth = reference_run(config, rows, steps)
     outcome, grads, weights = layout_run(config, world, rows, steps)
+    assert not (constant := constant_choices(config, truth)), f"every token goes to the same experts: {constant}"
+    assert outcome.targets == truth.targets, "ranks count other targets than there are"
     for name in ("losses", "grad_norms") + (("z_losses",) if config.train.z_loss else ()):
         assert getattr(outcome, name) == pytest.approx(getattr(truth, name), rel=rtol, abs=0), name
     for got, expected in zip(outcome.routers, truth.routers, strict=True):

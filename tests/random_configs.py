@@ -250,7 +250,7 @@ def _moe(dice: random.Random, model: ModelConfig) -> MoeConfig:
         balance = [*(each for each in balance if each != "none"), "bias"]
     chosen: dict[str, Any] = {"balance": balance, "z_coef": dice.choice([0.0, 0.02])}
     chosen |= {"aux_coef": 0.1} if any(each.endswith("aux") for each in balance) else {}
-    chosen |= {"bias_rate": 0.05} if "bias" in balance else {}
+    chosen |= {"bias_rate": 0.005} if "bias" in balance else {}
     refusing = {
         "capacity_factor": dice.choice([0.3, 1.0, 1.1, 8.0]),
         "drop_by": dice.choice(["probability", "position"]),

@@ -8,8 +8,8 @@
     python tools/parity.py --check parity.json
 
 Words without dashes are overrides as pretrain.py takes them. The configuration is trained for a few steps on random
-tokens, on forked ranks and by one process without parallelism, and everything is compared: losses, gradient norm,
-figures of the routers, every gradient of the first step, every weight and moment after the last. Sizes are made small
+tokens, on forked ranks and by one process without parallelism, and everything is compared: samples, hidden states,
+losses, gradient norm, what routers did, every gradient and weight of every step, moments. Sizes are made small
 first, with every feature kept; layout, schedule, ZeRO and recompute are the configured ones. Its data need not exist,
 unless --data asks to use the first tokens of it. With --precision bf16 both run in bf16, and the ranks may be at most
 twice as far from one process in fp64 as one process in bf16 is.
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron5d.config.command_line import OptionParser, print_anywhere
 
 TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}
-STEPS = {"fp64": 3, "bf16": 1}  # after one, a router that chose otherwise leads another way
+STEPS = {"fp64": 3, "bf16": 1}  # rounding adds up over steps
 
 
 def _parser() -> OptionParser:
@@ -74,9 +74,20 @@ from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.errors import ConfigError, refuse
 from megatron5d.config.json_file import parse_json
 from megatron5d.config.schema import Config
-from megatron5d.parity.certificate import FORMAT, configuration_hash, plain, report_text, strays_of, worst_of
-from megatron5d.parity.differences import Difference, axes_of, differences, in_16_bits, rounding_differences, smooth
+from megatron5d.parity.certificate import (
+    FORMAT,
+    advice,
+    configuration_hash,
+    plain,
+    report_text,
+    stage_of,
+    strays_of,
+    worst_of,
+)
+from megatron5d.parity.differences import Difference, axes_of, differences, sample_differences, untried
+from megatron5d.parity.fixed_routing import Choices
 from megatron5d.parity.local_ranks import RankFailure
+from megatron5d.parity.rounding import in_16_bits, rounding_differences, smooth
 from megatron5d.parity.run import ROWS_SEED, RankRecord, alone, make_rows, short_run
 from megatron5d.parity.variants import Ablation, ablations, differing, exact, faults_of, shrink
 from megatron5d.planning.predict import planned_config
@@ -156,11 +167,14 @@ def _compare(options: argparse.Namespace) -> int:
     except RankFailure as failure:
         record |= {"verdict": "failed", "failure": str(failure)}
     else:
-        off = [each for each in found if each.relative > options.tolerance]
+        off = sorted((each for each in found if each.relative > options.tolerance), key=stage_of)
         record |= {"verdict": "different" if off else "equal", "compared": len(found), "quantities": worst_of(found)}
+        record["untried"] = untried(config, check.truth, TOLERANCES["fp64"])
         if off:
-            record["first_step"] = [each.quantity for each in off if each.name == "step 1"]
-            record["tensors"] = [plain(each) | _cut(each, records, sizes) for each in off if each.position]
+            figures = [each.quantity for each in off if each.step == 1 and not each.position]
+            record |= {"first_step": list(dict.fromkeys(figures)), "advice": advice(off[0])}
+            tensors = [each for each in off if each.position and each.step == off[0].step]
+            record["tensors"] = [plain(each) | _cut(each, records, sizes) for each in tensors]
     if record["verdict"] != "equal":
         record["without"] = check.bisect() if options.bisect else {each.change: None for each in check.ablations()}
     if options.certificate:
@@ -183,24 +197,30 @@ class Check:
         steps = options.steps
         self.rows = first_rows(config, steps) if options.data else make_rows(config, steps, ignored=IGNORED)
         self.coarse = options.precision == "bf16"
+        self.choices: Choices | None = {} if self.coarse else None
         (self.truth,) = self._train(alone(exactly), 1)
+        self.choices = self.truth.choices or None
         self.rounded = self._train(alone(config), 1)[0] if self.coarse else None
 
     def _train(self, config: Config, world: int) -> list[RankRecord]:
         since = time.perf_counter()
         records = short_run(
-            config, world, self.rows, self.options.steps, coarse=self.coarse, timeout=self.options.timeout
-        )
+            config, world, self.rows, self.options.steps, coarse=self.coarse, choices=self.choices,
+            timeout=self.options.timeout,
+        )  # fmt: skip
         _say(f"{world} rank{'s' if world > 1 else ''}: {time.perf_counter() - since:.1f} s")
         return records
 
     def run(self, config: Config, world: int) -> tuple[list[RankRecord], list[Difference]]:
         """What the ranks of a layout had, and how far it is from one process."""
         records = self._train(config, world)
-        tolerance = self.options.tolerance
+        tolerance, found = (
+            self.options.tolerance,
+            list(sample_differences(records, self.truth, sizes_of(config, world))),
+        )
         if self.rounded is not None:
-            return records, rounding_differences(records, self.rounded, self.truth, tolerance)
-        return records, differences(records, self.truth, tolerance)
+            return records, found + rounding_differences(records, self.rounded, self.truth, tolerance)
+        return records, found + differences(records, self.truth, tolerance)
 
     def ablations(self) -> Iterator[Ablation]:
         """The configuration without one thing at a time."""

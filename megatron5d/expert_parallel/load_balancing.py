@@ -154,7 +154,7 @@ class Balancer:
         row, num_experts = self._row[layer], self.model.num_experts
         if not torch.is_grad_enabled():
             if self._counting:
-                self.plain[row] += counts_of(self._plain_choice(logits, experts, tokens), num_experts)
+                self.plain[row] += counts_of(self.plain_choice(logits, experts, tokens), num_experts)
             return
         self.chosen[row] += counts_of(experts, num_experts)
         if dropped is not None:
@@ -172,7 +172,7 @@ class Balancer:
         self.figures[row, _SQUARE] += tokens.masked(logits.square().sum(-1)).sum()
         self.figures[row, _WATCHED] += real
 
-    def _plain_choice(self, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
+    def plain_choice(self, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
         """The experts that would be chosen by the scores alone, without bias and groups; `num_experts` for padding."""
         model = self.model
         if not (self.biases or self.moe.force_balanced) and model.top_groups == model.num_groups:
@@ -196,7 +196,7 @@ class Balancer:
             return weights
         pending = None
         if "aux" in self.kinds or "seq_aux" in self.kinds:
-            plain, b = self._plain_choice(logits, experts, tokens), tokens.num_sequences
+            plain, b = self.plain_choice(logits, experts, tokens), tokens.num_sequences
             width = self.model.num_experts + 1
             counts = counts_of(plain + tokens.sequence[:, None] * width, b * width).view(b, width)[:, :-1]
             pending = start_all_reduce(counts.contiguous(), self.cp_tp)

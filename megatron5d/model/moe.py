@@ -156,7 +156,7 @@ class MoeDispatch(nn.Module):
         if tokens.real is not None:
             experts = experts.masked_fill(~tokens.real[:, None], self.config.num_experts)
             weights = tokens.masked(weights)
-        taken, weights, dropped = self._within_capacity(experts, weights, tokens)  # all_gather cp_tp, if limited
+        taken, weights, dropped = self.limit_capacity(experts, weights, tokens)  # all_gather cp_tp, if limited
         self.balancer.observe(self.layer, logits, experts, dropped, tokens)
         weights = self.balancer.attach(weights, self.layer, logits, experts, tokens)
         all_sent = tokens.real is None and self.moe.capacity_factor is None
@@ -171,9 +171,7 @@ class MoeDispatch(nn.Module):
         position = tokens.order // tokens.num_sequences
         return self.jitter(x, f"layers.{self.layer}.router", tokens.samples[tokens.sequence], position)
 
-    def _within_capacity(
-        self, experts: Tensor, weights: Tensor, tokens: Tokens
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def limit_capacity(self, experts: Tensor, weights: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         """Drops choices beyond the experts' capacity: their expert becomes none, their weight 0; and counts them."""
         if self.moe.capacity_factor is None:
             return experts, weights, None

@@ -1,26 +1,21 @@
-"""How far the numbers of some ranks are from those of one process, one by one.
-
-How far a layout in 16 bits is from the exact run, beside how far one process in 16 bits is.
-
-Two runs in 16 bits differ by rounding, and nobody can say of a difference between them whether that is all. Both have
-a distance from the run in fp64 that begins with the same weights, and rounding alone makes those about equal: the
-relative L2 distance of each whole tensor, that of the ranks over that of one process, is what is judged.
-"""
+"""How far the numbers of some ranks are from those of one process, one by one."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite, isnan
+from math import inf, isnan
 
 import torch
 from torch import Tensor
 
-from megatron5d.config.schema import Config, PrecisionConfig
+from megatron5d.config.schema import Config
 from megatron5d.parity.run import RankRecord, Rectangles
-from megatron5d.topology.grid import Sizes
+from megatron5d.topology.grid import DENSE_LINES, Sizes, dense_grid
 from megatron5d.topology.mesh import lines_of
+
+SAMPLES, HIDDEN = "samples", "hidden state"
+ROUNDING = 1e-13  # of the largest gradient: what sums of this length leave of zero
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,7 @@ class Difference:
         position: of that element in the whole tensor; () of a figure.
         got: the value there.
         expected: what one process has.
+        step: counted from 1; 0 = before the first.
     """
 
     quantity: str
@@ -46,6 +42,7 @@ class Difference:
     position: tuple[int, ...] = ()
     got: float = 0.0
     expected: float = 0.0
+    step: int = 0
 
 
 def joined(rectangles: Rectangles) -> dict[str, Tensor]:
@@ -68,17 +65,43 @@ def index_of(offset: Sequence[int], values: Tensor) -> tuple[slice, ...]:
 def figure_differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: float) -> Iterator[Difference]:
     """The differences in every figure of every step, over all ranks; losses first, then what the routers did."""
     for kind in ("figures", "layers"):
-        for step, expected in enumerate(getattr(truth, kind)):
-            for name, value in expected.items():
-                got = [getattr(record, kind)[step].get(name, inf) for record in records]
-                off = [abs(each - value) / (abs(value) or 1.0) for each in got]
-                off = [inf if isnan(each) else each for each in off]
-                rank = off.index(max(off))
-                ranks = tuple(r for r, each in enumerate(off) if each > tolerance)
-                quantity, where = (
-                    (name, f"step {step + 1}") if kind == "figures" else ("routers", f"{name}, step {step + 1}")
-                )
-                yield Difference(quantity, where, off[rank], rank, ranks, (), got[rank], value)
+        for step, figures in enumerate(getattr(truth, kind), 1):
+            for name, value in figures.items():
+                got = [getattr(record, kind)[step - 1].get(name, inf) for record in records]
+                quantity, where = (name, f"step {step}") if kind == "figures" else ("routers", f"{name}, step {step}")
+                yield one_figure(quantity, where, got, value, tolerance, step)
+    for step, name, total, value, ranks in hidden_sums(records, truth):
+        yield replace(one_figure(HIDDEN, f"{name}, step {step}", [total], value, tolerance, step), rank=ranks[0])
+
+
+def one_figure(quantity: str, name: str, got: list[float], value: float, tolerance: float, step: int) -> Difference:
+    """Of one figure, from what each rank has."""
+    off = [abs(each - value) / (abs(value) or 1.0) for each in got]
+    off = [inf if isnan(each) else each for each in off]
+    rank = off.index(max(off))
+    ranks = tuple(r for r, each in enumerate(off) if each > tolerance)
+    return Difference(quantity, name, off[rank], rank, ranks, (), got[rank], value, step)
+
+
+def hidden_sums(
+    records: Sequence[RankRecord], truth: RankRecord
+) -> Iterator[tuple[int, str, float, float, tuple[int, ...]]]:
+    """Of the outputs of all phases: step, phase, sum over ranks, that of one process, and the ranks that hold it."""
+    for step, expected in enumerate(truth.hidden, 1):
+        for name, value in expected.items():
+            held = {r: each.hidden[step - 1][name] for r, each in enumerate(records) if name in each.hidden[step - 1]}
+            yield step, name, sum(held.values()) if held else inf, value, tuple(held) or (0,)
+
+
+def sample_differences(records: Sequence[RankRecord], truth: RankRecord, sizes: Sizes) -> Iterator[Difference]:
+    """How many sequences of each step a rank reads that are not its share: micro-batches r, r + dp, ... of all."""
+    for step, batches in enumerate(truth.samples, 1):
+        off = []
+        for rank, record in enumerate(records):
+            mine = batches[dense_grid(sizes).line(rank, *DENSE_LINES["dp"]).index(rank) :: sizes.dp]
+            got = record.samples[step - 1]
+            off.append(float(sum(a != b for a, b in zip(sum(got, []), sum(mine, [])))) + abs(len(got) - len(mine)))
+        yield one_figure(SAMPLES, f"step {step}", off, 0.0, 0.0, step)
 
 
 def tensor_differences(
@@ -119,6 +142,20 @@ def tensor_differences(
         yield replace(worst, ranks=tuple(sorted(ranks)), expected=whole[worst.position].item())
 
 
+Tensors = tuple[int, str, list[Rectangles], Rectangles]
+"""Step, quantity, what each rank holds of it, and what one process does."""
+
+
+def all_tensors(records: Sequence[RankRecord], truth: RankRecord) -> Iterator[Tensors]:
+    """In the order of training."""
+    yield 0, "weight", [record.weights[0] for record in records], truth.weights[0]
+    for step in range(len(truth.gradients)):
+        yield step + 1, "gradient", [record.gradients[step] for record in records], truth.gradients[step]
+        yield step + 1, "weight", [record.weights[step + 1] for record in records], truth.weights[step + 1]
+    for kind, rectangles in truth.moments.items():
+        yield len(truth.gradients), kind, [record.moments.get(kind, []) for record in records], rectangles
+
+
 def differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: float) -> list[Difference]:
     """Everything that is compared, in the order of training, each tensor in the order of the model.
 
@@ -127,15 +164,70 @@ def differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: flo
         truth: of one process.
         tolerance: largest relative difference that passes.
     """
-    found = list(figure_differences(records, truth, tolerance))
-    pairs = [("gradient", [record.gradients for record in records], truth.gradients)]
-    pairs.append(("weight", [record.weights for record in records], truth.weights))
-    for kind, rectangles in truth.moments.items():
-        pairs.append((kind, [record.moments.get(kind, []) for record in records], rectangles))
-    for quantity, held, rectangles in pairs:
+    found, noise = list(figure_differences(records, truth, tolerance)), rounding_alone(truth)
+    for step, quantity, held, rectangles in all_tensors(records, truth):
         whole = joined(rectangles)
         ordered = {name: whole[name] for name in truth.specs if name in whole}
-        found += tensor_differences(quantity, held, ordered, tolerance, floor=1e-6)
+        if step and quantity in ("weight", "momentum"):
+            held = [[(n, at, _without(v, at, noise.get(n))) for n, at, v in each] for each in held]
+            ordered = {name: _without(each, (0,) * each.ndim, noise.get(name)) for name, each in ordered.items()}
+        each = tensor_differences(quantity, held, ordered, tolerance, floor=1e-6)
+        found += (replace(difference, step=step) for difference in each)
+    return found
+
+
+def rounding_alone(truth: RankRecord) -> dict[str, Tensor]:
+    """Which matrices that Muon updates had in some step a gradient that only rounding keeps from zero.
+
+    Its update is as large as any other, and says nothing.
+
+    Returns:
+        Name -> bool in the shape of the whole tensor, where there are any.
+    """
+    found: dict[str, Tensor] = {}
+    for rectangles in truth.gradients:
+        whole = joined(rectangles)
+        least = ROUNDING * max((each.abs().max().item() for each in whole.values() if each.numel()), default=0.0)
+        updated = {name for name, _, _ in truth.moments.get("momentum", [])}
+        for name in (name for name in truth.specs if name in updated):
+            heights = truth.specs[name].stack or (whole[name].shape[-2],)
+            parts = whole[name].abs().split(list(heights), dim=-2)
+            largest = [part.amax((-2, -1), keepdim=True).expand_as(part) for part in parts]
+            zero = torch.cat([(each > 0) & (each <= least) for each in largest], -2)
+            if zero.any():
+                found[name] = zero | found.get(name, zero)
+    return found
+
+
+def _without(values: Tensor, offset: Sequence[int], left_out: Tensor | None) -> Tensor:
+    return values if left_out is None else values.masked_fill(left_out[index_of(offset, values)], 0.0)
+
+
+def untried(config: Config, truth: RankRecord, tolerance: float) -> list[str]:
+    """What equal numbers say nothing about, because one process has done nothing there.
+
+    Args:
+        config: of the run.
+        truth: of one process.
+        tolerance: relative change of a weight below which it counts as not moved.
+    """
+    found, model = list[str](), config.model
+    idle = [name.split("/")[1] for name in (truth.layers[0] if truth.layers else {}) if name.endswith("dead_experts")]
+    idle = [
+        name for name in idle
+        if all(step.get(f"moe/{name}/dead_experts") == model.num_experts - model.top_k for step in truth.layers)
+    ]  # fmt: skip
+    if idle and model.top_k < model.num_experts:
+        same = f"every token of a batch goes to the same {model.top_k} of {model.num_experts} experts"
+        found.append(f"routing was not tried in {', '.join(idle)}: {same}")
+    still = []
+    for step, (before, after) in enumerate(zip(map(joined, truth.weights), map(joined, truth.weights[1:])), 1):
+        moved = ((after[n] - before[n]).abs().max() > tolerance * before[n].abs().max() for n in after if n in before)
+        still += [] if any(moved) else [str(step)]
+    if still:
+        found.append(f"no update was made in step {', '.join(still)}: no weight moved by more than {tolerance:g}")
+    if noise := rounding_alone(truth):
+        found.append(f"an update was not compared, of a gradient that is rounding alone: {', '.join(noise)}")
     return found
 
 
@@ -158,110 +250,3 @@ def axes_of(name: str, records: Sequence[RankRecord], sizes: Sizes) -> tuple[lis
     summed = ["edp" if specs[0].expert else "dp_cp", *sorted(partial)]
     summed += ["the mirrored rank"] if specs[0].shared else []
     return cut, summed
-
-
-SMOOTH_EPS = 1.0  # above the root of every second moment
-FIGURE_FLOOR = 2.0**-9  # of a figure, which one process may meet by chance: half a unit in the last place of bf16
-
-
-def smooth(config: Config) -> Config:
-    """With an update that is nearly linear in the gradient: AdamW's first is its sign, which rounding turns over."""
-    return replace(config, optim=replace(config.optim, eps=max(config.optim.eps, SMOOTH_EPS)))
-
-
-def in_16_bits(config: Config, precision: PrecisionConfig) -> Config:
-    """An exact configuration with the arithmetic of the run in bf16: its masters and gradients, no 8-bit products."""
-    masters, grad_dtype = precision.master_weights, precision.grad_dtype
-    return replace(config, precision=PrecisionConfig(dtype="bf16", master_weights=masters, grad_dtype=grad_dtype))
-
-
-def rounding_differences(
-    records: Sequence[RankRecord], alone: RankRecord, truth: RankRecord, factor: float
-) -> list[Difference]:
-    """Everything that is judged, in the order of training, each tensor in the order of the model.
-
-    Args:
-        records: of a layout's ranks, in 16 bits.
-        alone: of one process in 16 bits.
-        truth: of one process in fp64.
-        factor: that passes.
-
-    Returns:
-        Of each, `relative` = how many times as far from `truth` as `alone` is, inf where one of the two is not finite;
-        `got` and `expected` the two distances.
-        No tensor counts as nearer than the median one of its quantity is in one process.
-    """
-    found = list(_figures(records, alone, truth, factor))
-    gradients = [record.gradients for record in records]
-    found += _tensors("gradient", gradients, alone.gradients, truth.gradients, truth, factor)
-    weights = [record.weights for record in records]
-    found += _tensors("weight", weights, alone.weights, truth.weights, truth, factor)
-    masters = {name for name, _, _ in alone.moments.get("master", [])}
-    exact = {"master": [each for each in truth.weights if each[0] in masters], **truth.moments}
-    for kind, rectangles in exact.items():
-        held = [record.moments.get(kind, []) for record in records]
-        found += _tensors(kind, held, alone.moments.get(kind, []), rectangles, truth, factor)
-    return found
-
-
-def _figures(
-    records: Sequence[RankRecord], alone: RankRecord, truth: RankRecord, factor: float
-) -> Iterator[Difference]:
-    for step, exact in enumerate(truth.figures):
-        for name, value in exact.items():
-            here = max(abs(alone.figures[step][name] / value - 1) if value else 0.0, FIGURE_FLOOR)
-            off = [abs(record.figures[step].get(name, inf) - value) / (abs(value) or 1.0) for record in records]
-            times = [_times(each, here) for each in off]
-            rank = times.index(max(times))
-            ranks = tuple(r for r, each in enumerate(times) if each > factor)
-            yield Difference(name, f"step {step + 1}", times[rank], rank, ranks, (), off[rank], here)
-
-
-def _tensors(
-    quantity: str, held: Sequence[Rectangles], alone: Rectangles, exact: Rectangles, truth: RankRecord, factor: float
-) -> Iterator[Difference]:
-    """The differences in every tensor; of several copies, the one that is furthest off counts, element by element."""
-    whole = joined(exact)
-    names = [name for name in truth.specs if name in whole and whole[name].any()]
-    here = {name: _distance(error, whole[name]) for name, (error, _) in _errors([alone], whole).items()}
-    least = statistics.median(here[name] for name in names) if names else 0.0
-    errors = _errors(held, whole)
-    for name in names:
-        error, owner = errors[name]
-        floor, off = max(here[name], least, 1e-30), _distance(error, whole[name])
-        position = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-        rank = int(owner[position])
-        difference = Difference(quantity, name, _times(off, floor), rank, (), position, off, floor)
-        if rank < 0:
-            difference = replace(difference, relative=inf, rank=None)
-        elif difference.relative > factor:
-            difference = replace(difference, ranks=tuple(sorted(set(owner[error > 0].tolist()))))
-        yield difference
-
-
-def _times(off: float, here: float) -> float:
-    return off / here if isfinite(off) and isfinite(here) else inf  # of what overflows nobody can say that it is equal
-
-
-def _distance(error: Tensor, whole: Tensor) -> float:
-    return (error.norm() / whole.norm()).item()
-
-
-def _errors(held: Sequence[Rectangles], whole: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """name -> (largest |difference| of any copy, its rank); infinite and -1 where nobody holds an element."""
-    found = {
-        name: (torch.full(each.shape, -1.0, dtype=torch.float64), torch.full(each.shape, -1))
-        for name, each in whole.items()
-    }
-    for rank, rectangles in enumerate(held):
-        for name, offset, values in rectangles:
-            if name not in whole:
-                continue
-            at = index_of(offset, values)
-            off = (values.double() - whole[name][at]).abs().nan_to_num(nan=inf, posinf=inf)
-            error, owner = (each[at] for each in found[name])
-            owner[off > error] = rank
-            torch.maximum(error, off, out=error)
-    for error, _ in found.values():
-        error[error < 0] = inf
-    return found

@@ -7,10 +7,12 @@ to a model on one page (tests/reference_gpt.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from math import sqrt
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron5d.checkpoint.layout import sharded_slice
 from megatron5d.config.schema import Config, ParallelConfig, PipelineConfig, RecomputeConfig
@@ -19,6 +21,7 @@ from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import Gpt
 from megatron5d.optim.lr_schedule import learning_rate
+from megatron5d.parity.fixed_routing import Choices, fix_routing
 from megatron5d.parity.local_ranks import run_ranks
 from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
 from megatron5d.topology.mesh import build_mesh
@@ -34,14 +37,18 @@ Rectangles = list[tuple[str, tuple[int, ...], Tensor]]  # global name, first ind
 
 @dataclass
 class RankRecord:
-    """What one rank had."""
+    """What one rank had; lists have an entry for each step."""
 
-    figures: list[dict[str, float]] = field(default_factory=list)  # of each step: losses by name, and grad_norm
-    layers: list[dict[str, float]] = field(default_factory=list)  # what the routers did in each step
-    gradients: Rectangles = field(default_factory=list)  # of the first step, before clipping
-    weights: Rectangles = field(default_factory=list)  # after the last step, the routers' biases among them
+    figures: list[dict[str, float]] = field(default_factory=list)  # losses by name, grad_norm, num_targets
+    layers: list[dict[str, float]] = field(default_factory=list)  # what the routers did
+    samples: list[list[list[int]]] = field(default_factory=list)  # numbers of the sequences of each micro-batch
+    hidden: list[dict[str, float]] = field(default_factory=list)  # its share of each phase's output, as one number
+    gradients: list[Rectangles] = field(default_factory=list)  # what it owns, before clipping
+    # before the first step and after the last all that it holds, after the others what it owns
+    weights: list[Rectangles] = field(default_factory=list)  # the routers' biases among them
     moments: dict[str, Rectangles] = field(default_factory=dict)  # of the optimiser, by kind, after the last step
     specs: dict[str, ShardSpec] = field(default_factory=dict)  # in the order of the model
+    choices: Choices = field(default_factory=dict)  # of experts, where they were to be noted
 
 
 def alone(config: Config) -> Config:
@@ -52,14 +59,30 @@ def alone(config: Config) -> Config:
 
 
 def make_rows(config: Config, steps: int, *, ignored: float = 0.0) -> Tensor:
-    """Random token rows `[steps·gbs, s+1]`, up to a share of each ignored as padding at its end."""
+    """Random token rows `[steps·gbs, s+1]`, up to a share of each ignored as padding at its end.
+
+    In the first step every token is both read and predicted, where the batch has room for that.
+    """
     generator = torch.Generator().manual_seed(ROWS_SEED)
-    shape = (steps * config.train.gbs, config.train.seq_len + 1)
-    rows = torch.randint(0, config.model.vocab_size, shape, generator=generator)
+    t, vocab = config.train, config.model.vocab_size
+    shape = (steps * t.gbs, t.seq_len + 1)
+    rows = torch.randint(0, vocab, shape, generator=generator)
+    padding = torch.zeros(shape, dtype=torch.bool)
     if ignored:
         lengths = torch.randint(int(shape[1] * (1 - ignored)), shape[1], (shape[0],), generator=generator)
-        rows[torch.arange(shape[1])[None] > lengths[:, None]] = IGNORED
-    return rows
+        padding = torch.arange(shape[1])[None] > lengths[:, None]
+    places, met = ~padding[: t.gbs], -1
+    for _ in range(20):  # a token may fall on the first places of rows alone, which nothing predicts
+        count = int(places.sum())
+        drawn = torch.cat([torch.randperm(vocab, generator=generator) for _ in range(-(-count // vocab))])[:count]
+        if config.data.eod is not None:  # documents end in every step
+            drawn[vocab::4] = config.data.eod
+        first = torch.full((t.gbs, shape[1]), IGNORED)
+        first[places] = drawn
+        both = sum(first[:, part][places[:, 1:]].unique().numel() for part in (slice(None, -1), slice(1, None)))
+        if both > met:
+            rows[: t.gbs], met = first, both
+    return rows.masked_fill(padding, IGNORED)
 
 
 def micro_batch(config: Config, rows: Tensor, numbers: Tensor | None = None) -> MicroBatch:
@@ -75,10 +98,15 @@ def micro_batch(config: Config, rows: Tensor, numbers: Tensor | None = None) -> 
 def perturb(parameters, coarse: bool = False) -> None:
     """Moves vectors off their ones and zeros, the same on any layout, so that every gradient path is seen.
 
+    Biases get the size of what they are added to: larger ones would make all tokens alike, and send them to the same
+    experts.
+
     Args:
         parameters: of a rank.
         coarse: all of them are rounded to what bf16 has, vectors before and after.
     """
+    parameters = list(parameters)
+    specs = {spec_of(parameter).name: spec_of(parameter) for parameter in parameters}
     for parameter in parameters:
         spec = spec_of(parameter)
         if coarse:
@@ -86,6 +114,11 @@ def perturb(parameters, coarse: bool = False) -> None:
         if len(spec.shape) == 1:
             generator = torch.Generator().manual_seed(len(spec.name) * 1009 + spec.shape[0])
             noise = 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64)
+            matrix = specs.get(spec.name.removesuffix("bias") + "weight")
+            if spec.name.endswith(".bias") and matrix is not None and len(matrix.shape) == 2:
+                noise *= float(matrix.init)
+                if spec.name.endswith("router.bias"):  # scores are softmax or sigmoid of w·x, with features of about 1
+                    noise *= sqrt(matrix.shape[1]) / matrix.shape[0]
             for piece in spec.pieces:
                 span = slice(piece.offset[0], piece.offset[0] + piece.shape[0])
                 part = parameter.data[piece.row : piece.row + piece.shape[0]]
@@ -106,8 +139,9 @@ def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
 
 
 def short_run(
-    config: Config, world: int, rows: Tensor, steps: int, *, coarse: bool = False, timeout: float = 120.0
-) -> list[RankRecord]:
+    config: Config, world: int, rows: Tensor, steps: int, *, coarse: bool = False, choices: Choices | None = None,
+    timeout: float = 120.0,
+) -> list[RankRecord]:  # fmt: skip
     """Trains the real thing on forked ranks.
 
     Args:
@@ -116,6 +150,7 @@ def short_run(
         rows: int64 `[steps·gbs, s+1]`.
         steps: optimiser steps.
         coarse: it begins with weights that bf16 has, whatever its precision.
+        choices: of experts, which are repeated; empty = noted, None = neither.
         timeout: seconds after which silent ranks are named.
 
     Returns:
@@ -124,26 +159,32 @@ def short_run(
     Raises:
         RankFailure: a rank failed.
     """
-    return run_ranks(_train_on_rank, world, config, plan_pipeline(config, world), rows, steps, coarse, timeout=timeout)
+    plan = plan_pipeline(config, world)
+    return run_ranks(_train_on_rank, world, config, plan, rows, steps, coarse, choices, timeout=timeout)
 
 
 def _train_on_rank(
-    rank: int, world: int, config: Config, plan: PipelinePlan, rows: Tensor, steps: int, coarse: bool
-) -> RankRecord:
+    rank: int, world: int, config: Config, plan: PipelinePlan, rows: Tensor, steps: int, coarse: bool,
+    choices: Choices | None,
+) -> RankRecord:  # fmt: skip
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
     model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
     model.initialize(config.train.seed)
     perturb(model.weights(), coarse)
-    sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     t, dp, sharding, record = config.train, mesh["dp"], SequenceSharding(config, mesh), RankRecord()
+    record.specs = {spec.name: spec for spec in map(spec_of, model.weights())}
+    record.weights.append(_held(model.weights()))
+    if choices is not None:
+        record.choices = fix_routing(model, choices, len(rows), t.seq_len)
+    take_hidden = _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size)
+    sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     finish_reduce = sync.finish_reduce
 
     def finish_reduce_and_note() -> None:
-        """Keeps the first step's gradients as they are before anything is done with them."""
+        """Keeps the gradients as they are before anything is done with them."""
         finish_reduce()
-        if not record.figures:
-            record.gradients = owned_slices(sync, "grad_slice")
+        record.gradients.append(owned_slices(sync, "grad_slice"))
 
     sync.finish_reduce = finish_reduce_and_note  # type: ignore[method-assign]
     for step in range(steps):
@@ -151,17 +192,70 @@ def _train_on_rank(
         where = StepSamples(step + 1, range(step * t.gbs, (step + 1) * t.gbs))
         batches = [sharding(micro_batch(config, rows, torch.tensor(each))) for each in numbers]
         result = trainer.step(batches, learning_rate(config.optim, step + 1, t.steps), watched=True, where=where)
-        record.figures.append(result.losses | {"grad_norm": result.grad_norm})
+        targets = float(result.num_targets)
+        record.figures.append(result.losses | {"grad_norm": result.grad_norm, "num_targets": targets})
         record.layers.append(result.layers)
+        record.samples.append([list(each) for each in numbers])
+        record.hidden.append(take_hidden())
+        if step + 1 < steps:  # gathering more would repair copies that were not sent
+            record.weights.append(owned_slices(sync, "weight_slice") + _held(model.weights(), buffers=True))
     with sync.whole_weights():
-        for weight in model.weights():
-            spec = record.specs[spec_of(weight).name] = spec_of(weight)
-            for piece in spec.pieces:
-                values = weight.detach()[piece.row : piece.row + piece.shape[0]].clone()
-                record.weights.append((spec.name, piece.offset, values))
+        record.weights.append(_held(model.weights()))
     for key, tensor in run_tensors(sync, optimizer, (), writing=False).items():
         kind, _, name = key.removeprefix("optim.").partition(".")
         if key.startswith("optim."):
             held = record.moments.setdefault(kind, [])
             held += [(name, offset, view.clone()) for offset, view in tensor.parts.items()]
     return record
+
+
+def _held(weights: list[Tensor], buffers: bool = False) -> Rectangles:
+    """Copies of all weights of a rank, or of those alone that are no parameters."""
+    return [
+        (spec_of(weight).name, piece.offset, weight.detach()[piece.row : piece.row + piece.shape[0]].clone())
+        for weight in weights
+        if not (buffers and isinstance(weight, nn.Parameter))
+        for piece in spec_of(weight).pieces
+    ]
+
+
+def _phases(model: Gpt) -> Iterator[tuple[str, nn.Module]]:
+    """The phases of a rank by name, in the order of the model."""
+    if model.embedding is not None:
+        yield "embedding", model.embedding
+    blocks = [(name, list(block.children())) for name, block in model.layers.items()]
+    blocks += [(f"mtp {depth}", list(block.children())) for depth, block in enumerate(model.mtp_blocks)]
+    for name, phases in blocks:
+        prefix = name if name.startswith("mtp") else f"layers.{name}"
+        yield from ((f"{prefix}.{getattr(phase, 'kind', None) or i}", phase) for i, phase in enumerate(phases))
+
+
+def _watch_hidden(model: Gpt, copies: int) -> Callable[[], dict[str, float]]:
+    """Lets every phase note its hidden states as one number, and returns what takes the sums of a step.
+
+    Args:
+        model: of this rank.
+        copies: ranks that hold the same hidden states.
+    """
+    seen: dict[str, dict[tuple[int, ...], float]] = {name: {} for name, _ in _phases(model)}
+
+    def note(name: str) -> Callable:
+        def hook(phase, arguments, y) -> None:
+            y = y[1] if isinstance(y, tuple) and len(y) == 2 else y  # (sums of losses, hidden states)
+            if isinstance(y, Tensor) and y.ndim == 3:
+                features = torch.arange(y.shape[-1], dtype=torch.float64).cos()  # that a feature is told from another
+                total = (y.detach().double() * features).square().sum().item()
+                seen[name][tuple(arguments[1].samples.tolist())] = total / copies  # a recomputed one counts once
+
+        return hook
+
+    for name, phase in _phases(model):
+        phase.register_forward_hook(note(name))
+
+    def take() -> dict[str, float]:
+        found = {name: sum(each.values()) for name, each in seen.items() if each}
+        for each in seen.values():
+            each.clear()
+        return found
+
+    return take

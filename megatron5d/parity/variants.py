@@ -9,8 +9,9 @@ Turns off one thing of a layout at a time, and runs it, to find which of them a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -32,15 +33,18 @@ from megatron5d.config.schema import (
 from megatron5d.train.pipeline_layout import pipeline_faults
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself
+MIN_RATE = 1e-6  # under a smaller one a wrong update would not be seen
+MIN_CLIP = 1e-3  # to a smaller norm gradients vanish beside optim.eps
 
 
 def exact(config: Config, steps: int) -> Config:
     """The run with every rounding of its arithmetic taken out, as a short one of some steps that keeps no files.
 
     Precision is fp64 without 8-bit products; the schedule of the rate, the weights' random beginning and the masks of
-    the data stay. An end of document is token 0 where there is any.
+    the data stay. An end of document is token 0 where there is any. No threshold keeps a step from being made, and no
+    rate and no clipped gradient from being seen.
     """
-    o, d = config.optim, config.data
+    o, d, moe = config.optim, config.data, config.moe
     eod = 0 if d.document_mask or d.eod_mask_loss else None
     warmup = min(o.warmup_steps, 1, steps - 1)
     implementation = "auto" if o.implementation == "apex" else o.implementation  # which has nothing for CPUs
@@ -52,11 +56,12 @@ def exact(config: Config, steps: int) -> Config:
         log=LogConfig(),
         data=DataConfig(document_mask=d.document_mask, eod_mask_loss=d.eod_mask_loss, eod=eod),
         precision=PrecisionConfig(dtype="fp64"),
-        moe=replace(config.moe, fp8_dispatch=False),
+        moe=replace(moe, fp8_dispatch=False, bias_rate=max(moe.bias_rate, MIN_RATE * ("bias" in moe.balance))),
         train=replace(config.train, steps=steps, gbs_ramp=None, stop_after=0),
         optim=replace(
             o, warmup_steps=warmup, decay_steps=min(o.decay_steps, steps - warmup), eps=max(o.eps, MIN_EPS),
-            implementation=implementation,
+            implementation=implementation, skip_norm=0.0, clip=max(o.clip, MIN_CLIP * (o.clip > 0)),
+            lr=max(o.lr, MIN_RATE), min_lr=max(o.min_lr, MIN_RATE),
         ),
         pipeline=pipeline,
     )  # fmt: skip
@@ -70,17 +75,35 @@ def features(c: Config, world: int) -> tuple:
     moe, count = moe_layers(m), t.gbs // (t.mbs * data_parallel(c, world))
     stages = p.pp * p.vpp
     latents = (m.q_lora_rank or 0) + m.kv_lora_rank + m.qk_rope_head_dim
+    rows, layers = t.seq_len // p.cp * t.mbs, m.num_layers // stages  # of a cp rank, of a stage
+    wide = (m.ffn_hidden_size, m.expert_hidden_size, m.shared_ffn_hidden_size) if c.optim.name == "muon" else ()
     return (
         (m.num_kv_heads == m.num_heads, m.num_kv_heads == 1, m.num_kv_heads < p.tp, heads > inner, kv > inner),
         (m.vocab_size % p.tp == 0, m.attention == "mla" and latents < m.hidden_size),
-        m.attention_window is not None and m.attention_window < t.seq_len,
-        (m.num_experts > p.ep, m.top_k > 1, m.top_k < m.num_experts),
+        _reach(c),
+        (rows % p.tp, tuple(size > m.hidden_size for size in wide)),
+        (m.num_experts > p.ep, m.top_k > 1, m.top_k < m.num_experts, m.top_k > m.num_experts // p.ep),
+        (m.top_k > p.ep // p.ep_inner, m.top_k > p.ep),
         (m.num_groups > 1, m.top_groups > 1, m.top_groups < m.num_groups, m.num_experts > m.num_groups),
         (len(moe) > 0, len(moe) < m.num_layers, m.num_layers > 1, m.num_mtp_layers > 1),
-        (t.mbs > 1, min(count, 2 * p.pp), r.logit_tokens is None or r.logit_tokens < t.seq_len // p.cp * t.mbs),
-        (m.num_layers % stages > 0 and c.pipeline.split == "even", min(r.group_layers, m.num_layers // stages) > 1),
+        (t.mbs > 1, min(count, 2 * p.pp), r.logit_tokens is None or r.logit_tokens < rows),
+        r.logit_tokens is not None and rows % r.logit_tokens > 0,
+        (m.num_layers % stages > 0 and c.pipeline.split == "even", min(r.group_layers, layers) > 1),
+        layers % min(r.group_layers, max(1, layers)) > 0,
         r.num_layers is None or r.num_layers * p.pp < m.num_layers,
     )
+
+
+def _reach(c: Config) -> tuple[int, ...]:
+    """How many chunks before its own the rows of a chunk see under a window, and of the last one how few or many."""
+    t, window, (outer, _) = c.train, c.model.attention_window, split_of(c)
+    if window is None or window >= t.seq_len:
+        return ()
+    if outer == 1:
+        return (min(window, 2),)
+    chunk = t.seq_len // (2 * outer)
+    chunks, rest = divmod(window - 1, chunk)
+    return (min(window, 2), chunks, min(rest, 2), min(chunk - rest, 2))
 
 
 def faults_of(config: Config, world: int) -> list[Fault]:
@@ -148,10 +171,13 @@ def _mla(c: Config) -> bool:
 
 
 def _experts(c: Config, world: int) -> Iterator[Change]:
-    m = c.model
-    for experts in _to(m.num_experts, c.parallel.ep, c.parallel.ep) if m.num_experts else ():
-        for groups in divisors(experts):
-            fewer = {"num_experts": experts, "num_groups": groups, "top_k": 2, "top_groups": 2}
+    m, p = c.model, c.parallel
+    some = sorted({min(m.top_k, size) for size in (2, 3, p.ep // p.ep_inner + 1, p.ep + 1)})  # to fewer or more ranks
+    for experts in _to(m.num_experts, p.ep, p.ep) if m.num_experts else ():
+        for groups, top_k in product(divisors(experts), some):
+            if experts <= min(m.num_experts - 1, 2 * top_k):  # so few choices may all be the same
+                continue
+            fewer = {"num_experts": experts, "num_groups": groups, "top_k": top_k, "top_groups": 2}
             yield {f"model.{name}": min(getattr(m, name), size) for name, size in fewer.items()}
 
 
@@ -161,13 +187,15 @@ def _tokens(c: Config, world: int) -> Iterator[Change]:
     least = 4 * p.cp * (p.tp if p.sp else 1)  # four rows on every rank
     for length in _to(seq_len, max(16, least)):
         change: Change = {"train.seq_len": length}
-        if m.attention_window is not None and m.attention_window < seq_len:
-            change["model.attention_window"] = min(m.attention_window, length // 3)
         if m.position == "learned":
             change["model.max_positions"] = min(m.max_positions, length + 8)
-        if r.logit_tokens is not None:
-            change["recompute.logit_tokens"] = min(r.logit_tokens, 3)
-        yield change | ({"recompute.offload_min_bytes": 0} if r.offload else {})
+        change |= {"recompute.offload_min_bytes": 0} if r.offload else {}
+        windows: Sequence[int | None] = [m.attention_window]
+        if m.attention_window is not None and m.attention_window < seq_len:
+            sizes = list(range(1, min(m.attention_window, length) + 1))
+            windows = [*sizes[length // 3 - 1 :], *sizes[: length // 3 - 1]]
+        for slices in [None] if r.logit_tokens is None else sorted({min(r.logit_tokens, 3), min(r.logit_tokens, 4)}):
+            yield from (change | {"recompute.logit_tokens": slices, "model.attention_window": each} for each in windows)
 
 
 def _layers(c: Config, world: int) -> Iterator[Change]:
@@ -193,14 +221,15 @@ def _layers(c: Config, world: int) -> Iterator[Change]:
 
 def _batch(c: Config, world: int) -> Iterator[Change]:
     t, dp = c.train, data_parallel(c, world)
-    mbs = min(t.mbs, 2)
-    for count in range(1, t.gbs // (t.mbs * dp) + 1):
+    mbs, most = min(t.mbs, 2), t.gbs // (t.mbs * dp)
+    least = -(-2 * c.model.vocab_size // (mbs * dp * t.seq_len))  # every token is met twice
+    for count in range(min(least, most), most + 1):
         yield {"train.mbs": mbs, "train.gbs": mbs * dp * count}
 
 
 GROUPS = (
     _heads, _hidden, _one("model.ffn_hidden_size", 48), _one("model.moe_ffn_hidden_size", 24),
-    _one("model.shared_ffn_hidden_size", 16), _one("model.vocab_size", 64), _experts, _tokens, _layers, _batch,
+    _one("model.shared_ffn_hidden_size", 16), _one("model.vocab_size", 32), _experts, _tokens, _layers, _batch,
 )  # fmt: skip
 
 

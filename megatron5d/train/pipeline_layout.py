@@ -140,19 +140,30 @@ def pipeline_faults(config: Config, world: int) -> list[Fault]:
             fix = _nearest_batch(config, world) or (
                 "pipeline.schedule=1f1b, or file:PATH of a program that tools/schedule.py verify accepts"
             )
+        elif not fix and isinstance(error, ProgramError):
+            fix = f"pipeline.schedule={_another_schedule(config)}"
         return [Fault("pipeline", tuple(knobs), reason, fix or "pipeline.costs=null")]
     return []
 
 
 def _reason_and_fix(config: Config, error: ValueError) -> tuple[str, str]:
     """Splits a message before its last clause, which is the fix; what is said of a Program has none."""
-    whole = str(error)
-    if whole.startswith(config.pipeline.schedule.removeprefix("file:")):  # what is said of a file begins with its path
-        whole = f"pipeline.schedule = file:{whole}"
+    whole, schedule = str(error), config.pipeline.schedule
+    if whole.startswith(schedule.removeprefix("file:")):  # what is said of a program begins with its name, or its path
+        whole = f"pipeline.schedule = {'file:' if schedule.startswith('file:') else ''}{whole}"
     if isinstance(error, ProgramError) or "; " not in whole:
         return whole, ""
     reason, _, fix = whole.rpartition("; ")
     return reason, fix.removeprefix("set ").removeprefix("nearest legal: ")
+
+
+def _another_schedule(config: Config) -> str:
+    """A schedule with a right order, for one of ours that has none."""
+    for name in (name for name in ("1f1b", "gpipe") if name != config.pipeline.schedule):
+        with suppress(ValueError):
+            _verified(build_program(name, config.parallel.pp, 2 * config.parallel.pp))
+            return name
+    return "file:PATH of a program that tools/schedule.py verify accepts"
 
 
 def _nearest_batch(config: Config, world: int) -> str | None:

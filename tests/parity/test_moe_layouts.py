@@ -46,7 +46,7 @@ BALANCES = {
     "none": {},
     "aux": {"balance": ["aux"], "aux_coef": 0.3},
     "seq": {"balance": ["seq_aux"], "aux_coef": 0.2, "z_coef": 0.05},
-    "all": {"balance": ["aux", "seq_aux", "global_aux", "bias"], "aux_coef": 0.1, "z_coef": 0.02, "bias_rate": 0.05},
+    "all": {"balance": ["aux", "seq_aux", "global_aux", "bias"], "aux_coef": 0.1, "z_coef": 0.02, "bias_rate": 0.005},
 }
 
 

@@ -21,7 +21,7 @@ EXPERTS = {
     "num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 12, "first_k_dense": 1,
     "router_score": "sigmoid", "router_bias": True,
 }  # fmt: skip
-MOE = MoeConfig(balance=["aux", "global_aux", "bias"], aux_coef=0.1, z_coef=0.02, bias_rate=0.05)
+MOE = MoeConfig(balance=["aux", "global_aux", "bias"], aux_coef=0.1, z_coef=0.02, bias_rate=0.005)
 
 
 def config_of(depths=1, *, layers=2, gbs=4, mbs=1, schedule="1f1b", sparse=True, recompute="none", data=None, **more):

@@ -89,7 +89,7 @@ def moe(experts, capacity=None, **parallel):
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **{"num_kv_heads": 4, **EXPERTS_OF[experts]}),
-        moe=MoeConfig(balance, aux_coef=0.1, z_coef=0.02, bias_rate=0.05, capacity_factor=capacity),
+        moe=MoeConfig(balance, aux_coef=0.1, z_coef=0.02, bias_rate=0.005, capacity_factor=capacity),
     )
 
 

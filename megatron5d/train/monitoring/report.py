@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import Any
@@ -95,7 +96,8 @@ class Reporter:
         more = bool(self._pending or result.layers)  # an evaluation, the routers
         written = step % config.log.every == 0 or step in (1, last) or result.stop or more
         told, self._pending = self._pending, {}
-        self._losses.append(result.losses["loss"])
+        if math.isfinite(result.losses["loss"]):  # else the step was left out
+            self._losses.append(result.losses["loss"])
         if "valid_loss" in told:
             self._valid_losses[step] = told["valid_loss"]
         slow = list[str]()

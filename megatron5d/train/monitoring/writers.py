@@ -252,7 +252,7 @@ class ProgressDisplay:
     def update(self, loss: float, grad_norm: float, tokens_per_s: float) -> None:
         """One more step is done."""
         self._done += 1
-        told = f"loss {loss:.4f}, grad norm {grad_norm:.3f}, {tokens_per_s:,.0f} tokens/s"
+        told = f"loss {readable(loss, 4)}, grad norm {readable(grad_norm, 3)}, {tokens_per_s:,.0f} tokens/s"
         with suppress(OSError):
             self._bar.set_postfix_str(told, refresh=False)
             self._bar.update()
@@ -294,3 +294,8 @@ def round_steps(steps: float) -> int:
     """
     power = 10 ** max(math.ceil(math.log10(max(steps, 1))) - 1, 0)
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= steps)
+
+
+def readable(value: float, digits: int) -> str:
+    """A number with some digits behind the point; in powers of ten where a diverged run would fill the line."""
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"

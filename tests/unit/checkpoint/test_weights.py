@@ -7,7 +7,14 @@ import torch
 from ranks import run_ranks
 
 from megatron5d.checkpoint.layout import ShardedTensor, named
-from megatron5d.checkpoint.load import SavedWeights, find_checkpoint, lazy_tensor, load_tensors, load_weights
+from megatron5d.checkpoint.load import (
+    SavedWeights,
+    find_checkpoint,
+    lazy_tensor,
+    load_tensors,
+    load_weights,
+    widest_source,
+)
 from megatron5d.checkpoint.save import Saver
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
@@ -102,3 +109,22 @@ def test_segments_of_one_parameter_become_one_tensor():
     halves = [ShardedTensor((4, 2), [((row, 0), values[row : row + 2])], values.dtype) for row in (0, 2)]
     joined = named("model", [(spec, half) for half in halves])
     assert list(joined) == ["model.a"] and sorted(joined["model.a"].parts) == [(0, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "source"),
+    [(torch.float64, "optim.master.w"), (torch.float32, "optim.master.w"), (torch.bfloat16, "model.w")],
+)
+def test_weights_with_wider_masters_are_read_from_them(tmp_path, whole, wanted, source):
+    """Also where what is wanted is wider than both."""
+    master = whole.float() + 1e-4
+    tensors = {
+        "model.w": ShardedTensor((7, 3), [((0, 0), whole)], torch.bfloat16),
+        "optim.master.w": ShardedTensor((7, 3), [((0, 0), master)], torch.float32),
+    }
+    folder, here = saved(tmp_path, tensors), torch.zeros(7, 3, dtype=wanted)
+    twins = {"model.w": "optim.master.w", "optim.master.w": "model.w"}
+    held = {"model.w": ShardedTensor((7, 3), [((0, 0), here)], wanted)}
+    assert load_tensors(folder, held, twin=twins.get)["model.w"][0] == source
+    assert torch.equal(here, (master if source != "model.w" else whole).to(wanted))
+    assert widest_source("none", None, wanted, {}) is None

@@ -24,6 +24,7 @@ from megatron5d.config.schema import (
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import write_program
+from megatron5d.train import pipeline_layout
 from megatron5d.train.pipeline_layout import pipeline_faults
 from megatron5d.train.state import checkpoint_faults
 from pretrain import main
@@ -260,3 +261,18 @@ def test_costs_that_cannot_be_read_are_no_fault_of_the_schedules_file(tmp_path):
     )
     (fault,) = pipeline_faults(config, 2)
     assert (fault.reason, fault.fix) == ("pipeline.costs: F is given twice", "pipeline.costs=null")
+
+
+@pytest.mark.parametrize(("name", "fix"), [("1f1b", "pipeline.schedule=gpipe"), ("gpipe", "pipeline.schedule=1f1b")])
+def test_a_wrong_order_of_our_own_is_no_file_and_no_fault_of_costs(monkeypatch, name, fix):
+    original = pipeline_layout.build_program
+
+    def wrong(schedule, *sizes):
+        program = original(schedule, *sizes)
+        return program if schedule != name else replace(program, ranks=(program.ranks[0][::-1], *program.ranks[1:]))
+
+    monkeypatch.setattr(pipeline_layout, "build_program", wrong)
+    schedule = PipelineConfig(schedule=name)
+    config = Config(model=ModelConfig(num_layers=2), parallel=ParallelConfig(pp=2), pipeline=schedule)
+    (fault,) = pipeline_faults(config, 2)
+    assert fault.reason.startswith(f"pipeline.schedule = {name}: rank 0") and fault.fix == fix

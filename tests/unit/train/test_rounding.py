@@ -1,19 +1,20 @@
 """How far ranks in 16 bits may be from fp64: also where nothing is finite, and where 8 bits were asked for."""
 
+import math
 from math import inf, nan
 
 import pytest
 import torch
 
 from megatron5d.config.schema import Config, PrecisionConfig
-from megatron5d.parity.differences import in_16_bits, rounding_differences
+from megatron5d.parity.rounding import in_16_bits, rounding_differences
 from megatron5d.parity.run import RankRecord
 from megatron5d.parity.variants import faults_of
 
 
 def record(loss: float, first: float) -> RankRecord:
-    gradient = ("weight", (0,), torch.tensor([first, 2.0], dtype=torch.float64))
-    return RankRecord(figures=[{"loss": loss}], gradients=[gradient], specs={"weight": None})  # type: ignore[dict-item]
+    gradient = ("weight", (0,), torch.full((4096,), first, dtype=torch.float64))
+    return RankRecord(figures=[{"loss": loss}], gradients=[[gradient]], weights=[[], []], specs={"weight": None})  # type: ignore[dict-item]
 
 
 def judged(here: RankRecord, alone: RankRecord) -> list[float]:
@@ -21,7 +22,7 @@ def judged(here: RankRecord, alone: RankRecord) -> list[float]:
 
 
 def test_times_as_far_as_one_process():
-    assert judged(record(1.03, 1.3), record(1.01, 1.1)) == pytest.approx([3, 3])
+    assert judged(record(1.03, 1.3), record(1.01, 1.1)) == pytest.approx([3, 3 / math.exp(4 / 64)])
 
 
 @pytest.mark.parametrize("wrong", [nan, inf])

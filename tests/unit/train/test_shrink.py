@@ -8,6 +8,7 @@ import pytest
 from megatron5d.config.convert import value_of
 from megatron5d.config.load import CONF, load_config
 from megatron5d.model.flops import parameter_count
+from megatron5d.parity.run import make_rows
 from megatron5d.parity.variants import ablations, differing, exact, faults_of, features, shrink
 from megatron5d.train.build import sizes_of
 
@@ -44,7 +45,7 @@ def test_what_is_uneven_replicated_padded_or_cut_short_stays_so():
     assert m.vocab_size % 16 and m.num_layers == 17, "two layers a stage of 8, and one more"
     assert 1 < m.attention_window < found.train.seq_len == 16 and found.train.mbs == 2
     assert found.train.gbs // found.train.mbs == 4, "2·pp micro-batches, as a pipeline needs to be full"
-    assert (found.recompute.group_layers, found.recompute.num_layers, found.recompute.logit_tokens) == (2, 1, 3)
+    assert (found.recompute.group_layers, found.recompute.num_layers, found.recompute.logit_tokens) == (2, 1, 4)
 
 
 def test_layers_that_are_listed_are_listed_again():
@@ -95,3 +96,38 @@ def test_experts_fold_into_the_ranks_that_are_left():
     )
     found = {each.change: each.config.parallel for each in ablations(config, 4)}
     assert found["parallel.tp=1"].ep == found["parallel.cp=1"].ep == 2 and found["parallel.ep=1"].tp == 2
+
+
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 34, 40, 64, 65, 66, 97, 100, 120])
+def test_a_window_reaches_as_many_chunks_and_as_little_of_the_last(window):
+    config, found = small(2, "model=tiny", "parallel.cp=2", f"model.attention_window={window}")
+    (chunk, w), (small_chunk, small_w) = ((c.train.seq_len // 4, c.model.attention_window) for c in (config, found))
+    assert found.train.seq_len < 128 and (w - 1) // chunk == (small_w - 1) // small_chunk
+    borders = [(rest == 0, rest == 1, rest == size - 1) for rest, size in
+               (((w - 1) % chunk, chunk), ((small_w - 1) % small_chunk, small_chunk))]  # fmt: skip
+    assert borders[0] == borders[1]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=tiny_moe", "parallel.ep=2", "model.top_k=4", "model.num_experts=32", "model.num_groups=1",
+         "model.top_groups=1"],  # more choices than ranks
+        ["model=tiny", "parallel.tp=2", "train.seq_len=127"],  # rows that tp ranks do not share evenly
+        ["model=tiny", "recompute.logit_tokens=48"],  # a last slice of another length
+        ["model=tiny", "model.num_layers=6", "recompute.mode=full", "recompute.group_layers=4"],  # a last group, too
+        ["model=tiny_moe", "parallel.ep=2", "optim.name=muon", "model.moe_ffn_hidden_size=128"],  # tall matrices
+    ],
+)  # fmt: skip
+def test_relations_between_two_sizes_stay(overrides):
+    config, found = small(2, *overrides)
+    c, f = (
+        (each.train.seq_len % 2, each.train.seq_len * each.train.mbs % (each.recompute.logit_tokens or 1) > 0,
+         each.model.num_layers % min(each.recompute.group_layers, each.model.num_layers) > 0,
+         each.model.top_k > 2, each.model.expert_hidden_size > each.model.hidden_size)
+        for each in (config, found)
+    )  # fmt: skip
+    assert c == f and found.model.hidden_size == 32
+    every = set(range(found.model.vocab_size))
+    first = make_rows(found, 3, ignored=0.3)[: found.train.gbs]
+    assert every <= set(first[:, :-1].flatten().tolist()) and every <= set(first[:, 1:].flatten().tolist())
