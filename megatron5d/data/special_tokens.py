@@ -94,14 +94,14 @@ class FilesBeside:
                 yield str(self.path.with_name(name)), token
 
     def numbered(self, role: str) -> Iterator[tuple[str, int]]:
-        """(file, id) of each file of the model's that gives the token's number; of several ids the first."""
+        """(file, id) of each file of the model's that gives the token's number, and of each of several ids."""
         for name in ("generation_config.json", "config.json"):
             content = read_object(self.path.with_name(name))
             inner = content.get("text_config")
             value = content.get(f"{role}_token_id", inner.get(f"{role}_token_id") if isinstance(inner, dict) else None)
-            value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, int):
-                yield str(self.path.with_name(name)), value
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int):
+                    yield str(self.path.with_name(name)), number
 
     def has_no_bos(self) -> bool:
         """Whether tokenizer_config.json says that no token begins a text."""
@@ -143,10 +143,11 @@ def end_of_document(
 
     Returns:
         The first one that a file names: tokenizer_config.json and special_tokens_map.json, the tokenizer's own,
-        generation_config.json and config.json, else the first of EOD_NAMES that is known; None = there is none.
+        generation_config.json and config.json, else the first of EOD_NAMES that is known; None = there is none. An id
+        that stands for text may end what a model generates, but no document, which may hold that text.
 
     Raises:
-        ValueError: a file names one that is not in the vocabulary, or an id that stands for text.
+        ValueError: a file names one that is not in the vocabulary.
     """
     fix = "name the right one with --eod TOKEN (in training data.eod=ID), or correct that file"
     for source, name in beside.named("eos"):
@@ -156,10 +157,10 @@ def end_of_document(
     if own is not None:
         return own
     for source, number in beside.numbered("eos"):
-        if number not in special:
-            is_what = f"of {beside.path.name} is text" if number in known.values() else f"is not in {beside.path.name}"
-            raise ValueError(f"{source}: eos_token_id {number} {is_what}, and cannot end documents; {fix}")
-        return number
+        if number in special:
+            return number
+        if number not in known.values():
+            raise ValueError(f"{source}: eos_token_id {number} is not in {beside.path.name}; {fix}")
     return next((known[name] for name in EOD_NAMES if name in known), None)
 
 

@@ -284,6 +284,10 @@ class SentencePieceTokenizer(_Vocabulary):
         """Text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids if int(i) < self._size])
 
+    def serialized(self) -> bytes:
+        """The model as it encodes: symbols that are never read from text are control symbols here."""
+        return self._model.serialized_model_proto()
+
 
 def _never_read(model: bytes, piece: str) -> bytes:
     """A serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL symbol.

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron5d.data.tiktoken_ranks import looks_like_ranks, read_ranks
-from megatron5d.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+from megatron5d.data.merge_files import byte_level_bpe, pair_of
+from megatron5d.data.special_tokens import FilesBeside, read_object
+from megatron5d.data.tiktoken_ranks import Ranks, looks_like_ranks, read_ranks, read_tekken
+from megatron5d.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer, tokenizer_file
 
 SETTINGS = "tokenizer_config.json"
 SIDE_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
@@ -46,9 +48,10 @@ def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) ->
         ValueError: the source cannot be read or converted, or transformers would give other ids; says which.
     """
     ours, file = load_tokenizer(source, eod), tokenizer_file(source)
-    settings, backend = _json_of(file.parent / SETTINGS), _backend(file)
-    settings.pop("auto_map", None)  # names a class of the source's own
-    named = _json_of(file.parent / SIDE_FILES[0]) | settings
+    settings, backend = read_object(file.parent / SETTINGS), _backend(file)
+    for key in ("auto_map", "pattern"):  # a class of the source's own; what is in tokenizer.json now
+        settings.pop(key, None)
+    named = read_object(file.parent / SIDE_FILES[0]) | settings
     usual = _usual_tokens(file, ours, backend)
     if (
         eod is not None and ours.eod not in backend.get_added_tokens_decoder()
@@ -75,22 +78,11 @@ def special_tokens(source: Path) -> dict[str, int]:
     return {token.content: i for i, token in added.items()}
 
 
-def _json_of(path: Path) -> dict[str, Any]:
-    """The object in a file of settings; {} where there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not an object of settings")
-    return found
-
-
 def _usual_tokens(file: Path, ours: Tokenizer, backend: Any) -> dict[str, str | None]:
     """Special tokens for a folder whose settings name none: those of a sentencepiece model, or what ended documents."""
-    end = None if ours.eod is None else backend.id_to_token(ours.eod)
+    end, begin = (None if i is None else backend.id_to_token(i) for i in (ours.eod, ours.bos))
     if not _is_sentencepiece(file):
-        return {"eos_token": end}
+        return {"eos_token": end, "bos_token": begin}
     spec = _proto(file).trainer_spec
     ids = {"bos_token": spec.bos_id, "unk_token": spec.unk_id, "pad_token": spec.pad_id}
     return {"eos_token": end} | {key: backend.id_to_token(i) if i >= 0 else None for key, i in ids.items()}
@@ -112,8 +104,12 @@ def _backend(file: Path) -> Any:
     if _is_sentencepiece(file):
         return _with_added(_from_sentencepiece(file), file)
     if looks_like_ranks(file.read_bytes()[:4096]):
-        return _with_added(_from_ranks(file), file)
+        return _from_ranks(read_ranks(file))
     load_tokenizer(file)  # says in words why it cannot be read
+    if pair := pair_of(file):
+        return byte_level_bpe(*pair, FilesBeside(file))
+    if isinstance((content := read_object(file)).get("vocab"), list):
+        return _from_ranks(read_tekken(file, content))
     whole = tokenizers.Tokenizer.from_file(str(file))
     whole.no_truncation()
     whole.no_padding()
@@ -124,8 +120,8 @@ def _with_added(backend: Any, file: Path) -> Any:
     """Adds the tokens that a folder keeps beside its model: added_tokens.json, added_tokens_decoder."""
     from tokenizers import AddedToken
 
-    wanted = {i: AddedToken(name, normalized=False) for name, i in _json_of(file.parent / SIDE_FILES[1]).items()}
-    for i, token in _json_of(file.parent / SETTINGS).get("added_tokens_decoder", {}).items():
+    wanted = {i: AddedToken(name, normalized=False) for name, i in read_object(file.parent / SIDE_FILES[1]).items()}
+    for i, token in read_object(file.parent / SETTINGS).get("added_tokens_decoder", {}).items():
         wanted[int(i)] = AddedToken(**token)
     for i, token in sorted(wanted.items()):
         backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
@@ -142,7 +138,7 @@ def _proto(file: Path) -> Any:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
     except ImportError as error:
         raise ValueError(f"{file} is written as a tokenizer.json, which takes protobuf: {error}") from error
-    return ModelProto.FromString(file.read_bytes())
+    return ModelProto.FromString(SentencePieceTokenizer(file).serialized())
 
 
 def _from_sentencepiece(file: Path) -> Any:
@@ -194,7 +190,7 @@ def _add_bos(backend: Any, folder: Path, bos: int) -> None:
     """Makes texts begin as the folder's settings say; a bare model file says nothing, and training adds no token."""
     from tokenizers.processors import TemplateProcessing
 
-    settings = _json_of(folder / SETTINGS)
+    settings = read_object(folder / SETTINGS)
     by_class = str(settings.get("tokenizer_class")).startswith("Llama")  # which adds one unless told otherwise
     if bos >= 0 and settings.get("add_bos_token", by_class):
         token = backend.id_to_token(bos)
@@ -211,11 +207,11 @@ def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[
     return [(a, b) for *_, a, b in sorted(found)]
 
 
-def _from_ranks(file: Path) -> Any:
+def _from_ranks(found: Ranks) -> Any:
     """Byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    ranks, pattern, special, normal_form, adds_bos = read_ranks(file)
+    ranks, pattern, special, normal_form, _ = found
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     signs = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}  # GPT-2's

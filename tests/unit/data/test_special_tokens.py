@@ -75,7 +75,7 @@ def test_every_file_that_names_the_tokens_is_asked_before_usual_names(folder, fi
         ({"tokenizer_config": []}, "tokenizer_config.json is no JSON object"),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": "a"}}}, "tokenizer_config.json: tokens and ids of added"),
         ({"added_tokens": {"a": "x"}}, "added_tokens.json: tokens and ids of added"),
-        ({"config": {"eos_token_id": [40, 0]}}, "config.json: eos_token_id 40 of tokenizer.json is text"),
+        ({"config": {"eos_token_id": [40, 5000]}}, "config.json: eos_token_id 5000 is not in"),
     ],
 )
 def test_a_named_end_that_cannot_be_is_refused(folder, files, reason):
@@ -85,6 +85,11 @@ def test_a_named_end_that_cannot_be_is_refused(folder, files, reason):
     assert reason in str(refused.value)
     if "eos_token" in reason:
         assert "--eod TOKEN" in str(refused.value) and load_tokenizer(folder, eod="[END]").eod == 1
+
+
+def test_text_that_ends_generation_ends_no_document(folder):
+    write(folder, generation_config={"eos_token_id": 40}, config={"eos_token_id": [40, 1]})
+    assert load_tokenizer(folder).eod == 1
 
 
 def test_tokens_that_other_files_add_belong_to_the_vocabulary(folder):

@@ -11,6 +11,7 @@ from hf_folders import random_model
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import end_tokens
 from megatron5d.config.load import load_config
+from megatron5d.data.tiktoken_ranks import CL100K_PATTERN
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.data.tokenizer_export import exported_tokenizer, special_tokens
 from tools import convert, generate
@@ -26,7 +27,7 @@ PIECES = {
     "symbols": {"model_type": "bpe", "user_defined_symbols": ["<sep>", "\n", "."], "remove_extra_whitespaces": False,
                 "add_dummy_prefix": False, "normalization_rule_name": "identity"},
 }  # fmt: skip
-KINDS = [*PIECES, "tokenizer.json", "tiktoken"]
+KINDS = [*PIECES, "tokenizer.json", "tiktoken", "vocab.json and merges.txt", "tekken.json"]
 FAMILIES = {
     "llama": "tiny", "mistral": "tiny model.attention_window=8", "qwen2": "tiny model.qkv_bias=true",
     "qwen3": "tiny_qwen3", "gpt2": "tiny_gpt2", "mixtral": "tiny_mixtral", "qwen3_moe": "tiny_qwen3_moe",
@@ -54,9 +55,21 @@ def sources(tmp_path_factory):
     model.save(str(folder / "own" / "tokenizer.json"))
     ranks = [bytes([i]) for i in range(256)] + [b" t", b"he", b" the", b"19", b"190", b"'t", b"don", b"\n\n", b"  "]
     lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(ranks))
-    (folder / "ranks.tiktoken").write_text("".join(lines))
+    for name in ("ranks", "pair"):
+        (folder / name).mkdir()
+    (folder / "ranks" / "ranks.tiktoken").write_text("".join(lines))
+    end = {"added_tokens_decoder": {"265": {"content": "<|endoftext|>"}}, "eos_token": "<|endoftext|>"}
+    (folder / "ranks" / "tokenizer_config.json").write_text(json.dumps({"pattern": "cl100k", **end}))
+    model.model.save(str(folder / "pair"))
+    tekken = {
+        "config": {"pattern": CL100K_PATTERN, "default_num_special_tokens": 4, "default_vocab_size": 4 + len(ranks)},
+        "special_tokens": [{"token_str": name, "rank": i} for i, name in enumerate(("<unk>", "<s>", "</s>", "<pad>"))],
+        "vocab": [{"token_bytes": base64.b64encode(token).decode(), "rank": i} for i, token in enumerate(ranks)],
+    }
+    (folder / "tekken.json").write_text(json.dumps(tekken))
     found = {name: folder / f"{name}.model" for name in PIECES}
-    return found | {"tokenizer.json": folder / "own", "tiktoken": folder / "ranks.tiktoken"}
+    folders = {"tokenizer.json": folder / "own", "tiktoken": folder / "ranks" / "ranks.tiktoken"}
+    return found | folders | {"vocab.json and merges.txt": folder / "pair", "tekken.json": folder / "tekken.json"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +112,7 @@ def test_ids_may_leave_gaps(tmp_path, capfd):
     files = exported_tokenizer(tmp_path / "cl.tiktoken", None, {"model_type": "llama"})
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
     ids = {token["content"]: token["id"] for token in json.loads(files["tokenizer.json"])["added_tokens"]}
-    assert ids == {"<|endoftext|>": 100257, "<|endofprompt|>": 100276}
+    assert ids["<|endoftext|>"] == 100257 and ids["<|fim_prefix|>"] == 100258 and ids["<|endofprompt|>"] == 100276
     assert not any(capfd.readouterr())
 
 
