@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from tqdm import tqdm
 
+from megatron5d.config.command_line import print_anywhere
 from megatron5d.data.corpus import open_parquet
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter, with_suffix
@@ -258,4 +259,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    print_anywhere()
     sys.exit(main())

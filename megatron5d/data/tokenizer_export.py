@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.data.merge_files import byte_level_bpe, pair_of
-from megatron5d.data.special_tokens import FilesBeside, read_object
+from megatron5d.data.special_tokens import FilesBeside, read_object, special_names
 from megatron5d.data.tiktoken_ranks import Ranks, looks_like_ranks, read_ranks, read_tekken
-from megatron5d.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer, tokenizer_file
+from megatron5d.data.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    text_may_hold,
+    tokenizer_file,
+)
 
 SETTINGS = "tokenizer_config.json"
 SIDE_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
@@ -27,8 +33,9 @@ PROBES = (
     "\n\n\n a\t\tb\r\n", "a\n  b\n\n    c  \n", "12345678 1 22 333", "naïve café e\u0301 Ångström ﬁ ½",
     "日本語のテキスト 中文 한국어", "مرحبا שלום नमस्ते", "🙂👩\u200d👩\u200d👧 \U0001f1eb\U0001f1f7",
     "\u00a0nb\u2003sp\u3000", "'s 're 'LL 'ſ", "CamelCaseWords snake_case __init__", "<|x|> <0x0A> [a]",
-    "a" * 60 + " " * 33 + "!" * 17, "\u2581under ▁", "\x00\x07", "١٢٣ ४५६", "http://a.b/c?d=e&f#g\n",
+    "a" * 60 + " " * 33 + "!" * 17, "\u2581under \u2581", "\x00\x07", "١٢٣ ४५६", "http://a.b/c?d=e&f#g\n",
 )  # fmt: skip
+BLANK = "\u2581"  # what sentencepiece writes for one
 _LEARNED, _USER, _UNKNOWN, _CONTROL = 1, 4, 2, 3  # types of sentencepiece's pieces
 _UNIGRAM, _BPE = 1, 2  # types of sentencepiece's models
 
@@ -105,15 +112,27 @@ def _backend(file: Path) -> Any:
         return _with_added(_from_sentencepiece(file), file)
     if looks_like_ranks(file.read_bytes()[:4096]):
         return _from_ranks(read_ranks(file))
-    load_tokenizer(file)  # says in words why it cannot be read
+    ours = load_tokenizer(file)  # says in words why it cannot be read
     if pair := pair_of(file):
-        return byte_level_bpe(*pair, FilesBeside(file))
+        return _from_pair(pair, ours)
     if isinstance((content := read_object(file)).get("vocab"), list):
         return _from_ranks(read_tekken(file, content))
     whole = tokenizers.Tokenizer.from_file(str(file))
     whole.no_truncation()
     whole.no_padding()
     return whole
+
+
+def _from_pair(pair: tuple[Path, Path], ours: Tokenizer) -> Any:
+    """A vocab.json and its merges; what training never reads from text is marked as special."""
+    from tokenizers import AddedToken
+
+    beside = FilesBeside(pair[0])
+    backend = byte_level_bpe(*pair, beside)
+    known, added = backend.get_vocab(), backend.get_added_tokens_decoder()
+    special = [n for n in special_names(known, beside) if known[n] in added or not text_may_hold(ours, known[n])]
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in sorted(special)])
+    return backend
 
 
 def _with_added(backend: Any, file: Path) -> Any:
@@ -165,16 +184,18 @@ def _from_sentencepiece(file: Path) -> Any:
     backend = Tokenizer(model)
     steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
     if rules.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    steps += [normalizers.Prepend("▁")] if rules.add_dummy_prefix else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+        steps += [normalizers.Replace(Regex(rf"\A +|[ {BLANK}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps += [normalizers.Prepend(BLANK)] if rules.add_dummy_prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", BLANK)])
     splits = [pre_tokenizers.Split(Regex("|".join(map(_literal, own))), "isolated")] if own else []
     if kind == _UNIGRAM:  # a text that spells the name of a byte is no byte
         splits.append(pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous"))
     if splits:
         backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     strip = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     special = [each.piece for each in pieces if each.type in (_CONTROL, _UNKNOWN)]
     backend.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
     _add_bos(backend, file.parent, proto.trainer_spec.bos_id)

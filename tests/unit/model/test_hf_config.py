@@ -203,11 +203,11 @@ def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [('{"model_type"', "is not JSON"), ("[]", "holds a list"), ("[" * 200_000, "is not JSON: its brackets")],
+    [('{"model_type"', "Expecting"), ("[]", "it holds list"), ("[" * 200_000, "its brackets are nested")],
 )
 def test_a_damaged_file_is_named(text, said, tmp_path):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/config.json {said}"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/config.json is not a file of settings: {said}"):
         model_config_from_hf(tmp_path)
 
 

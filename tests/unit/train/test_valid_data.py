@@ -224,9 +224,9 @@ def test_a_resumed_run_keeps_the_mixture_with_which_it_began(corpus, tmp_path, m
     whole = {weights: losses(weights, weights, 8) for weights in ("equal", "size")}
     assert whole["equal"] != whole["size"]
 
-    def older(progress, config):
+    def older(progress, config, commit):
         del config["data"]["weights"]
-        return run_record(progress, config)
+        return run_record(progress, config, commit)
 
     with monkeypatch.context() as patch:
         patch.setattr("megatron5d.train.loop.run_record", older)
