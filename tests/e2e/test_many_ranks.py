@@ -131,10 +131,7 @@ def test_one_of_many(tmp_path, corpus):
         found[world, rank] = one_of(world, rank, load_config(arguments, world=world), folder)
     for (world, rank), (_, groups, world_wide, (note_bytes, files)) in found.items():
         assert sum(groups.values()) <= 14 and max(groups) == world // 16, (world, rank, groups)  # a stage's ranks
-        told = (
-            "notes of rank 0, padding in the data, Megatron's order, faults of opened data; what a step adds up, and "
-        )
-        told += "what the routers did"
+        told = "notes, padding, Megatron's order, faults of opened data; what a step adds up, what the routers did"
         assert world_wide[0] <= 4 and world_wide[1] <= 2, (told, world_wide)
         writes = rank % (world // 16) < world // 32  # the first of two replicas
         assert files == ([f"__{rank}_0.distcp"] if writes else []) and note_bytes < 4096
