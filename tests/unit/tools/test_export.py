@@ -279,3 +279,12 @@ def test_every_shipped_model_has_a_family(name):
             hf_config_from_model(model, "fp32")
     else:
         assert hf_config_from_model(model, "fp16")["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(("step", "positions"), [(0, 16), (1, 64)])
+def test_an_export_has_the_positions_of_its_training(capsys, step, positions):
+    """Servers cut at max_position_embeddings; what was only imported keeps its own."""
+    config = load_config(["model=tiny", "model.max_positions=16", "train.seq_len=64"])
+    exported = hf_config_from_model(convert._as_long_as_trained(config, step), "fp32")
+    assert exported["max_position_embeddings"] == positions
+    assert ("model.max_positions = 16" in capsys.readouterr().err) == (step > 0)
