@@ -32,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.errors import names_file
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -331,7 +332,7 @@ def main(argv: Sequence[str]) -> int:
             size = to_hf(args)
             print(f"wrote {size:,} bytes of weights to {args.out}")
     except (ValueError, OSError) as error:
-        print(f"convert: {error}", file=sys.stderr)
+        print(f"convert: {names_file(error, args.out)}", file=sys.stderr)
         return 2
     return 0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.errors import names_file
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -126,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
         run(args)
     except (ValueError, OSError) as error:
         if read_environment().rank == 0:
-            print(f"logits: {error}", file=sys.stderr)
+            print(f"logits: {names_file(error, args.out)}", file=sys.stderr)
         return 2
     return 0
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tqdm import tqdm
 
 from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.errors import names_file
 from megatron5d.data.corpus import KINDS, list_files
 from megatron5d.data.documents import BadLine, Recipe
 from megatron5d.data.preprocess import Job, Progress, Reporting, preprocess
@@ -113,7 +114,7 @@ def main() -> int:
     try:
         summary = run(args)
     except (ValueError, OSError) as error:
-        print(f"preprocess: {error}", file=sys.stderr)
+        print(f"preprocess: {names_file(error, args.out)}", file=sys.stderr)
         return 2
     for prefix in (prefix for prefix, counts in summary["outputs"].items() if counts["tokens"] == 0):
         print(f"preprocess: WARNING: {prefix} holds no token, and nothing can train or evaluate on it", file=sys.stderr)

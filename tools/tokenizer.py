@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tqdm import tqdm
 
 from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.errors import names_file
 from megatron5d.data.corpus import kinds_of, list_files, units
 from megatron5d.data.documents import BadLine, documents
 from megatron5d.data.tiktoken_ranks import PATTERNS
@@ -125,7 +126,7 @@ def main() -> int:
     try:
         result = train(args) if args.command == "train" else show(args)
     except (ValueError, OSError) as error:
-        print(f"tokenizer: {error}", file=sys.stderr)
+        print(f"tokenizer: {names_file(error, getattr(args, 'out', None))}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps(result))

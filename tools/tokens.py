@@ -28,6 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.errors import names_file
 from megatron5d.data.corpus import open_parquet
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter, with_suffix
@@ -245,7 +246,7 @@ def main() -> int:
     try:
         found = run(args)
     except (ValueError, OSError, IndexError) as error:
-        print(f"tokens: {error}", file=sys.stderr)
+        print(f"tokens: {names_file(error, getattr(args, 'out', None))}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps(found))

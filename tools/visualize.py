@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
+from megatron5d.config.errors import names_file
 from megatron5d.config.json_file import parse_json
 
 
@@ -235,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args.run(args)
     except (ValueError, OSError) as error:
-        print(f"visualize: {error}", file=sys.stderr)
+        print(f"visualize: {names_file(error, args.out)}", file=sys.stderr)
         return 2
     return 0
 

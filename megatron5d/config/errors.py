@@ -118,6 +118,17 @@ def refuse(faults: Sequence[Fault], rank: int = 0) -> NoReturn:
     raise SystemExit(REFUSED)
 
 
+def names_file(error: Exception, written: object) -> str:
+    """Returns the text of an error; to one of the system that names no file (a full disk), it adds what was written.
+
+    Args:
+        error: that ends a tool.
+        written: the path to which it writes.
+    """
+    nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
+    return f"{written}: {error}" if nameless and written is not None else str(error)
+
+
 def closest(written: str, legal: Iterable[str], likeness: float = 0.5) -> str | None:
     """The legal word that was probably meant; None where the similarity of all of them (0 to 1) is below `likeness`."""
     folded = {word.lower(): word for word in legal}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron5d.config.errors import names_file
 from megatron5d.data.index_format import MAGIC
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter
 from tools import tokens
@@ -133,3 +134,17 @@ def test_documents_and_samples_are_decoded(tmp_path):
     assert drawn.count("--- document ") == 4 and "beta gamma" in drawn
     stretch = tool("decode", tmp_path / "d", "--tokenizer", file, "--sample", 30, "--documents", 1).stdout
     assert "30 tokens" in stretch and "beta" in stretch
+
+
+def test_a_full_disk_names_what_was_written(monkeypatch, capsys, tmp_path):
+    """The system names no file."""
+
+    def full(args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokens, "run", full)
+    monkeypatch.setattr(sys, "argv", ["tokens.py", "merge", "a", "b", "--out", f"{tmp_path}/o"])
+    assert tokens.main() == 2
+    assert capsys.readouterr().err == f"tokens: {tmp_path}/o: [Errno 28] No space left on device\n"
+    assert names_file(OSError(2, "No such file or directory", "x"), "data/web").endswith("directory: 'x'")
+    assert names_file(ValueError("other"), "data/web") == "other"
