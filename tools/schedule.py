@@ -1,4 +1,4 @@
-"""Show, simulate, compare, search, learn and verify pipeline schedules, on one CPU and without a model.
+"""Show, simulate, compare, search and verify pipeline schedules, on one CPU and without a model.
 
     python tools/schedule.py show --schedule zb_v --pp 4 --microbatches 8 --svg zb_v.svg
     python tools/schedule.py simulate --schedule dualpipe --pp 16 --microbatches 64 --costs F=1,I=1.2,W=0.8,comm=0.1
@@ -28,9 +28,7 @@ from megatron5d.pipeline_parallel.program import Program, placement_name
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_file, write_program
 from megatron5d.pipeline_parallel.search.command import (
-    add_learn_options,
     add_search_options,
-    run_learn,
     run_search,
     search_figures,
 )
@@ -45,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="schedule.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_show, _add_simulate, _add_compare, _add_search, _add_learn, _add_verify):
+    for add in (_add_show, _add_simulate, _add_compare, _add_search, _add_verify):
         add(commands)
     options = parser.parse_args(arguments)
     try:
@@ -102,14 +100,6 @@ def _add_search(commands: Any) -> None:
     _add_costs(parser)
     add_search_options(parser)
     parser.set_defaults(run=_search)
-
-
-def _add_learn(commands: Any) -> None:
-    parser = commands.add_parser("learn", help="evolve a policy for long, from which later searches start")
-    _add_sizes(parser)
-    _add_costs(parser)
-    add_learn_options(parser)
-    parser.set_defaults(run=_learn)
 
 
 def _add_verify(commands: Any) -> None:
@@ -344,13 +334,6 @@ def _search(options: argparse.Namespace) -> int:
     if options.csv:
         options.csv.write_text(write_program(found.program))
     _print_figures(figures, options.json)
-    return 0
-
-
-def _learn(options: argparse.Namespace) -> int:
-    _say_what_numba_would_do()
-    found = run_learn(options, _cost_models(options)[0])
-    print(f"wrote {options.out}: {found.placement}, {found.costs}, overhead {found.overhead:g}")
     return 0
 
 

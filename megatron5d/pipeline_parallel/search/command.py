@@ -11,13 +11,11 @@ from megatron5d.pipeline_parallel.search.policy import PAIRS
 from megatron5d.pipeline_parallel.search.problem import DEFAULT, CostModel
 
 if TYPE_CHECKING:  # the search compiles its core with numba, for which no other subcommand should wait
-    from megatron5d.pipeline_parallel.search.policy import Shipped
     from megatron5d.pipeline_parallel.search.search import SearchResult
 
 
 SEARCH_S = 10.0
-LEARN_S = 600.0
-"""Time limits where the options set none."""
+"""Time limit where the options set none."""
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +24,8 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         "--memory", type=float, default=1.25, metavar="X", help="at most X·pp activations per rank (default 1.25)"
     )
     parser.add_argument("--copies", type=int, default=1, choices=(1, 2), help="most copies of the parameters")
-    _add_limits(parser, SEARCH_S)
+    parser.add_argument("--seconds", type=float, help=f"time limit (default {SEARCH_S:g}; with --evaluations none)")
+    parser.add_argument("--evaluations", type=int, metavar="N", help="end after N list schedules; repeats exactly")
     parser.add_argument("--seed", type=int, default=0, help="of all chance")
     parser.add_argument(
         "--placements", metavar="LIST", help=f"such as loop:4,zigzag:2; default: {','.join(DEFAULT)} as copies admit"
@@ -57,49 +56,13 @@ def run_search(options: argparse.Namespace, costs: Sequence[CostModel]) -> Searc
         costs,
         memory=options.memory * options.pp,
         copies=options.copies,
-        seconds=_seconds(options, SEARCH_S),
+        seconds=SEARCH_S if options.seconds is None and options.evaluations is None else options.seconds,
         evaluations=options.evaluations,
         seed=options.seed,
         placements=options.placements.split(",") if options.placements else None,
         pairs=pairs,
         cache=options.cache,
     )
-
-
-def add_learn_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what only `learn` knows to a parser that already has sizes and costs."""
-    parser.add_argument("--placement", required=True, help="such as mirrored, zigzag:2, loop:4")
-    parser.add_argument("--memory", type=float, default=1.25, metavar="X", help="at most X·pp activations per rank")
-    _add_limits(parser, LEARN_S)
-    parser.add_argument("--seed", type=int, default=0, help="of all chance")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="all shipped policies and the new one")
-
-
-def run_learn(options: argparse.Namespace, costs: CostModel) -> Shipped:
-    """Writes the file and returns the new policy.
-
-    Raises:
-        ValueError: Options that `learn` refuses.
-    """
-    from megatron5d.pipeline_parallel.search.learn import learn
-    from megatron5d.pipeline_parallel.search.policy import shipped_policies, write_policies
-    from megatron5d.pipeline_parallel.search.problem import Clock
-
-    clock = Clock(_seconds(options, LEARN_S), options.evaluations)
-    memory = options.memory * options.pp
-    found = learn(options.placement, options.pp, options.microbatches, costs, memory, options.seed, clock)
-    write_policies([*shipped_policies(), found], options.out)
-    return found
-
-
-def _add_limits(parser: argparse.ArgumentParser, seconds: float) -> None:
-    parser.add_argument("--seconds", type=float, help=f"time limit (default {seconds:g}; with --evaluations none)")
-    parser.add_argument("--evaluations", type=int, metavar="N", help="end after N list schedules; repeats exactly")
-
-
-def _seconds(options: argparse.Namespace, default: float) -> float | None:
-    """The time limit that the options set; None where a number of evaluations alone is to end the search."""
-    return default if options.seconds is None and options.evaluations is None else options.seconds
 
 
 def search_figures(result: SearchResult) -> dict[str, Any]:

@@ -4,16 +4,11 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from megatron5d.model.partition import BALANCES
-from megatron5d.pipeline_parallel.costs import parse_costs
-from megatron5d.pipeline_parallel.program import zigzag_placement
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import write_program
-from megatron5d.pipeline_parallel.search.policy import FILE, Policy, flat, starting_points
-from megatron5d.pipeline_parallel.search.problem import Problem
 from tools.schedule import main
 
 REAL = "F=1,I=1.2,W=0.8,comm=0.1"
@@ -111,22 +106,6 @@ def test_show_draws_and_writes(capsys, tmp_path):
     assert text.read_text() == write_program(build_program("zb_v", 2, 4))
     again = ("simulate", "--schedule", f"file:{text}", "--pp", "2", "--microbatches", "4")
     assert "overhead  0.5" in output(capsys, *again)
-
-
-def test_learn_writes_a_policy_behind_those_shipped(capsys, tmp_path):
-    """It is no worse than the best of them, and a later search could start from it: its numbers give what it says."""
-    file, sizes = tmp_path / "policies.json", ("--pp", "4", "--microbatches", "8")
-    output(
-        capsys, "learn", "--placement", "zigzag:2", *sizes, "--costs", REAL, "--evaluations", "60", "--out", str(file)
-    )
-    before, after = (json.loads(path.read_text())["policies"] for path in (FILE, file))
-    assert after[:-1] == before
-    placement = zigzag_placement(4)
-    problem = Problem("zigzag:2", placement, 8, parse_costs(REAL).of(placement), np.full(4, 5.0))
-    numbers = flat(Policy(**{name: np.array(field) for name, field in after[-1]["policy"].items()}))
-    assert problem.makespan(numbers) == pytest.approx(24 + after[-1]["overhead"])
-    assert problem.makespan(numbers) <= min(map(problem.makespan, starting_points(2))) + 1e-9
-    assert "mirroed" in refused(capsys, "learn", "--placement", "mirroed", *sizes, "--out", str(file))
 
 
 def test_verify_a_file(capsys, tmp_path):
