@@ -12,7 +12,7 @@ main gradient). On the CPU the same scales and blocks are multiplied in float32,
 An operand is (values, scales), both with the tokens in the leading dims: sequence shards are quantised first and
 gathered in 8 bits, which gives the same numbers as the other order. Blockwise, SwiGLU and norms whose result only these
 products read write it in 8 bits at once (fp8_tensor.py): the same bits with one pass over memory. Weights and their
-transposes are quantised at the first use after a change and kept until `forget_quantized`; under ZeRO-3 slices are
+transposes are quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are
 quantised and gathered in 8 bits (fp8_weights.py).
 
 Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp. Experts
