@@ -31,7 +31,7 @@ from megatron5d.expert_parallel.router import Jitter, Router, by_turns, within_c
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.phase import MicroBatch
-from megatron5d.precision.fp8_tensor import EightBitRows
+from megatron5d.precision.fp8_tensor import Fp8DispatchCodec
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 
@@ -139,7 +139,7 @@ class MoeDispatch(nn.Module):
         self.router = Router(config, f"{name}.router", tp, biased=biased, owner=owner, **factory)
         if self.router.bias is not None:
             balancer.biases[layer] = self.router.bias
-        self.dispatcher = dispatcher_of(config.num_experts, mesh, EightBitRows() if moe.fp8_dispatch else None)
+        self.dispatcher = dispatcher_of(config.num_experts, mesh, Fp8DispatchCodec() if moe.fp8_dispatch else None)
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> State:
         """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> State; n = s/cp/tp·b tokens are routed here either way.
