@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron5d.comm.p2p import Form
 from megatron5d.config.checks import run_checks
-from megatron5d.config.checks.check import data_parallel, divisors
+from megatron5d.config.checks.check import data_parallel, divisors, spelled
 from megatron5d.config.derived import batch_sizes
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
@@ -90,7 +90,8 @@ def plan_pipeline(config: Config, world: int, found: Found | None = None) -> Pip
     if any(program.placement != placement for program in programs):
         raise ValueError(
             f"pipeline.schedule = {config.pipeline.schedule} lays its stages out differently for the numbers of "
-            f"micro-batches that train.gbs_ramp = {config.train.gbs_ramp} passes through; set train.gbs_ramp=null"
+            f"micro-batches that train.gbs_ramp = {spelled(config.train.gbs_ramp)} passes through; "
+            "set train.gbs_ramp=null"
         )
     layout = layers_per_stage(config, placement)
     shared = shared_by_mirror(placement, two_embeddings_knob(config.model))
