@@ -125,7 +125,7 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron5d.data.tokenizer_export import exported_tokenizer
-from megatron5d.model.gpt import DTYPES
+from megatron5d.model.block_inputs import DTYPES
 from megatron5d.train.state import Progress, run_record, twin
 
 OUT_BIAS = ".attention.out.bias"

@@ -15,7 +15,7 @@ from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.derived import batch_sizes
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
-from megatron5d.model.gpt import DTYPES
+from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.partition import (
     StageSpec,
     layers_per_stage,
