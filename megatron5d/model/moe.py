@@ -26,7 +26,7 @@ from megatron5d.expert_parallel.router import Router, round_robin, within_capaci
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.mlp import FeedForward
 from megatron5d.pipeline_parallel.phase import MicroBatch
-from megatron5d.precision.fp8_tensor import EightBitRows
+from megatron5d.precision.fp8_tensor import Fp8DispatchCodec
 from megatron5d.topology.mesh import Mesh
 
 
@@ -72,7 +72,7 @@ class MoEDispatch(nn.Module):
         self.router = Router(self.config, f"{name}.router", shared.tp, biased=biased, owner=owner, **shared.factory)
         if self.router.bias is not None:
             self.balancer.biases[layer] = self.router.bias
-        codec = EightBitRows() if self.moe.fp8_dispatch else None
+        codec = Fp8DispatchCodec() if self.moe.fp8_dispatch else None
         self.dispatcher = dispatcher_of(self.config.num_experts, shared.mesh, codec)
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> MoEState:

@@ -15,6 +15,7 @@ from megatron5d.comm.collectives import all_reduce
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import split_of
 from megatron5d.config.schema import Config
+from megatron5d.data_parallel.bucket import GatherFormat
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.embedding_head import loss_terms
@@ -156,9 +157,18 @@ def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
     return GradSync(
         model.units, mesh, p.zero, grad_dtype(config),
         reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
-        gather_eight_bits=config.precision.fp8_gather, separate=lambda spec: takes_muon(spec, config.optim),
+        gather_format=_gather_format(config), separate=lambda spec: takes_muon(spec, config.optim),
         frozen=lambda spec: freezes(spec, config.optim),
     )  # fmt: skip
+
+
+def _gather_format(config: Config) -> type[GatherFormat] | None:
+    """The format in which ZeRO-3 gathers the weights of FP8 GEMMs; None = in their dtype."""
+    if config.parallel.zero < 3 or config.precision.fp8 == "none" or not config.precision.fp8_gather:
+        return None
+    from megatron5d.data_parallel.fp8_all_gather import Fp8ShardedWeights
+
+    return Fp8ShardedWeights
 
 
 def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: GPT) -> list[str]:

@@ -20,7 +20,8 @@ from megatron5d.config.schema import (
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_weights
-from megatron5d.precision.fp8_weights import block_maxima, blocks_in, forget_quantized, quantize_slice
+from megatron5d.precision.fp8_weights import block_maxima, blocks_in, quantize_slice
+from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import plan_pipeline
@@ -88,8 +89,8 @@ def on_rank(rank, world):
                 losses.append(trainer.step(batches, 1e-2).losses["loss"])
             sent = [ledger.totals[axis, "all_gather"].num_bytes for axis in ("dp_shard_cp", "edp_shard")]
             held = [bucket.holds(wide=False) for bucket in sync.buckets]
-            narrow = {id(p) for bucket in sync.buckets if bucket.eight_bits for p in bucket.parameters}
-            owned = sum(bucket.slice_numel for bucket in sync.buckets if bucket.eight_bits)
+            narrow = {id(p) for bucket in sync.buckets if bucket.format for p in bucket.parameters}
+            owned = sum(bucket.slice_numel for bucket in sync.buckets if bucket.format)
             with sync.whole_weights():
                 weights = {p.spec.name: p.detach().float().numpy().copy() for p in model.parameters()}
             names = {p.spec.name for p in model.parameters() if id(p) in narrow}
@@ -128,5 +129,5 @@ def test_after_an_update_weights_are_quantised_anew():
     batches = [micro_batch(config, row[None]) for row in make_rows(config, 1)]
     trainer.step(batches, 1e-2)
     loss = trainer.evaluate(batches)
-    forget_quantized(model.parameters())
+    forget_copies(model.parameters())
     assert torch.equal(loss, trainer.evaluate(batches))

@@ -10,8 +10,7 @@ from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.expert_parallel.experts import Experts
 from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_recipes as fp8
-from megatron5d.precision.fp8_weights import forget_quantized
-from megatron5d.precision.gemm import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, gemms_of
+from megatron5d.precision.gemm import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, forget_copies, gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
@@ -155,7 +154,7 @@ def test_weights_are_quantised_once_until_they_change():
     pairs.append(gemms.copies(weight))
     weight.data.mul_(2)  # through its memory: must be said
     assert gemms.copies(weight) is pairs[2]
-    forget_quantized([weight])
+    forget_copies([weight])
     pairs.append(gemms.copies(weight))
     assert made == [True]
     for factor, pair in zip((2, 4), pairs[2:]):
@@ -209,5 +208,5 @@ def test_an_experts_scale_is_that_of_all_its_parts():
     weight = torch.nn.Parameter(torch.randn(2 * 128, 128))
     here, everywhere = (fp8.TensorwiseExpertGemms(True, lambda amax, n=n: amax * n) for n in (1, 4))
     ours = here.copies(weight, 2).plain.scales
-    forget_quantized([weight])
+    forget_copies([weight])
     assert torch.equal(everywhere.copies(weight, 2).plain.scales, 4 * ours)
