@@ -15,7 +15,7 @@ from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config, token_source
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import load_weights, whole_checkpoint
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
 from megatron5d.model.gpt import GPT
@@ -63,7 +63,7 @@ class Source:
             precision=PrecisionConfig(dtype=dtype or config.precision.dtype),
         )
         groups = {"model", "parallel", "precision"}
-        faults = [f for f in broken_laws(config, world) if {knob.split(".")[0] for knob in f.knobs} <= groups]
+        faults = [f for f in run_checks(config, world) if {knob.split(".")[0] for knob in f.knobs} <= groups]
         if faults:
             raise ConfigError(faults)
         return config

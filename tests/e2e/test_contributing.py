@@ -112,12 +112,12 @@ def test_kernel(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-def test_law():
-    law = names_of("law")["WINDOW_CLOSES"]
-    fine = Config(model=ModelConfig(attention_window=64), train=TrainConfig(seq_len=128))
-    broken = Config(model=ModelConfig(attention_window=200), train=TrainConfig(seq_len=128))
-    assert not law.broken(fine, 1)
-    assert law.broken(broken, 1)
-    assert "200" in law.reason(broken, 1)
-    assert "128" in law.reason(broken, 1)
-    assert law.fix(broken, 1).endswith("model.attention_window=64")
+def test_check():
+    check = names_of("check")["window_hides_something"]
+    assert check.id == "window-hides-something"
+    assert check.run(Config(model=ModelConfig(attention_window=64), train=TrainConfig(seq_len=128)), 1) is None
+    fault = check.run(Config(model=ModelConfig(attention_window=200), train=TrainConfig(seq_len=128)), 1)
+    assert fault.knobs == ("model.attention_window", "train.seq_len")
+    assert "200" in fault.reason
+    assert "128" in fault.reason
+    assert fault.fix.endswith("model.attention_window=64")
