@@ -16,6 +16,7 @@ setup(
         "omegaconf>=2.3",
         "sentencepiece",
         "safetensors",
+        "isal",
         "wandb",
         "tqdm",
         "matplotlib",
