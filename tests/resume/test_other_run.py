@@ -14,6 +14,7 @@ from megatron5d.checkpoint.save import Saver
 from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 SMALL = [
     *("model=tiny", "model.vocab_size=97", "model.hidden_size=32", "train.gbs=4", "train.mbs=1", "train.seq_len=16"),
@@ -39,7 +40,7 @@ def begun(config, world):
     """Each rank's notes, and by kind the values of its first weights: (name, values of the slice it owns)."""
 
     def fn(rank, world):
-        run = build_run(config, Process(rank, world, rank, torch.device("cpu")))
+        run = build_run(config, Process(rank, world, rank, torch.device("cpu")), pipeline_layout(config, world))
         slices = [("model", state.bucket.weight_slice, state) for state in run.optimizer.slices]
         held = [
             (kind, segment.spec.name, flat[slice(*segment.owned)].clone())

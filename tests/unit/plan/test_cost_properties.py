@@ -10,9 +10,9 @@ from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import Config, PrecisionConfig
+from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.predict import Estimator
-from megatron5d.train.pipeline_layout import planned_pipeline
 
 WORLD, COUNT = 16, 8
 H100 = dataclasses.replace(cluster_called("h100"), node=4)
@@ -46,7 +46,7 @@ def lawful(config: Config) -> bool:
     if broken_laws(config, WORLD, without=FILE_LAWS):
         return False
     try:
-        planned_pipeline(config, WORLD)
+        quick_layout(config, WORLD)
     except ValueError:
         return False
     return True

@@ -11,9 +11,9 @@ from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import Config, PrecisionConfig
+from megatron5d.planning.auto_schedule import pipeline_faults
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import RankMemory
-from megatron5d.train.pipeline_layout import pipeline_faults
 
 WORLD = 8
 DRAWN = {
