@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron5d.train.signals import EndOnSignals
+from megatron5d.train.signals import EndOnSignals, StopFlag
 
 if __name__ == "__main__":
     EndOnSignals().__enter__()  # until the process ends: the imports below, and torch's later, take seconds
@@ -146,9 +146,10 @@ def plan_and_train(config: Config, process: Process, notes: Sequence[str] = ()) 
     from megatron5d.topology.all_ranks import on_every_rank
     from megatron5d.train.loop import train
 
-    layout = agreed_layout(config, process)
-    predicted = on_every_rank(lambda: prediction_of(config, process, layout))
-    return train(config, process, layout, predicted, notes)
+    with StopFlag() as stop:
+        layout = agreed_layout(config, process)
+        predicted = on_every_rank(lambda: prediction_of(config, process, layout))
+        return train(config, process, layout, predicted, stop, notes)
 
 
 class _Undecided(Exception):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.hf.weights import load_hf_shards
 from megatron5d.checkpoint.layout import named
 from megatron5d.checkpoint.load import agreed_checkpoint
 from megatron5d.comm.collectives import all_reduce
@@ -175,6 +174,8 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
         notes = load_other_run(init.from_checkpoint, held, optimizer, config)
     else:
         if (folder := init.from_hf) is not None:
+            from megatron5d.checkpoint.hf.weights import load_hf_shards
+
             notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder, config.train.seed))
             refuse_nonfinite(Path(folder), named("model", held))
         else:

@@ -18,7 +18,6 @@ from megatron5d.checkpoint.save import Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
 from megatron5d.config.derived import in_ranges
-from megatron5d.config.load import to_yaml
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
@@ -33,7 +32,7 @@ from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.monitoring.report import Reporter
 from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout
-from megatron5d.train.provenance import commit, keep_code
+from megatron5d.train.provenance import commit, write_provenance
 from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.startup_warnings import epochs, repeated_validation, small_vocabulary, unmarked_documents
 from megatron5d.train.state import Progress, run_record, run_tensors
@@ -86,8 +85,7 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
         folder = Path(config.log.dir)
         on_exit.callback(LockFile(folder / "log.lock", f"log.dir = {folder}").release)
         with harmless(f"log.dir = {folder}, config.yaml and code/", outputs.notes.append):
-            (folder / "config.yaml").write_text(to_yaml(config))
-            keep_code(folder)
+            write_provenance(folder, config)
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:
@@ -100,8 +98,9 @@ OTHERS_SIGNAL = "a signal of another rank"
 
 
 def train(
-    config: Config, process: Process, layout: PipelineLayout, predicted: Prediction, notes: Sequence[str] = ()
-) -> int:
+    config: Config, process: Process, layout: PipelineLayout, predicted: Prediction, stop: StopFlag,
+    notes: Sequence[str] = (),
+) -> int:  # fmt: skip
     """Trains from where the run stands to its last step.
 
     Args:
@@ -109,6 +108,7 @@ def train(
         process: this rank.
         layout: of the pipeline, the same on every rank.
         predicted: for the log.
+        stop: set by a signal.
         notes: for the log, of what was found before.
 
     Returns:
@@ -118,7 +118,7 @@ def train(
         InterruptedError: stopped on a signal without a place for a checkpoint.
         OSError: another run writes to the same places.
     """
-    with StopFlag() as stop, locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
+    with locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
         run = build_run(config, process, layout)
         run.notes += [*outputs.notes, *notes]
         return _train(run, predicted, outputs, snapshots, stop)

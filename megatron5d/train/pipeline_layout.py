@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 from megatron5d.comm.p2p import Form
-from megatron5d.config.checks.check import data_parallel
 from megatron5d.config.derived import batch_sizes
 from megatron5d.config.schema import Config
 from megatron5d.model.gpt import DTYPES
@@ -108,7 +107,8 @@ def verified(program: Program) -> Program:
 
 def sequences_at_once(config: Config, world: int) -> int:
     """Returns the sequences of one micro-batch on all data-parallel ranks: train.mbs·dp."""
-    return config.train.mbs * data_parallel(config, world)
+    p = config.parallel
+    return config.train.mbs * max(1, world // (p.tp * p.cp * p.pp))
 
 
 def micro_batch_counts(config: Config, world: int) -> list[int]:

@@ -12,6 +12,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 MAX_KERNEL_LINES = 120
 MAX_POSITIONAL = 8
+MAX_LOADED_FILES, MAX_LOADED_LINES = 164, 27_800  # by `import megatron5d.train.loop`
 BOUND = ("self", "cls", "ctx")  # given by Python or by autograd, not by the caller
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 SISTERS = {f"megatron5d/{name}_parallel" for name in ("tensor", "context", "expert", "pipeline", "data")}

@@ -15,6 +15,7 @@ from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
 from megatron5d.train.pipeline_layout import pipeline_layout
+from pretrain import plan_and_train
 
 SMALL = [
     *("model=tiny", "model.vocab_size=97", "model.hidden_size=32", "train.gbs=4", "train.mbs=1", "train.seq_len=16"),
@@ -150,7 +151,7 @@ def test_a_smaller_vocabulary_is_refused(tmp_path, config_of):
     old = tmp_path / "old"
     assert train_on_ranks(config_of(old, 1), 1) == [0]
     with pytest.raises(ValueError, match=r"embedding.weight: saved \(97, 32\), this model has \(96, 32\)"):
-        build_run(
+        plan_and_train(
             config_of(tmp_path / "next", 1, "model.vocab_size=96", init=str(old)), Process(0, 1, 0, torch.device("cpu"))
         )
 

@@ -205,10 +205,10 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, corpus, monk
 def test_a_signal_before_the_first_step_stops_all_ranks_as_well(tmp_path, corpus, monkeypatch):
     """Weights are made or loaded meanwhile, for minutes where they are large: a job told to stop is to be requeued."""
 
-    def struck(config, process):
+    def struck(config, process, layout):
         if process.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return build_run(config, process)
+        return build_run(config, process, layout)
 
     monkeypatch.setattr(loop, "build_run", struck)
     assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [REQUEUE, REQUEUE]

@@ -7,13 +7,11 @@ import time
 from collections import deque
 from typing import Any
 
-from megatron5d.config.load import to_yaml
 from megatron5d.model.flops import flops_per_token
 from megatron5d.topology.rendezvous import wandb_mode
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.prediction import Prediction, compare_memory, compare_step
 from megatron5d.train.monitoring.stragglers import SlowRanks
-from megatron5d.train.monitoring.trackers import TensorBoard, Wandb, run_facts
 from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Writers, memory_gb
 from megatron5d.train.step import StepResult
 
@@ -49,12 +47,15 @@ class Reporter:
 
     def _add_writers(self) -> None:
         config, progress = self.run.config, self.run.progress
-        log = config.log
+        log, mode = config.log, wandb_mode(config.log.wandb.mode)
         if log.jsonl:
             self._writers.add(f"log.jsonl = {log.jsonl}", JsonLines(log.jsonl, progress.step))
+        if not log.tensorboard and mode == log.wandb.mode == "disabled":
+            return
+        from megatron5d.train.monitoring.trackers import TensorBoard, Wandb, run_facts
+
         if log.tensorboard:
-            self._writers.add(f"log.tensorboard = {log.tensorboard}", TensorBoard(log, progress.step, to_yaml(config)))
-        mode = wandb_mode(log.wandb.mode)
+            self._writers.add(f"log.tensorboard = {log.tensorboard}", TensorBoard(config, progress.step))
         if mode != log.wandb.mode:
             self.say(f"WANDB_MODE={mode} of the environment goes before log.wandb.mode = {log.wandb.mode}")
         if mode != "disabled":

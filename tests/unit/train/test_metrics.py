@@ -319,9 +319,9 @@ def test_a_console_that_is_gone_ends_nothing(monkeypatch):
 
 def test_tensorboard_shows_every_number_and_no_step_twice(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = LogConfig(tensorboard=str(tmp_path))
+    config = Config(log=LogConfig(tensorboard=str(tmp_path)))
     for done, life in ((0, (1, 2, 3)), (1, (2,))):
-        board = TensorBoard(log, done, "model: tiny")
+        board = TensorBoard(config, done)
         for step in life:
             board.write({"step": step, "loss": step / 4 + done, "mfu": None})
         board.close(0)
