@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.check import divisors
-from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 from megatron5d.model.partition import layers_per_stage, shared_by_mirror, two_embeddings_knob
@@ -329,7 +328,7 @@ def _pairs_of_ranks(config: Config, world: int) -> str:
     sizes = [pp for pp in divisors(world // (p.tp * p.cp)) if pp % 2 == 0]
     for pp in sorted(sizes, key=lambda pp: (abs(pp - now), pp)):
         paired = replace(config, parallel=replace(p, pp=pp))
-        if not (broken_laws(paired, world, without=FILE_LAWS) or pipeline_faults(paired, world)):
+        if not (run_checks(paired, world, files=False) or pipeline_faults(paired, world)):
             return f"parallel.pp={pp}"
     folded = replace(config, pipeline=replace(config.pipeline, schedule="dualpipe_v"))
     return f"pipeline.schedule={'1f1b' if pipeline_faults(folded, world) else 'dualpipe_v'}"

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import Change, changed, override_text
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
@@ -83,7 +82,7 @@ def _without_idle(taken: Change, needed: int, need: Callable[[Change], int | Non
 
 def _need(config: Config, world: int, target: Target) -> int | None:
     """Bytes of the rank that needs most; None where the configuration is refused."""
-    if broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world):
+    if run_checks(config, world, files=False) or pipeline_faults(config, world):
         return None
     ranks: dict[int, RankMemory] = Forecaster(config, world, target).ranks()
     return max(memory.needed for memory in ranks.values())
@@ -150,6 +149,6 @@ def ways_out(config: Config, world: int) -> str:
     ways = [
         override_text(step)
         for step in steps(config)
-        if (divides or "parallel.zero" not in step) and not broken_laws(changed(config, step), world, without=FILE_LAWS)
+        if (divides or "parallel.zero" not in step) and not run_checks(changed(config, step), world, files=False)
     ]
     return f"ways to need less, the cheapest first: {', '.join([*ways, 'a larger parallel.pp or cp'])}"

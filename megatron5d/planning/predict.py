@@ -14,8 +14,6 @@ import numpy as np
 import torch
 
 from megatron5d.checkpoint.hf.weights import model_config_from_hf
-from megatron5d.config.checks.check import Law
-from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config, LogConfig
 from megatron5d.model.flops import flops_per_token
@@ -207,13 +205,13 @@ def expected_bubble(config: Config, layout: PipelineLayout, program: Program) ->
     return waiting_shares(program, simulate(program, run_costs(dealt).of(program.placement)))
 
 
-def planned_config(overrides: Sequence[str], world: int, without: Sequence[Law] = FILE_LAWS) -> Config:
+def planned_config(overrides: Sequence[str], world: int, files: bool = False) -> Config:
     """What pretrain.py would make of a command line.
 
     Args:
         overrides: as pretrain.py takes them.
         world: number of ranks.
-        without: laws that are not asked; the files of such a run need not be there.
+        files: whether the files of such a run are checked; they need not be there.
 
     Raises:
         ConfigError: it could not run.
@@ -226,7 +224,7 @@ def planned_config(overrides: Sequence[str], world: int, without: Sequence[Law] 
         model_from_hf=model_config_from_hf,
         options=[schedule_faults],
         checks=[pipeline_faults],
-        without=without,
+        files=files,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron5d.comm.p2p import Form
 from megatron5d.config.derived import batch_sizes
 from megatron5d.config.schema import Config
-from megatron5d.model.gpt import DTYPES
+from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.partition import (
     StageSpec,
     layers_per_stage,
