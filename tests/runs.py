@@ -16,7 +16,7 @@ from megatron5d.config.schema import Config
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.topology.process import Process
-from megatron5d.train.loop import train
+from pretrain import plan_and_train
 
 
 def write_corpus(prefix: Path, *, vocab_size: int, documents: int = 60, seed: int = 0) -> str:
@@ -37,7 +37,7 @@ def train_on_ranks(config: Config, world: int, timeout: float = 120) -> list[int
     """Runs the training loop; returns each rank's exit code."""
 
     def one(rank: int, world: int) -> int:
-        return train(config, Process(rank, world, rank, torch.device("cpu")))
+        return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
 
     return run_ranks(one, world, timeout=timeout)
 

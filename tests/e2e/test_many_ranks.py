@@ -20,10 +20,12 @@ from megatron5d.checkpoint.storage import write
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.comm.p2p import Inbox
 from megatron5d.config.load import load_config
+from megatron5d.planning.fit import target_here
+from megatron5d.planning.memory_forecast import Forecaster
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
 from megatron5d.train.data import train_loader
-from megatron5d.train.monitoring.memory import predict
+from megatron5d.train.pipeline_layout import pipeline_layout
 from megatron5d.train.state import run_tensors
 
 MANY = 16384
@@ -102,12 +104,12 @@ def one_of(world, rank, config, folder: Path):
             calls[doing] += event == "call"
 
         sys.setprofile(count)
-        run = build_run(config, Process(rank, world, 0, torch.device("cpu")))
+        run = build_run(config, Process(rank, world, 0, torch.device("cpu")), pipeline_layout(config, world))
         loader = train_loader(config, run.mesh, 0, reads=run.reads_tokens)
         start = sent.over_the_world()
         if rank == 0:
             doing = "forecast"
-            predict(config, world, run.plan)
+            Forecaster(config, world, target_here(config), run.layout).ranks()
         doing = "step"
         run.trainer.guard.refuses = lambda *_: None  # what nobody reduces is not finite
         run.trainer.step(next(loader), 0.1, watched=True)

@@ -14,7 +14,7 @@ from megatron5d.config.schema import MoeConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 from megatron5d.train.state import run_tensors
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 16}
@@ -28,7 +28,7 @@ LAYOUTS = [
 
 def rectangles(config, rank, world, **which):
     """(key, global shape, first index, extent) of what a rank writes, reads, or holds."""
-    mesh, plan = build_mesh(sizes_of(config, world), rank), plan_pipeline(config, world)
+    mesh, plan = build_mesh(sizes_of(config, world), rank), pipeline_layout(config, world)
     model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(1)
     sync, optimizer, _ = build_trainer(config, mesh, model, plan)
