@@ -235,8 +235,7 @@ def resume(
     Raises:
         ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it; on every rank.
 
-    Comm: a broadcast of run.json; that of `load_tensors` and of `_gather_shares`; below ZeRO-3 an all_gather of the
-        weights.
+    Comm: a broadcast of run.json; those of `load_tensors` and `_gather_shares`; below ZeRO-3 an all_gather of weights.
     """
     record = on_rank_0(lambda: read_record(folder))
     before = config_of(folder, record["config"], READ)
