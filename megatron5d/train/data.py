@@ -17,7 +17,6 @@ from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.loader import Loader
 from megatron5d.data.sample_order import global_batch_size, samples_of_steps
 from megatron5d.data.samples import Samples, open_samples
-from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.mesh import Mesh
 
@@ -112,6 +111,8 @@ def eod_and_size(tokenizer: str) -> tuple[int | None, int]:
 
     Every evaluation of every set asks, and to read a vocabulary of 128,000 tokens takes a quarter of a second.
     """
+    from megatron5d.data.tokenizer import load_tokenizer
+
     found = load_tokenizer(tokenizer)
     return found.eod, found.vocab_size
 
