@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron5d.config.checks.check import spelled
 from megatron5d.config.derived import (
     BatchSchedule,
     batch_schedule,
@@ -25,7 +24,6 @@ from megatron5d.data.blend import split_range
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.loader import Loader
 from megatron5d.data.samples import Samples, open_samples
-from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.mesh import Mesh
 
@@ -120,6 +118,8 @@ def eod_and_size(tokenizer: str) -> tuple[int | None, int]:
 
     Every evaluation of every set asks, and to read a vocabulary of 128,000 tokens takes a quarter of a second.
     """
+    from megatron5d.data.tokenizer import load_tokenizer
+
     found = load_tokenizer(tokenizer)
     return found.eod, found.vocab_size
 
@@ -158,7 +158,7 @@ def train_loader(
     end = samples_of_steps(steps_left, batches, consumed_samples)
     if (size := global_batch_size(consumed_samples, batches)) % unit:
         raise ValueError(
-            f"train.gbs_ramp = {spelled(train.gbs_ramp)}: after {consumed_samples} samples a batch has {size} "
+            f"train.gbs_ramp = {','.join(train.gbs_ramp or [])}: after {consumed_samples} samples a batch has {size} "
             f"sequences, no multiple of train.mbs·dp = {unit}; resume on fewer data-parallel ranks, or with "
             "train.gbs_ramp=null"
         )
