@@ -34,6 +34,13 @@ MODELS = {
     "full_window_sinks": {**MLA, "kv_lora_rank": 6, "attention_causal": False, "attention_window": 5,
                           "attention_sinks": True},
     "gqa_sinks": {"num_kv_heads": 2, "attention_sinks": True},
+    "olmo2_style": {"num_kv_heads": 2, "qk_norm": True, "qk_norm_all_heads": True, "block_norm": "post"},
+    "neox_style": {
+        "norm": "layernorm", "activation": "gelu", "parallel_block": "two_norms", "rotary_percent": 0.5,
+        "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+    },
+    "one_norm_window": {"num_kv_heads": 2, "parallel_block": "one_norm", "attention_window": 5, "window_layers": [1]},
+    "gated_sandwich": {"num_kv_heads": 2, "attention_gate": True, "qkv_bias": True, "block_norm": "both"},
 }  # fmt: skip
 
 

@@ -31,15 +31,16 @@ def linear(x, w, name):
 
 def rotate(x, positions, c):
     """x [b, heads, s, d], positions [b, s]; plain frequencies (stretched ones have their own tests)."""
-    d = x.shape[-1]
+    d = x.shape[-1] if c.attention == "mla" else c.rotary_dim
+    x, rest = x[..., :d], x[..., d:]
     inv = c.rope_theta ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
     angle = (positions[:, :, None] * inv)[:, None]  # [b, 1, s, d/2]
     cos, sin = angle.cos(), angle.sin()
     if c.rope_interleaved:
         even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+        return torch.cat((torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2), rest), -1)
     first, second = x[..., : d // 2], x[..., d // 2 :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
 def split_heads(x, heads):
@@ -49,13 +50,15 @@ def split_heads(x, heads):
 
 def grouped_heads(x, w, name, c, positions):
     a, g, d = c.num_heads, c.num_kv_heads, c.head_dim
-    q, k, v = linear(x, w, f"{name}.qkv").split([a * d, g * d, g * d], dim=-1)
+    q, k, v, gate = linear(x, w, f"{name}.qkv").split([a * d, g * d, g * d, a * d * c.attention_gate], dim=-1)
+    if c.qk_norm_all_heads:
+        q, k = rms(q, w[f"{name}.q_norm.weight"], c), rms(k, w[f"{name}.k_norm.weight"], c)
     q, k, v = split_heads(q, a), split_heads(k, g), split_heads(v, g)
-    if c.qk_norm:
+    if c.qk_norm and not c.qk_norm_all_heads:
         q, k = rms(q, w[f"{name}.q_norm.weight"], c), rms(k, w[f"{name}.k_norm.weight"], c)
     if c.position == "rope":
         q, k = rotate(q, positions, c), rotate(k, positions, c)
-    return q, *(t.repeat_interleave(a // g, dim=1) for t in (k, v))
+    return q, *(t.repeat_interleave(a // g, dim=1) for t in (k, v)), gate
 
 
 def latent_heads(x, w, name, c, positions):
@@ -69,17 +72,17 @@ def latent_heads(x, w, name, c, positions):
     kv = linear(rms(c_kv, w[f"{name}.kv_norm.weight"], c), w, f"{name}.kv_up")
     k_nope, v = split_heads(kv, a).split([dn, dv], dim=-1)
     q_pe, k_pe = rotate(q_pe, positions, c), rotate(k_pe[:, None], positions, c).expand(-1, a, -1, -1)
-    return torch.cat((q_nope, q_pe), -1), torch.cat((k_nope, k_pe), -1), v
+    return torch.cat((q_nope, q_pe), -1), torch.cat((k_nope, k_pe), -1), v, None
 
 
-def attention(x, w, name, c, positions, documents):
-    q, k, v = (latent_heads if c.attention == "mla" else grouped_heads)(x, w, name, c, positions)  # [b, a, s, d]
+def attention(x, w, name, c, positions, documents, windowed):
+    q, k, v, gate = (latent_heads if c.attention == "mla" else grouped_heads)(x, w, name, c, positions)  # [b, a, s, d]
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if c.attention_softcap:
         scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
     row, column = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])[None, :]
     seen = column <= row if c.attention_causal else torch.ones_like(column <= row)
-    if c.attention_window is not None:
+    if c.attention_window is not None and windowed:
         seen = seen & ((row - column).abs() < c.attention_window)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
@@ -88,7 +91,8 @@ def attention(x, w, name, c, positions, documents):
         sinks = w[f"{name}.sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)
     out = torch.softmax(scores, -1)[..., : x.shape[1]] @ v
-    return linear(out.transpose(1, 2).flatten(2), w, f"{name}.out")
+    out = out.transpose(1, 2).flatten(2)
+    return linear(out * torch.sigmoid(gate) if c.attention_gate else out, w, f"{name}.out")
 
 
 def mlp(x, w, name, c):
@@ -178,7 +182,8 @@ def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
     book[f"{layer}.counts"] = chosen.sum((0, 1))
     out = sum(weights[..., e : e + 1] * expert(x, w, f"{layer}.experts", e, c) for e in range(c.num_experts))
     if c.shared_ffn_hidden_size:
-        out = out + mlp(x, w, f"{layer}.shared_expert", c)
+        gate = torch.sigmoid(linear(x, w, f"{layer}.shared_expert.gate")) if c.shared_expert_gate else 1
+        out = out + gate * mlp(x, w, f"{layer}.shared_expert", c)
     p = scores / scores.sum(-1, keepdim=True) * real
     plain = best(scores.detach(), c.top_k) * real
     lse = torch.logsumexp(z, -1, keepdim=True) * real
@@ -208,10 +213,20 @@ def is_moe(c, i):
 
 
 def block(x, w, i, c, positions, documents, *, moe, **routing):
+    def branch(x, name, act, read_by_both=None):
+        y = x if c.block_norm == "post" else norm(x, w, f"{name}.norm", c) if read_by_both is None else read_by_both
+        y = act(y)
+        return y if c.block_norm == "pre" else norm(y, w, f"{name}.post_norm", c)
+
     layer = f"layers.{i}"
-    x = x + attention(norm(x, w, f"{layer}.attention.norm", c), w, f"{layer}.attention", c, positions, documents)
-    y = norm(x, w, f"{layer}.mlp.norm", c)
-    return x + (moe_layer(y, w, layer, c, moe, **routing) if is_moe(c, i) else mlp(y, w, f"{layer}.mlp", c))
+    windowed = c.window_layers is None or min(i, c.num_layers - 1) in c.window_layers
+    first = branch(x, f"{layer}.attention", lambda y: attention(
+        y, w, f"{layer}.attention", c, positions, documents, windowed))  # fmt: skip
+    read = x if c.parallel_block != "none" else x + first
+    both = norm(x, w, f"{layer}.attention.norm", c) if c.parallel_block == "one_norm" else None
+    second = branch(read, f"{layer}.mlp", lambda y: (
+        moe_layer(y, w, layer, c, moe, **routing) if is_moe(c, i) else mlp(y, w, f"{layer}.mlp", c)), both)  # fmt: skip
+    return x + first + second
 
 
 def trunk(w, c, tokens, positions, documents, **routing):

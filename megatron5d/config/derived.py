@@ -45,6 +45,12 @@ def is_moe(model: ModelConfig, block: int) -> bool:
     return min(block, model.num_layers - 1) in moe_layers(model)
 
 
+def window_of(model: ModelConfig, block: int) -> int | None:
+    """Returns the attention window of a block in tokens; blocks of multi-token prediction have the last layer's."""
+    layers = model.window_layers
+    return model.attention_window if layers is None or min(block, model.num_layers - 1) in layers else None
+
+
 def matrices(model: ModelConfig) -> list[str]:
     """The matrices that precision.fp8 may multiply in 8 bits, layer by layer; never embedding, head and routers.
 

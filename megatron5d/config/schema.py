@@ -49,15 +49,22 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_interleaved: bool = False  # False: half-split pairs (Llama); True: neighbouring pairs
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    rotary_percent: float = 1.0  # share of head_dim that is rotated: its first features
     qk_norm: bool = False  # RMSNorm over head_dim on q and k (Qwen3)
+    qk_norm_all_heads: bool = False  # qk_norm is over all heads together (OLMo 2)
+    block_norm: str = "pre"  # pre | post | both: where attention and MLP have their norms (post: OLMo 2)
+    parallel_block: str = "none"  # none | two_norms | one_norm: attention and MLP both read the block's input, each
+    # through its own norm (NeoX) or through one (PaLM)
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
     attention_causal: bool = True  # a query sees no later token; False: the whole row, or document
     attention_window: int | None = None  # tokens that a query sees on each side, itself included; None = all
+    window_layers: list[int] | None = None  # the layers with attention_window, counted from 0; None = all
     attention_softcap: float = 0.0  # cap·tanh(score/cap); 0 = off
     attention_sinks: bool = False  # a learned logit per head that every query also sees, without a value
+    attention_gate: bool = False  # heads' outputs are multiplied by the sigmoid of a projection of the input
     attention: str = "gqa"  # gqa (from MHA to MQA) | mla: queries, keys and values from small latents (DeepSeek)
     q_lora_rank: int | None = None  # mla: features of the query's latent; None = queries are projected directly
     kv_lora_rank: int = 512  # mla: features of the latent that keys and values share
@@ -71,6 +78,7 @@ class ModelConfig:
     top_k: int = 2  # experts that a token is sent to
     moe_ffn_hidden_size: int | None = None  # features inside one expert; None = ffn_hidden_size
     shared_ffn_hidden_size: int = 0  # features inside all shared experts together; 0 = none
+    shared_expert_gate: bool = False  # the shared expert's output is multiplied by a sigmoid of the token (Qwen2-MoE)
     first_k_dense: int = 0  # first layers that are dense
     moe_interval: int = 1  # of the layers after them, layer i is MoE if this divides i + 1
     moe_layers: list[int] | None = None  # the MoE layers, counted from 0; None = by first_k_dense and moe_interval
@@ -87,6 +95,11 @@ class ModelConfig:
     def expert_hidden_size(self) -> int:
         """Features inside one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are rotated."""
+        return self.qk_rope_head_dim if self.attention == "mla" else round(self.head_dim * self.rotary_percent)
 
     @property
     def latents_travel(self) -> bool:

@@ -34,6 +34,7 @@ class ContextPlan:
         own_rows: int64 `[s/cp]`: the global rows of this rank.
         documents: int64 `[b, s]` of whole rows, or None.
         causal, window: as in the model.
+        whole: of layers without a window, where others have one.
     """
 
     layout: SequenceLayout
@@ -46,6 +47,11 @@ class ContextPlan:
     documents: Tensor | None
     causal: bool
     window: int | None
+    whole: ContextPlan | None = None
+
+    def of_window(self, window: int | None) -> ContextPlan:
+        """Returns the plan of a layer with this window, or without one."""
+        return self.whole if self.whole is not None and window is None else self
 
     def options(self, call: Call, source: int) -> dict[str, Any]:
         """The mask arguments of one call of the attention kernel, to keys of outer rank `source`."""
@@ -68,6 +74,7 @@ class Planner:
         layout: how the sequence is cut; the documents of a micro-batch decide anew which rank holds which chunk.
         rank: this rank's position on the whole cp axis.
         causal, window: as in the model.
+        some_whole: some layers have no window (model.window_layers).
         device: where the plans' index tensors will be used.
     """
 
@@ -78,9 +85,11 @@ class Planner:
         *,
         causal: bool = True,
         window: int | None = None,
+        some_whole: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         self.layout, self.rank, self.causal, self.window, self.device = layout, rank, causal, window, device
+        self.some_whole = some_whole
         self._undivided = self._plan(None)
 
     def __call__(self, documents: Tensor | None) -> ContextPlan:
@@ -88,8 +97,15 @@ class Planner:
         return self._undivided if documents is None else self._plan(documents)
 
     def _plan(self, documents: Tensor | None) -> ContextPlan:
-        mask = Mask(self.causal, self.window, None if documents is None else documents.numpy())
-        layout = even_layout(self.layout, mask)
+        ids = None if documents is None else documents.numpy()
+        windowed, unlimited = Mask(self.causal, self.window, ids), Mask(self.causal, None, ids)
+        layout = even_layout(self.layout, unlimited if self.some_whole else windowed)  # all layers share it
+        whole = self._of_mask(layout, unlimited, documents, None) if self.some_whole else None
+        return self._of_mask(layout, windowed, documents, whole)
+
+    def _of_mask(
+        self, layout: SequenceLayout, mask: Mask, documents: Tensor | None, whole: ContextPlan | None
+    ) -> ContextPlan:
         outer_rank = self.rank // layout.inner
         return ContextPlan(
             layout,
@@ -101,7 +117,8 @@ class Planner:
             torch.from_numpy(layout.rows(self.rank)).to(self.device),
             None if documents is None else documents.to(self.device),
             self.causal,
-            self.window,
+            mask.window,
+            whole,
         )
 
 

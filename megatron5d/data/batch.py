@@ -109,7 +109,11 @@ class SequenceSharding:
         self.cp, model = mesh["cp"], config.model
         layout = SequenceLayout(config.train.seq_len, *split_of(config))
         self.depths = model.num_mtp_layers
-        masks: dict[str, Any] = {"causal": model.attention_causal, "window": model.attention_window}
+        masks: dict[str, Any] = {
+            "causal": model.attention_causal,
+            "window": model.attention_window,
+            "some_whole": model.window_layers is not None,
+        }
         self._plan = Planner(layout, self.cp.rank, **masks, device=device)
 
     def __call__(self, batch: MicroBatch) -> MicroBatch:

@@ -9,15 +9,18 @@ import math
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kernels import apply_rope, apply_rope_to_projection, attention
 from megatron5d.autograd.recompute import KEEP_ALL
 from megatron5d.autograd.wgrad import Defer
+from megatron5d.config.derived import window_of
 from megatron5d.context_parallel.block_attention import KVFormat
 from megatron5d.model.block_inputs import BlockInputs
+from megatron5d.model.norm import AllHeadsNorm, enter_branch, leave_branch
 from megatron5d.pipeline_parallel.phase import MicroBatch
-from megatron5d.precision.gemm import gemms_of
+from megatron5d.precision.gemm import PLAIN, Gemms, gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
@@ -27,26 +30,27 @@ class AttentionCore(nn.Module):
 
     Args:
         shared: what it is built from.
-        name: global name of the layer.
+        layer: global index of the block.
         scale: of the scores.
     """
 
-    def __init__(self, shared: BlockInputs, name: str, scale: float) -> None:
+    def __init__(self, shared: BlockInputs, layer: int, scale: float) -> None:
         super().__init__()
         config, self.context = shared.model, shared.context
-        self.causal, self.window = config.attention_causal, config.attention_window
+        self.causal, self.window = config.attention_causal, window_of(config, layer)
         self.score: dict[str, Any] = {"scale": scale, "softcap": config.attention_softcap}
         self.sinks = None
         if config.attention_sinks:
             tp, a = shared.tp, config.num_heads
             piece = Piece((tp.rank * (a // tp.size),), (a // tp.size,))
-            spec = ShardSpec(f"{name}.sinks", (a,), (piece,), decay=False)
+            spec = ShardSpec(f"layers.{layer}.attention.sinks", (a,), (piece,), decay=False)
             self.sinks = new_parameter(piece.shape, spec, **shared.factory)  # [a/tp]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:
         """q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp, b, a·dv/tp]`."""
         if self.context is not None:  # ring, all-gather or Ulysses over cp
-            return self.context(q, k, v, batch.context, sinks=self.sinks, **self.score).flatten(2)
+            plan = batch.context.of_window(self.window)
+            return self.context(q, k, v, plan, sinks=self.sinks, **self.score).flatten(2)
         core, _ = attention(
             q, k, v, documents=batch.documents, window=self.window, sinks=self.sinks, causal=self.causal, **self.score
         )
@@ -55,11 +59,12 @@ class AttentionCore(nn.Module):
     def compressed(self, q: Tensor, latents: Tensor, kv_format: KVFormat, batch: MicroBatch) -> Tensor:
         """The same over cp where latents travel, from which `kv_format` computes keys and values as they arrive."""
         assert self.context is not None
-        return self.context.compressed(q, latents, kv_format, batch.context, sinks=self.sinks, **self.score).flatten(2)
+        plan = batch.context.of_window(self.window)
+        return self.context.compressed(q, latents, kv_format, plan, sinks=self.sinks, **self.score).flatten(2)
 
 
-class SelfAttention(nn.Module):
-    """Phase: x + out(attention(qkv(norm(x)))).
+class AttentionBranch(nn.Module):
+    """What the kinds of attention have in common: a residual branch, the first of a block.
 
     Args:
         shared: what it is built from.
@@ -71,49 +76,79 @@ class SelfAttention(nn.Module):
 
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
+        name, self.parallel_block = f"layers.{layer}.attention", shared.model.parallel_block
+        self.norm, self.post_norm = shared.pre_norm(name), shared.post_norm(name)
+
+    def enter(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
+        """What the projections read, and the residual; `gemms` of the projections if nothing else reads it."""
+        return enter_branch(self.norm, x, PLAIN if self.parallel_block == "one_norm" else gemms)
+
+    def leave(self, x: Tensor, y: Tensor, normed: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """The residual plus the output `y`; in a parallel block also what the MLP reads."""
+        y = leave_branch(x, y, self.post_norm)
+        return y if self.parallel_block == "none" else (y, x if self.parallel_block == "two_norms" else normed)
+
+
+class SelfAttention(AttentionBranch):
+    """Phase: x + out(attention(qkv(norm(x)))).
+
+    Args:
+        shared: what it is built from.
+        layer: global index of the block.
+    """
+
+    def __init__(self, shared: BlockInputs, layer: int) -> None:
+        super().__init__(shared, layer)
         config, tp, name = shared.model, shared.tp, f"layers.{layer}.attention"
         h, a, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.config, self.rope = config, shared.rope
         self.num_heads = tp.divide(a, "model.num_heads")  # a/tp
         self.num_kv_heads = max(1, g // tp.size)  # g/tp, at least one
-        self.norm = shared.norm(f"{name}.norm")
         linear = {"sp": shared.sp, **shared.factory}
+        heads = [(a, d), (g, d), (g, d), *([(a, d)] if config.attention_gate else [])]
         self.qkv = ColumnParallelLinear(
-            h, [(a, d), (g, d), (g, d)], f"{name}.qkv", tp, bias=config.qkv_bias, init=config.init_std,
+            h, heads, f"{name}.qkv", tp, bias=config.qkv_bias, init=config.init_std,
             copies=shared.mesh["tp_kv"], **linear,
         )  # fmt: skip
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if config.qk_norm_all_heads:
+            norm = {"tp": tp, "eps": config.norm_eps, **shared.factory}
+            self.q_norm = AllHeadsNorm(a, d, f"{name}.q_norm", copies=shared.mesh["tp_kv"], **norm)
+            self.k_norm = AllHeadsNorm(g, d, f"{name}.k_norm", copies=shared.mesh["tp_kv"], **norm)
+        elif config.qk_norm:
             self.q_norm = shared.norm(f"{name}.q_norm", d, "rmsnorm", partial_grad=True)
             self.k_norm = shared.norm(f"{name}.k_norm", d, "rmsnorm", partial_grad=True)
         # Not with q and k norms, whose outputs are new tensors anyway. Not over cp, where keys and values are copied to
         # be sent: q, as a view, would keep the whole projection in memory.
-        self.rotates_in_place = not config.qk_norm and shared.context is None
-        self.core = AttentionCore(shared, name, 1 / math.sqrt(d))
+        self.rotates_in_place = not (config.qk_norm or config.attention_gate) and shared.context is None
+        self.core = AttentionCore(shared, layer, 1 / math.sqrt(d))
         self.out = RowParallelLinear(
             a * d, h, f"{name}.out", tp, bias=config.attention_out_bias, init=config.output_init_std, **linear
         )
 
-    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        normed, x = self.norm.branch(x, gemms_of(self.qkv.weight))  # [s/cp/tp, b, h]
+    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice, see `leave`."""
+        normed, x = self.enter(x, gemms_of(self.qkv.weight))  # [s/cp/tp, b, h]
         # a part that recompute.parts names is recomputed in the backward
-        q, k, v = self.parts.run("qkv", partial(self._heads, batch=batch, defer=defer), normed)
+        q, k, v, *gate = self.parts.run("qkv", partial(self._heads, batch=batch, defer=defer), normed)
         core = self.parts.run("attention", partial(self.core, batch=batch), q, k, v)  # [s/cp, b, a·d/tp]
-        return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+        core = core * torch.sigmoid(gate[0]) if gate else core
+        return self.leave(x, self.out(core, defer), normed)  # [s/cp/tp, b, h]  reduce_scatter tp
 
-    def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q `[s/cp, b, a/tp, d]` and k, v `[s/cp, b, g/tp, d]` from normalised hidden states."""
+    def _heads(self, x: Tensor, batch: MicroBatch, defer: Defer) -> tuple[Tensor, ...]:
+        """Rotated q `[s/cp, b, a/tp, d]`, k, v `[s/cp, b, g/tp, d]` and the gate's `[s/cp, b, a·d/tp]`, if any."""
         d, a, g = self.config.head_dim, self.num_heads, self.num_kv_heads
         qkv = self.qkv(x, defer)  # [s/cp/tp, b, h] -> [s/cp, b, (a+2g)·d/tp]  all_gather tp
-        qkv = qkv.unflatten(-1, (a + 2 * g, d))  # [s/cp, b, (a+2g)/tp, d]
+        qkv = qkv.unflatten(-1, (-1, d))  # [s/cp, b, (a+2g)/tp, d]; with a gate 2a+2g heads
         if self.rotates_in_place and self.rope is not None:
             tables = self.rope(batch.positions)
             return apply_rope_to_projection(qkv, (a, g), *tables, interleaved=self.config.rope_interleaved)
-        q, k, v = qkv.split([a, g, g], dim=2)  # [s/cp, b, a/tp, d], 2× [s/cp, b, g/tp, d]
+        sizes = [a, g, g, *([a] if self.config.attention_gate else [])]
+        q, k, v, *gate = qkv.split(sizes, dim=2)  # [s/cp, b, a/tp, d], 2× [s/cp, b, g/tp, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = apply_rope(q, k, *self.rope(batch.positions), interleaved=self.config.rope_interleaved)
             v = v.contiguous()  # a view would keep the whole projection alive for the backward
-        return q, k, v
+        return q, k, v, *(each.flatten(2) for each in gate)

@@ -31,6 +31,6 @@ class TransformerBlock(nn.Module):
         if is_moe(shared.model, layer):
             self.dispatch = MoEDispatch(shared, layer)  # norm, router, permute; tokens leave       all_to_all ep
             self.experts = MoEExperts(shared, layer)  # shared expert, grouped GEMMs; outputs leave all_to_all ep
-            self.combine = MoECombine(shared)  # unpermute, sum of each token's outputs, residual
+            self.combine = MoECombine(shared, layer)  # unpermute, sum of each token's outputs, residual
         else:
             self.mlp = MLP(shared, layer)

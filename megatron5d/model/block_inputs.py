@@ -13,7 +13,7 @@ from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.expert_parallel.load_balancing import Balancer
 from megatron5d.expert_parallel.router import Jitter
 from megatron5d.model.norm import Norm
-from megatron5d.model.rope import RotaryTables, rotary_dim
+from megatron5d.model.rope import RotaryTables
 from megatron5d.model.token_share import TokenShare
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
@@ -63,7 +63,7 @@ class BlockInputs:
         model = self.model
         if model.position != "rope":
             return None
-        return RotaryTables(rotary_dim(model), model.rope_theta, model.rope_scaling, **self.factory)
+        return RotaryTables(model.rotary_dim, model.rope_theta, model.rope_scaling, **self.factory)
 
     @cached_property
     def context(self) -> ContextAttention | None:
@@ -82,6 +82,14 @@ class BlockInputs:
         """The jitter of what routers read in training."""
         amount, train = self.config.moe.jitter, self.config.train
         return Jitter(amount, train.seed, train.seq_len) if amount else None
+
+    def pre_norm(self, name: str) -> Norm | None:
+        """Builds the norm before a residual branch; None where it has none (model.block_norm)."""
+        return None if self.model.block_norm == "post" else self.norm(f"{name}.norm")
+
+    def post_norm(self, name: str) -> Norm | None:
+        """Builds the norm after a residual branch; None where it has none (model.block_norm)."""
+        return None if self.model.block_norm == "pre" else self.norm(f"{name}.post_norm")
 
     def norm(
         self, name: str, size: int | None = None, kind: str | None = None, partial_grad: bool | None = None

@@ -8,7 +8,7 @@ et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao
 
 from __future__ import annotations
 
-from megatron5d.config.derived import blocks, is_moe
+from megatron5d.config.derived import blocks, is_moe, window_of
 from megatron5d.config.schema import ModelConfig
 
 
@@ -21,9 +21,11 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
     """
     h, v = model.hidden_size, model.vocab_size
     norm = 2 * h if model.norm == "layernorm" else h
-    attention = _attention_matrices(model) + _attention_vectors(model) + norm
+    branch = norm * (2 if model.block_norm == "both" else 1)
+    attention = _attention_matrices(model) + _attention_vectors(model) + branch
     biases = (_up(model, model.ffn_hidden_size) + h) * model.mlp_bias
-    mlps = sum(_feed_forward(model, i, active) + norm + (0 if is_moe(model, i) else biases) for i in blocks(model))
+    second = 0 if model.parallel_block == "one_norm" else branch
+    mlps = sum(_feed_forward(model, i, active) + second + (0 if is_moe(model, i) else biases) for i in blocks(model))
     routers = sum(is_moe(model, i) for i in blocks(model)) * model.num_experts * (1 if model.router_bias else 0)
     ends = v * h * (1 if model.tie_embeddings else 2) + norm
     ends += model.max_positions * h if model.position == "learned" else 0
@@ -56,12 +58,12 @@ def head_flops(model: ModelConfig) -> float:
 def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
     """The share of one layer in `flops_per_token`."""
     matrices = _attention_matrices(model) + _feed_forward(model, layer, active=True)
-    return 6.0 * matrices + core_flops(model, seq_len)
+    return 6.0 * matrices + core_flops(model, seq_len, window_of(model, layer))
 
 
-def core_flops(model: ModelConfig, seq_len: int) -> float:
-    """The share of one layer's attention between queries, keys and values: what has no weights."""
-    w = min(model.attention_window or seq_len, seq_len)
+def core_flops(model: ModelConfig, seq_len: int, window: int | None) -> float:
+    """Returns the share of one layer's attention between queries, keys and values: what has no weights."""
+    w = min(window or seq_len, seq_len)
     before = w - w * (w - 1) / (2 * seq_len)  # on average, the query's own included
     attended = before if model.attention_causal else 2 * before - 1
     key_dim, value_dim = _head_dims(model)
@@ -80,7 +82,7 @@ def _attention_matrices(model: ModelConfig) -> int:
     h, a, g = model.hidden_size, model.num_heads, model.num_kv_heads
     key_dim, value_dim = _head_dims(model)
     if model.attention == "gqa":
-        return (a + 2 * g) * key_dim * h + a * value_dim * h
+        return (a + 2 * g + a * model.attention_gate) * key_dim * h + a * value_dim * h
     r, q_rank = model.kv_lora_rank, model.q_lora_rank
     queries = h * a * key_dim if q_rank is None else (h + a * key_dim) * q_rank
     latent = (r + model.qk_rope_head_dim) * h + r * a * (model.qk_nope_head_dim + value_dim)
@@ -93,7 +95,10 @@ def _attention_vectors(model: ModelConfig) -> int:
     vectors = model.hidden_size * model.attention_out_bias + model.num_heads * model.attention_sinks
     if model.attention == "mla":
         return vectors + model.kv_lora_rank + (model.q_lora_rank or 0)
-    return vectors + (model.num_heads + 2 * model.num_kv_heads) * d * model.qkv_bias + 2 * d * model.qk_norm
+    a, g = model.num_heads, model.num_kv_heads
+    heads = a + 2 * g + a * model.attention_gate
+    normed = (a + g if model.qk_norm_all_heads else 2) * model.qk_norm
+    return vectors + (heads * model.qkv_bias + normed) * d
 
 
 def _up(model: ModelConfig, inner: int) -> int:
@@ -112,4 +117,5 @@ def _feed_forward(model: ModelConfig, layer: int, active: bool) -> int:
         return matrices(model.ffn_hidden_size)
     experts = model.top_k if active else model.num_experts
     each = matrices(model.expert_hidden_size)
-    return experts * each + matrices(model.shared_ffn_hidden_size) + model.num_experts * h
+    routers = model.num_experts + model.shared_expert_gate
+    return experts * each + matrices(model.shared_ffn_hidden_size) + routers * h

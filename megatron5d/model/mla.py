@@ -18,13 +18,12 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels import accumulate_weight_grad, apply_rope_to_ends
-from megatron5d.autograd.recompute import KEEP_ALL
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import copy_to, gather_from
-from megatron5d.model.attention import AttentionCore
+from megatron5d.model.attention import AttentionBranch, AttentionCore
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.rope import softmax_temperature
 from megatron5d.pipeline_parallel.phase import MicroBatch
@@ -37,7 +36,7 @@ from megatron5d.tensor_parallel.linear import (
 )
 
 
-class MultiLatentAttention(nn.Module):
+class MultiLatentAttention(AttentionBranch):
     """Phase: x + out(attention(q, k, v)).
 
     Args:
@@ -45,11 +44,8 @@ class MultiLatentAttention(nn.Module):
         layer: global index of the block.
     """
 
-    kind = "attention"
-    parts = KEEP_ALL  # `qkv` (the up-projections) and `attention` may be recomputed
-
     def __init__(self, shared: BlockInputs, layer: int) -> None:
-        super().__init__()
+        super().__init__(shared, layer)
         config, h, name = shared.model, shared.model.hidden_size, f"layers.{layer}.attention"
         self.tp, self.sp, self.interleaved = shared.tp, shared.sp and shared.tp.size > 1, config.rope_interleaved
         assert shared.rope is not None
@@ -64,7 +60,6 @@ class MultiLatentAttention(nn.Module):
         linear = {"init": config.init_std, **shared.factory}
         # a rank sees a share of the sequence, or the gradient of its own heads alone
         partial_grad = self.sp or not self.enters_late
-        self.norm = shared.norm(f"{name}.norm")
         down = {"tp": self.tp, "partial_grad": partial_grad, "decay": True, **linear}
         self.q_down = self.q_norm = None
         if q_rank:
@@ -76,20 +71,20 @@ class MultiLatentAttention(nn.Module):
         self.q = ColumnParallelLinear(q_rank or h, [(config.num_heads, dn + dr)], q_name, self.tp, **linear)
         self.kv_up = ColumnParallelLinear(kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear)
         scale = softmax_temperature(config.rope_scaling) / math.sqrt(dn + dr)
-        self.core = AttentionCore(shared, name, scale)
+        self.core = AttentionCore(shared, layer, scale)
         self.out = RowParallelLinear(
             config.num_heads * dv, h, f"{name}.out", self.tp, sp=shared.sp, bias=config.attention_out_bias,
             init=config.output_init_std, **shared.factory,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        normed, x = self.norm.branch(x, self._first_gemms())  # [s/cp/tp, b, h]
+    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor | tuple[Tensor, Tensor]:
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same; in a parallel block twice, see `leave`."""
+        normed, x = self.enter(x, self._first_gemms())  # [s/cp/tp, b, h]
         latents = self._down(normed, defer)  # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp
         # a part that recompute.parts names is recomputed in the backward
         heads = self.parts.run("qkv", partial(self._up, batch=batch, defer=defer), *latents)  # q, k, v of a/tp heads
         core = self.parts.run("attention", partial(self._core, batch=batch), *heads)  # [s/cp, b, a·dv/tp]
-        return x + self.out(core, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+        return self.leave(x, self.out(core, defer), normed)  # [s/cp/tp, b, h]  reduce_scatter tp
 
     def _down(self, x: Tensor, defer: Defer) -> tuple[Tensor, Tensor, Tensor]:
         """The latent of the queries `[s/cp, b, rq]` (or x itself, h), c_kv `[s/cp, b, r]` and k_pe `[s/cp, b, dr]`."""

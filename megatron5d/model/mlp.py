@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron5d.autograd.recompute import KEEP_ALL
 from megatron5d.autograd.wgrad import Defer
 from megatron5d.model.block_inputs import BlockInputs
+from megatron5d.model.norm import enter_branch, leave_branch
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -64,11 +65,14 @@ class MLP(nn.Module):
     def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
         model, name = shared.model, f"layers.{layer}.mlp"
-        self.norm = shared.norm(f"{name}.norm")
+        self.norm = None if model.parallel_block == "one_norm" else shared.pre_norm(name)
+        self.post_norm = shared.post_norm(name)
         self.feed_forward = FeedForward(shared, model.ffn_hidden_size, name, bias=model.mlp_bias)
 
-    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
-        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
-        normed, x = self.norm.branch(x, gemms_of(self.feed_forward.up.weight))  # [s/cp/tp, b, h]
+    def forward(self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Tensor:
+        """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`), in a parallel block two of them -> the same, one."""
+        gemms = gemms_of(self.feed_forward.up.weight)
+        normed, x = enter_branch(self.norm, state, gemms)  # [s/cp/tp, b, h]
         inner = self.feed_forward.project_up(normed, defer)  # [s/cp, b, f/tp]  all_gather tp
-        return x + self.feed_forward.project_down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+        y = self.feed_forward.project_down(inner, defer)  # [s/cp/tp, b, h]  reduce_scatter tp
+        return leave_branch(x, y, self.post_norm)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megatron5d.autograd.recompute import KEEP_ALL, Source, computed_from
@@ -25,8 +26,10 @@ from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.router import Router, round_robin, within_capacity
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.mlp import FeedForward
+from megatron5d.model.norm import enter_branch, leave_branch
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.precision.fp8_tensor import Fp8DispatchCodec
+from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
 from megatron5d.topology.mesh import Mesh
 
 
@@ -66,7 +69,7 @@ class MoEDispatch(nn.Module):
         self.config, self.moe, self.layer = shared.model, shared.config.moe, layer
         self.share, self.balancer, self.jitter = shared.token_share, shared.balancer, shared.jitter
         self.cp_tp, name = shared.mesh["cp_tp"], f"layers.{layer}"
-        self.norm = shared.norm(f"{name}.mlp.norm")
+        self.norm = None if self.config.parallel_block == "one_norm" else shared.pre_norm(f"{name}.mlp")
         biased = self.config.router_bias or "bias" in self.moe.balance
         owner = self.balancer.stage.rank == 0
         self.router = Router(self.config, f"{name}.router", shared.tp, biased=biased, owner=owner, **shared.factory)
@@ -75,13 +78,15 @@ class MoEDispatch(nn.Module):
         codec = Fp8DispatchCodec() if self.moe.fp8_dispatch else None
         self.dispatcher = dispatcher_of(self.config.num_experts, shared.mesh, codec)
 
-    def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> MoEState:
-        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`) -> MoEState; n = s/cp/tp·b tokens are routed here either way.
+    def forward(self, state: Tensor | tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> MoEState:
+        """`[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`), in a parallel block two of them -> MoEState.
+
+        n = s/cp/tp·b tokens are routed here, with sp or without.
 
         Comm: none / without sp all_gather tp of n·h elements; with a capacity all_gather cp_tp of 2k+1 numbers a token;
         for balancing all_reduce cp_tp of E counts a sequence; the dispatcher's `dispatch`.
         """
-        normed, x = self.norm.branch(x)  # [s/cp/tp, b, h]
+        normed, x = enter_branch(self.norm, state)  # [s/cp/tp, b, h]
         mine = self.share.take(normed)  # [n, h]
         tokens = self.share.tokens(x.shape, batch)
         logits = self.router.logits(self._jittered(mine, tokens), defer)  # [n, E]
@@ -131,9 +136,14 @@ class MoEExperts(nn.Module):
         super().__init__()
         model, mesh, name = shared.model, shared.mesh, f"layers.{layer}"
         self.experts = Experts(model, f"{name}.experts", mesh["ep"], mesh["etp"], **shared.factory)
-        self.shared = None
+        self.shared = self.shared_gate = None
         if model.shared_ffn_hidden_size:
             self.shared = FeedForward(shared, model.shared_ffn_hidden_size, f"{name}.shared_expert")
+        if model.shared_expert_gate:
+            self.shared_gate = replicated_parameter(
+                (1, model.hidden_size), f"{name}.shared_expert.gate.weight", shared.tp, partial_grad=shared.sp,
+                init=model.init_std, decay=True, **shared.factory,
+            )  # fmt: skip
 
     def forward(self, state: MoEState, batch: MicroBatch, defer: Defer) -> MoEState:
         """Waits for r rows `[r, h]` of this rank's experts, and starts sending their outputs back."""
@@ -145,6 +155,8 @@ class MoEExperts(nn.Module):
         handle, weights, dispatch = dispatch.enter_node(handle, weights)
         if self.shared is not None and shared is not None:
             shared = self.shared.project_down(shared, defer)  # while they travel inside the node
+            if self.shared_gate is not None and normed is not None:
+                shared = shared * torch.sigmoid(local_linear(normed, self.shared_gate, defer))
         rows, weights, dispatch = dispatch.receive(handle, weights)  # [r, h], [r]
         if source is not None:
             computed_from(source, dispatch.redispatch, rows)  # all_to_all ep and all_gather etp once more
@@ -157,9 +169,9 @@ class MoECombine(nn.Module):
 
     kind = "combine"
 
-    def __init__(self, shared: BlockInputs) -> None:
+    def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
-        self.share = shared.token_share
+        self.share, self.post_norm = shared.token_share, shared.post_norm(f"layers.{layer}.mlp")
 
     def forward(self, state: MoEState, batch: MicroBatch, defer: Defer) -> Tensor:
         """MoEState -> `[s/cp/tp, b, h]` (without sp `[s/cp, b, h]`).
@@ -168,4 +180,4 @@ class MoECombine(nn.Module):
         """
         x, handle, _, shared, dispatch, _ = state
         y = self.share.restore(dispatch.combine(handle), x)  # [n, h] -> [s/cp/tp, b, h]
-        return x + y if shared is None else x + (y + shared)
+        return leave_branch(x, y if shared is None else y + shared, self.post_norm)

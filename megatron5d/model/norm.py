@@ -1,13 +1,17 @@
-"""RMSNorm and LayerNorm over the hidden dim, replicated in tp."""
+"""RMSNorm and LayerNorm over the last dim, replicated in tp, or over all heads, cut over tp; residual branches."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from kernels.dispatch import statistics_dtype
 from megatron5d.autograd.recompute import KEEP_ALL
+from megatron5d.comm.collectives import copy_to, reduce_from
 from megatron5d.precision.gemm import PLAIN, Gemms
-from megatron5d.tensor_parallel.linear import replicated_parameter
+from megatron5d.tensor_parallel.linear import column_pieces, replicated_parameter
 from megatron5d.topology.axis import Axis
+from megatron5d.topology.shard_spec import ShardSpec, new_parameter
 
 
 class Norm(nn.Module):
@@ -64,3 +68,52 @@ class Norm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.weight.shape[0]}"
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over all heads together, which tp cuts.
+
+    Args:
+        num_heads, head_dim: of the whole projection.
+        name: global name.
+        tp: axis that cuts the heads.
+        copies: tp ranks that share a head.
+        eps: added to the mean square.
+        factory: dtype and device.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, name: str, tp: Axis, copies: Axis, eps: float, **factory) -> None:
+        super().__init__()
+        self.tp, self.eps = tp, eps
+        rows, pieces = column_pieces([(num_heads, head_dim)], (), tp, copies)
+        spec = ShardSpec(f"{name}.weight", (num_heads * head_dim,), pieces, init="ones", decay=False)
+        self.weight = new_parameter((rows,), spec, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[s/cp, b, heads/tp, d]` -> the same. Comm: all_reduce tp of s/cp·b numbers / the same."""
+        wide = x.flatten(2).to(statistics_dtype(x.dtype))
+        squares = wide.square().sum(-1, keepdim=True)
+        # [s/cp, b, 1]  all_reduce tp, both ways; a copied head counts as often in the sum as in its size
+        mean = copy_to(reduce_from(squares, self.tp), self.tp) / (self.tp.size * wide.shape[-1])
+        return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype).view(x.shape)
+
+
+def enter_branch(
+    norm: Norm | None, state: Tensor | tuple[Tensor, Tensor], gemms: Gemms = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """Begins a residual branch: what its first layer reads, and the residual.
+
+    Args:
+        norm: before the branch, if any.
+        state: hidden states; in the second branch of a parallel block the residual, and what the branch reads.
+        gemms: as in Norm.
+    """
+    if isinstance(state, tuple):
+        residual, x = state
+        return (x if norm is None else norm(x, gemms)), residual
+    return (state, state) if norm is None else norm.branch(state, gemms)
+
+
+def leave_branch(residual: Tensor, y: Tensor, norm: Norm | None) -> Tensor:
+    """Ends a residual branch: the sum of the residual and the output, behind its norm if there is one."""
+    return residual + (y if norm is None else norm(y))

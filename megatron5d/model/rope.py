@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import statistics_dtype
-from megatron5d.config.schema import ModelConfig, RopeScaling
+from megatron5d.config.schema import RopeScaling
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,11 +82,6 @@ def softmax_temperature(scaling: RopeScaling) -> float:
 
 def _temperature(scaling: RopeScaling, mscale: float) -> float:
     return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
-
-def rotary_dim(model: ModelConfig) -> int:
-    """Features of a head that are rotated."""
-    return model.qk_rope_head_dim if model.attention == "mla" else model.head_dim
 
 
 class RotaryTables:

@@ -215,6 +215,8 @@ def _layers(c: Config, world: int) -> Iterator[Change]:
         if m.moe_layers is not None:
             some = range(count) if len(m.moe_layers) == m.num_layers else range(count // 2, max(1, count - 1))
             change["model.moe_layers"] = list(some)
+        if m.window_layers is not None:
+            change["model.window_layers"] = [i for i in m.window_layers if i < count]
         yield change | {"model.num_layers": count}
 
 

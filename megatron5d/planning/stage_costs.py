@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron5d.config.derived import blocks, is_moe
+from megatron5d.config.derived import blocks, is_moe, window_of
 from megatron5d.config.schema import ELEMENT_BYTES, Config
 from megatron5d.model.flops import core_flops, head_flops, layer_flops
 from megatron5d.model.partition import layers_per_stage, split_layers, stage_specs
@@ -53,11 +53,10 @@ class ModelCosts:
         config = self.config
         model, seq_len = config.model, config.train.seq_len
         specs = stage_specs(layers_per_stage(config, placement))
-        core = core_flops(model, seq_len) / 3
         held = [[*spec.layers, *(blocks(model)[model.num_layers :] if spec.head else [])] for spec in specs]
         layers = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in held])
         unit = layers.sum() / placement.num_ranks
-        cores = np.array([core * len(mine) for mine in held])
+        cores = np.array([sum(core_flops(model, seq_len, window_of(model, i)) for i in mine) / 3 for mine in held])
         head = np.array([head_flops(model) / 3 if spec.head else 0.0 for spec in specs])
         twice = [self._recomputed(stage, mine) for stage, mine in enumerate(held)]
         again = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in twice])

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from math import gcd, prod
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from kernels.dispatch import statistics_dtype
 from megatron5d.autograd.offload import WATCH
 from megatron5d.comm.ledger import Ledger
-from megatron5d.config.derived import is_moe, quantised_matrices
+from megatron5d.config.derived import is_moe, quantised_matrices, window_of
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.model.embedding_head import TIED, loss_terms
 from megatron5d.model.flops import core_flops
@@ -164,7 +165,9 @@ def _slices(config: Config) -> bool:
 def _block(config: Config, i: int, again: bool) -> Kind:
     start = f"layers.{i}."
     matrices = frozenset(name.removeprefix(start) for name in quantised_matrices(config) if name.startswith(start))
-    return "moe" if is_moe(config.model, i) else "dense", matrices, again
+    kind = "moe" if is_moe(config.model, i) else "dense"
+    kind += " windowed" if config.model.window_layers is not None and window_of(config.model, i) else ""
+    return kind, matrices, again
 
 
 def _alone(config: Config, again: bool) -> Config:
@@ -304,14 +307,20 @@ class _Core:
 
     def __init__(self, config: Config) -> None:
         parallel, seq_len = config.parallel, config.train.seq_len
-        self._forward = core_flops(config.model, seq_len) / 3 * seq_len / (parallel.tp * parallel.cp)
+        self._forward = partial(core_flops, config.model, seq_len)
+        self._share = seq_len / 3 / (parallel.tp * parallel.cp)
         recompute = config.recompute
         self._again = recompute.mode == "selective" and "attention" in recompute.parts
 
     def __call__(self, phase: nn.Module, kind: str) -> float:
         if getattr(phase, "kind", None) != "attention":
             return 0.0
-        return self._forward * {"forward": 1.0, "recompute": 1.0, "backward": 2.5 + self._again, "wgrad": 0.0}[kind]
+        window = getattr(getattr(phase, "phase", phase), "core").window  # noqa: B009 of one in WithLossSums, too
+        return (
+            self._forward(window)
+            * self._share
+            * {"forward": 1.0, "recompute": 1.0, "backward": 2.5 + self._again, "wgrad": 0.0}[kind]
+        )
 
 
 def _count_products(model: nn.Module, counter: _Counter) -> None:

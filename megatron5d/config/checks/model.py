@@ -233,9 +233,9 @@ def mla_kv_heads(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.attention", "model.qk_norm", "model.qkv_bias")
+@check("model.attention", "model.qk_norm", "model.qkv_bias", "model.attention_gate")
 def mla_has_no_such_option(c: Config, world: int) -> Faults:
-    options = [f"model.{name}" for name in ("qk_norm", "qkv_bias") if getattr(c.model, name)]
+    options = [f"model.{name}" for name in ("qk_norm", "qkv_bias", "attention_gate") if getattr(c.model, name)]
     if c.model.attention == "mla" and options:
         yield fault(
             f"model.attention = mla norms its latents and has no bias on them: {', '.join(options)}",
@@ -253,12 +253,51 @@ def kv_heads_divide_heads(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.head_dim", "model.position")
-def rope_pairs_dims(c: Config, world: int) -> Faults:
-    dim = c.model.head_dim
-    if c.model.position == "rope" and dim % 2:
+_NEEDED = {"qk_norm_all_heads": "qk_norm", "window_layers": "attention_window",
+           "shared_expert_gate": "shared_ffn_hidden_size"}  # fmt: skip
+
+
+@check(*(f"model.{name}" for pair in _NEEDED.items() for name in pair))
+def options_of_what_is_absent(c: Config, world: int) -> Faults:
+    for name, needed in _NEEDED.items():
+        value, default = (getattr(model, name) for model in (c.model, Config().model))
+        if value != default and not getattr(c.model, needed):
+            yield fault(
+                f"model.{name} = {spelled(value)} changes what model.{needed} = "
+                f"{spelled(getattr(c.model, needed))} leaves out",
+                f"model.{name}={spelled(default)}",
+            )
+
+
+@check("model.window_layers", "model.num_layers")
+def window_layers_exist(c: Config, world: int) -> Faults:
+    listed, layers = c.model.window_layers or [], range(c.model.num_layers)
+    if any(i not in layers for i in listed):
         yield fault(
-            f"model.head_dim = {dim} is odd, and model.position = rope rotates pairs", f"model.head_dim={dim + 1}"
+            f"model.window_layers = {spelled(listed)} names layers outside 0 to {len(layers) - 1} "
+            f"(model.num_layers = {len(layers)})",
+            f"model.window_layers={spelled([i for i in listed if i in layers] or None)}",
+        )
+
+
+@check("model.parallel_block", "model.block_norm")
+def parallel_block_norms_first(c: Config, world: int) -> Faults:
+    if c.model.parallel_block != "none" and c.model.block_norm != "pre":
+        yield fault(
+            f"model.parallel_block = {c.model.parallel_block} has norms before attention and MLP, and "
+            f"model.block_norm = {c.model.block_norm}",
+            "model.block_norm=pre",
+        )
+
+
+@check("model.head_dim", "model.rotary_percent", "model.position", "model.attention")
+def rope_pairs_dims(c: Config, world: int) -> Faults:
+    dim, share, rotated = c.model.head_dim, c.model.rotary_percent, c.model.rotary_dim
+    if c.model.position == "rope" and c.model.attention == "gqa" and (rotated % 2 or rotated == 0):
+        yield fault(
+            (f"model.head_dim = {dim}" if share == 1 else f"model.rotary_percent = {share} of model.head_dim = {dim}")
+            + f" is {rotated if share < 1 else 'odd'}, and model.position = rope rotates pairs",
+            f"model.head_dim={dim + 1}" if share == 1 else "model.rotary_percent=1.0",
         )
 
 

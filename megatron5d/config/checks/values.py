@@ -39,13 +39,21 @@ AT_LEAST = {
 ABOVE_ZERO = """pipeline.memory model.norm_eps model.rope_theta model.init_std model.rope_scaling.low_freq_factor
     model.rope_scaling.high_freq_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
     model.rope_scaling.attention_factor model.rope_scaling.mscale optim.lr optim.eps parallel.timeout_s
-    pipeline.search_s moe.capacity_factor log.peak_tflops log.device_memory_gb model.routed_scaling_factor"""
+    pipeline.search_s moe.capacity_factor log.peak_tflops log.device_memory_gb model.routed_scaling_factor
+    model.rotary_percent"""
 # a number with more digits is a slip of the hand, and overflows what computes with it
-AT_MOST = {"train.seed": 2**63 - 1, "recompute.offload_min_bytes": 2**53, "parallel.timeout_s": 10**7}
+AT_MOST = {
+    "model.rotary_percent": 1.0,
+    "train.seed": 2**63 - 1,
+    "recompute.offload_min_bytes": 2**53,
+    "parallel.timeout_s": 10**7,
+}
 MOST = 2**31 - 1  # of integers without a limit of their own
 WORDS: dict[str, Sequence[str]] = {
     "model.norm": ("rmsnorm", "layernorm"),
     "model.activation": ("swiglu", "gelu", "gelu_tanh"),
+    "model.block_norm": ("pre", "post", "both"),
+    "model.parallel_block": ("none", "two_norms", "one_norm"),
     "model.attention": ("gqa", "mla"),
     "model.position": ("rope", "learned"),
     "model.rope_scaling.type": ("none", "linear", "llama3", "yarn"),

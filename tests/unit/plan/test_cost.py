@@ -115,7 +115,10 @@ def test_products_are_those_of_the_models_formula(name):
     model, seq_len = config.model, config.train.seq_len
     units = Workloads(Target()).counted(config)
     counted = {op: sum(count * unit.passes[op].flops for unit, count, _ in units) for op in "FBIW"}
-    forward, core = flops_per_token(model, seq_len) / 3, len(blocks(model)) * core_flops(model, seq_len) / 3
+    forward, core = (
+        flops_per_token(model, seq_len) / 3,
+        len(blocks(model)) * core_flops(model, seq_len, model.attention_window) / 3,
+    )
     on_rank = config.train.mbs * seq_len / config.parallel.tp / config.parallel.cp
     assert counted["F"] == pytest.approx(forward * on_rank, rel=0.02)
     assert counted["B"] == pytest.approx((2 * forward + core / 2) * on_rank, rel=0.02)
