@@ -29,7 +29,7 @@ from megatron5d.planning.predict import Estimator, check_predictable
 from megatron5d.planning.rank_memory import least_needed
 from megatron5d.planning.step_time import Prices, StepCost
 from megatron5d.planning.work import Unit
-from megatron5d.topology.mesh import lines_of
+from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
 
@@ -303,7 +303,9 @@ class LayoutSearch:
     def _glances(self, shape: Change, have: int) -> Iterator[Candidate]:
         """A first guess of the time of a shape with every micro-batch and schedule: equal ranks, no messages."""
         config = changed(self.config, shape)
-        prices = Prices(self.cluster, config, lines_of(sizes_of(config, self.world), 0, config.model.num_kv_heads))
+        prices = Prices(
+            self.cluster, config, planned_mesh(sizes_of(config, self.world), num_kv_heads=config.model.num_kv_heads)
+        )
         pp, dp = config.parallel.pp, data_parallel(config, self.world)
         for batch in self._proposals.batches(dp):
             laid = changed(config, batch)

@@ -32,7 +32,6 @@ from megatron5d.pipeline_parallel.simulate import Simulation, simulate, waiting_
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.dp_traffic import (
     Sharding,
-    assembled,
     carried_bytes,
     gathered_bytes,
     mean_gathered,
@@ -40,6 +39,7 @@ from megatron5d.planning.dp_traffic import (
     rounds,
 )
 from megatron5d.planning.work import Unit, Work, together
+from megatron5d.topology.mesh import Mesh
 
 
 def message_bytes(config: Config) -> int:
@@ -73,12 +73,8 @@ def sent_bytes(
     for rank in range(program.num_ranks):
         sums = _of_passes(config, sharding, program, stages, rank, counts[rank])
         units = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
-        ends = (
-            sharding.reduced(units),
-            sharding.gathered(units),
-            assembled(units, sharding),
-        )
-        for sent in ends:
+        muon = [each.sent(sharding.weight) for each in rounds(units, sharding)]
+        for sent in (sharding.reduced(units), sharding.gathered(units), *muon):
             for (axis, _), num_bytes in sent.items():
                 sums[axis] += round(num_bytes)
         ranks.append({axis: num_bytes for axis, num_bytes in sums.items() if num_bytes})
@@ -149,17 +145,15 @@ class Prices:
     Args:
         cluster: on which.
         config: of the run.
-        lines: axis name -> ranks, of rank 0.
+        mesh: axes of rank 0.
         shared: which parameters mirrored pipeline ranks hold together: all, tied or none.
     """
 
-    def __init__(
-        self, cluster: Cluster, config: Config, lines: Mapping[str, Sequence[int]], shared: str = "none"
-    ) -> None:
+    def __init__(self, cluster: Cluster, config: Config, mesh: Mesh, shared: str = "none") -> None:
         self.cluster, self.config = cluster, config
-        self.lines = {name: cluster.line(ranks) for name, ranks in lines.items()}
-        self.neighbours = cluster.line(lines["pp"][:2])
-        self.sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, shared)
+        self.lines = {name: cluster.line(axis.ranks) for name, axis in mesh.items()}
+        self.neighbours = cluster.line(mesh["pp"].ranks[:2])
+        self.sharding = Sharding(config, mesh, shared)
 
     def compute(self, work: Work) -> tuple[float, float, float]:
         """Seconds of products, of attention, and of what passes through memory."""
@@ -290,6 +284,5 @@ def _update(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
         found["host"] = carried_bytes(units, sharding) / (cluster.host_rate * share.links)
     for each in rounds(units, sharding):
         found["muon"] += sum(prices.compute(each.matrices[0].work))
-        sent = each.sent(sharding.sizes[each.cut], sharding.weight)
-        found["muon_sent"] += prices.transfers(sent, 2)
+        found["muon_sent"] += prices.transfers(each.sent(sharding.weight), 2)
     return found
