@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -107,11 +108,27 @@ def _of_passes(
 
 
 KINDS = ("products", "attention", "memory", "tp", "cp", "host", "dp")  # of a pass
-REST = ("ep", "p2p", "bubble", "optimizer", "muon", "muon_sent")  # of the step besides
 EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes over which tokens travel
 # Shares of tp's bytes in flight under products, (with sp, without): a column's input is gathered under dx, and its
 # gradient is summed under dW where that runs in the same pass (tensor_parallel/linear.py).
 HIDDEN_TP = {"F": (0.0, 0.0), "B": (2 / 3, 1.0), "I": (1 / 3, 0.0), "W": (0.0, 0.0)}
+
+
+_TOLD = {
+    "products": "products of matrices",
+    "attention": "attention between queries, keys and values",
+    "memory": "what passes through memory: norms, activations, copies",
+    "tp": "exposed communication of tp",
+    "cp": "exposed communication of cp",
+    "ep": "exposed all-to-alls of ep",
+    "p2p": "waits for messages between stages",
+    "bubble": "bubble of the pipeline",
+    "dp": "exposed reductions and gathers of dp and ZeRO",
+    "host": "exposed copies to the host and back",
+    "optimizer": "optimiser",
+    "muon": "Muon's iterations on whole matrices",
+    "muon_sent": "Muon's all-to-alls, to whole matrices and back",
+}
 
 
 @dataclass(frozen=True)
@@ -136,7 +153,30 @@ class StepCost:
 
     @property
     def step_s(self) -> float:
+        """Seconds of a step."""
         return sum(self.seconds.values())
+
+    def record(self) -> dict[str, Any]:
+        """Returns the cost as a JSON object, in seconds and bytes."""
+        rates = {name: getattr(self, name) for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")}
+        seconds, sent = dict(self.seconds), [dict(sent) for sent in self.sent]
+        return {"step_time_s": self.step_s, **rates, "seconds": seconds, "sent_bytes": sent}
+
+    def table(self, cluster: Cluster) -> str:
+        """Returns the time by kind on the busiest pipeline rank, and the bytes that a rank sends, as text."""
+        lines = [f"{'a step of':<56}{self.step_s:>9.3f} s"]
+        for kind, told in _TOLD.items():
+            if self.seconds[kind] > 0:
+                lines.append(f"  {told:<54}{self.seconds[kind]:>9.3f} s{self.seconds[kind] / self.step_s:>8.1%}")
+        most = {axis: max(each.get(axis, 0) for each in self.sent) for each in self.sent for axis in each}
+        if most:
+            sizes = ", ".join(f"{axis} {most[axis] / 1e9:,.2f}" for axis in sorted(most))
+            lines.append(f"GB that a rank sends in a step, at most: {sizes}")
+        lines.append(
+            f"{self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {self.tflops_per_gpu:,.0f} TFLOP/s/GPU, MFU "
+            f"{self.mfu:.1%} of {cluster.flops / 1e12:,.0f} TFLOP/s on {cluster.name}, {cluster.node} in a node"
+        )
+        return "\n".join(lines)
 
 
 class Prices:

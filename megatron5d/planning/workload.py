@@ -32,7 +32,7 @@ from megatron5d.optim.matrix_gather import whole_shape
 from megatron5d.optim.muon import replace_by_update, takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.planning.work import Elements, Matrix, Product, Unit, Work, together
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms_of
