@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import fnmatch
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import gcd, prod
 
 import torch
@@ -43,7 +43,6 @@ from megatron5d.train.pipeline_layout import boundary_form
 from megatron5d.train.preflight import parameter_names
 
 EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
-
 
 Kind = tuple[str, bool, frozenset[str], frozenset[str]]
 """Of a unit: what it is, whether the backward recomputes it, which matrices are multiplied in FP8, which are frozen."""
@@ -120,6 +119,19 @@ class Workloads:
         spec = StageSpec(range(config.model.num_layers), True, True)
         kinds = Counter(_kinds(config, 0, spec, _frozen_names(config)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
+
+    def block(
+        self, config: Config, before: Callable[[GPT], None]
+    ) -> tuple[list[nn.Module], dict[str, dict[nn.Module, Work]]]:
+        """Returns the phases of the model's mixture block, or of its dense one, and op -> phase -> its work.
+
+        Args:
+            config: a valid configuration.
+            before: called with the model on the meta device, before a sequence passes it.
+        """
+        model, kinds, passes = _run_alone(_alone(config, config.recompute.mode != "none"), self.target, before)
+        names = [kind[0] for kind in kinds]
+        return model.units[names.index("moe" if "moe" in names else "dense")], passes
 
     def _unit(self, config: Config, kind: Kind) -> Unit:
         alone = _alone(config, kind[1])
@@ -209,44 +221,15 @@ def _alone(config: Config, again: bool) -> Config:
 
 
 def _window(config: Config, frozen: frozenset[str]) -> range:
-    """The fewest neighbouring layers with one of each kind."""
+    """Returns the fewest neighbouring layers with one of each kind."""
     kinds = [_block(config, i, False, frozen) for i in range(config.model.num_layers)]
-    wanted, start = set(kinds), 0
-    best, seen = range(len(kinds)), defaultdict[Kind, int](int)
-    for stop, kind in enumerate(kinds, 1):
-        seen[kind] += 1
-        while seen[kinds[start]] > 1:
-            seen[kinds[start]] -= 1
-            start += 1
-        if len([each for each in seen.values() if each]) == len(wanted) and stop - start < len(best):
-            best = range(start, stop)
-    return best
+    spans = (range(at, at + size) for size in range(1, len(kinds) + 1) for at in range(len(kinds) - size + 1))
+    return next(span for span in spans if set(kinds[span.start : span.stop]) == set(kinds))
 
 
 def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
     """Every kind of unit of a configuration of `_alone`, for one sequence."""
-    parallel, model_config = config.parallel, config.model
-    experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
-    world = dense * (experts // gcd(experts, dense))
-    ledger, frozen = Ledger(), _frozen_names(config)
-    mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
-    spec = StageSpec(_window(config, frozen), True, True)
-    kinds = list(_kinds(config, 0, spec, frozen))
-    with target.paths():
-        with without_memory():
-            model = GPT(config, mesh, "meta", {0: spec})
-        for parameter in model.parameters():
-            if spec_of(parameter).name in frozen:
-                parameter.frozen = True  # type: ignore[attr-defined]  # as data_parallel/bucket.py does
-        set_load(model, target.imbalance, config.moe.capacity_factor)
-        batch = planned_batch(config, mesh, model, world // dense)
-        with _Counter(ledger) as counter:
-            _count_products(model, counter)
-            watched = WATCH.set(counter.copied)
-            try:
-                passes = _passes(config, model, batch, counter)
-            finally:
-                WATCH.reset(watched)
+    model, kinds, passes = _run_alone(config, target)
     counted: set[nn.Parameter] = set()
     readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
     found = {}
@@ -265,6 +248,44 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
             tuple(_matrices(own - fixed, config.optim)),
         )  # fmt: skip
     return found
+
+
+def _run_alone(
+    config: Config, target: Target, before: Callable[[GPT], None] = lambda model: None
+) -> tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]]]:
+    """Builds a configuration of `_alone` on the meta device and passes one sequence through it.
+
+    Args:
+        config: as `_alone` returns it.
+        target: whose paths the layers take.
+        before: called with the model before the sequence passes.
+
+    Returns:
+        The model, the kind of each of its units, and op -> phase -> its work.
+    """
+    parallel, model_config = config.parallel, config.model
+    experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
+    world = dense * (experts // gcd(experts, dense))
+    ledger, frozen = Ledger(), _frozen_names(config)
+    mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
+    spec = StageSpec(_window(config, frozen), True, True)
+    with target.paths():
+        with without_memory():
+            model = GPT(config, mesh, "meta", {0: spec})
+        for parameter in model.parameters():
+            if spec_of(parameter).name in frozen:
+                parameter.frozen = True  # type: ignore[attr-defined]  # as data_parallel/bucket.py does
+        set_load(model, target.imbalance, config.moe.capacity_factor)
+        batch = planned_batch(config, mesh, model, world // dense)
+        before(model)
+        with _Counter(ledger) as counter:
+            _count_products(model, counter)
+            watched = WATCH.set(counter.copied)
+            try:
+                passes = _passes(config, model, batch, counter)
+            finally:
+                WATCH.reset(watched)
+    return model, list(_kinds(config, 0, spec, frozen)), passes
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> Elements:

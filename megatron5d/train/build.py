@@ -180,7 +180,7 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
 
     Comm: below ZeRO-3 an all_gather of the slices; for a checkpoint that of `load_tensors`.
     """
-    init, held, notes = config.init, weight_shards(sync, model.weights(), writing=False), list[str]()
+    init, held, notes = config.init, weight_shards(sync, model.weights()), list[str]()
     if init.from_checkpoint is not None:
         notes = load_other_run(init.from_checkpoint, held, optimizer, config)
     else:

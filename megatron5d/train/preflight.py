@@ -17,8 +17,8 @@ from kernels.dispatch import HAS_TRITON
 from megatron5d.config.convert import value_of
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, OptimConfig, ParallelConfig
-from megatron5d.data.blend import split_range
 from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
+from megatron5d.data.samples import split_range
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
