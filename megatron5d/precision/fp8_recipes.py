@@ -38,7 +38,7 @@ from kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
 )
 from megatron5d.autograd.wgrad import grad_buffer
-from megatron5d.precision.fp8_tensor import Fp8Tensor, LayerNormFp8, RmsNormFp8, SwigluFp8
+from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, SwigluFp8
 from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_of
 from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.topology.shard_spec import spec_of
@@ -92,10 +92,10 @@ class BlockwiseGemms(Gemms):
         return SwigluFp8.apply(x, None, self.powers_of_two, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return RmsNormFp8.apply(x, weight, eps, self.powers_of_two)
+        return NormFp8.apply(x, weight, None, eps, False, self.powers_of_two)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return LayerNormFp8.apply(x, weight, bias, eps, self.powers_of_two)
+        return NormFp8.apply(x, weight, bias, eps, True, self.powers_of_two)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
         return self._product(x, self.copies(weight).plain, weight.dtype)

@@ -13,7 +13,7 @@ from kernels import activation as expert_activation
 from kernels import moe
 from kernels.all_gather_gemm import gather_matmul
 from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import (
     E4M3,
     E5M2,
@@ -180,8 +180,8 @@ def _fp8_fused() -> None:
     for weights in (None, meta(4096, dtype=torch.float32)):
         swiglu_quantized(meta(4096, 2 * 2048), weights=weights, powers_of_two=True)
     for width in (2048, 7168, 16384):
-        rms_norm_quantized(meta(4096, width), meta(width), 1e-5, powers_of_two=True)
-        layer_norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, powers_of_two=True)
+        norm_quantized(meta(4096, width), meta(width), None, 1e-5, centred=False, powers_of_two=True)
+        norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, centred=True, powers_of_two=True)
 
 
 def _moe() -> None:

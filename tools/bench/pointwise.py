@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kernels
 from kernels.activation import weighted_activation, weighted_activation_reference
-from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import (
     quantize_blocks,
     quantize_reference,
@@ -177,12 +177,16 @@ def swiglu_to_float8(device: str, rows: int, width: int) -> Calls:
 
 def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Calls:
     """RMSNorm, or LayerNorm with a bias; nothing wide is written."""
-    x, *weights = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
-    every: tuple[Callable[..., Any], ...] = (rms_norm_quantized, kernels.rms_norm, kernels.rms_norm_reference)
+    x, weight, bias = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return norm_quantized(x, weight, bias, EPS, centred=centred)[0]
+
     if centred:
-        every = layer_norm_quantized, kernels.layer_norm, kernels.layer_norm_reference
-    ours, kernel, reference = (partial(each, eps=EPS) for each in every)
-    return _to_float8(ours, kernel, reference, x, *weights[: 1 + centred])
+        kernel, reference = partial(kernels.layer_norm, eps=EPS), partial(kernels.layer_norm_reference, eps=EPS)
+        return _to_float8(ours, kernel, reference, x, weight, bias)
+    kernel, reference = partial(kernels.rms_norm, eps=EPS), partial(kernels.rms_norm_reference, eps=EPS)
+    return _to_float8(ours, kernel, reference, x, weight)
 
 
 ROWS, FEED_FORWARD = {"rows": 16384, "width": 4096}, {"rows": 8192, "width": 14336}

@@ -7,7 +7,7 @@ import kernels
 from kernels import moe
 from kernels.activation import weighted_activation
 from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways, turn
 from kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
 from kernels.gemm import grouped_matmul, grouped_weight_grad
@@ -79,8 +79,8 @@ def test_eight_bits():
     assert fp8_matmul(rows, blocks).shape == (0, 130)
     assert turn(rows).values.shape == (256, 0)
     assert swiglu_quantized(torch.zeros(0, 512)).values.shape == (0, 256)
-    assert rms_norm_quantized(x, torch.ones(256), 1e-5)[0].values.shape == (0, 256)
-    assert layer_norm_quantized(x, torch.ones(256), None, 1e-5)[0].values.shape == (0, 256)
+    for centred in (False, True):
+        assert norm_quantized(x, torch.ones(256), None, 1e-5, centred=centred)[0].values.shape == (0, 256)
     stack = Quantized(torch.stack([blocks.values] * 2), torch.stack([blocks.scales] * 2), 128)
     assert grouped_matmul_fp8(rows, stack, offsets).shape == (0, 130)
     main = torch.ones(2, 130, 256)

@@ -10,7 +10,7 @@ from kernels.activation import weighted_activation
 from kernels.fp8 import gemm as module
 from kernels.fp8 import norm_swiglu as fp8_fused
 from kernels.fp8.gemm import fp8_matmul
-from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import (
     E4M3,
     E5M2,
@@ -173,12 +173,13 @@ def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
         got = swiglu_quantized(gate_up, weights=weights, **how)
         want = quantize_rows(weighted_activation(gate_up, weights, "swiglu"), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
-        (got, inverse), plain = rms_norm_quantized(x, weight, 1e-5, **how), kernels.rms_norm_reference(x, weight, 1e-5)
+        got, (_, inverse) = norm_quantized(x, weight, None, 1e-5, centred=False, **how)
+        plain = kernels.rms_norm_reference(x, weight, 1e-5)
         want = quantize_rows(kernels.rms_norm(x, weight, 1e-5), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
         near(got, quantize_reference(plain, 1, **how))
         torch.testing.assert_close(inverse, torch.rsqrt(x.float().square().mean(1) + 1e-5))
-        got, statistics = layer_norm_quantized(x, weight, bias, 1e-5, **how)
+        got, statistics = norm_quantized(x, weight, bias, 1e-5, centred=True, **how)
         want = quantize_rows(kernels.layer_norm(x, weight, bias, 1e-5), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
         near(got, quantize_reference(kernels.layer_norm_reference(x, weight, bias, 1e-5), 1, **how))
@@ -196,12 +197,16 @@ def test_backwards_without_the_forward_are_those_with_it(rows, width):
     (wanted,) = torch.autograd.grad(kernels.swiglu(gate_up), gate_up, dy)
     assert torch.equal(kernels.swiglu_backward(dy, gate_up.detach()), wanted)
     with torch.no_grad():
-        inverse = rms_norm_quantized(x, weight, 1e-5)[1]
-        statistics = layer_norm_quantized(x, weight, bias, 1e-5)[1]
-        ours = kernels.rms_norm_backward(dy, x, weight, 1e-5, inverse, dx)
-        centred = kernels.layer_norm_backward(dy, x, weight, bias, 1e-5, statistics, dx)
+        biases = {False: None, True: bias}
+        ours, centred = (
+            kernels.norm_backward(
+                dy, x, weight, b, 1e-5, norm_quantized(x, weight, b, 1e-5, centred=c)[1], dx, centred=c
+            )
+            for c, b in biases.items()
+        )
+    assert ours[2] is None
     wanted = torch.autograd.grad(kernels.add_rms_norm(x, None, weight, 1e-5), [x, weight], [dy, dx])
-    torch.testing.assert_close(ours, wanted)  # two compiled kernels need not add in the same order
+    torch.testing.assert_close(ours[:2], wanted)  # two compiled kernels need not add in the same order
     wanted = torch.autograd.grad(kernels.add_layer_norm(x, None, weight, bias, 1e-5), [x, weight, bias], [dy, dx])
     torch.testing.assert_close(centred, wanted)
 
