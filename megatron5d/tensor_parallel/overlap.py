@@ -30,7 +30,7 @@ from torch import Tensor
 from kernels.all_gather_gemm import gather_matmul
 from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
 from megatron5d.comm.collectives import all_gather, reduce_scatter, start_shift
-from megatron5d.comm.symmetric_memory import BoxExchange, Mailbox
+from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
 from megatron5d.precision.gemm import PLAIN, Operand, gemms_of
 from megatron5d.topology.axis import Axis
 
@@ -62,7 +62,7 @@ class Overlap(Protocol):
     """How a product and its collective are combined."""
 
     @property
-    def box_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Bytes of this rank's memory that other ranks write into."""
         ...
 
@@ -109,7 +109,7 @@ class Overlap(Protocol):
 class Whole:
     """`parallel.tp_overlap=none`: the collective before or after the product."""
 
-    box_bytes = 0
+    buffer_bytes = 0
 
     def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """Comm: all_gather tp of the operand."""
@@ -127,7 +127,7 @@ class Whole:
 class Chunked:
     """`parallel.tp_overlap=chunked`: chunks go around the ring of ranks."""
 
-    box_bytes = 0
+    buffer_bytes = 0
 
     def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """Comm: tp-1 shifts of the operand."""
@@ -167,7 +167,7 @@ def overlap_of(weight: Tensor) -> Overlap:
 
 
 class Fused:
-    """The mailbox of one axis, and the products that go through it.
+    """The symmetric-memory buffers of one axis, and the GEMMs that use them.
 
     Args:
         tp: ranks that share linear layers; together they make the same products in the same order.
@@ -179,60 +179,60 @@ class Fused:
     """
 
     def __init__(self, tp: Axis, device: torch.device, timeout_s: float) -> None:
-        self._mailbox = Mailbox(tp, device, timeout_s)
+        self._buffers = SymmetricBuffers(tp, device, timeout_s)
 
     @property
-    def box_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """As large as the largest exchange so far has asked for."""
-        return self._mailbox.num_bytes
+        return self._buffers.num_bytes
 
     def check(self) -> None:
         """Checks what the device has done so far."""
-        self._mailbox.patience.check()
+        self._buffers.patience.check()
 
     def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """Comm: tp-1 puts of the operand."""
-        exchange = self._mailbox.exchange([(part.shape, part.dtype) for part in operand])
+        exchange = self._buffers.exchange([(part.shape, part.dtype) for part in operand])
         exchange.push(operand)
         if product.is_plain:
             s, b, width = operand[0].shape
-            inbox = exchange.inbox(0).view(tp.size, s * b, width)
+            gathered = exchange.receive_buffer(0).view(tp.size, s * b, width)
             weight, arrivals = product.weight.detach(), exchange.arrivals
-            y = gather_matmul(inbox, weight, arrivals, tp.rank, turned=product.backward).view(tp.size * s, b, -1)
+            y = gather_matmul(gathered, weight, arrivals, tp.rank, turned=product.backward).view(tp.size * s, b, -1)
         else:
             outputs: list[Tensor] = [operand[0]] * tp.size
             for step in range(tp.size):
                 source = (tp.rank - step) % tp.size
                 outputs[source] = product(exchange.wait(source))
             y = torch.cat(outputs)
-        return y, tuple(_joined(exchange.inbox(part)) for part in range(len(operand) if keep else 0))
+        return y, tuple(_joined(exchange.receive_buffer(part)) for part in range(len(operand) if keep else 0))
 
     def product_scatter(self, operand: Operand, product: Product, tp: Axis) -> Tensor:
         """Comm: tp-1 puts of 1/tp of the product."""
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
         scatter = self._scatter_tiles if product.is_plain else self._scatter_chunks
         exchange = scatter(operand, product, tp, rows)
-        return sum_arrived(exchange.inbox(0), exchange.arrivals)
+        return sum_arrived(exchange.receive_buffer(0), exchange.arrivals)
 
-    def _scatter_tiles(self, operand: Operand, product: Product, tp: Axis, rows: int) -> BoxExchange:
+    def _scatter_tiles(self, operand: Operand, product: Product, tp: Axis, rows: int) -> BufferExchange:
         x = operand[0].unflatten(0, (tp.size, rows)).flatten(1, 2)  # [tp, s/tp·b, features]
         width = product.weight.shape[1 if product.backward else 0]
         shape = torch.Size((rows, operand[0].shape[1], width))
-        exchange = self._mailbox.exchange([(shape, operand[0].dtype)])
+        exchange = self._buffers.exchange([(shape, operand[0].dtype)])
         exchange.count(0)
-        boxes = [box.flatten(0, 1) for box in exchange.outboxes(0)]
-        places = exchange.outbox_addresses(0), exchange.signal_addresses(), self._mailbox.finished
+        boxes = [box.flatten(0, 1) for box in exchange.send_buffers(0)]
+        places = exchange.send_buffer_addresses(0), exchange.signal_addresses(), self._buffers.finished
         out = Outboxes(boxes, exchange.signals(), *places)
         matmul_scatter(x, product.weight.detach(), out, exchange.epoch, tp.rank, turned=product.backward)
         return exchange
 
-    def _scatter_chunks(self, operand: Operand, product: Product, tp: Axis, rows: int) -> BoxExchange:
+    def _scatter_chunks(self, operand: Operand, product: Product, tp: Axis, rows: int) -> BufferExchange:
         def term(step: int) -> tuple[int, Tensor]:
             owner = (tp.rank + 1 + step) % tp.size
             return owner, product(tuple(part.narrow(0, owner * rows, rows) for part in operand))
 
         owner, first = term(0)
-        exchange = self._mailbox.exchange([(first.shape, first.dtype)])
+        exchange = self._buffers.exchange([(first.shape, first.dtype)])
         exchange.send([first], owner)
         for step in range(1, tp.size):
             owner, later = term(step)
@@ -241,5 +241,5 @@ class Fused:
 
 
 def _joined(chunks: Tensor) -> Tensor:
-    """`[tp, s/tp, ...]` in a mailbox as `[s, ...]` of its own."""
+    """`[tp, s/tp, ...]` in the buffers as a contiguous `[s, ...]`."""
     return chunks.clone(memory_format=torch.contiguous_format).flatten(0, 1)

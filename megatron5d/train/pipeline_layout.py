@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from megatron5d.comm.p2p import Form
+from megatron5d.comm.p2p import TensorMeta
 from megatron5d.config.checks import broken_laws
 from megatron5d.config.checks.check import data_parallel, divisors
 from megatron5d.config.checks.files import FILE_LAWS
@@ -219,8 +219,8 @@ def _verified(program: Program) -> Program:
     return program
 
 
-def boundary_form(config: Config, device) -> Form:
+def boundary_form(config: Config, device) -> TensorMeta:
     """What is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp."""
     p, t = config.parallel, config.train
     rows = t.seq_len // p.cp // (p.tp if p.sp else 1)
-    return Form((rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device)
+    return TensorMeta((rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device)
