@@ -67,11 +67,11 @@ def normalised(x, live, width, eps, statistics, row_is_live, CENTRED: tl.constex
 
 
 @jit
-def scaled(x, weight_at, bias_at, column_is_live, HAS_BIAS: tl.constexpr):
+def scaled(x, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS: tl.constexpr):
     """Rows x times the weight, plus the bias."""
-    y = x * tl.load(weight_at, column_is_live, other=0.0).to(tl.float32)[None, :]
+    y = x * tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
-        y += tl.load(bias_at, column_is_live, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(bias_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
     return y
 
 
@@ -79,8 +79,8 @@ def scaled(x, weight_at, bias_at, column_is_live, HAS_BIAS: tl.constexpr):
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, scale_ptr, num_rows, width, x_stride,
     residual_stride, eps,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, WIDTH:
-    tl.constexpr,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
@@ -93,7 +93,7 @@ def _forward_kernel(
         x = stored_sum(x, added, total_ptr + row[:, None] * width + column[None, :], live)
     statistics = mean_ptr + row, scale_ptr + row
     y = normalised(x, live, width, eps, statistics, row_is_live, CENTRED)
-    y = scaled(y, weight_ptr + column, bias_ptr + column, column_is_live, HAS_BIAS)
+    y = scaled(y, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS)
     tl.store(y_ptr + row[:, None] * width + column[None, :], y.to(y_ptr.dtype.element_ty), live)
 
 
@@ -101,8 +101,8 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, scale_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, width,
     dy_stride, dtotal_stride, x_stride,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr, WIDTH:
-    tl.constexpr, STAGES: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     column_is_live = column < width
@@ -192,8 +192,8 @@ def _wide_forward_kernel(
 def _wide_backward_kernel(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, scale_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, width,
     dy_stride, dtotal_stride, x_stride,
-    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr, CHUNK:
-    tl.constexpr,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Each program walks many rows, some at a time, and keeps its share of dw and db in memory."""
     mine = tl.program_id(0).to(tl.int64) * width

@@ -78,7 +78,7 @@ def _norm_kernel(
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], live, other=0.0).to(tl.float32)
     statistics = mean_ptr + row, inverse_ptr + row
     y = normalised(x, live, width, eps, statistics, row < rows, CENTRED)
-    y = scaled(y, weight_ptr + column, bias_ptr + column, column < width, HAS_BIAS)
+    y = scaled(y, weight_ptr, bias_ptr, column, column < width, HAS_BIAS)
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP))
     amax = largest(groups, 2)[:, :, None]
