@@ -27,8 +27,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.all_gather_gemm import gather_matmul
-from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
+from kernels.all_gather_gemm import all_gather_gemm
+from kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
 from megatron5d.comm.collectives import all_gather, reduce_scatter, start_shift
 from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
 from megatron5d.precision.gemm import PLAIN, Operand, gemms_of
@@ -198,7 +198,9 @@ class Fused:
             s, b, width = operand[0].shape
             gathered = exchange.receive_buffer(0).view(tp.size, s * b, width)
             weight, arrivals = product.weight.detach(), exchange.arrivals
-            y = gather_matmul(gathered, weight, arrivals, tp.rank, turned=product.backward).view(tp.size * s, b, -1)
+            y = all_gather_gemm(gathered, weight, arrivals, tp.rank, transposed=product.backward).view(
+                tp.size * s, b, -1
+            )
         else:
             outputs: list[Tensor] = [operand[0]] * tp.size
             for step in range(tp.size):
@@ -222,8 +224,8 @@ class Fused:
         exchange.count(0)
         boxes = [box.flatten(0, 1) for box in exchange.send_buffers(0)]
         places = exchange.send_buffer_addresses(0), exchange.signal_addresses(), self._buffers.finished
-        out = Outboxes(boxes, exchange.signals(), *places)
-        matmul_scatter(x, product.weight.detach(), out, exchange.epoch, tp.rank, turned=product.backward)
+        out = PeerBuffers(boxes, exchange.signals(), *places)
+        gemm_reduce_scatter(x, product.weight.detach(), out, exchange.epoch, tp.rank, transposed=product.backward)
         return exchange
 
     def _scatter_chunks(self, operand: Operand, product: Product, tp: Axis, rows: int) -> BufferExchange:
