@@ -167,7 +167,9 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _launch_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     outputs = _like(q), _like(k)
     _launch((q, k), outputs, cos, sin, backward, interleaved)
     return outputs
@@ -178,13 +180,13 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotate(q, k, cos, sin, False, interleaved)
+        return _launch_pair(q, k, cos, sin, False, interleaved)
 
     @staticmethod
     @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        return (*_rotate(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
+        return (*_launch_pair(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
