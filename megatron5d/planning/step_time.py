@@ -129,6 +129,9 @@ class StepCost:
         mfu: those of the device's peak in 16 bits.
         sent: for each pipeline rank, axis -> bytes that it sends in a step.
         bubble: for each pipeline rank, `waiting_shares` of the step's Program.
+        program: of the step.
+        costs: seconds of its passes, and bytes of activations that a micro-batch keeps of each stage.
+        simulation: of the Program under these costs.
     """
 
     seconds: Mapping[str, float]
@@ -137,6 +140,9 @@ class StepCost:
     mfu: float
     sent: tuple[Mapping[str, int], ...]
     bubble: tuple[float, ...]
+    program: Program
+    costs: StageCosts
+    simulation: Simulation
 
     @property
     def step_s(self) -> float:
@@ -236,8 +242,9 @@ def step_cost(
         for op in used:
             kinds, a2a[OPS.index(op), stage] = prices.stage(units, op, gathered.get((op, stage)))
             spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
-    share = np.ones(program.num_stages)
-    found = simulate(program, StageCosts(spent.sum(0), a2a, prices.message(), share, share))
+    kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
+    costs = StageCosts(spent.sum(0), a2a, prices.message(), kept, np.zeros(program.num_stages))
+    found = simulate(program, costs)
     busiest = int(found.work.argmax())
     seconds = dict(zip(KINDS, (spent * pass_counts(program)[busiest]).sum((1, 2)).tolist()))
     seconds |= _waiting(found, busiest)
@@ -248,7 +255,8 @@ def step_cost(
     rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
     flops = rate * token_flops
     sent = sent_bytes(config, prices.sharding, program, stages)
-    return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent, tuple(waiting_shares(program, found)))
+    waiting = tuple(waiting_shares(program, found))
+    return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent, waiting, program, costs, found)
 
 
 def _waiting(found: Simulation, rank: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import gcd, prod
 
 import torch
@@ -24,7 +24,8 @@ from megatron5d.config.derived import is_moe, quantised_matrices
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.model.embedding_head import TIED, loss_terms
 from megatron5d.model.flops import core_flops
-from megatron5d.model.gpt import Gpt, is_recomputed
+from megatron5d.model.gpt import GPT
+from megatron5d.model.options import is_recomputed
 from megatron5d.model.partition import StageSpec
 from megatron5d.optim.matrix_gather import whole_shape
 from megatron5d.optim.muon import replace_by_update, takes_muon
@@ -101,7 +102,7 @@ class Workloads:
         Args:
             config: a lawful configuration.
             specs: what each stage holds.
-            shared: which parameters mirrored pipeline ranks hold together (`PipelinePlan.shared`).
+            shared: which parameters mirrored pipeline ranks hold together (`PipelineLayout.shared`).
         """
         stages = [
             [self._unit(config, kind) for kind in _kinds(config, stage, spec)] for stage, spec in enumerate(specs)
@@ -114,6 +115,19 @@ class Workloads:
         """The units of the whole model: of each kind one, how many there are, and whether it is a layer or an end."""
         kinds = Counter(_kinds(config, 0, StageSpec(range(config.model.num_layers), True, True)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
+
+    def block(
+        self, config: Config, before: Callable[[GPT], None]
+    ) -> tuple[list[nn.Module], dict[str, dict[nn.Module, Work]]]:
+        """Returns the phases of the model's mixture block, or of its dense one, and op -> phase -> its work.
+
+        Args:
+            config: a valid configuration.
+            before: called with the model on the meta device, before a sequence passes it.
+        """
+        model, kinds, passes = _run_alone(_alone(config, config.recompute.mode != "none"), self.target, before)
+        names = [kind[0] for kind in kinds]
+        return model.units[names.index("moe" if "moe" in names else "dense")], passes
 
     def _unit(self, config: Config, kind: Kind) -> Unit:
         alone = _alone(config, kind[2])
@@ -204,25 +218,7 @@ def _window(config: Config) -> range:
 
 def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
     """Every kind of unit of a configuration of `_alone`, for one sequence."""
-    parallel, model_config = config.parallel, config.model
-    experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
-    world = dense * (experts // gcd(experts, dense))
-    ledger, window = Ledger(), _window(config)
-    mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
-    spec = StageSpec(window, True, True)
-    kinds = list(_kinds(config, 0, spec))
-    with target.paths():
-        with without_memory():
-            model = Gpt(config, mesh, "meta", {0: spec})
-        set_load(model, target.imbalance, config.moe.capacity_factor)
-        batch = planned_batch(config, mesh, model, world // dense)
-        with _Counter(ledger) as counter:
-            _count_products(model, counter)
-            watched = WATCH.set(counter.copied)
-            try:
-                passes = _passes(config, model, batch, counter)
-            finally:
-                WATCH.reset(watched)
+    model, kinds, passes = _run_alone(config, target)
     counted: set[nn.Parameter] = set()
     readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
     found = {}
@@ -240,6 +236,41 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
             matrices=tuple(_matrices(own, config.optim)), eight_bits=_elements(filter(is_quantized, own)),
         )  # fmt: skip
     return found
+
+
+def _run_alone(
+    config: Config, target: Target, before: Callable[[GPT], None] = lambda model: None
+) -> tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]]]:
+    """Builds a configuration of `_alone` on the meta device and passes one sequence through it.
+
+    Args:
+        config: as `_alone` returns it.
+        target: whose paths the layers take.
+        before: called with the model before the sequence passes.
+
+    Returns:
+        The model, the kind of each of its units, and op -> phase -> its work.
+    """
+    parallel, model_config = config.parallel, config.model
+    experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
+    world = dense * (experts // gcd(experts, dense))
+    ledger, window = Ledger(), _window(config)
+    mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
+    spec = StageSpec(window, True, True)
+    with target.paths():
+        with without_memory():
+            model = GPT(config, mesh, "meta", {0: spec})
+        set_load(model, target.imbalance, config.moe.capacity_factor)
+        batch = planned_batch(config, mesh, model, world // dense)
+        before(model)
+        with _Counter(ledger) as counter:
+            _count_products(model, counter)
+            watched = WATCH.set(counter.copied)
+            try:
+                passes = _passes(config, model, batch, counter)
+            finally:
+                WATCH.reset(watched)
+    return model, list(_kinds(config, 0, spec)), passes
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
@@ -270,7 +301,7 @@ def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
     return dict(found)
 
 
-def _passes(config: Config, model: Gpt, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
+def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
     """op -> phase -> its work."""
     form, phases = boundary_form(config, "meta"), model.phases
     found: dict[str, dict[nn.Module, Work]] = {}

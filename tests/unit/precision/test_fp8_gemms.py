@@ -8,7 +8,7 @@ import torch
 from megatron5d.config.derived import matrices, quantised_matrices
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_recipes as fp8
 from megatron5d.precision.gemm import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, forget_copies, gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -174,7 +174,7 @@ MODELS = {
 def test_every_matrix_of_the_layers_and_no_other(model):
     precision = PrecisionConfig(fp8="blockwise", fp8_skip_last=1, fp8_exclude=["*.attention.out", "layers.0.*.up"])
     config = Config(model=ModelConfig(num_layers=3, **MODELS[model]), precision=precision)
-    gpt = Gpt(config, build_mesh(resolve(1), 0), device="meta")
+    gpt = GPT(config, build_mesh(resolve(1), 0), device="meta")
     names = {spec_of(p).name.removesuffix(".weight") for p in gpt.parameters() if p.ndim >= 2}
     layers = {name for name in names if name.startswith("layers.") and not name.endswith("router")}
     if not config.model.latents_travel:  # what tp sums before these is not rounded
@@ -192,7 +192,7 @@ def test_every_matrix_of_the_layers_and_no_other(model):
     left_out |= {name for name in layers if name.startswith("layers.0.") and name.endswith(".up")}
     assert chosen == layers - left_out and chosen
     plain = dataclasses.replace(config, precision=PrecisionConfig())
-    assert all(not hasattr(p, "gemms") for p in Gpt(plain, build_mesh(resolve(1), 0), device="meta").parameters())
+    assert all(not hasattr(p, "gemms") for p in GPT(plain, build_mesh(resolve(1), 0), device="meta").parameters())
 
 
 def test_rows_past_the_last_expert_are_padding():

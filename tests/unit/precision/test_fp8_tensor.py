@@ -12,7 +12,7 @@ import kernels
 from kernels.activation import weighted_activation
 from megatron5d.autograd import recompute as activations
 from megatron5d.config.schema import RecomputeConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.precision import fp8_recipes as fp8
 from megatron5d.precision.fp8_tensor import Fp8Tensor
@@ -90,7 +90,7 @@ KEPT = {
 
 
 def loss_and_gradients(config):
-    model = Gpt(config, build_mesh(sizes_of(config, 1)))
+    model = GPT(config, build_mesh(sizes_of(config, 1)))
     model.initialize(1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
