@@ -18,7 +18,6 @@ from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.planning.auto_schedule import pipeline_faults
 from megatron5d.planning.clusters import GIB, Cluster
-from megatron5d.planning.layout_table import step_record
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator
 from megatron5d.planning.rank_memory import gigabytes
@@ -204,7 +203,7 @@ def _step(estimator: Estimator, config: Config, world: int) -> dict[str, Any]:
         cost = estimator.step(config, world)
     except ValueError as error:
         return {"unknown_time": str(error)}
-    return step_record(cost)
+    return cost.record()
 
 
 def name_cuts(variants: dict[str, dict[str, Any]], on: Sequence[str]) -> None:
