@@ -150,7 +150,7 @@ def picture(now: dict[str, Any]) -> str:
         for line in lines:
             parts.append(_text(x, y + 12, line))
             y += 16
-        tall, x = max(tall, y), x + 290
+        tall, x = max(tall, y), x + 310
     return _svg(x, tall + 12, parts)
 
 
