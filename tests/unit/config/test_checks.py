@@ -258,6 +258,7 @@ TEXTS = [
     "file:x",
     "1,2",
     "corpus",
+    "best:2",
     ".",
 ]
 
