@@ -17,7 +17,7 @@ from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.save import SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
-from megatron5d.config.derived import in_ranges
+from megatron5d.config.derived import batch_schedule, in_ranges
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
@@ -199,13 +199,14 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left)
     saved_at, profiler = progress.step, Profiler(run, reporter.say)
     stopped = False
+    schedule = batch_schedule(train_config)
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
             consumed = loader.consumed_samples
             batches = next(loader)  # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens
             where = StepSamples(progress.step + 1, range(consumed, loader.consumed_samples))
-            lr = learning_rate(config.optim, where.step, train_config.steps)
+            lr = learning_rate(config.optim, where.step, train_config.steps, schedule)
             watched = progress.step == 0 or _due(where.step, config.moe.log_every)
             with profiler.step():
                 left_out = in_ranges(where.step, config.data.skip_steps)

@@ -68,7 +68,8 @@ def pipeline_layout(config: Config, world: int, program_of: Programs | None = No
     if any(program.placement != placement for program in programs):
         raise ValueError(
             f"pipeline.schedule = {config.pipeline.schedule} lays its stages out differently for the numbers of "
-            f"micro-batches that train.gbs_ramp = {config.train.gbs_ramp} passes through; set train.gbs_ramp=null"
+            f"micro-batches that train.gbs_ramp = {','.join(config.train.gbs_ramp or [])} passes through; "
+            "set train.gbs_ramp=null"
         )
     layers = layers_per_stage(config, placement)
     return PipelineLayout(
