@@ -27,8 +27,7 @@ from megatron5d.checkpoint.save import Saver
 
 
 def save(directory, step, keep=0):
-    temporary = step_folder(directory, step).with_suffix(".tmp")
-    temporary.mkdir(parents=True)
+    (temporary := step_folder(directory, step).with_suffix(".tmp")).mkdir(parents=True)
     (temporary / "run.json").write_text('{"progress": {}}')
     (temporary / "__0_0.distcp").write_bytes(b"x" * 100)
     return commit(temporary, Keep(keep))
