@@ -6,7 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from megatron5d.comm.ledger import Traffic
+from megatron5d.config.schema import Config
+from megatron5d.model.flops import core_flops
 
 Sent = Mapping[tuple[str, str], Traffic]
 """(axis, operation) -> calls, elements and bytes, as the ledger has them."""
@@ -168,3 +172,26 @@ def together(works: Iterable[Work]) -> Work:
         sum(work.host_bytes for work in works),
         sum(work.kept_bytes for work in works),
     )
+
+
+class CoreFlops:
+    """FLOPs of attention between queries, keys and values, of one sequence on one rank.
+
+    Its backward makes the scores again: five products of the forward's two.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config, recompute = config, config.recompute
+        again = recompute.mode == "selective" and "attention" in recompute.parts
+        self._passes = {"forward": 1.0, "recompute": 1.0, "backward": 2.5 + again, "wgrad": 0.0}
+
+    def __call__(self, phase: nn.Module, kind: str) -> float:
+        """Returns those of one phase, run for one of the kinds of pipeline_parallel/phase.py."""
+        if getattr(phase, "kind", None) != "attention":
+            return 0.0
+        parallel, seq_len = self._config.parallel, self._config.train.seq_len
+        window: int | None = getattr(
+            phase, "phase", phase
+        ).core.window  # WithLossSums wraps those of multi-token prediction
+        whole = core_flops(self._config.model, seq_len, window) / 3 * seq_len
+        return whole / (parallel.tp * parallel.cp) * self._passes[kind]

@@ -13,7 +13,6 @@ import dataclasses
 import fnmatch
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from math import gcd, prod
 
 import torch
@@ -25,7 +24,6 @@ from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import is_moe, quantised_matrices, window_of
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.model.embedding_head import TIED, loss_terms
-from megatron5d.model.flops import core_flops
 from megatron5d.model.gpt import GPT
 from megatron5d.model.options import is_recomputed
 from megatron5d.model.partition import StageSpec
@@ -34,7 +32,7 @@ from megatron5d.optim.muon import replace_by_update, takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
 from megatron5d.planning.memory_trace import MemoryWatch
-from megatron5d.planning.work import Elements, Matrix, Product, Unit, Work, together
+from megatron5d.planning.work import CoreFlops, Elements, Matrix, Product, Unit, Work, together
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms_of
 from megatron5d.topology.mesh import planned_mesh
@@ -322,7 +320,7 @@ def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, d
     """op -> phase -> its work."""
     form, phases = boundary_form(config, "meta"), model.phases
     found: dict[str, dict[nn.Module, Work]] = {}
-    core = _Core(config)
+    core = CoreFlops(config)
     for back in "BIB":  # the first pass makes the weights' gradients, which are there from then on
         stage = Stage(phases)
         counter.take(0.0)
@@ -334,37 +332,13 @@ def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, d
     return found
 
 
-def _run(work: Pass, counter: _Counter, core: _Core) -> dict[nn.Module, Work]:
+def _run(work: Pass, counter: _Counter, core: CoreFlops) -> dict[nn.Module, Work]:
     """What each phase does in a pass; one that is computed again does so in its own backward."""
     found: dict[nn.Module, list[Work]] = defaultdict(list)
     for kind, phase, *_ in work.steps:
         work.advance()
         found[phase].append(counter.take(core(phase, kind)))
     return {phase: together(works) for phase, works in found.items()}
-
-
-class _Core:
-    """FLOPs of attention between queries, keys and values, of one sequence on one rank.
-
-    Its backward makes the scores again: five products of the forward's two.
-    """
-
-    def __init__(self, config: Config) -> None:
-        parallel, seq_len = config.parallel, config.train.seq_len
-        self._forward = partial(core_flops, config.model, seq_len)
-        self._share = seq_len / 3 / (parallel.tp * parallel.cp)
-        recompute = config.recompute
-        self._again = recompute.mode == "selective" and "attention" in recompute.parts
-
-    def __call__(self, phase: nn.Module, kind: str) -> float:
-        if getattr(phase, "kind", None) != "attention":
-            return 0.0
-        window = getattr(getattr(phase, "phase", phase), "core").window  # noqa: B009 of one in WithLossSums, too
-        return (
-            self._forward(window)
-            * self._share
-            * {"forward": 1.0, "recompute": 1.0, "backward": 2.5 + self._again, "wgrad": 0.0}[kind]
-        )
 
 
 def _count_products(model: nn.Module, counter: _Counter) -> None:
