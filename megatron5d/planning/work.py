@@ -190,8 +190,6 @@ class CoreFlops:
         if getattr(phase, "kind", None) != "attention":
             return 0.0
         parallel, seq_len = self._config.parallel, self._config.train.seq_len
-        window: int | None = getattr(
-            phase, "phase", phase
-        ).core.window  # WithLossSums wraps those of multi-token prediction
-        whole = core_flops(self._config.model, seq_len, window) / 3 * seq_len
+        attention: Any = getattr(phase, "phase", phase)  # WithLossSums wraps those of multi-token prediction
+        whole = core_flops(self._config.model, seq_len, attention.core.window) / 3 * seq_len
         return whole / (parallel.tp * parallel.cp) * self._passes[kind]
