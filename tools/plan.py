@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
+from megatron5d.planning.fit import shortage
+from megatron5d.train.pipeline_layout import micro_batch_counts
 
 
 def _parser() -> OptionParser:
@@ -109,8 +111,6 @@ from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, m
 from megatron5d.planning.predict import Estimator, planned_config, unplanned_config
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
-from megatron5d.train.monitoring.memory import shortage
-from megatron5d.train.pipeline_layout import micro_batch_counts
 from megatron5d.train.preflight import eight_bit_faults
 
 TOLD_EVERY_S = 10.0
@@ -355,7 +355,7 @@ def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[
     forecaster = Forecaster(config, world, target)
     ranks = forecaster.ranks()
     if name == "megatron":
-        stages = forecaster.plan.placement
+        stages = forecaster.layout.placement
         for rank, memory in ranks.items():
             last = any(stage == stages.num_stages - 1 for _, stage in stages.stages_of(rank))
             terms = megatron_terms(config, memory, stages.num_stages, last=last, options=said)

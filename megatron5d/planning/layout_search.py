@@ -22,6 +22,7 @@ from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import find_schedule
+from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, check_predictable
@@ -30,7 +31,7 @@ from megatron5d.planning.step_time import Prices, StepCost
 from megatron5d.planning.work import Unit
 from megatron5d.topology.mesh import lines_of
 from megatron5d.train.build import sizes_of
-from megatron5d.train.pipeline_layout import PipelinePlan, micro_batch_counts, planned_pipeline
+from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
 
 MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
 SCHEDULES = (  # (schedule, chunks per rank)
@@ -229,7 +230,7 @@ class LayoutSearch:
         self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
         self._careful = self._estimator if imbalance == careful else Estimator(cluster, careful)
         self.found_legal = False
-        self._plans: dict[tuple, PipelinePlan | None] = {}
+        self._layouts: dict[tuple, PipelineLayout | None] = {}
 
     def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate]:
         """Layouts that are not too large at a glance, with a first guess of their time, and the given one.
@@ -324,36 +325,36 @@ class LayoutSearch:
                 passes = busy + (0.0 if _name(way).startswith("dualpipe") else a2a)  # which it hides
                 yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
 
-    def _plan(self, config: Config) -> PipelinePlan | None:
+    def _layout(self, config: Config) -> PipelineLayout | None:
         """None where the schedule, the layers or a tied embedding do not fit together; many layouts share one."""
         parallel, schedule = config.parallel, config.pipeline.schedule
         key: tuple = parallel.pp, parallel.vpp, schedule, tuple(micro_batch_counts(config, self.world))
         if schedule == "auto":  # it weighs communication against computation
             key += repr(parallel), repr(config.train)
-        if key not in self._plans:
-            self._plans[key] = None
+        if key not in self._layouts:
+            self._layouts[key] = None
             with suppress(ValueError):
-                self._plans[key] = planned_pipeline(config, self.world)
-        return self._plans[key]
+                self._layouts[key] = quick_layout(config, self.world)
+        return self._layouts[key]
 
     def _runs(self, change: Change) -> bool:
         """Whether it is legal, schedule, layers and tied embedding included."""
         config = changed(self.config, change)
-        return not run_checks(config, self.world, files=False) and self._plan(config) is not None
+        return not run_checks(config, self.world, files=False) and self._layout(config) is not None
 
     def _least(self, change: Change) -> list[float]:
         """Bytes that each pipeline rank needs at least."""
         config = changed(self.config, change)
-        return self._careful.least_bytes(config, self.world, self._plan(config))
+        return self._careful.least_bytes(config, self.world, self._layout(config))
 
     def _price(self, change: Change) -> StepCost:
         config = changed(self.config, change)
-        return self._estimator.step(config, self.world, self._plan(config))
+        return self._estimator.step(config, self.world, self._layout(config))
 
     def _need(self, change: Change, have: int) -> int:
         """Bytes of the rank that needs most; the one that looks so is asked first."""
         config, least, most = changed(self.config, change), self._least(change), 0
-        forecaster = Forecaster(config, self.world, self._target, self._plan(config))
+        forecaster = Forecaster(config, self.world, self._target, self._layout(config))
         for rank in sorted(range(config.parallel.pp), key=lambda rank: -least[rank]):
             most = max(most, forecaster.rank(rank).needed)
             if most > have:

@@ -102,7 +102,7 @@ class Workloads:
         Args:
             config: a lawful configuration.
             specs: what each stage holds.
-            shared: which parameters mirrored pipeline ranks hold together (`PipelinePlan.shared`).
+            shared: which parameters mirrored pipeline ranks hold together (`PipelineLayout.shared`).
         """
         stages = [
             [self._unit(config, kind) for kind in _kinds(config, stage, spec)] for stage, spec in enumerate(specs)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
@@ -17,13 +18,14 @@ from megatron5d.model.gpt import GPT
 from megatron5d.planning.clusters import cluster_called, cluster_of
 from megatron5d.planning.dp_traffic import Sharding, carried_bytes, rounds
 from megatron5d.planning.memory_forecast import Target
-from megatron5d.planning.predict import Estimator, step_on
-from megatron5d.planning.step_time import Prices, StepCost
+from megatron5d.planning.predict import Estimator, prediction_of
+from megatron5d.planning.step_time import Prices
 from megatron5d.planning.work import Matrix, Unit, Work
 from megatron5d.planning.workload import Workloads
 from megatron5d.topology.mesh import build_mesh, lines_of
+from megatron5d.topology.process import Process
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 # every token chooses every expert: the only routing whose counts are known beforehand
 MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}
@@ -45,7 +47,7 @@ def layout(*, schedule=None, fields=None, fp8="none", **options):
 
 def sent_on_rank(rank: int, world: int, config) -> tuple[int, dict[str, int]]:
     """(pipeline rank, axis -> bytes) of a step that is not the first."""
-    plan, ledger = plan_pipeline(config, world), Ledger()
+    plan, ledger = pipeline_layout(config, world), Ledger()
     mesh = build_mesh(
         sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, pairs=plan.shared != "none",
         recorder=ledger,
@@ -148,21 +150,21 @@ def test_faster_machines_and_better_ways_cost_less():
     assert more == pytest.approx(bubble, rel=0.2) and many.mfu > few.mfu  # behind four times the work
 
 
-def test_a_run_expects_a_time_where_its_device_is_known():
-    config = layout(pp=2)
-    plan = plan_pipeline(config, 2)
-    found = step_on("NVIDIA H100 80GB HBM3", config, 2, plan)
-    assert isinstance(found, StepCost) and found.step_s == pytest.approx(Estimator(H100).step(config, 2).step_s)
-    assert step_on("Tesla T4", config, 2, plan) is None
+def test_a_run_expects_a_time_where_its_device_is_known(monkeypatch):
+    def predicted(config, name="NVIDIA H100 80GB HBM3"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return prediction_of(config, Process(0, 2, 0, torch.device("cuda")), pipeline_layout(config, 2))
+
+    config, (found, cost) = layout(pp=2), (predicted(layout(pp=2)), Estimator(H100).step(layout(pp=2), 2))
+    assert (found.step_s, found.mfu, *found.bubble) == pytest.approx((cost.step_s, cost.mfu, *cost.bubble))
+    assert predicted(config, "Tesla T4").step_s is None and predicted(config, "Tesla T4").sent == cost.sent
     assert [getattr(cluster_of(f"NVIDIA {name}"), "name", None) for name in ("GH200 480GB", "H200", "GB200")] == [
         "gh200", "h200", "gb200",
     ]  # fmt: skip
     wide = dataclasses.replace(config, precision=PrecisionConfig(dtype="fp32"))
-    assert "precision.dtype = fp32" in str(step_on("NVIDIA H100 80GB HBM3", wide, 2, plan))
+    assert "precision.dtype = fp32" in predicted(wide).report[0]
     halved = dataclasses.replace(config, log=LogConfig(peak_tflops=H100.flops / 2e12))
-    measured_so = step_on("NVIDIA H100 80GB HBM3", halved, 2, plan)
-    assert isinstance(measured_so, StepCost) and measured_so.step_s == found.step_s
-    assert measured_so.mfu == pytest.approx(2 * found.mfu)
+    assert predicted(halved).step_s == found.step_s and predicted(halved).mfu == pytest.approx(2 * found.mfu)
 
 
 def test_muon_works_on_whole_matrices_one_a_rank():

@@ -24,7 +24,7 @@ from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.planning.rank_memory import RankMemory
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import boundary_form, plan_pipeline
+from megatron5d.train.pipeline_layout import boundary_form, pipeline_layout
 
 CPU = Target(None)
 # every token chooses every expert: the only routing whose counts are known beforehand
@@ -109,7 +109,7 @@ class DeviceWatch(MemoryWatch):
 
 
 def count_on_rank(rank: int, world: int, config) -> Counted:
-    plan = plan_pipeline(config, world)
+    plan = pipeline_layout(config, world)
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
     with MemoryWatch() as watch:
