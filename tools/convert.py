@@ -46,6 +46,12 @@ COMMANDS = {
         "a Hugging Face folder becomes a checkpoint of ours", arguments.add_from_hf, "huggingface", "from_hf"
     ),
     "to-hf": Command("a checkpoint of ours becomes a Hugging Face folder", arguments.add_to_hf, "huggingface", "to_hf"),
+    "from-megatron": Command(
+        "a Megatron-LM checkpoint becomes one of ours", arguments.add_from_megatron, "megatron", "from_megatron"
+    ),
+    "to-megatron": Command(
+        "a checkpoint of ours becomes one of Megatron-LM", arguments.add_to_megatron, "megatron", "to_megatron"
+    ),
     "upcycle": Command("a dense checkpoint becomes a mixture of experts", arguments.add_upcycle, "upcycle", "upcycle"),
 }
 

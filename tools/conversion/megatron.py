@@ -18,8 +18,8 @@ from megatron5d.checkpoint.megatron.writer import write_release
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.train.state import twin
-from tools.conversion.huggingface import check_complete, stored_dtype
-from tools.conversion.new_checkpoint import check_empty, save_weights
+from tools.conversion.huggingface import check_complete
+from tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 
 POSITIONS = "embedding.position_embeddings.weight"
 
@@ -46,7 +46,7 @@ def from_megatron(args: argparse.Namespace) -> int:
     passed_over = re.compile("|".join(IGNORED))
     wide = {entry.hf_name for entry in table if entry.wide}
     kinds = {each.dtype for name, each in stored.tensors.items() if name not in wide and not passed_over.search(name)}
-    dtype = args.dtype or stored_dtype(kinds)
+    dtype = args.dtype or widest_dtype(kinds)
     seq_len = getattr(stored.args, "seq_length", None) or model.max_positions
     config = Config(model=model, precision=PrecisionConfig(dtype=dtype), train=TrainConfig(seq_len=seq_len))
     print(f"wrote {save_weights(args.out, dict(lazy_weights(table, stored, DTYPES[dtype])), config)}")

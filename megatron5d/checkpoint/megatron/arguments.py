@@ -196,7 +196,7 @@ def args_of(model: ModelConfig, dtype: str, seq_len: int, tokenizer: str | None)
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm", "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps, "apply_layernorm_1p": False, "qk_layernorm": model.qk_norm,
         "apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-        "vocab_size": model.vocab_size, "padded_vocab_size": model.vocab_size, "make_vocab_size_divisible_by": 1,
+        "vocab_size": model.vocab_size, "make_vocab_size_divisible_by": 128,
         "tokenizer_model": tokenizer, "fp16": dtype == "fp16", "bf16": dtype == "bf16", "multi_latent_attention": False,
         "ckpt_format": "torch_dist", "use_distributed_optimizer": False, "consumed_train_samples": 0,
         "consumed_valid_samples": 0, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
@@ -232,7 +232,7 @@ def _check_same(args: Namespace, model: ModelConfig) -> None:
     """Makes sure that Megatron's arguments mean this very architecture, by reading them back."""
     back = to_dict(Config(model=model_config_of(args, model.vocab_size, None, None)))["model"]
     wanted = to_dict(Config(model=model))["model"]
-    passive = {"name", "from_hf", "max_positions", "init_scale_output", "num_mtp_layers", "moe_layers"}
+    passive = {"name", "from_hf", "max_positions", "init_scale_output", "moe_layers"}
     passive |= {"first_k_dense", "moe_interval", "top_k" if not model.num_experts else ""}
     if model.position == "learned":
         passive |= {"rope_theta", "rope_interleaved", "rope_scaling"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.hf.safetensors_folder import StoredTensor
-from megatron5d.checkpoint.megatron.distributed import BACKEND, COMMON, read_distributed
+from megatron5d.checkpoint.megatron.distributed import COMMON, read_distributed
 from megatron5d.checkpoint.megatron.names import EMBEDDING, HEAD, to_our_rows
 from megatron5d.checkpoint.megatron.rank_files import read_rank_files
 from megatron5d.config.schema import ModelConfig
@@ -30,8 +30,10 @@ def iteration_folder(folder: Path) -> Path:
         folder = folder / ("release" if latest == "release" else f"iter_{int(latest) if latest.isdigit() else 0:07d}")
     if (folder / COMMON).is_file() or any(folder.glob("mp_rank_*")):
         return folder
-    raise ValueError(f"{folder} is no checkpoint of Megatron-LM: it has neither {COMMON} and {METADATA} nor mp_rank_00; "
-                     f"name an iter_ folder, or the directory with {TRACKER}")  # fmt: skip
+    raise ValueError(
+        f"{folder} is no checkpoint of Megatron-LM: it has neither {COMMON} nor mp_rank_00; name an iter_ folder, or "
+        f"the directory with {TRACKER}"
+    )
 
 
 class MegatronCheckpoint:

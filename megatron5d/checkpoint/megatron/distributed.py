@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron5d.checkpoint.folder import METADATA
-from megatron5d.checkpoint.index import read_pickled
+from megatron5d.checkpoint.index import SavedTensor
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.megatron.names import layer_name
 from megatron5d.checkpoint.megatron.sources import Source, concatenated, load_inert, saved_args
+from megatron5d.checkpoint.storage import Reader, read
 from megatron5d.config.json_file import read_json
 
 COMMON, BACKEND = "common.pt", "metadata.json"
@@ -25,40 +23,40 @@ _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)$")
 _HALF = re.compile(r"(linear_fc1\.(?:weight|bias))_([wv])$")  # the gate and up rows under names of their own
 
 
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader with metadata that were read without executing what they name."""
+class _Reader(Reader):
+    """Reads tensors of a folder in which files.json and index.json are not there."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        try:
-            self._metadata = read_pickled((folder / METADATA).read_bytes())
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{folder / METADATA} is refused: {error}") from error
+    def _content(self) -> tuple[str, bytes]:
+        return METADATA, (self._folder / METADATA).read_bytes()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
+    def advice(self) -> str:
+        return "Copy the checkpoint again"
 
 
 def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, Source]]:
-    """Arguments, iteration and tensors of a `torch_dist` folder."""
+    """Arguments, iteration and tensors of a `torch_dist` folder.
+
+    Raises:
+        ValueError: a file is damaged, names what is not admitted, or is of another format.
+    """
     backend = read_json(folder / BACKEND).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(f"{folder / BACKEND}: sharded_backend = {backend!r}: only 'torch_dist' is read")
     common, reader = load_inert(folder / COMMON), _Reader(folder)
     sources: dict[str, Source] = {}
-    for key, entry in reader.read_metadata().state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_")):
-            _add_layers(sources, key, _stored(reader, key, entry))
-    return saved_args(common, folder / COMMON), int(common.get("iteration", 0)), _joined_halves(sources)
+    for key, saved in reader.tensors().items():
+        if not key.startswith(("optimizer.", "chained_")):
+            _add_layers(sources, key, _stored(reader, key, saved))
+    return saved_args(common, folder / COMMON), int(common.get("iteration", 0)), _with_joined_halves(sources)
 
 
-def _stored(reader: _Reader, key: str, entry: TensorStorageMetadata) -> Source:
-    def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        values = torch.empty(shape, dtype=entry.properties.dtype)
-        dcp.load({key: ShardedTensor(entry.size, [(offset, values)], values.dtype)}, storage_reader=reader, no_dist=True)
-        return values
+def _stored(reader: Reader, key: str, saved: SavedTensor) -> Source:
+    def values(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        found = torch.empty(shape, dtype=saved.dtype)
+        read(reader, [{key: ShardedTensor(saved.size, [(offset, found)], saved.dtype)}])
+        return found
 
-    return Source(tuple(entry.size), entry.properties.dtype, read)
+    return Source(tuple(saved.size), saved.dtype, values)
 
 
 def _add_layers(sources: dict[str, Source], key: str, source: Source) -> None:
@@ -88,11 +86,11 @@ def _index(source: Source, i: int) -> Source:
     return Source(source.shape[1:], source.dtype, read)
 
 
-def _joined_halves(sources: dict[str, Source]) -> dict[str, Source]:
+def _with_joined_halves(sources: dict[str, Source]) -> dict[str, Source]:
     """Puts gate and up rows under each other where they are stored apart."""
     for name in [name for name in sources if (half := _HALF.search(name)) and half[2] == "w"]:
-        halves = [sources.pop(name), sources.pop(name[:-1] + "v", None)]
-        if halves[1] is None:
+        gate, up = sources.pop(name), sources.pop(name[:-1] + "v", None)
+        if up is None:
             raise ValueError(f"the checkpoint holds {name} and no {name[:-1]}v")
-        sources[name[:-2]] = concatenated(halves, 0)
+        sources[name[:-2]] = concatenated([gate, up], 0)
     return sources

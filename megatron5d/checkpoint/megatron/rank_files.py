@@ -1,4 +1,4 @@
-"""Reads Megatron-LM's older checkpoints: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, one for each model-parallel rank."""
+"""Reads Megatron-LM's older checkpoints: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` of each model-parallel rank."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, Source]]:
     first = next(iter(paths))
     args = saved_args(states[first], paths[first])
     sizes = [getattr(args, f"{dim}_model_parallel_size", 1) or 1 for dim in ("tensor", "pipeline", "expert")]
-    if (getattr(args, "expert_tensor_parallel_size", None) or sizes[0]) != sizes[0]:
-        raise ValueError(f"{folder}: expert_tensor_parallel_size = {args.expert_tensor_parallel_size}: only "
-                         f"tensor_model_parallel_size = {sizes[0]} is read; save it with --ckpt-format torch_dist")  # fmt: skip
+    tp = getattr(args, "expert_tensor_parallel_size", None) or sizes[0]
+    if tp != sizes[0]:
+        raise ValueError(f"{folder}: expert_tensor_parallel_size = {tp}: only tensor_model_parallel_size = {sizes[0]} "
+                         "is read; save it with --ckpt-format torch_dist")  # fmt: skip
     if float(states[first].get("checkpoint_version", 0)) < 3:
         raise ValueError(f"{paths[first]}: checkpoint_version below 3, of before Megatron-Core, is not read")
     ranks = {_place(key, sizes): state for key, state in states.items()}
     wanted = {(t, p, e) for t in range(sizes[0]) for p in range(sizes[1]) for e in range(sizes[2])}
     if missing := sorted(wanted - set(ranks)):
-        raise ValueError(f"{folder} has no file of tensor, pipeline and expert rank {missing[0]} ({len(missing)} missing)")
+        raise ValueError(
+            f"{folder} has no file of tensor, pipeline and expert rank {missing[0]} ({len(missing)} missing)"
+        )
     whole: dict[str, Source] = {}
     for e in range(sizes[2]):
         shards = [_stage_tensors([ranks[t, p, e] for p in range(sizes[1])], e, args) for t in range(sizes[0])]
@@ -60,7 +63,9 @@ def _place(key: tuple[str | None, ...], sizes: list[int]) -> tuple[int, int, int
 def _stage_tensors(stages: list[dict[str, Any]], expert_rank: int, args: Namespace) -> dict[str, Source]:
     """One tensor rank's shards, whose layers are counted through all stages and whose experts through all ranks."""
     found: dict[str, Source] = {}
-    chunks = ["model"] if "model" in stages[0] else [f"model{v}" for v in range(len(stages[0])) if f"model{v}" in stages[0]]
+    chunks = (
+        ["model"] if "model" in stages[0] else [f"model{v}" for v in range(len(stages[0])) if f"model{v}" in stages[0]]
+    )
     first = 0
     for model in (stage[chunk] for chunk in chunks for stage in stages):
         layers = {int(match[1]) for name in model if (match := _LAYER.match(name))}

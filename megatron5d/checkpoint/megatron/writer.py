@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
-import warnings
+import uuid
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron5d.checkpoint.hf.safetensors_folder import Entry
+from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.load import LazyTensor, lazy_tensor
 from megatron5d.checkpoint.megatron.checkpoint import TRACKER
 from megatron5d.checkpoint.megatron.distributed import BACKEND, COMMON
 from megatron5d.checkpoint.megatron.names import FUSED, entries, to_their_rows
+from megatron5d.checkpoint.storage import write
+from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.config.derived import is_moe, moe_layers
 from megatron5d.config.schema import ModelConfig
 
 # A release has no optimiser and starts at iteration 0, which Megatron-LM knows without further flags.
 RELEASE = "release"
+_NOTHING = "__0_1.distcp"  # holds the one object that all extra states are
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:(mlp\.experts\.)(\d+)\.)?(.+)$")
 _Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 _Index = tuple[int, ...]  # of a layer or an expert in a stack, of both, or of neither
@@ -51,11 +58,19 @@ def write_release(out: Path, model: ModelConfig, args: Namespace, read: _Read, d
     if folder.exists() or (out / TRACKER).exists():
         raise ValueError(f"{out} already holds a checkpoint of Megatron-LM; give a directory without any")
     folder.mkdir(parents=True)
-    state: dict[str, Any] = {**_weights(model, read, dtype), **dict.fromkeys(_extra_states(model))}
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP announces that a single process saves without a group
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+    save = Save(uuid.uuid4().hex, 0)
+    written = write(folder, dict(_weights(model, read, dtype)), 0, save)
+    _, metadata, places = IndexWriter().build([written])
+    content = io.BytesIO()
+    torch.save([None], content)  # an object in a list, as Megatron-Core writes the shards of one
+    (folder / _NOTHING).write_bytes(content.getvalue())
+    for key in _extra_states(model):
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        info = _StorageInfo(_NOTHING, 0, len(content.getvalue()))
+        places.append(WriteResult(MetadataIndex(key), info.length, info))
+    writer = FileSystemWriter(folder)
+    writer.set_up_storage_writer(True)
+    writer.finish(metadata, [places])
     torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 0}, folder / COMMON)
     versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (folder / BACKEND).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
