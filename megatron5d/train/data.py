@@ -20,10 +20,9 @@ from megatron5d.config.derived import (
 )
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import SequenceSharding, look_ahead, make_micro_batch
-from megatron5d.data.blend import split_range
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.loader import Loader
-from megatron5d.data.samples import Samples, open_samples
+from megatron5d.data.samples import Samples, open_samples, split_range
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.mesh import Mesh
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron5d.checkpoint.folder import LEFT, faults_of_newer, faults_of_older, saved_after
 from megatron5d.config.derived import batch_schedule, samples_of_steps, source_of
 from megatron5d.config.schema import Config
-from megatron5d.data.blend import mixing_weights, normalised
 from megatron5d.data.indexed_dataset import IndexedDataset
+from megatron5d.data.samples import mixing_weights, normalised
 from megatron5d.train.data import end_of_document, eod_and_size, held_out, read_sources, tokens_of_part
 
 LOOKED_AT = 64  # documents of a file
