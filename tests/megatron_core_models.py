@@ -15,25 +15,16 @@ import json
 import os
 import queue
 import sys
-import warnings
 from argparse import Namespace
 from pathlib import Path
 from unittest.mock import MagicMock
 
-warnings.simplefilter("ignore")
-sys.path[0] = str(Path(__file__).parents[1])  # tests/kernels is not the package that we mean
+sys.path.remove(str(Path(__file__).parent))  # tests/kernels is not the package that is meant
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-
-torch.set_num_threads(1)
-torch.cuda.current_device = lambda: torch.device("cpu")
-torch.cuda.synchronize = lambda *_: None
-torch.cuda.stream = lambda *_: contextlib.nullcontext()
-torch.cuda.Stream = torch.cuda.current_stream = MagicMock()
-torch.Tensor.record_stream = lambda *_: None
-torch.Tensor.cuda = lambda self, *_, **__: self
-
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
@@ -44,6 +35,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron5d.parity.local_ranks import run_ranks
 
+torch.set_num_threads(1)
+torch.cuda.current_device = lambda: torch.device("cpu")
+torch.cuda.synchronize = lambda *_: None
+torch.cuda.stream = lambda *_: contextlib.nullcontext()
+torch.cuda.Stream = torch.cuda.current_stream = MagicMock()
+torch.Tensor.record_stream = lambda *_: None
+torch.Tensor.cuda = lambda self, *_, **__: self
 moe_utils.te_general_gemm = None
 
 
@@ -152,10 +150,8 @@ def write(rank: int, world: int, job: dict) -> None:
         torch.manual_seed(sum(name.encode()))  # what several ranks hold is the same on all of them
         if tensor.dim() == 1 and tensor.is_floating_point():  # norms, biases
             tensor.data.add_(0.3 * torch.randn_like(tensor))
-        elif not tensor.is_floating_point() or "router" in name:
-            continue
-        elif tensor.dim() > 1:
-            tensor.data.mul_(4)  # a model whose logits do not look alike
+        elif tensor.dim() > 1 and "router" not in name:
+            tensor.data.mul_(4)  # so that logits differ
     folder = Path(job["folder"]) / f"iter_{7:07d}"
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
     if job["format"] == "torch_dist":
