@@ -21,8 +21,6 @@ from megatron5d.train.state import twin
 from tools.conversion.huggingface import check_complete
 from tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 
-POSITIONS = "embedding.position_embeddings.weight"
-
 
 def from_megatron(args: argparse.Namespace) -> int:
     """Writes a checkpoint of step 0, and prints its folder; returns 0.
@@ -34,8 +32,7 @@ def from_megatron(args: argparse.Namespace) -> int:
     check_empty(args.out)
     stored = MegatronCheckpoint(args.megatron)
     rows = stored.tensors[EMBEDDING].shape[0]
-    positions = stored.tensors[POSITIONS].shape[0] if POSITIONS in stored.tensors else None
-    model = model_config_of(stored.args, rows, positions, args.vocab_size)
+    model = model_config_of(stored.args, rows, args.vocab_size)
     stored.fit(model)
     table = entries(model)
     check_names(stored, table, IGNORED)

@@ -67,23 +67,14 @@ def _add_layers(sources: dict[str, Source], key: str, source: Source) -> None:
         return
     layers = [int(match[1])] if match[1] else range(source.shape[0])
     for i in layers:
-        layer = source if match[1] else _index(source, i)
+        layer = source if match[1] else source.element(i)
         experts = _EXPERTS.match(match[2])
         if experts is None:
             sources[layer_name(i, match[2])] = layer
             continue
         for e in [int(experts[1])] if experts[1] else range(layer.shape[0]):
             name = layer_name(i, f"mlp.experts.{e}.{experts[2]}")
-            sources[name] = layer if experts[1] else _index(layer, e)
-
-
-def _index(source: Source, i: int) -> Source:
-    """Tensor i of a stack."""
-
-    def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        return source.read((i, *offset), (1, *shape))[0]
-
-    return Source(source.shape[1:], source.dtype, read)
+            sources[name] = layer if experts[1] else layer.element(e)
 
 
 def _with_joined_halves(sources: dict[str, Source]) -> dict[str, Source]:

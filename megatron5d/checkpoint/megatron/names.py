@@ -7,6 +7,7 @@ them. The norm before a linear layer has the name that TransformerEngine's fused
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,94 +19,72 @@ from megatron5d.config.schema import ModelConfig
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 # Stored names that carry no weights of the model: state of FP8 recipes, rotary tables, multi-token prediction.
 IGNORED = (r"\._extra_state$", r"(^|\.)rotary_pos_emb\.", r"^mtp\.")
-# A norm by itself (Megatron-Core's local modules, mixtures, latent attention), and as part of the next linear layer.
+# A norm by itself (Megatron-Core's local modules, mixtures), and as part of the next linear layer.
 FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 _QKV = re.compile(r"\.linear_qkv\.(weight|bias)$")
-_MODULES = ("self_attention.linear_proj", "self_attention.core_attention", "mlp.linear_fc1", "mlp.linear_fc2")
+_Shape = tuple[int, ...]
 
 
 def entries(config: ModelConfig) -> list[Entry]:
     """One entry per tensor of the Megatron model; together they tile every parameter of ours exactly."""
-    v, h = config.vocab_size, config.hidden_size
-    table = [Entry("embedding.weight", (0, v), EMBEDDING, (v, h))]
+    h = config.hidden_size
+    table: list[tuple[str, str, _Shape]] = [("embedding.weight", EMBEDDING, (config.vocab_size, h))]
     if config.position == "learned":
-        shape = (config.max_positions, h)
-        name = "embedding.position_embeddings.weight"
-        table.append(Entry("position_embedding.weight", (0, shape[0]), name, shape))
-    for i in range(config.num_layers):
-        table += _attention(config, i)
-        table += _moe(config, i) if is_moe(config, i) else _mlp(config, i)
+        table.append(("position_embedding.weight", "embedding.position_embeddings.weight", (config.max_positions, h)))
     table += _norm(config, "final_norm", "decoder.final_layernorm.")
-    return table if config.tie_embeddings else [*table, Entry("head.weight", (0, v), HEAD, (v, h))]
+    if not config.tie_embeddings:
+        table.append(("head.weight", HEAD, (config.vocab_size, h)))
+    found = [Entry(ours, (0, shape[0]), theirs, shape) for ours, theirs, shape in table]
+    for i in range(config.num_layers):
+        for ours, theirs, shape in _layer(config, is_moe(config, i)):
+            expert = re.search(r"\.experts\.(\d+)\.", theirs)
+            e, wide = int(expert[1]) if expert else None, ours == "router.bias"
+            place = (f"layers.{i}.{ours}", (0, shape[0]), f"decoder.layers.{i}.{theirs}", shape)
+            found.append(Entry(*place, expert=e, wide=wide))
+    return found
 
 
 def layer_name(i: int, name: str) -> str:
     """A tensor of layer i with the fused name of its norm."""
-    if name.startswith("self_attention.q_layernorm."):  # of each head, where attention has no latents
-        return f"decoder.layers.{i}.{name}"
     alone = next((alone for alone in FUSED if name.startswith(alone)), "")
     return f"decoder.layers.{i}.{FUSED.get(alone, '')}{name.removeprefix(alone)}"
 
 
-def _linear(name: str, theirs: str, shape: tuple[int, int], bias: bool) -> list[Entry]:
-    found = [Entry(f"{name}.weight", (0, shape[0]), f"{theirs}.weight", shape)]
-    return [*found, Entry(f"{name}.bias", (0, shape[0]), f"{theirs}.bias", shape[:1])] if bias else found
-
-
-def _norm(config: ModelConfig, name: str, theirs: str) -> list[Entry]:
+def _norm(config: ModelConfig, ours: str, theirs: str) -> list[tuple[str, str, _Shape]]:
     kinds = ("weight", "bias") if config.norm == "layernorm" else ("weight",)
-    h = config.hidden_size
-    return [Entry(f"{name}.{kind}", (0, h), f"{theirs}{kind}", (h,)) for kind in kinds]
+    return [(f"{ours}.{kind}", f"{theirs}{kind}", (config.hidden_size,)) for kind in kinds]
 
 
-def _attention(config: ModelConfig, i: int) -> list[Entry]:
-    h, d = config.hidden_size, config.head_dim
-    ours, theirs = f"layers.{i}.attention", f"decoder.layers.{i}.self_attention"
-    q, kv = config.num_heads * d, config.num_kv_heads * d
-    table = [
-        *_norm(config, f"{ours}.norm", f"{theirs}.linear_qkv.layer_norm_"),
-        *_linear(f"{ours}.qkv", f"{theirs}.linear_qkv", (q + 2 * kv, h), config.qkv_bias),
-        *_linear(f"{ours}.out", f"{theirs}.linear_proj", (h, q), config.attention_out_bias),
+def _layer(config: ModelConfig, moe: bool) -> Iterator[tuple[str, str, _Shape]]:
+    """Our name, Megatron's and the shape of every tensor of a layer; of experts for each."""
+    h, d, n = config.hidden_size, config.head_dim, config.num_experts
+    q, kv, gates = config.num_heads * d, config.num_kv_heads * d, 2 if config.activation == "swiglu" else 1
+    linear: list[tuple[str, str, _Shape, bool]] = [
+        ("attention.qkv", "self_attention.linear_qkv", (q + 2 * kv, h), config.qkv_bias),
+        ("attention.out", "self_attention.linear_proj", (h, q), config.attention_out_bias),
     ]
+    yield from _norm(config, "attention.norm", FUSED["input_layernorm."])
+    yield from _norm(config, "mlp.norm", FUSED["pre_mlp_layernorm."])
     if config.qk_norm:
-        table += [Entry(f"{ours}.{x}_norm.weight", (0, d), f"{theirs}.{x}_layernorm.weight", (d,)) for x in "qk"]
-    return table
-
-
-def _mlp(config: ModelConfig, i: int) -> list[Entry]:
-    h, f = config.hidden_size, config.ffn_hidden_size
-    ours, theirs, up = f"layers.{i}.mlp", f"decoder.layers.{i}.mlp", 2 * f if config.activation == "swiglu" else f
-    return [
-        *_norm(config, f"{ours}.norm", f"{theirs}.linear_fc1.layer_norm_"),
-        *_linear(f"{ours}.up", f"{theirs}.linear_fc1", (up, h), config.mlp_bias),
-        *_linear(f"{ours}.down", f"{theirs}.linear_fc2", (h, f), config.mlp_bias),
-    ]
-
-
-def _moe(config: ModelConfig, i: int) -> list[Entry]:
-    h, f, n, s = config.hidden_size, config.expert_hidden_size, config.num_experts, config.shared_ffn_hidden_size
-    ours, theirs, gates = f"layers.{i}", f"decoder.layers.{i}.mlp", 2 if config.activation == "swiglu" else 1
-    table = [
-        *_norm(config, f"{ours}.mlp.norm", f"{theirs}.linear_fc1.layer_norm_"),
-        Entry(f"{ours}.router.weight", (0, n), f"{theirs}.router.weight", (n, h)),
-    ]
-    if config.router_bias:
-        table.append(Entry(f"{ours}.router.bias", (0, n), f"{theirs}.router.expert_bias", (n,), wide=True))
-    for part, fc, shape in (("up", "linear_fc1", (gates * f, h)), ("down", "linear_fc2", (h, f))):
-        table += [
-            Entry(f"{ours}.experts.{part}.weight", (0, shape[0]), f"{theirs}.experts.{e}.{fc}.weight", shape, expert=e)
-            for e in range(n)
-        ]
-    if s:
-        shared, name = f"{ours}.shared_expert", f"{theirs}.shared_experts"
-        table += _linear(f"{shared}.up", f"{name}.linear_fc1", (gates * s, h), bias=False)
-        table += _linear(f"{shared}.down", f"{name}.linear_fc2", (h, s), bias=False)
-    return table
+        yield from ((f"attention.{x}_norm.weight", f"self_attention.{x}_layernorm.weight", (d,)) for x in "qk")
+    mlps = [("mlp", "mlp", config.ffn_hidden_size)]
+    if moe:
+        yield "router.weight", "mlp.router.weight", (n, h)
+        mlps = [("experts", f"mlp.experts.{e}", config.expert_hidden_size) for e in range(n)]
+        if config.router_bias:
+            yield "router.bias", "mlp.router.expert_bias", (n,)
+        if s := config.shared_ffn_hidden_size:
+            mlps.append(("shared_expert", "mlp.shared_experts", s))
+    for ours, theirs, f in mlps:
+        linear.append((f"{ours}.up", f"{theirs}.linear_fc1", (gates * f, h), config.mlp_bias))
+        linear.append((f"{ours}.down", f"{theirs}.linear_fc2", (h, f), config.mlp_bias))
+    for ours, theirs, shape, bias in linear:
+        yield f"{ours}.weight", f"{theirs}.weight", shape
+        if bias:
+            yield f"{ours}.bias", f"{theirs}.bias", shape[:1]
 
 
 def to_our_rows(name: str, values: Tensor, config: ModelConfig) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron5d.checkpoint.megatron.names import layer_name
-from megatron5d.checkpoint.megatron.sources import Source, concatenated, load_inert, saved_args
+from megatron5d.checkpoint.megatron.sources import Source, concatenated, held, load_inert, saved_args
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)$")
@@ -81,7 +81,7 @@ def _named(name: str, value: Tensor, first: int, expert_rank: int, args: Namespa
     """A stored tensor under our spelling of its name; of Megatron's old grouped experts one for each."""
     match = _LAYER.match(name)
     if not match:
-        return {name: _held(value)}
+        return {name: held(value)}
     layer, rest = first + int(match[1]), match[2]
     experts = (getattr(args, "num_experts", None) or 0) // (getattr(args, "expert_model_parallel_size", 1) or 1)
     at = expert_rank * experts
@@ -93,15 +93,8 @@ def _named(name: str, value: Tensor, first: int, expert_rank: int, args: Namespa
         shape = (experts, args.hidden_size, -1) if rest.endswith("1") else (experts, -1, args.hidden_size)
         prefix = f"decoder.layers.{layer}.mlp.experts"
         matrices = value.view(shape).transpose(1, 2)  # ours are [out, in]
-        return {f"{prefix}.{at + e}.linear_fc{rest[-1]}.weight": _held(matrix) for e, matrix in enumerate(matrices)}
-    return {layer_name(layer, rest): _held(value)}
-
-
-def _held(value: Tensor) -> Source:
-    def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        return value[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
-
-    return Source(tuple(value.shape), value.dtype, read)
+        return {f"{prefix}.{at + e}.linear_fc{rest[-1]}.weight": held(matrix) for e, matrix in enumerate(matrices)}
+    return {layer_name(layer, rest): held(value)}
 
 
 def _joined(name: str, shards: list[Source], args: Namespace) -> Source:
@@ -109,13 +102,6 @@ def _joined(name: str, shards: list[Source], args: Namespace) -> Source:
     if len(shards) > 1 and _ROWS.search(name):
         if "linear_fc1" in name and getattr(args, "swiglu", False):
             half = shards[0].shape[0] // 2
-            return concatenated([_rows_of(shard, start, half) for start in (0, half) for shard in shards], 0)
+            return concatenated([shard.rows(at, at + half) for at in (0, half) for shard in shards], 0)
         return concatenated(shards, 0)
     return concatenated(shards, 1) if len(shards) > 1 and _COLUMNS.search(name) else shards[0]
-
-
-def _rows_of(source: Source, start: int, rows: int) -> Source:
-    def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        return source.read((start + offset[0], *offset[1:]), shape)
-
-    return Source((rows, *source.shape[1:]), source.dtype, read)

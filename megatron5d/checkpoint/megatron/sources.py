@@ -67,17 +67,35 @@ class Source:
     dtype: torch.dtype
     read: Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (offset, shape) -> values
 
+    def element(self, i: int) -> Source:
+        """Tensor i of a stack."""
+        return Source(self.shape[1:], self.dtype, lambda at, size: self.read((i, *at), (1, *size))[0])
+
+    def rows(self, start: int, stop: int) -> Source:
+        """Some of the rows."""
+        shape = (stop - start, *self.shape[1:])
+        return Source(shape, self.dtype, lambda at, size: self.read((start + at[0], *at[1:]), size))
+
+
+def held(values: Tensor) -> Source:
+    """A tensor that lies in memory, or is mapped there from a file."""
+
+    def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return values[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
+
+    return Source(tuple(values.shape), values.dtype, read)
+
 
 def concatenated(parts: Sequence[Source], dim: int) -> Source:
     """Tensors beside each other in one dim."""
 
     def read(offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         whole = torch.cat([part.read((0,) * len(part.shape), part.shape) for part in parts], dim)
-        return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
+        return held(whole).read(offset, shape)
 
-    shape = list(parts[0].shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    return Source(tuple(shape), parts[0].dtype, read)
+    first = parts[0].shape
+    size = sum(part.shape[dim] for part in parts)
+    return Source((*first[:dim], size, *first[dim + 1 :]), parts[0].dtype, read)
 
 
 def saved_args(state: dict[str, Any], path: Path) -> Namespace:

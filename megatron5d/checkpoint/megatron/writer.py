@@ -32,7 +32,8 @@ from megatron5d.config.schema import ModelConfig
 # A release has no optimiser and starts at iteration 0, which Megatron-LM knows without further flags.
 RELEASE = "release"
 _NOTHING = "__0_1.distcp"  # holds the one object that all extra states are
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:(mlp\.experts\.)(\d+)\.)?(.+)$")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)$")
+_ALONE = "pre_mlp_layernorm."
 _Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 _Index = tuple[int, ...]  # of a layer or an expert in a stack, of both, or of neither
 
@@ -55,22 +56,23 @@ def write_release(out: Path, model: ModelConfig, args: Namespace, read: _Read, d
         OSError: a file cannot be written.
     """
     folder = out / RELEASE
-    if folder.exists() or (out / TRACKER).exists():
+    if (out / TRACKER).exists():
         raise ValueError(f"{out} already holds a checkpoint of Megatron-LM; give a directory without any")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save = Save(uuid.uuid4().hex, 0)
-    written = write(folder, dict(_weights(model, read, dtype)), 0, save)
-    _, metadata, places = IndexWriter().build([written])
+    places = _places(model)
+    written = write(folder, {key: _lazy(at, model, read, dtype) for key, at in places.items()}, 0, save)
+    _, metadata, stored = IndexWriter().build([written])
     content = io.BytesIO()
     torch.save([None], content)  # an object in a list, as Megatron-Core writes the shards of one
     (folder / _NOTHING).write_bytes(content.getvalue())
-    for key in _extra_states(model):
+    for key in _extra_states(places):
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
         info = _StorageInfo(_NOTHING, 0, len(content.getvalue()))
-        places.append(WriteResult(MetadataIndex(key), info.length, info))
+        stored.append(WriteResult(MetadataIndex(key), info.length, info))
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(True)
-    writer.finish(metadata, [places])
+    writer.finish(metadata, [stored])
     torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 0}, folder / COMMON)
     versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (folder / BACKEND).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
@@ -83,34 +85,25 @@ def _stacked(model: ModelConfig) -> bool:
     return len(moe_layers(model)) in (0, model.num_layers)
 
 
-def _weights(model: ModelConfig, read: _Read, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """Every tensor by Megatron's key, each part computed when it is written."""
-    parts: defaultdict[str, dict[_Index, Entry]] = defaultdict(dict)
-    for entry in entries(model):
-        for key, index in _keys(entry.hf_name, model):
-            parts[key][index] = entry
-    return {key: _lazy(at, model, read, dtype) for key, at in parts.items()}
-
-
-def _keys(name: str, model: ModelConfig) -> Iterator[tuple[str, _Index]]:
-    """The keys under which a tensor is stored, and where in its stack.
+def _places(model: ModelConfig) -> dict[str, dict[_Index, Entry]]:
+    """By Megatron's key the tensors that it stacks, by layer or expert or both.
 
     The norm before a mixture has two names in Megatron-Core: one of its local modules, one of TransformerEngine's.
     """
-    match = _LAYER.match(name)
-    if not match:
-        yield name, ()
-        return
-    i, stacked = int(match[1]), _stacked(model)
-    prefix = "decoder.layers." if stacked else f"decoder.layers.{i}."
-    index = (i,) if stacked else ()
-    if match[2]:
-        yield f"{prefix}mlp.experts.experts.{match[4]}", (*index, int(match[3]))
-        return
-    yield prefix + match[4], index
-    alone, fused = "pre_mlp_layernorm.", FUSED["pre_mlp_layernorm."]
-    if is_moe(model, i) and match[4].startswith(fused):
-        yield prefix + alone + match[4].removeprefix(fused), index
+    stacked = len(moe_layers(model)) in (0, model.num_layers)  # else each layer has keys of its own
+    places: defaultdict[str, dict[_Index, Entry]] = defaultdict(dict)
+    for entry in entries(model):
+        if not (match := _LAYER.match(entry.hf_name)):
+            places[entry.hf_name][()] = entry
+            continue
+        prefix, index = ("decoder.layers.", (int(match[1]),)) if stacked else (f"decoder.layers.{match[1]}.", ())
+        if match[2]:
+            places[f"{prefix}mlp.experts.experts.{match[3]}"][index + (int(match[2]),)] = entry
+            continue
+        places[prefix + match[3]][index] = entry
+        if is_moe(model, int(match[1])) and match[3].startswith(FUSED[_ALONE]):
+            places[prefix + _ALONE + match[3].removeprefix(FUSED[_ALONE])][index] = entry
+    return places
 
 
 def _lazy(at: dict[_Index, Entry], model: ModelConfig, read: _Read, dtype: torch.dtype) -> LazyTensor:
@@ -128,23 +121,13 @@ def _lazy(at: dict[_Index, Entry], model: ModelConfig, read: _Read, dtype: torch
     return lazy_tensor(shape, {(*index, *zeros): (*ones, *first.shape) for index in at}, kind, make)
 
 
-def _extra_states(model: ModelConfig) -> Iterator[str]:
-    """Keys of the state of FP8 recipes, for which every layer of TransformerEngine asks; here it is None."""
-    layers, experts = model.num_layers, model.num_experts
-    yield "decoder.final_layernorm._extra_state/shard_0_1"
-    for i in range(layers):
-        stacked = _stacked(model)
-        prefix = "decoder.layers." if stacked else f"decoder.layers.{i}."
-        place, size = (f"{i}", f"{layers}") if stacked else ("0", "1")
-        attention = ["linear_qkv", "linear_proj", "core_attention", *(["q_layernorm", "k_layernorm"] * model.qk_norm)]
-        modules = [f"self_attention.{module}" for module in attention]
-        if is_moe(model, i):
-            modules += ["pre_mlp_layernorm"]
-            modules += [f"mlp.shared_experts.linear_fc{n}" for n in (1, 2) if model.shared_ffn_hidden_size]
-            outer = (f"{i}.", f"{layers}.") if stacked else ("", "")
-            for e in range(experts):
-                shard = f"_extra_state/shard_{outer[0]}{e}_{outer[1]}{experts}"
-                yield from (f"{prefix}mlp.experts.experts.linear_fc{n}.{shard}" for n in (1, 2))
-        else:
-            modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
-        yield from (f"{prefix}{module}._extra_state/shard_{place}_{size}" for module in modules)
+def _extra_states(places: dict[str, dict[_Index, Entry]]) -> Iterator[str]:
+    """Keys of the state of FP8 recipes, for which every layer of TransformerEngine asks; here it is empty."""
+    for key, at in places.items():
+        module = key.removesuffix(".weight")
+        names = [module] if module != key else []
+        names += [module.replace("linear_qkv", "core_attention")] if module.endswith("linear_qkv") else []
+        sizes = [str(1 + last) for last in max(at)] or ["1"]
+        for index in at:
+            shard = f"{'.'.join(map(str, index)) or 0}_{'.'.join(sizes)}"
+            yield from (f"{name}._extra_state/shard_{shard}" for name in names)
