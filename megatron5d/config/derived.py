@@ -19,7 +19,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.schema import Config, ModelConfig, TrainConfig
+from megatron5d.config.schema import Config, ModelConfig
 
 
 def moe_layers(model: ModelConfig) -> list[int]:
@@ -178,7 +178,12 @@ STAGE = re.compile(r"(\d+\.?\d*)(|K|M|B|T|steps):([1-9]\d*)")  # of train.gbs_ra
 _MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def batch_schedule(train: TrainConfig) -> BatchSchedule:
+def sample_len(config: Config) -> int:
+    """Return the tokens of a sample; the rest of a sequence is padding."""
+    return config.data.sample_len or config.train.seq_len
+
+
+def batch_schedule(config: Config) -> BatchSchedule:
     """Return the stages of train.gbs_ramp; one of train.gbs where there is none.
 
     Source: Megatron-LM, megatron/core/num_microbatches_calculator.py: the ramp of three numbers, and step schedules
@@ -187,6 +192,7 @@ def batch_schedule(train: TrainConfig) -> BatchSchedule:
     Raises:
         ValueError: a stage does not begin after the one before it.
     """
+    train = config.train
     words = " ".join(map(str, train.gbs_ramp or [])).split()
     if not words:
         return [(0, train.gbs)]
@@ -204,7 +210,7 @@ def batch_schedule(train: TrainConfig) -> BatchSchedule:
         if unit == "steps":
             steps = int(float(number)) - step
         else:
-            steps = -(-(int(float(number) * _MULTIPLES[unit]) // train.seq_len - taken) // gbs)
+            steps = -(-(int(float(number) * _MULTIPLES[unit]) // sample_len(config) - taken) // gbs)
         if bool(stages) != (steps > 0):
             raise ValueError(f"{word} does not begin {'after the stage before it' if stages else 'with the run'}")
         step, taken, gbs = step + steps, taken + steps * gbs, int(size)
@@ -228,7 +234,7 @@ def samples_of_steps(steps: int, schedule: BatchSchedule, consumed: int = 0) -> 
 
 def batch_sizes(config: Config) -> list[int]:
     """Return the global batch sizes that a run still has before it, ascending."""
-    schedule = batch_schedule(config.train)
+    schedule = batch_schedule(config)
     behind = resumed_progress(config).get("consumed_samples", 0) if len(schedule) > 1 else 0
     now = bisect_right(schedule, behind, key=itemgetter(0)) - 1
     return sorted({size for _, size in schedule[now:]})

@@ -25,13 +25,14 @@ from megatron5d.topology.mesh import Mesh
 def make_micro_batch(
     rows: Tensor,
     *,
+    seq_len: int | None = None,
     document_mask: bool = False,
     eod: int | None = None,
     eod_mask_loss: bool = False,
     document_starts: Sequence[np.ndarray] | None = None,
     causal: bool = True,
 ) -> MicroBatch:
-    """Cuts rows of seq_len + 1 tokens into inputs and labels.
+    """Cuts rows of a sample's length + 1 tokens into inputs and labels.
 
     The label of a document's last token is the first token of the next document. Its loss counts, as in Megatron,
     unless `eod_mask_loss` is set. A prediction made at padding, or of padding, never counts. Attention leaves padding
@@ -39,6 +40,7 @@ def make_micro_batch(
 
     Args:
         rows: int64 `[b, s+1]`; IGNORED for padding.
+        seq_len: tokens of a sequence, whose end padding fills; None = those of a sample.
         document_mask: number the documents of each row and restart positions in each document.
         eod: id of the end-of-document token; a new document begins after each.
         eod_mask_loss: do not count the prediction made at an end-of-document token.
@@ -54,7 +56,8 @@ def make_micro_batch(
     assert rows.ndim == 2 and rows.dtype == torch.int64, (rows.shape, rows.dtype)
     if eod_mask_loss and eod is None:
         raise ValueError("data.eod_mask_loss=true, but data.eod is not set and data.tokenizer names none; set data.eod")
-    inputs, labels = rows[:, :-1], rows[:, 1:].contiguous()
+    padded = 0 if seq_len is None else seq_len + 1 - rows.shape[1]  # not by IGNORED in rows: a label would be an input
+    inputs, labels = (F.pad(part, (0, padded), value=IGNORED) for part in (rows[:, :-1], rows[:, 1:]))
     ignored = inputs == IGNORED
     loss_mask = ((labels != IGNORED) & ~ignored & (inputs != (eod if eod_mask_loss else IGNORED))).float()
     tokens = inputs.masked_fill(ignored, 0)

@@ -36,6 +36,7 @@ class Loader:
         dp_rank: this rank's position on the data-parallel axis.
         dp_size: ranks on that axis.
         consumed_samples: sequences that earlier steps have taken.
+        seq_len: tokens of a row, of which padding fills what a sample leaves; None = those of a sample.
         document_mask: see `make_micro_batch`.
         eod: see `make_micro_batch`.
         eod_mask_loss: see `make_micro_batch`.
@@ -56,6 +57,7 @@ class Loader:
         dp_rank: int = 0,
         dp_size: int = 1,
         consumed_samples: int = 0,
+        seq_len: int | None = None,
         document_mask: bool = False,
         eod: int | None = None,
         eod_mask_loss: bool = False,
@@ -69,7 +71,12 @@ class Loader:
         self.samples, self.consumed_samples = samples, consumed_samples
         self._batches, self._sizes = batches, (mbs, dp_rank, dp_size)
         self._make = partial(
-            make_micro_batch, document_mask=document_mask, eod=eod, eod_mask_loss=eod_mask_loss, causal=causal
+            make_micro_batch,
+            seq_len=seq_len,
+            document_mask=document_mask,
+            eod=eod,
+            eod_mask_loss=eod_mask_loss,
+            causal=causal,
         )
         self._wants_starts = document_mask and eod is None
         self._vocab_size, self._pin_memory, self._transform = vocab_size, pin_memory, transform

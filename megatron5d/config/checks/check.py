@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
+from megatron5d.config.derived import sample_len
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 
@@ -85,6 +86,12 @@ def spelled(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def seq_len_fix(config: Config, of: int) -> str:
+    """The sequence lengths on both sides that `of` divides, or padding up to the next."""
+    length, padded = config.train.seq_len, f"train.seq_len={-(-config.train.seq_len // of) * of}"
+    return f"train.seq_len={multiples(length, of)}, or padding: {padded} data.sample_len={sample_len(config)}"
 
 
 def multiples(value: int, of: int) -> str:

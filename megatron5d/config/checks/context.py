@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
-from megatron5d.config.checks.check import Faults, check, divisors, fault, multiples, nearest
+from megatron5d.config.checks.check import Faults, check, divisors, fault, nearest, seq_len_fix
 from megatron5d.config.derived import split_of
 from megatron5d.config.schema import ELEMENT_BYTES, Config, ModelConfig
 
@@ -179,7 +179,7 @@ def sequence_splits_over_cp(c: Config, world: int) -> Faults:
         yield fault(
             f"train.seq_len = {length} is not divisible by {cut}: parallel.cp = {p.cp} with parallel.cp_method = "
             f"{p.cp_method} cuts {zigzag}{rows}",
-            f"train.seq_len={multiples(length, cut)}",
+            seq_len_fix(c, cut),
         )
 
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from megatron5d.config.checks.check import Faults, check, data_parallel, divisors, fault, multiples, nearest
+from megatron5d.config.checks.check import (
+    Faults,
+    check,
+    data_parallel,
+    divisors,
+    fault,
+    multiples,
+    nearest,
+    seq_len_fix,
+)
 from megatron5d.config.schema import Config
 
 MODEL_AXES = ("parallel.tp", "parallel.cp", "parallel.pp")
@@ -167,7 +176,7 @@ def sequence_splits_over_tp(c: Config, world: int) -> Faults:
     if p.sp and p.cp == 1 and length % p.tp:
         yield fault(
             f"train.seq_len = {length} is not divisible by parallel.tp = {p.tp}, as parallel.sp = true needs",
-            f"train.seq_len={multiples(length, p.tp)}",
+            seq_len_fix(c, p.tp),
         )
 
 

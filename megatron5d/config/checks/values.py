@@ -26,7 +26,7 @@ AT_LEAST = {
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
         recompute.num_layers optim.ns_steps recompute.group_layers recompute.logit_tokens log.every model.top_k
         model.moe_ffn_hidden_size model.moe_interval model.num_groups model.top_groups moe.log_every parallel.ep_inner
-        moe.planned_imbalance log.profile_step""",
+        moe.planned_imbalance log.profile_step data.sample_len""",
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations pipeline.flops_per_byte
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
