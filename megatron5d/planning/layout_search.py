@@ -23,13 +23,13 @@ from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import find_schedule
 from megatron5d.planning.auto_schedule import quick_layout
-from megatron5d.planning.clusters import Cluster
+from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, check_predictable
 from megatron5d.planning.rank_memory import least_needed
 from megatron5d.planning.step_time import Prices, StepCost
 from megatron5d.planning.work import Unit
-from megatron5d.topology.mesh import lines_of
+from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
 
@@ -303,7 +303,9 @@ class LayoutSearch:
     def _glances(self, shape: Change, have: int) -> Iterator[Candidate]:
         """A first guess of the time of a shape with every micro-batch and schedule: equal ranks, no messages."""
         config = changed(self.config, shape)
-        prices = Prices(self.cluster, config, lines_of(sizes_of(config, self.world), 0, config.model.num_kv_heads))
+        prices = Prices(
+            self.cluster, config, planned_mesh(sizes_of(config, self.world), num_kv_heads=config.model.num_kv_heads)
+        )
         pp, dp = config.parallel.pp, data_parallel(config, self.world)
         for batch in self._proposals.batches(dp):
             laid = changed(config, batch)
@@ -376,3 +378,15 @@ def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
     """One micro-batch's forward and backward of so many units, and their all-to-alls."""
     both = [prices.stage([unit], op) for op in "FB"]
     return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(a2a for _, a2a in both)
+
+
+def layouts_table(layouts: Sequence[tuple[Candidate, str]]) -> str:
+    """Returns a table of layouts, each given with its overrides as one line; "" = the configuration as given."""
+    lines = [f"{'step':>11}{'tokens/s/GPU':>14}{'MFU':>8}{'bubble':>8}{'memory':>10}  overrides"]
+    for each, overrides in layouts:
+        cost = each.cost
+        assert cost is not None
+        figures = f"{cost.step_s:>9.3f} s{cost.tokens_per_s_per_gpu:>14,.0f}{cost.mfu:>8.1%}"
+        bubble = f"{cost.seconds['bubble'] / cost.step_s:>8.1%}"
+        lines.append(f"{figures}{bubble}{each.needed / GIB:>7.1f} GiB  {overrides or '(as given)'}")
+    return "\n".join(lines)

@@ -30,8 +30,7 @@ from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.memory_peak import Peak, Replay, find_peak
-from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Tracer, empty_trace
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Tracer, empty_trace
 from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import dense_grid

@@ -30,7 +30,7 @@ from megatron5d.planning.rank_memory import least_needed, table
 from megatron5d.planning.stage_costs import run_costs
 from megatron5d.planning.step_time import Prices, StepCost, sent_bytes, step_cost
 from megatron5d.planning.workload import Workloads
-from megatron5d.topology.mesh import lines_of, pair_lines_of
+from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.process import Process
 from megatron5d.train.build import sizes_of
 from megatron5d.train.monitoring.prediction import Prediction
@@ -63,10 +63,15 @@ class Estimator:
         check_predictable(config)
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
-        lines = _lines(config, world, layout)
         stages = self.workloads.stages(config, stage_specs(layout.layers), layout.shared)
         flops = flops_per_token(config.model, config.train.seq_len)
-        return step_cost(Prices(self.cluster, config, lines, layout.shared), program, stages, world, flops)
+        return step_cost(
+            Prices(self.cluster, config, _mesh(config, world, layout.shared), layout.shared),
+            program,
+            stages,
+            world,
+            flops,
+        )
 
     def least_bytes(self, config: Config, world: int, layout: PipelineLayout | None = None) -> list[float]:
         """For each pipeline rank, bytes that it needs at least: its state, and what passes keep between two slots.
@@ -80,8 +85,7 @@ class Estimator:
         """
         layout = layout or quick_layout(config, world)
         program = layout.program_of(micro_batch_counts(config, world)[-1])
-        lines = _lines(config, world, layout)
-        sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, layout.shared)
+        sharding = Sharding(config, _mesh(config, world, layout.shared), layout.shared)
         stages = self.workloads.stages(config, stage_specs(layout.layers), layout.shared)
         kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
         allocated = kept_between_slots(program, kept)
@@ -100,17 +104,14 @@ def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mappin
         layout: of its pipeline.
     """
     program = layout.program_of(micro_batch_counts(config, world)[-1])
-    lines = _lines(config, world, layout)
-    sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, layout.shared)
+    sharding = Sharding(config, _mesh(config, world, layout.shared), layout.shared)
     stages = Workloads(Target()).stages(config, stage_specs(layout.layers), layout.shared)
     return sent_bytes(config, sharding, program, stages)
 
 
-def _lines(config: Config, world: int, layout: PipelineLayout) -> dict[str, tuple[int, ...]]:
-    """Those of rank 0 by axis; of pairs, too, where mirrored pipeline ranks hold parameters together."""
-    sizes = sizes_of(config, world)
-    lines = lines_of(sizes, 0, config.model.num_kv_heads)
-    return lines | pair_lines_of(sizes, 0) if layout.shared != "none" else lines
+def _mesh(config: Config, world: int, shared: str = "none") -> Mesh:
+    """Returns the axes of rank 0; of pairs, too, where mirrored pipeline ranks hold parameters together."""
+    return planned_mesh(sizes_of(config, world), num_kv_heads=config.model.num_kv_heads, pairs=shared != "none")
 
 
 def check_predictable(config: Config) -> None:
@@ -129,7 +130,7 @@ def prediction_of(config: Config, process: Process, layout: PipelineLayout) -> P
     """Predicts what `train` writes beside its measurements; all but the peak on rank 0 alone.
 
     Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes that take as long as
-    their FLOPs. Where the batch grows or parameters are frozen, memory alone is predicted.
+    their FLOPs. Where the batch grows, memory alone is predicted.
 
     Args:
         config: of a run that begins.
@@ -140,7 +141,7 @@ def prediction_of(config: Config, process: Process, layout: PipelineLayout) -> P
     found = Prediction(peak_tflops(config.log, process.device))
     if process.rank != 0:
         return found
-    if config.train.gbs_ramp is None and not config.optim.freeze:
+    if config.train.gbs_ramp is None:
         found = _with_step(found, config, process.world, layout, cluster)
     return found if config.log.memory_check == "off" else _with_memory(found, config, process.world, layout)
 

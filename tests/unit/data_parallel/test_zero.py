@@ -17,7 +17,7 @@ from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

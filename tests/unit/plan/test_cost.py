@@ -20,9 +20,9 @@ from megatron5d.planning.dp_traffic import Sharding, carried_bytes, rounds
 from megatron5d.planning.memory_forecast import Target
 from megatron5d.planning.predict import Estimator, prediction_of
 from megatron5d.planning.step_time import Prices
-from megatron5d.planning.work import Matrix, Unit, Work
+from megatron5d.planning.work import Elements, Matrix, Unit, Work
 from megatron5d.planning.workload import Workloads
-from megatron5d.topology.mesh import build_mesh, lines_of
+from megatron5d.topology.mesh import build_mesh, planned_mesh
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
@@ -87,6 +87,10 @@ LAYOUTS = {
     "zero3-dualpipe": (4, {"pp": 2, "zero": 3, "schedule": "dualpipe_v", "fields": MOE, "recompute": FULL, "gbs": 8}),
     "tied-zero3": (2, {"zero": 3, "fields": {"tie_embeddings": True, "num_mtp_layers": 2}}),
     "muon-tp-zero1": (8, {"tp": 2, "sp": True, "cp": 2, "zero": 1, "optim": MUON}),
+    "freeze-zero2": (4, {"zero": 2, "gbs": 8, "fields": MOE, "optim": {"freeze": ["layers.[12].*", "*.router.*"]}}),
+    "freeze-zero3-pp": (4, {"pp": 2, "zero": 3, "gbs": 8, "optim": {"freeze": ["*mlp*", "head.*"]}}),
+    "freeze-tied": (4, {"pp": 2, "zero": 1, "fields": {"tie_embeddings": True}, "optim": {"freeze": ["embedding*"]}}),
+    "freeze-sp-muon": (8, {"tp": 2, "sp": True, "zero": 1, "optim": {**MUON, "freeze": ["*attention*"]}}),
     "muon-moe": (4, {"ep": 2, "zero": 1, "fields": MOE, "optim": MUON}),
 }  # fmt: skip
 
@@ -199,20 +203,19 @@ def test_what_goes_to_the_host_is_counted_and_takes_time_where_nothing_hides_it(
 def test_what_an_update_moves_is_counted_by_hand():
     """Of 200 elements half are this rank's, and of 150 in matrices; four ranks share a round."""
     config = layout(tp=2, sp=True, zero=1, optim=MUON)
-    sizes = {"dp_shard_cp": 2, "dp_replicate": 1, "tp": 2, "edp_shard": 1, "edp_replicate": 1, "etp": 1}
-    sharding = Sharding(config, sizes)
-    unit = Unit({}, 200, 0, matrices=tuple(Matrix(elements, False, Work()) for elements in (10, 50, 40, 30, 20)))
+    sharding = Sharding(config, planned_mesh(sizes_of(config, 4)))
+    unit = Unit({}, Elements(200), matrices=tuple(Matrix(elements, False, Work()) for elements in (10, 50, 40, 30, 20)))
     assert [[each.elements for each in one.matrices] for one in rounds([unit], sharding)] == [[50, 40, 30, 20], [10]]
     assert carried_bytes([unit], sharding) == 100 * (4 + 2) + 75 * (2 + 2)
-    copies = Unit({}, 0, 0, copied={"tp": 100})  # each rank sums the slices that it owns
+    copies = Unit({}, copied={"tp": 100})  # each rank sums the slices that it owns
     assert {key: each for key, each in sharding.reduced([copies]).items() if each} == {("tp", "all_reduce"): 50 * 4}
 
 
 def test_what_ranks_with_the_same_sequence_add_up_is_not_attentions():
     """Counts of routers are summed over cp and tp together: no hop of a ring hides them."""
     config = layout(tp=2, sp=True)
-    prices = Prices(H100, config, lines_of(sizes_of(config, 2), 0, config.model.num_kv_heads))
-    counted = Unit({"F": Work(sent={("cp_tp", "all_reduce"): Traffic(1, 1, 10**6)})}, 0, 0)
+    prices = Prices(H100, config, planned_mesh(sizes_of(config, 2)))
+    counted = Unit({"F": Work(sent={("cp_tp", "all_reduce"): Traffic(1, 1, 10**6)})})
     spent, _ = prices.stage([counted], "F")
     assert spent["tp"] > 0 == spent["cp"]
 

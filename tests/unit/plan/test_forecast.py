@@ -20,7 +20,7 @@ from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.gpt import GPT
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.planning.rank_memory import RankMemory
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of

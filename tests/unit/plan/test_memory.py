@@ -22,8 +22,7 @@ from megatron5d.pipeline_parallel.simulate import peak_memory
 from megatron5d.planning.fit import memory_faults, nearest_fit, shortage, ways_out
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.memory_peak import Peak, Replay, find_peak
-from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Step, empty_trace
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Step, empty_trace
 from megatron5d.planning.rank_memory import GIB, RankMemory, table
 from megatron5d.topology.process import Process
 from megatron5d.train.crash import crash_message

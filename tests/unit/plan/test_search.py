@@ -19,7 +19,7 @@ from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, planned_config
 from megatron5d.planning.rank_memory import CONTEXT_BYTES, FRAGMENTATION
 from megatron5d.planning.workload import Workloads
-from megatron5d.topology.mesh import lines_of
+from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
 
 CLUSTER = dataclasses.replace(cluster_called("h100"), node=4)
@@ -117,9 +117,8 @@ def test_the_state_seen_at_a_glance_is_the_forecasts(optim, zero):
     words = ["model=llama3_8b", "model.num_layers=2", "train.gbs=8", "precision.dtype=bf16", f"parallel.zero={zero}"]
     given = planned_config([*words, f"optim.name={optim}"], 8)
     plan = quick_layout(given, 8)
-    lines = lines_of(sizes_of(given, 8), 0, given.model.num_kv_heads)
     (units,) = Workloads(Target()).stages(given, stage_specs(plan.layers), plan.shared)
-    seen = Sharding(given, {name: len(ranks) for name, ranks in lines.items()}, plan.shared).state_bytes(units)
+    seen = Sharding(given, planned_mesh(sizes_of(given, 8)), plan.shared).state_bytes(units)
     (memory,) = Forecaster(given, 8, Target("sm_90")).ranks().values()
     assert seen == pytest.approx(memory.weights + memory.gradients + memory.optimizer, rel=0.01)
 

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.topology import init_weights as rng
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
