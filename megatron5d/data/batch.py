@@ -78,7 +78,7 @@ def make_micro_batch(
 
 
 def positions_from_begins(begins: Tensor) -> Tensor:
-    """Positions that restart at 0 where documents begin.
+    """Returns the positions that restart at 0 where documents begin.
 
     Args:
         begins: bool `[b, s]`; the first column counts as a beginning in any case.
@@ -116,7 +116,7 @@ class SequenceSharding:
         self._plan = Planner(layout, self.cp.rank, **masks, device=device)
 
     def __call__(self, batch: MicroBatch) -> MicroBatch:
-        """`[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
+        """Returns `[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
 
         Args:
             batch: whole sequences, on the CPU (the plan looks at where documents end).

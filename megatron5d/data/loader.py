@@ -89,7 +89,7 @@ class Loader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        """The micro-batches of the next step; `consumed_samples` counts that step from then on.
+        """Returns the micro-batches of the next step; `consumed_samples` counts that step from then on.
 
         Raises:
             ValueError: a token id is not in the vocabulary, or a file cannot be read any more; names key and file.
@@ -117,7 +117,7 @@ class Loader:
             self._thread = None
 
     def _read_ahead(self, consumed: int) -> None:
-        """The thread: puts one step after another, or the error that ends it, into the queue."""
+        """Returns the thread: puts one step after another, or the error that ends it, into the queue."""
         item: Step | BaseException
         while not self._stop.is_set():
             try:

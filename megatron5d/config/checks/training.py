@@ -23,7 +23,7 @@ def grad_dtype_follows_fp64(c: Config, world: int) -> Faults:
 
 
 def _linear_ramp(c: Config) -> tuple[int, int, int]:
-    """(start, increment, length) of a ramp that is given so; of any other, one that changes nothing."""
+    """Returns (start, increment, length) of a ramp that is given so; of any other, one that changes nothing."""
     ramp = c.train.gbs_ramp or []
     if len(ramp) != 3 or ":" in ramp[0]:
         return c.train.gbs, 1, 1

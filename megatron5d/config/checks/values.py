@@ -124,7 +124,7 @@ def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callabl
 
 
 def _schedule_is_a_name(c: Config) -> bool:
-    """Whether it is a word or file:<path>; train/pipeline_layout.py checks that the schedule exists."""
+    """Returns whether it is a word or file:<path>; train/pipeline_layout.py checks that the schedule exists."""
     kind, colon, path = c.pipeline.schedule.partition(":")
     return kind == "file" and path != "" if colon else re.fullmatch(r"\w+", kind) is not None
 
@@ -144,7 +144,7 @@ def _known_balances(c: Config) -> list[str]:
 
 
 def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
-    """The legal words nearest to those written; the first legal word where none is near."""
+    """Returns the legal words nearest to those written; the first legal word where none is near."""
     known = {closest(word, words) for word in written}
     return [word for word in words if word in known] or [words[0]]
 
