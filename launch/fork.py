@@ -198,7 +198,7 @@ class Supervisor:
         return error.stat().st_mtime if error.exists() else time.time()
 
     def verdict(self) -> int:
-        """Returns the names the first failure and returns its code."""
+        """Names the first failure and returns its code."""
         if not self.failures:
             return 0
         _, rank, code = min(self.failures)

@@ -25,7 +25,7 @@ from megatron5d.config.command_line import print_anywhere
 
 
 def _seed(text: str) -> int:
-    """Returns a number that torch takes as one."""
+    """Parses a seed that torch takes."""
     if not -(2**63) <= int(text) < 2**64:
         raise argparse.ArgumentTypeError(f"{text} has more than 64 bits")
     return int(text)

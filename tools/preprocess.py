@@ -30,7 +30,7 @@ SHOWN_FILES = 5
 
 
 def arguments() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below")
     parser.add_argument("--glob", nargs="+", default=[], metavar="PATTERN", help="names to take from folders ('*.py')")

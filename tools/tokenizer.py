@@ -33,7 +33,7 @@ from megatron5d.data.tokenizer_training import train_byte_level, train_sentencep
 
 
 def arguments() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a BPE")

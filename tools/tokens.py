@@ -39,7 +39,7 @@ LOOKED_AT = 1000  # documents whose last token is compared
 
 
 def arguments() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="check files; tell type, sizes and ids")
@@ -156,7 +156,7 @@ def copy(parts: Sequence[tuple[IndexedDataset, int, int]], out: str, overwrite: 
 
 @contextmanager
 def _writing(out: str, dtype: np.dtype, overwrite: bool) -> Iterator[IndexedWriter]:
-    """Returns a writer that leaves nothing behind where it fails."""
+    """Opens a writer that leaves nothing behind where it fails."""
     if with_suffix(out, ".idx").exists() and not overwrite:
         raise ValueError(f"{out}.idx is there already; --overwrite replaces it")
     writer = IndexedWriter(out, dtype)

@@ -62,19 +62,25 @@ def make_micro_batch(
     loss_mask = ((labels != IGNORED) & ~ignored & (inputs != (eod if eod_mask_loss else IGNORED))).float()
     tokens = inputs.masked_fill(ignored, 0)
     padding = ignored if ignored.any() else None
-    begins = torch.zeros(tokens.shape, dtype=torch.bool)
-    if document_mask and eod is not None:
-        begins[:, 1:] = inputs[:, :-1] == eod  # not `tokens`, where padding is 0, which may be the same id
-    elif document_mask and document_starts is not None:
-        for row, starts in enumerate(document_starts):
-            begins[row, torch.from_numpy(starts[starts < tokens.shape[1]])] = True
-    elif document_mask:
-        raise ValueError("data.document_mask=true, but nothing says where documents begin; set data.eod")
+    begins = _document_begins(inputs, eod, document_starts) if document_mask else torch.zeros_like(ignored)
     seen = ignored & (~ignored).flip(1).cummax(1).values.flip(1) if causal else ignored  # a token comes after it
     begins[:, 1:] |= seen[:, 1:] != seen[:, :-1]
     positions = positions_from_begins(begins & document_mask)
     documents = begins.long().cumsum(1) if document_mask or seen.any() else None
     return MicroBatch(tokens, labels, loss_mask, positions, documents, padding)
+
+
+def _document_begins(inputs: Tensor, eod: int | None, starts: Sequence[np.ndarray] | None) -> Tensor:
+    """Returns where documents begin inside rows, bool `[b, s]`: after each `eod`, or at the offsets of `starts`."""
+    begins = torch.zeros(inputs.shape, dtype=torch.bool)
+    if eod is not None:
+        begins[:, 1:] = inputs[:, :-1] == eod  # not of tokens, where padding is 0, which may be the same id
+    elif starts is not None:
+        for row, offsets in enumerate(starts):
+            begins[row, torch.from_numpy(offsets[offsets < inputs.shape[1]])] = True
+    else:
+        raise ValueError("data.document_mask=true, but nothing says where documents begin; set data.eod")
+    return begins
 
 
 def positions_from_begins(begins: Tensor) -> Tensor:
