@@ -10,7 +10,7 @@ Hugging Face publishes a different package under the same import name. Whoever i
         raise ImportError(f"kernels is {kernels.__file__}, not ours: uninstall it, or put ours first")
 """
 
-from kernels.activation import activate, gelu, gelu_reference, swiglu, swiglu_backward, swiglu_reference
+from kernels.activation import activate, activation_backward, gelu, gelu_reference, swiglu, swiglu_reference
 from kernels.flash_attention.attention import attention, attention_backward, documents_from_cu_seqlens
 from kernels.flash_attention.plain import attention_reference
 from kernels.gemm import accumulate_weight_grad
@@ -18,10 +18,9 @@ from kernels.norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
-    layer_norm_backward,
     layer_norm_reference,
+    norm_backward,
     rms_norm,
-    rms_norm_backward,
     rms_norm_reference,
 )
 from kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_ends, apply_rope_to_projection
@@ -38,6 +37,7 @@ __all__ = [
     "OWNER",
     "accumulate_weight_grad",
     "activate",
+    "activation_backward",
     "add_layer_norm",
     "add_rms_norm",
     "apply_rope",
@@ -53,13 +53,11 @@ __all__ = [
     "gelu",
     "gelu_reference",
     "layer_norm",
-    "layer_norm_backward",
     "layer_norm_reference",
     "rms_norm",
-    "rms_norm_backward",
+    "norm_backward",
     "rms_norm_reference",
     "swiglu",
-    "swiglu_backward",
     "swiglu_reference",
     "vocab_cross_entropy_backward",
     "vocab_statistics",
