@@ -186,7 +186,8 @@ def _alone(config: Config, again: bool) -> Config:
         train=dataclasses.replace(config.train, mbs=1, gbs=1, gbs_ramp=None),
         precision=config.precision, recompute=recompute, moe=config.moe, data=config.data,
         optim=OptimConfig(
-            name=config.optim.name, ns_steps=config.optim.ns_steps, muon_exclude=config.optim.muon_exclude
+            name=config.optim.name, ns_steps=config.optim.ns_steps, muon_exclude=config.optim.muon_exclude,
+            muon_per_head=config.optim.muon_per_head,
         ),
     )  # fmt: skip
 
@@ -261,7 +262,7 @@ def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterato
         if takes_muon(spec, optim):
             whole = torch.empty(whole_shape(spec), dtype=parameter.dtype, device="meta")
             with _IterationCounter(Ledger()) as counter:
-                replace_by_update(spec, whole, optim.ns_steps)
+                replace_by_update(spec, whole, optim.ns_steps, optim.muon_per_head)
             yield Matrix(parameter.numel(), spec.expert, counter.take(0.0))
 
 
