@@ -106,13 +106,14 @@ def mlp(x, w, name, c):
 
 
 def expert(x, w, name, e, c):
-    inner = x @ w[f"{name}.up.weight"][e].T
+    up_bias, down_bias = ((w[f"{name}.{each}.bias"][e] if c.mlp_bias else 0.0) for each in ("up", "down"))
+    inner = x @ w[f"{name}.up.weight"][e].T + up_bias
     if c.activation == "swiglu":
         gate, up = inner.chunk(2, -1)
         inner = F.silu(gate) * up
     else:
         inner = F.gelu(inner, approximate="tanh" if c.activation == "gelu_tanh" else "none")
-    return inner @ w[f"{name}.down.weight"][e].T
+    return inner @ w[f"{name}.down.weight"][e].T + down_bias
 
 
 def best(values, k):

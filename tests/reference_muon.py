@@ -26,16 +26,22 @@ def newton_schulz(g: torch.Tensor, steps: int) -> torch.Tensor:
 
 def matrices(name: str, tensor: torch.Tensor, config: Config) -> list[torch.Tensor]:
     """Views of the matrices that a parameter is made of."""
-    m = config.model
+    m, per_head = config.model, config.optim.muon_per_head
     if ".experts." in name:
-        return [part for expert in tensor for part in _parts(name, expert, m)]
-    return _parts(name, tensor, m)
+        return [part for expert in tensor for part in _parts(name, expert, m, per_head)]
+    return _parts(name, tensor, m, per_head)
 
 
-def _parts(name, tensor, m):
+def _parts(name, tensor, m, per_head):
     if name.endswith(".qkv.weight"):
+        if per_head:
+            return list(tensor.split(m.head_dim))
         q, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-        return [tensor[:q], tensor[q : q + kv], tensor[q + kv :]]
+        return list(tensor.split([q, kv, kv, *([q] if m.attention_gate else [])]))
+    if per_head and name.endswith((".q.weight", ".q_up.weight")):
+        return list(tensor.split(m.qk_nope_head_dim + m.qk_rope_head_dim))
+    if per_head and name.endswith(".kv_up.weight"):
+        return list(tensor.split(m.qk_nope_head_dim + m.v_head_dim))
     if name.endswith(".up.weight") and m.activation == "swiglu":
         return [tensor[: len(tensor) // 2], tensor[len(tensor) // 2 :]]
     return [tensor]
@@ -48,7 +54,10 @@ class Muon:
         self, weights: dict[str, torch.Tensor], decay: dict[str, float], scale: dict[str, float], config: Config
     ) -> None:
         excluded = config.optim.muon_exclude if config.optim.name == "muon" else ["*"]
-        self.names = {n for n, w in weights.items() if w.ndim > 1 and not any(fnmatch(n, glob) for glob in excluded)}
+        self.names = {
+            n for n, w in weights.items()
+            if w.ndim > 1 and not n.endswith(".bias") and not any(fnmatch(n, glob) for glob in excluded)
+        }  # fmt: skip
         self.weights, self.decay, self.scale, self.config = weights, decay, scale, config
         self.momenta = {name: torch.zeros_like(weights[name]) for name in self.names}
 

@@ -41,7 +41,7 @@ def upcycled(
     if dense.num_experts:
         troubles.append(f"the model has {dense.num_experts} experts already: give a dense one")
     if dense.mlp_bias:
-        troubles.append("model.mlp_bias = true, and experts have no biases")
+        troubles.append("model.mlp_bias = true, and biases are not copied")
     if granularity < 1:
         raise ValueError(f"granularity = {granularity} is below 1")
     if f % granularity:

@@ -209,6 +209,7 @@ class OptimConfig:
     eps: float = 1e-8
     momentum: float = 0.95  # muon: share of the momentum that is kept each step, in [0, 1); Nesterov
     ns_steps: int = 5  # muon: steps of the Newton-Schulz iteration
+    muon_per_head: bool = False  # muon: each head's rows of q, k and v are a matrix of their own
     muon_exclude: list[str] = field(  # muon: parameter-name globs that AdamW updates, besides vectors
         default_factory=lambda: ["*embedding.*", "head.*", "*.router.*"]
     )

@@ -81,6 +81,15 @@ class Experts(nn.Module):
         whole = (config.num_experts, h, f)
         down = ShardSpec(f"{name}.down.weight", whole, pieces, expert=True, init=config.output_init_std)
         self.down = new_parameter(local_shape, down, **factory)
+        self.up_bias = self.down_bias = None
+        if config.mlp_bias:
+            pieces = tuple(Piece(each.offset[:-1], each.shape[:-1], each.row) for each in up.pieces)
+            bias = ShardSpec(f"{name}.up.bias", shape[:-1], pieces, expert=True, decay=False)
+            self.up_bias = new_parameter(tuple(self.up.shape[:-1]), bias, **factory)
+            copies, owner = ((etp.name,) if etp.size > 1 else ()), etp.rank == 0  # the first alone adds it
+            piece = Piece((first, 0), (self.num_local, h), summed=copies, owner=owner)
+            bias = ShardSpec(f"{name}.down.bias", (config.num_experts, h), (piece,), expert=True, decay=False)
+            self.down_bias = new_parameter(piece.shape, bias, **factory)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         """
@@ -94,10 +103,20 @@ class Experts(nn.Module):
             `[r, h]`, weighted, partial over etp.
         """
         inner = self.parts.run("experts", partial(self._inner, offsets=offsets, defer=defer), x, weights)  # [r, f/etp]
-        return _GroupedLinear.apply(inner, self.down, offsets, self.num_local, defer)  # partial [r, h]
+        y = _GroupedLinear.apply(inner, self.down, offsets, self.num_local, defer)  # partial [r, h]
+        if self.down_bias is None or self.etp.rank > 0:
+            return y
+        return y + (weights[:, None] * self.down_bias[self._expert_of(y, offsets)]).to(y.dtype)
+
+    def _expert_of(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """int64 `[r]`: the local expert of each row."""
+        experts = torch.arange(self.num_local, device=offsets.device)
+        return torch.repeat_interleave(experts, offsets.diff(), output_size=rows.shape[0])
 
     def _inner(self, x: Tensor, weights: Tensor, offsets: Tensor, defer: Defer) -> Tensor:
         inner = _GroupedLinear.apply(x, self.up, offsets, self.num_local, defer)  # [r, 2f/etp] or [r, f/etp]
+        if self.up_bias is not None:
+            inner = inner + self.up_bias.view(self.num_local, -1)[self._expert_of(inner, offsets)]
         # The activation's backward may write over the output of `up`, which no other operation saves.
         gemms, overwrite = expert_gemms_of(self.down), self.parts.keeps("activation")
         activate = partial(gemms.activate, kind=self.activation, overwrite=overwrite)

@@ -23,9 +23,8 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
     norm = 2 * h if model.norm == "layernorm" else h
     branch = norm * (2 if model.block_norm == "both" else 1)
     attention = _attention_matrices(model) + _attention_vectors(model) + branch
-    biases = (_up(model, model.ffn_hidden_size) + h) * model.mlp_bias
     second = 0 if model.parallel_block == "one_norm" else branch
-    mlps = sum(_feed_forward(model, i, active) + second + (0 if is_moe(model, i) else biases) for i in blocks(model))
+    mlps = sum(_feed_forward(model, i, active) + second + _mlp_biases(model, i, active) for i in blocks(model))
     routers = sum(is_moe(model, i) for i in blocks(model)) * model.num_experts * (1 if model.router_bias else 0)
     ends = v * h * (1 if model.tie_embeddings else 2) + norm
     ends += model.max_positions * h if model.position == "learned" else 0
@@ -104,6 +103,17 @@ def _attention_vectors(model: ModelConfig) -> int:
 def _up(model: ModelConfig, inner: int) -> int:
     """Outputs of the first matrix of an MLP with `inner` features."""
     return 2 * inner if model.activation == "swiglu" else inner
+
+
+def _mlp_biases(model: ModelConfig, layer: int, active: bool) -> int:
+    """Elements of the biases of one layer's MLP, or of its experts."""
+    if not model.mlp_bias:
+        return 0
+    each = [model.ffn_hidden_size]
+    if is_moe(model, layer):
+        each = [model.expert_hidden_size] * (model.top_k if active else model.num_experts)
+        each += [model.shared_ffn_hidden_size] if model.shared_ffn_hidden_size else []
+    return sum(_up(model, inner) + model.hidden_size for inner in each)
 
 
 def _feed_forward(model: ModelConfig, layer: int, active: bool) -> int:

@@ -138,7 +138,9 @@ class MoEExperts(nn.Module):
         self.experts = Experts(model, f"{name}.experts", mesh["ep"], mesh["etp"], **shared.factory)
         self.shared = self.shared_gate = None
         if model.shared_ffn_hidden_size:
-            self.shared = FeedForward(shared, model.shared_ffn_hidden_size, f"{name}.shared_expert")
+            self.shared = FeedForward(
+                shared, model.shared_ffn_hidden_size, f"{name}.shared_expert", bias=model.mlp_bias
+            )
         if model.shared_expert_gate:
             self.shared_gate = replicated_parameter(
                 (1, model.hidden_size), f"{name}.shared_expert.gate.weight", shared.tp, partial_grad=shared.sp,

@@ -6,7 +6,8 @@ with g the reduced and clipped gradient. A full-rank O has a root mean square of
 update is 0.2·lr, about the same as AdamW's: both use the same learning rate and weight decay.
 
 q, k and v of a fused projection are separate matrices, and so are gate and up (`ShardSpec.stack`) and those of each
-expert; MLA's projections are one matrix each. Norms, biases and what `optim.muon_exclude` names are updated by AdamW.
+expert; MLA's projections are one matrix each. With optim.muon_per_head each head of q, k and v (MLA: of the
+up-projections) is a matrix of its own. Norms, biases and what `optim.muon_exclude` names are updated by AdamW.
 
 The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. Each matrix is orthogonalised whole, on
 one rank, in the dtype of the weights (matrix_gather.py), so the numbers are the same on any layout.
@@ -65,23 +66,25 @@ _RMS = 0.2  # root mean square of an update at rate 1, about the same as AdamW's
 
 
 def takes_muon(spec: ShardSpec, config: OptimConfig) -> bool:
-    """Whether Muon updates a parameter: with optim.name=muon, those of two and more dims not in optim.muon_exclude."""
+    """Whether Muon updates a parameter: with optim.name=muon, matrices not in optim.muon_exclude."""
     excluded = any(fnmatch.fnmatch(spec.name, glob) for glob in config.muon_exclude)
-    return config.name == "muon" and len(spec.shape) >= 2 and not excluded
+    matrix = len(spec.shape) >= 2 and not spec.name.endswith(".bias")
+    return config.name == "muon" and matrix and not excluded
 
 
-def replace_by_update(spec: ShardSpec, whole: Tensor, steps: int) -> None:
+def replace_by_update(spec: ShardSpec, whole: Tensor, steps: int, per_head: bool) -> None:
     """Replaces each matrix of a whole parameter's momentum by its update at rate 1, in place.
 
     Args:
         spec: of the parameter.
         whole: `[rows, cols]`, or `[experts, rows, cols]`; `spec.stack` divides the rows into matrices.
         steps: of the Newton-Schulz iteration.
+        per_head: `spec.head_rows` divides each of these further.
     """
     matrices = whole if whole.ndim == 3 else whole[None]
-    row = 0
-    for height in spec.stack or (matrices.shape[1],):
-        matrix = matrices[:, row : row + height]
+    row, heights = 0, spec.stack or (matrices.shape[1],)
+    for height, head in zip(heights, spec.head_rows if per_head and spec.head_rows else heights):
+        matrix = matrices[:, row : row + height].unflatten(1, (-1, head)).flatten(0, 1)
         scale = _RMS * math.sqrt(max(matrix.shape[1:]))
         matrix.copy_(orthogonalize(matrix, steps).mul_(scale))
         row += height
@@ -131,7 +134,8 @@ class Muon(SliceOptimizer):
         for state in self.slices:
             state.moments["momentum"].mul_(self.config.momentum).add_(state.grads)
         for assembly in self._assemblies:
-            assembly.transform(partial(replace_by_update, steps=self.config.ns_steps))
+            work = partial(replace_by_update, steps=self.config.ns_steps, per_head=self.config.muon_per_head)
+            assembly.transform(work)
         self.masters_to_weights()
 
     def allocate_temporaries(self) -> None:

@@ -217,6 +217,7 @@ def _alone(config: Config, again: bool) -> Config:
         optim=OptimConfig(
             name=config.optim.name, ns_steps=config.optim.ns_steps, muon_exclude=config.optim.muon_exclude,
             freeze=config.optim.freeze,
+            muon_per_head=config.optim.muon_per_head,
         ),
     )  # fmt: skip
 
@@ -303,7 +304,7 @@ def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterato
         if takes_muon(spec, optim):
             whole = torch.empty(whole_shape(spec), dtype=parameter.dtype, device="meta")
             with _IterationCounter(Ledger()) as counter:
-                replace_by_update(spec, whole, optim.ns_steps)
+                replace_by_update(spec, whole, optim.ns_steps, optim.muon_per_head)
             yield Matrix(parameter.numel(), spec.expert, counter.take(0.0))
 
 

@@ -184,7 +184,8 @@ class ColumnParallelLinear(nn.Module):
         self.shape = (out_features, in_features)
         rows, pieces = column_pieces(blocks, (in_features,), tp, copies)
         stack = tuple(count * rows for count, rows in blocks)
-        spec = ShardSpec(f"{name}.weight", self.shape, pieces, init=init, stack=stack)
+        heads = tuple(rows for _, rows in blocks) if all(rows > 1 for _, rows in blocks) else ()
+        spec = ShardSpec(f"{name}.weight", self.shape, pieces, init=init, stack=stack, head_rows=heads)
         self.weight = new_parameter((rows, in_features), spec, **factory)
         self.bias = None
         if bias:

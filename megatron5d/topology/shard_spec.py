@@ -69,6 +69,7 @@ class ShardSpec:
             schedule; a tied embedding whose two uses are on different ranks) and counts as data parallel; otherwise "".
         stack: global rows of each of several matrices stacked in this parameter (q, k and v; gate and up), which Muon
             orthogonalises one by one; () = one matrix.
+        head_rows: rows of a head in each of them, for optim.muon_per_head; () = they have no heads.
     """
 
     name: str
@@ -79,6 +80,7 @@ class ShardSpec:
     decay: bool = True
     shared: str = ""
     stack: tuple[int, ...] = ()
+    head_rows: tuple[int, ...] = ()
 
 
 def whole(shape: tuple[int, ...], summed: tuple[str, ...] = (), owner: bool = True) -> tuple[Piece]:

@@ -30,6 +30,14 @@ YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_pos
 YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+NEOX = {key: size for key, size in TINY.items() if key != "num_key_value_heads"}
+QWEN2_MOE = TINY | {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+GLM = TINY | {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
 MIXTRAL = TINY | {"num_local_experts": 4}
 QWEN3 = TINY | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LATENT = TINY | {
@@ -58,6 +66,20 @@ DENSE = {
         **TINY, head_dim=16, rope_parameters=YARN, tie_word_embeddings=True
     ),
     "qwen3, biases, window": lambda: transformers.Qwen3Config(**TINY, head_dim=16, attention_bias=True, **SLIDING),
+    "qwen2, window in some layers": lambda: transformers.Qwen2Config(
+        **TINY | {"num_hidden_layers": 3}, **SLIDING | {"max_window_layers": 2}
+    ),
+    "qwen3, alternating windows": lambda: transformers.Qwen3Config(
+        **TINY, head_dim=16, **SLIDING, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**TINY, pad_token_id=0),
+    "olmo2, biases, yarn, tied": lambda: transformers.Olmo2Config(
+        **TINY, pad_token_id=0, attention_bias=True, rope_parameters=YARN, tie_word_embeddings=True
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**NEOX),
+    "gpt_neox, one after the other, no biases": lambda: transformers.GPTNeoXConfig(
+        **NEOX, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_new", rotary_pct=0.5
+    ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2, erf, untied": lambda: transformers.GPT2Config(
         **GPT2, activation_function="gelu", tie_word_embeddings=False, n_inner=40
@@ -71,6 +93,18 @@ SPARSE = {
     "qwen3_moe, dense below": lambda: transformers.Qwen3MoeConfig(**QWEN3, mlp_only_layers=[0]),
     "qwen3_moe, every second": lambda: transformers.Qwen3MoeConfig(
         **QWEN3, decoder_sparse_step=2, tie_word_embeddings=True
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**QWEN2_MOE),
+    "qwen2_moe, every second, alternating windows": lambda: transformers.Qwen2MoeConfig(
+        **QWEN2_MOE,
+        qkv_bias=False,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        **SLIDING | {"max_window_layers": 2},
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**GLM),
+    "glm4_moe, qk norm, biases, groups": lambda: transformers.Glm4MoeConfig(
+        **GLM | {"head_dim": 16, "use_qk_norm": True, "n_group": 4, "topk_group": 2}, attention_bias=True
     ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(**LATENT, rope_parameters=YARN_MSCALE),
     "deepseek_v2, groups": lambda: transformers.DeepseekV2Config(

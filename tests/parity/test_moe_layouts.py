@@ -40,6 +40,9 @@ MODELS = {
         "norm_topk_prob": False, "attention": "mla", "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4, "v_head_dim": 8, "rope_interleaved": True,
     },
+    "biased": {
+        "num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 8, "mlp_bias": True,
+    },
     "plain": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 16, "activation": "gelu", "norm_topk_prob": False},
 }  # fmt: skip
 BALANCES = {
@@ -93,6 +96,18 @@ def test_layout(layout, model):
     world, parallel = LAYOUTS[layout]
     gbs = 8 if layout == "ep4, edp2, zero" else 4
     assert_parity(config_of(model, gbs=gbs, **parallel), world=world, steps=2)
+
+
+@pytest.mark.parametrize("layout", ["tp1, ep2, etp2", "tp2 sp, nodes of 2, etp2, zero"])
+def test_biases_of_experts(layout):
+    world, parallel = LAYOUTS[layout]
+    assert_parity(config_of("biased", gbs=4, **parallel), world=world, steps=2, ignored=0.5)
+
+
+def test_biases_of_experts_with_a_split_backward_and_muon():
+    config = config_of("biased", gbs=4, pp=2, ep=2, recompute=RecomputeConfig("selective", ["experts"]))
+    config = with_schedule(dataclasses.replace(config, optim=dataclasses.replace(config.optim, name="muon")), "zb_h1")
+    assert_parity(config, world=4, steps=2)
 
 
 @pytest.mark.parametrize("drop_by", ["probability", "position"])

@@ -44,6 +44,14 @@ def test_everything_of_two_dims():
     assert_parity(with_muon(config_of("gpt2_style", tp=2, zero=1), **options), world=4)
 
 
+@pytest.mark.parametrize(("model", "world", "parallel"), [
+    ("gated_sandwich", 8, {"tp": 4, "sp": True, "zero": 3}), ("mla", 4, {"tp": 2, "cp": 2, "zero": 1}),
+    ("mla_plain_q", 2, {"tp": 2}),
+])  # fmt: skip
+def test_heads_one_by_one(model, world, parallel):
+    assert_parity(with_muon(config_of(model, **parallel), muon_per_head=True), world=world)
+
+
 EXPERTS = {
     "ep2": ("mixtral", 2, {"ep": 2}),
     "tp2 sp, ep2, etp2, zero 1": ("deepseek", 8, {"tp": 2, "sp": True, "ep": 2, "zero": 1}),

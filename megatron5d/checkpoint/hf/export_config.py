@@ -19,21 +19,26 @@ from megatron5d.checkpoint.hf.moe_mla import (
     wanted_attention,
     wanted_routing,
 )
+from megatron5d.config.derived import window_of
 from megatron5d.config.schema import ModelConfig, RopeScaling
 
 _ARCHITECTURE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel",
-    "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_neox": "GPTNeoXForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 _DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Fields that must have these values for a family to compute an architecture.
 _ALL: dict[str, Any] = {
     "attention": "gqa", "attention_softcap": 0.0, "logit_softcap": 0.0, "attention_sinks": False, "num_mtp_layers": 0,
-    "attention_causal": True,
+    "attention_causal": True, "attention_gate": False, "qk_norm_all_heads": False, "window_layers": None,
 }  # fmt: skip
-_DECODER = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "rope_interleaved": False} | _ALL
+_DECODER = {
+    "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "rope_interleaved": False, "block_norm": "pre",
+    "parallel_block": "none", "rotary_percent": 1.0, "shared_expert_gate": False, **_ALL,
+}  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "attention_window": None},
     "mistral": {"qk_norm": False, "qkv_bias": False, "mlp_bias": False},
@@ -41,10 +46,19 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "mlp_bias": False},
     "mixtral": {"qk_norm": False, "qkv_bias": False},
     "qwen3_moe": {"qk_norm": True},
+    "olmo2": {
+        "qk_norm": True,
+        "qk_norm_all_heads": True,
+        "block_norm": "post",
+        "mlp_bias": False,
+        "attention_window": None,
+    },
+    "qwen2_moe": {"qk_norm": False, "attention_out_bias": False},
+    "glm4_moe": {"attention_out_bias": False, "attention_window": None},
 }
 _GPT2 = {
     "norm": "layernorm", "position": "learned", "qk_norm": False, "qkv_bias": True, "attention_out_bias": True,
-    "mlp_bias": True, "attention_window": None, **_ALL,
+    "mlp_bias": True, "attention_window": None, "block_norm": "pre", "parallel_block": "none", **_ALL,
 }  # fmt: skip
 
 
@@ -54,7 +68,9 @@ def hf_family(config: ModelConfig) -> str:
     Raises:
         ValueError: none does; says for each which fields stand in the way.
     """
-    families = ("mixtral", "qwen3_moe") if config.num_experts else ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+    families: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gpt2", "gpt_neox")
+    if config.num_experts:
+        families = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe")
     if config.attention == "mla":
         families = LATENT[::-1]
     obstacles = {family: _obstacles(config, family) for family in families}
@@ -68,12 +84,23 @@ def hf_family(config: ModelConfig) -> str:
 def _obstacles(config: ModelConfig, family: str) -> list[str]:
     """Why a family does not compute this architecture."""
     wanted = _GPT2 | {"num_kv_heads": config.num_heads}
-    if family != "gpt2":
+    if family == "gpt_neox":
+        wanted |= {
+            "position": "rope", "rope_interleaved": False, "qkv_bias": config.qkv_bias,
+            "attention_out_bias": config.qkv_bias, "parallel_block": "none",
+        }  # fmt: skip
+        if config.parallel_block != "none":
+            wanted["parallel_block"] = "two_norms"
+    elif family != "gpt2":
         wanted = _DECODER | {"attention_out_bias": config.qkv_bias}
         wanted |= wanted_attention(config, family) if family in LATENT else _OWN[family]
         wanted |= wanted_routing(config, family) if family in SPARSE else {}
-    if family == "deepseek_v3":
+    if family in WINDOW_BY_LAYER:
+        wanted["window_layers"] = config.window_layers
+    if family in ("deepseek_v3", "glm4_moe"):
         wanted["num_mtp_layers"] = config.num_mtp_layers
+    if family == "glm4_moe":
+        wanted |= {"rotary_percent": config.rotary_percent, "qk_norm": config.qk_norm}
     reasons = [
         f"model.{field} = {getattr(config, field)!r} (only {value!r})"
         for field, value in wanted.items()
@@ -81,10 +108,10 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
     ]
     if family == "llama" and config.hidden_size % config.num_heads:
         reasons.append(f"model.num_heads = {config.num_heads}, no divisor of hidden_size = {config.hidden_size}")
-    if family == "gpt2" and config.hidden_size != config.num_heads * config.head_dim:
+    if family in ("gpt2", "gpt_neox") and config.hidden_size != config.num_heads * config.head_dim:
         width = config.hidden_size / config.num_heads
         reasons.append(f"model.head_dim = {config.head_dim} (only model.hidden_size / model.num_heads = {width:g})")
-    if family == "gpt2" and config.activation not in GELU.values():
+    if family in ("gpt2", "gpt_neox") and config.activation not in GELU.values():
         reasons.append(f"model.activation = {config.activation!r} (only gelu)")
     return reasons
 
@@ -106,7 +133,8 @@ def hf_config_from_model(
         ValueError: no family computes the architecture.
     """
     family = hf_family(config)
-    fields = _gpt2(config) if family == "gpt2" else _decoder(config, family)
+    own = {"gpt2": _gpt2, "gpt_neox": _neox}.get(family)
+    fields = _decoder(config, family) if own is None else own(config)
     return {
         "architectures": [_ARCHITECTURE[family]],
         "model_type": family,
@@ -123,7 +151,6 @@ def hf_config_from_model(
 
 
 def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
-    scaling = _rope_scaling(config.rope_scaling)
     fields = {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -135,9 +162,7 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "attention_bias": config.qkv_bias,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+        **_rope_settings(config),
     }
     if family == "llama":
         return fields | {"mlp_bias": config.mlp_bias}
@@ -145,17 +170,47 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
         return fields | {"sliding_window": config.attention_window}
     if family in LATENT:
         return fields | mla_settings(config, family) | routing_settings(config, family)
+    if family == "olmo2":
+        return fields
+    if family == "glm4_moe":
+        rotated = {"partial_rotary_factor": config.rotary_percent}
+        fields |= rotated | {"rope_parameters": fields["rope_parameters"] | rotated, "use_qk_norm": config.qk_norm}
+        return fields | routing_settings(config, family)
     sliding = config.attention_window is not None
-    if family in SPARSE:
+    if family == "qwen3_moe" or family == "mixtral":
         window = {"use_sliding_window": sliding, "sliding_window": config.attention_window}
         return fields | window | routing_settings(config, family)
     assert family in WINDOW_BY_LAYER
-    kind = "sliding_attention" if sliding else "full_attention"
-    return fields | {
+    windowed = [i for i in range(config.num_layers) if window_of(config, i)]
+    fields |= {
         "use_sliding_window": sliding,
         "sliding_window": config.attention_window,
-        "max_window_layers": 0 if sliding else config.num_layers,
-        "layer_types": [kind] * config.num_layers,
+        "max_window_layers": min(windowed, default=config.num_layers),
+        "layer_types": ["sliding_attention" if i in windowed else "full_attention" for i in range(config.num_layers)],
+    }
+    if family == "qwen2_moe":
+        return fields | {"qkv_bias": config.qkv_bias} | routing_settings(config, family)
+    return fields
+
+
+def _neox(config: ModelConfig) -> dict[str, Any]:
+    rope, share = _rope_settings(config), config.rotary_percent
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_heads,
+        "hidden_act": next(theirs for theirs, ours in GELU.items() if ours == config.activation),
+        "max_position_embeddings": config.max_positions,
+        "layer_norm_eps": config.norm_eps,
+        "attention_bias": config.qkv_bias,
+        "use_parallel_residual": config.parallel_block != "none",
+        "rotary_pct": share,
+        "rotary_emb_base": config.rope_theta,
+        **rope,
+        "rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": share},
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
     }
 
 
@@ -174,6 +229,13 @@ def _gpt2(config: ModelConfig) -> dict[str, Any]:
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
     }
+
+
+def _rope_settings(config: ModelConfig) -> dict[str, Any]:
+    """The rotary settings in both spellings."""
+    theta, scaling = config.rope_theta, _rope_scaling(config.rope_scaling)
+    parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
 def _rope_scaling(scaling: RopeScaling) -> dict[str, Any] | None:

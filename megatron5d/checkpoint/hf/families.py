@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron5d.checkpoint.hf.moe_mla import LATENT_EPS
 
-DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # Llama, but for biases, windows, norms on q and k, packing
-WINDOW_BY_LAYER = ("qwen2", "qwen3")  # whose layers may differ in what they see
+DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3", "olmo2")  # Llama, but for biases, windows, norms, packing
+PARTLY_ROTATED = ("glm4_moe", "gpt_neox")
+WINDOW_BY_LAYER = ("qwen2", "qwen3", "qwen2_moe")  # whose layers may differ in what they see
 _DECODER_DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "hidden_act": "silu",
     "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
@@ -40,6 +41,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": _QWEN_DEFAULTS | {"head_dim": None},
     "qwen3": _QWEN_DEFAULTS | {"head_dim": 128},
+    "olmo2": _DECODER_DEFAULTS | {
+        "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None, "head_dim": None,
+        "max_position_embeddings": 2048, "mlp_bias": False, "rms_norm_eps": 1e-5,
+    },
     "mixtral": _DECODER_DEFAULTS | {
         "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": None,
         "max_position_embeddings": 131072, "mlp_bias": False, "rms_norm_eps": 1e-5, "default_theta": 1e6,
@@ -50,6 +55,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768, "mlp_bias": False,
         "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1, "mlp_only_layers": None,
         "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+    },
+    "qwen2_moe": _QWEN_DEFAULTS | {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "head_dim": None, "qkv_bias": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": None, "num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
+    },
+    "glm4_moe": _DECODER_DEFAULTS | {
+        "vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
+        "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "mlp_bias": False,
+        "rms_norm_eps": 1e-5, "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        "n_group": 1, "topk_group": 1, "use_qk_norm": False, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
     },
     "deepseek_v2": _DECODER_DEFAULTS | _LATENT_DEFAULTS | {
         "vocab_size": 102400, "intermediate_size": 11008, "max_position_embeddings": 2048, "mlp_bias": False,
@@ -63,6 +82,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
         "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8,
         "topk_group": 4, "rope_interleave": True, "num_nextn_predict_layers": 1,
+    },
+    "gpt_neox": {
+        "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
+        "intermediate_size": 24576, "hidden_act": "gelu", "max_position_embeddings": 2048, "initializer_range": 0.02,
+        "layer_norm_eps": 1e-5, "tie_word_embeddings": False, "use_parallel_residual": True, "attention_bias": True,
+        "partial_rotary_factor": 0.25, "rope_theta": 10000.0,
     },
     "gpt2": {
         "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
@@ -80,6 +105,9 @@ ALIASES = {
     },
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
+    "qwen2_moe": {"num_experts": "num_local_experts"},
+    "glm4_moe": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "deepseek_v2": {"num_experts": "n_routed_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 }
@@ -111,6 +139,10 @@ COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "norm_topk_prob": (False,),  # transformers never divides; DeepSeek's own code does, and then does not scale
     },
     "deepseek_v3": _LATENT_COMPUTED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    "olmo2": _DECODER_COMPUTED | {"mlp_bias": (False,)},
+    "qwen2_moe": _DECODER_COMPUTED | {"mlp_bias": (False,)},
+    "glm4_moe": {"hidden_act": ("silu", "swish"), "mlp_bias": (False,)},
+    "gpt_neox": {"hidden_act": tuple(GELU)},
     "gpt2": {
         "activation_function": tuple(GELU),
         "scale_attn_weights": (True,),

@@ -12,7 +12,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from megatron5d.checkpoint.hf.families import ALIASES, COMPUTED, DEFAULTS, GELU, WINDOW_BY_LAYER
+from megatron5d.checkpoint.hf.families import ALIASES, COMPUTED, DEFAULTS, GELU, PARTLY_ROTATED, WINDOW_BY_LAYER
 from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
 from megatron5d.checkpoint.hf.safetensors_folder import BLOCK
@@ -124,7 +124,7 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
         for key, values in COMPUTED[family].items()
         if key in config and config[key] not in values
     ] + _unknown_quantisation(config)
-    fields = (_gpt2 if family == "gpt2" else _decoder)(config, refused)
+    fields = {"gpt2": _gpt2, "gpt_neox": _neox}.get(family, _decoder)(config, refused)
     if refused:
         lines = "".join(f"\n  {line}" for line in refused)
         raise ValueError(f"{Path(folder) / 'config.json'} ({family}) computes what this model does not:{lines}")
@@ -153,7 +153,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 
 
 def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Llama; Qwen2 and Qwen3, with biases or norms on q and k; DeepSeek, with latents; their windows and experts."""
+    """Llama, and what differs by options alone: biases, norms, latents, windows, experts."""
     hidden_size, num_heads, family = config["hidden_size"], config["num_attention_heads"], config["model_type"]
     theta, scaling = _rope(config, refused)
     if family == "phi3" and scaling.type != "none":
@@ -165,7 +165,9 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
             "num_kv_heads": config["num_key_value_heads"] or num_heads,
             "head_dim": config["head_dim"] or hidden_size // num_heads,
             "rope_interleaved": False,
+            "rotary_percent": _rotary_share(config),
         }
+    biased = config.get("qkv_bias", family == "qwen2" or config["attention_bias"])
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": hidden_size,
@@ -180,12 +182,14 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "position": "rope",
         "rope_theta": theta,
         "rope_scaling": asdict(scaling),
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
-        "qkv_bias": family == "qwen2" or config["attention_bias"],
-        "attention_out_bias": family != "qwen2" and config["attention_bias"],
+        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2") or config.get("use_qk_norm", False),
+        "qk_norm_all_heads": family == "olmo2",
+        "block_norm": "post" if family == "olmo2" else "pre",
+        "qkv_bias": biased,
+        "attention_out_bias": biased and family not in ("qwen2", "qwen2_moe", "glm4_moe"),
         "mlp_bias": config["mlp_bias"],
         "tie_embeddings": config["tie_word_embeddings"],
-        "attention_window": _window(config, refused),
+        **_windows(config, refused),
         "init_std": config["initializer_range"],
         **routing_fields(config, refused),
     }
@@ -218,26 +222,68 @@ def _gpt2(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     }
 
 
-def _window(config: dict[str, Any], refused: list[str]) -> int | None:
-    """The sliding window: ours is the same in all layers; only those of dense Qwen may not be."""
+def _neox(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
+    hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
+    if hidden_size % num_heads:
+        refused.append(f"hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}")
+    theta, scaling = _rope(config, refused)
+    head_dim = hidden_size // num_heads
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": hidden_size,
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": head_dim,
+        "vocab_size": config["vocab_size"],
+        "max_positions": config["max_position_embeddings"],
+        "norm": "layernorm",
+        "norm_eps": config["layer_norm_eps"],
+        "activation": GELU.get(config["hidden_act"]),
+        "position": "rope",
+        "rope_theta": theta,
+        "rope_scaling": asdict(scaling),
+        "rope_interleaved": False,
+        "rotary_percent": int(head_dim * _rotary_share(config)) / head_dim,
+        "parallel_block": "two_norms" if config["use_parallel_residual"] else "none",
+        "qk_norm": False,
+        "qkv_bias": config["attention_bias"],
+        "attention_out_bias": config["attention_bias"],
+        "mlp_bias": True,
+        "tie_embeddings": config["tie_word_embeddings"],
+        "attention_window": None,
+        "init_std": config["initializer_range"],
+    }
+
+
+def _rotary_share(config: dict[str, Any]) -> float:
+    """The share of a head's features that are rotated, in either spelling."""
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+
+
+def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
+    """The sliding window, and the layers that have it; None = all."""
     if "sliding_window" not in DEFAULTS[config["model_type"]]:
-        return None
+        return {"attention_window": None}
     window = config["sliding_window"] if config.get("use_sliding_window", True) else None
     if config["model_type"] not in WINDOW_BY_LAYER:
-        return window
-    first = config["max_window_layers"] if window is not None else config["num_hidden_layers"]
+        return {"attention_window": window}
+    layers, first = range(config["num_hidden_layers"]), config["max_window_layers"]
+    alternates = config["model_type"] == "qwen2_moe"  # the even layers below `first`; others slide from there on
+    slides = [i % 2 == 0 and i < first if alternates else i >= first for i in layers]
     kinds = config["layer_types"] or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(config["num_hidden_layers"])
+        "sliding_attention" if window is not None and slides[i] else "full_attention" for i in layers
     ]
-    if set(kinds) == {"full_attention"}:
-        return None
-    if set(kinds) != {"sliding_attention"} or window is None:
-        refused.append(
-            f"layer_types = {sorted(set(kinds))} with sliding_window = {window}, "
-            f"max_window_layers = {config['max_window_layers']}: all layers must see the same; "
-            "set max_window_layers to 0 (all slide) or use_sliding_window to false"
-        )
-    return window
+    if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+        refused.append(f"layer_types has {', '.join(unknown)}: only sliding_attention and full_attention are supported")
+    windowed = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if windowed and window is None:
+        refused.append("layer_types has sliding_attention without a sliding_window; set use_sliding_window to true")
+    return {
+        "attention_window": window if windowed else None,
+        "window_layers": windowed if 0 < len(windowed) < len(kinds) else None,
+    }
 
 
 def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScaling]:
@@ -255,7 +301,7 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
         refused.append(f"rope_parameters {new} and rope_scaling {old} disagree")
     rope = new or old
     kind = rope.get("rope_type", "default")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and config["model_type"] not in PARTLY_ROTATED:
         refused.append(f"partial_rotary_factor = {rope['partial_rotary_factor']}: only 1.0 is supported")
     if kind == "default":
         return theta, RopeScaling()

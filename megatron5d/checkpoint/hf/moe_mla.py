@@ -73,11 +73,12 @@ def mla_entries(config: ModelConfig, i: int) -> list[Entry]:
     return [Entry(f"{ours}.{name}", (0, shape[0]), f"{theirs}.{hf}.weight", shape) for name, hf, shape in parts]
 
 
-SPARSE = ("mixtral", "qwen3_moe", *LATENT)
+SPARSE = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", *LATENT)
+LIKE_DEEPSEEK = (*LATENT, "glm4_moe")  # in experts and routers
 # the module on disk that holds router and experts, and the names of an expert's matrices: gate, up, down
 _NAMES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    **dict.fromkeys(("qwen3_moe", *LATENT), ("mlp", "gate_proj", "up_proj", "down_proj")),
+    **dict.fromkeys(SPARSE[1:], ("mlp", "gate_proj", "up_proj", "down_proj")),
 }
 FUSED = "experts.gate_up_proj"  # what tells folders of fused experts apart
 _PLAIN: dict[str, Any] = {
@@ -102,7 +103,11 @@ def routing_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]
         return {**_PLAIN, "num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
     if family == "qwen3_moe":
         return _qwen3_moe(config, refused)
-    return _deepseek(config, refused) if family in LATENT else {}
+    if family == "qwen2_moe":
+        shared = {"shared_ffn_hidden_size": config["shared_expert_intermediate_size"], "shared_expert_gate": True}
+        fields = _qwen3_moe(config, refused)
+        return fields | (shared if fields.get("num_experts") else {})
+    return _deepseek(config, refused) if family in LIKE_DEEPSEEK else {}
 
 
 def _qwen3_moe(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
@@ -123,7 +128,7 @@ def _qwen3_moe(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def _deepseek(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
-    v3, first, experts = config["model_type"] == "deepseek_v3", config["first_k_dense_replace"] or 0, 0
+    v3, first, experts = config["model_type"] != "deepseek_v2", config["first_k_dense_replace"] or 0, 0
     if first < config["num_hidden_layers"]:
         experts = config["n_routed_experts"]
     if experts and not config["num_experts_per_tok"]:
@@ -150,12 +155,14 @@ def _deepseek(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
 
 def wanted_routing(config: ModelConfig, family: str) -> dict[str, Any]:
     """Fields that must have these values for a sparse family to compute the architecture."""
-    if family in LATENT:
+    if family in LIKE_DEEPSEEK:
         return _wanted_deepseek(config, family)
     wanted = {
         "shared_ffn_hidden_size": 0, "router_score": "softmax", "routed_scaling_factor": 1.0,
         "top_groups": config.num_groups, "router_bias": False, "mlp_bias": False,
     }  # fmt: skip
+    if family == "qwen2_moe":
+        wanted |= {"shared_ffn_hidden_size": config.shared_ffn_hidden_size, "shared_expert_gate": True}
     if family == "mixtral":
         wanted["norm_topk_prob"] = True
         if len(moe_layers(config)) < config.num_layers:
@@ -172,8 +179,8 @@ def _wanted_deepseek(config: ModelConfig, family: str) -> dict[str, Any]:
     if sparse != list(range(sparse[0], config.num_layers)):
         wanted |= {"moe_interval": 1, "moe_layers": None}
     if config.top_groups < config.num_groups:
-        wanted["group_score"] = "top2_sum" if family == "deepseek_v3" else "max"
-    if family == "deepseek_v3":
+        wanted["group_score"] = "max" if family == "deepseek_v2" else "top2_sum"
+    if family != "deepseek_v2":
         return wanted | {"router_score": "sigmoid", "router_bias": True}
     return wanted | {"router_score": "softmax", "router_bias": False, "norm_topk_prob": False}
 
@@ -187,7 +194,7 @@ def routing_settings(config: ModelConfig, family: str) -> dict[str, Any]:
             "num_experts_per_tok": config.top_k,
             "intermediate_size": inner,
         }
-    if family in LATENT:
+    if family in LIKE_DEEPSEEK:
         return _deepseek_settings(config, family, inner)
     regular = config.moe_layers is None and config.first_k_dense == 0
     sparse = moe_layers(config)
@@ -199,6 +206,7 @@ def routing_settings(config: ModelConfig, family: str) -> dict[str, Any]:
         "decoder_sparse_step": config.moe_interval if regular else 1,
         "mlp_only_layers": [] if regular else [i for i in range(config.num_layers) if i not in sparse],
         "norm_topk_prob": config.norm_topk_prob,
+        **({"shared_expert_intermediate_size": config.shared_ffn_hidden_size} if family == "qwen2_moe" else {}),
     }
 
 
@@ -215,8 +223,10 @@ def _deepseek_settings(config: ModelConfig, family: str, inner: int) -> dict[str
         "n_group": config.num_groups,
         "topk_group": config.top_groups,
     }
+    ahead = config.num_mtp_layers
+    if family == "glm4_moe":
+        return settings | {"num_nextn_predict_layers": ahead}
     if family == "deepseek_v3":
-        ahead = config.num_mtp_layers
         return settings | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": ahead}
     limited = config.top_groups < config.num_groups
     return settings | {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if limited else "greedy"}
@@ -251,7 +261,10 @@ def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -
             Entry(f"{ours}.experts.down.weight", (0, h), f"{expert}.{down}.weight", (h, f), expert=e),
         ]
     if s := config.shared_ffn_hidden_size:
-        ours, theirs = f"{ours}.shared_expert", f"{theirs}.shared_experts"
+        if config.shared_expert_gate:
+            gate_name = f"{theirs}.shared_expert_gate.weight"
+            entries.append(Entry(f"{ours}.shared_expert.gate.weight", (0, 1), gate_name, (1, h)))
+        ours, theirs = f"{ours}.shared_expert", f"{theirs}.shared_expert{'' if family == 'qwen2_moe' else 's'}"
         entries += [
             Entry(f"{ours}.up.weight", (0, s), f"{theirs}.{gate}.weight", (s, h)),
             Entry(f"{ours}.up.weight", (s, 2 * s), f"{theirs}.{up}.weight", (s, h)),

@@ -16,8 +16,9 @@ from megatron5d.config.schema import ModelConfig
 IGNORED = {
     **dict.fromkeys((*DENSE, *SPARSE), (r"(^|\.)rotary_emb\.inv_freq$",)),
     "gpt2": (r"(^|\.)attn\.(masked_)?bias$",),
+    "gpt_neox": (r"(^|\.)attention\.(masked_)?bias$", r"(^|\.)rotary_emb\.inv_freq$"),
 }
-BASE_PREFIX = {**dict.fromkeys((*DENSE, *SPARSE), "model."), "gpt2": "transformer."}
+BASE_PREFIX = {**dict.fromkeys((*DENSE, *SPARSE), "model."), "gpt2": "transformer.", "gpt_neox": "gpt_neox."}
 HEAD = "lm_head.weight"
 
 
@@ -41,6 +42,12 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
             *(entry for i in layers for entry in _gpt2_layer(config, i)),
             *_vectors("final_norm", "transformer.ln_f", h, bias=True),
         ]
+    elif family == "gpt_neox":
+        entries = [
+            Entry("embedding.weight", (0, v), "gpt_neox.embed_in.weight", (v, h)),
+            *(entry for i in layers for entry in _neox_layer(config, i)),
+            *_vectors("final_norm", "gpt_neox.final_layer_norm", h, bias=True),
+        ]
     else:
         entries = [
             Entry("embedding.weight", (0, v), "model.embed_tokens.weight", (v, h)),
@@ -49,7 +56,7 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
             *_vectors("final_norm", "model.norm", h, bias=False),
         ]
     if not config.tie_embeddings:
-        entries.append(Entry("head.weight", (0, v), HEAD, (v, h)))
+        entries.append(Entry("head.weight", (0, v), "embed_out.weight" if family == "gpt_neox" else HEAD, (v, h)))
     return entries
 
 
@@ -98,10 +105,12 @@ def _decoder_layer(config: ModelConfig, family: str, i: int, fused: bool) -> lis
     latent, sparse = config.attention == "mla", is_moe(config, i)
     packed = family == "phi3"  # q, k and v lie in one tensor, and so do gate and up, in our order
     attention, mlp = (f"{ours}.attention", f"{theirs}.self_attn"), (f"{ours}.mlp", f"{theirs}.mlp")
+    norms = ("attention.norm", "input_layernorm"), ("mlp.norm", "post_attention_layernorm")
+    if config.block_norm == "post":
+        norms = ("attention.post_norm", "post_attention_layernorm"), ("mlp.post_norm", "post_feedforward_layernorm")
     return [
-        *_vectors(f"{ours}.attention.norm", f"{theirs}.input_layernorm", h, bias=False),
+        *(entry for own, hf in norms for entry in _vectors(f"{ours}.{own}", f"{theirs}.{hf}", h, bias=False)),
         *(mla_entries(config, i) if latent else _attention(config, *attention, packed)),
-        *_vectors(f"{ours}.mlp.norm", f"{theirs}.post_attention_layernorm", h, bias=False),
         *(moe_entries(config, family, i, fused) if sparse else _mlp(config, *mlp, packed)),
     ]
 
@@ -117,8 +126,9 @@ def _attention(config: ModelConfig, ours: str, theirs: str, packed: bool) -> lis
         *_stack(f"{ours}.out", q, config.attention_out_bias, [(f"{theirs}.o_proj", h)]),
     ]
     if config.qk_norm:
-        entries += _vectors(f"{ours}.q_norm", f"{theirs}.q_norm", d, bias=False)
-        entries += _vectors(f"{ours}.k_norm", f"{theirs}.k_norm", d, bias=False)
+        whole = config.qk_norm_all_heads
+        entries += _vectors(f"{ours}.q_norm", f"{theirs}.q_norm", q if whole else d, bias=False)
+        entries += _vectors(f"{ours}.k_norm", f"{theirs}.k_norm", kv if whole else d, bias=False)
     return entries
 
 
@@ -146,4 +156,22 @@ def _gpt2_layer(config: ModelConfig, i: int) -> list[Entry]:
         *_vectors(f"{ours}.mlp.norm", f"{theirs}.ln_2", h, bias=True),
         *conv1d(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", f, h),
         *conv1d(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", h, f),
+    ]
+
+
+def _neox_layer(config: ModelConfig, i: int) -> list[Entry]:
+    h, f, biased = config.hidden_size, config.ffn_hidden_size, config.qkv_bias
+    ours, theirs, names = f"layers.{i}", f"gpt_neox.layers.{i}", ("weight", "bias")[: 1 + biased]
+    qkv, attention = f"{theirs}.attention.query_key_value", f"{ours}.attention"
+    shapes = {"weight": (3 * h, h), "bias": (3 * h,)}
+    return [
+        *_vectors(f"{attention}.norm", f"{theirs}.input_layernorm", h, bias=True),
+        *_vectors(f"{ours}.mlp.norm", f"{theirs}.post_attention_layernorm", h, bias=True),
+        *(
+            Entry(f"{attention}.qkv.{name}", (0, 3 * h), f"{qkv}.{name}", shapes[name], heads=config.num_heads)
+            for name in names
+        ),
+        *_stack(f"{attention}.out", h, biased, [(f"{theirs}.attention.dense", h)]),
+        *_stack(f"{ours}.mlp.up", h, True, [(f"{theirs}.mlp.dense_h_to_4h", f)]),
+        *_stack(f"{ours}.mlp.down", f, True, [(f"{theirs}.mlp.dense_4h_to_h", h)]),
     ]

@@ -48,6 +48,7 @@ class Entry:
         shape: shape on disk.
         transposed: on disk it is [in, out] (GPT-2's Conv1D) where ours is [out, in].
         expert: which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts.
+        heads: on disk q, k and v of each of so many heads lie together (GPT-NeoX); None = all q, all k, all v, as ours.
         wide: at least fp32 on disk and in memory, whatever the model's dtype (a router's bias).
     """
 
@@ -58,6 +59,7 @@ class Entry:
     transposed: bool = False
     expert: int | None = None
     wide: bool = False
+    heads: int | None = None
 
     @property
     def our_shape(self) -> tuple[int, ...]:
@@ -69,6 +71,13 @@ class Entry:
         """First index of the tensor in ours."""
         inner = (self.rows[0], *(0 for _ in self.shape[1:]))
         return inner if self.expert is None else (self.expert, *inner)
+
+    def regrouped(self, rows: torch.Tensor, to_disk: bool = False) -> torch.Tensor:
+        """Whole rows of q, k and v by part, as ours, from rows by head, as on disk; or back."""
+        if self.heads is None:
+            return rows
+        groups = (3, self.heads, -1) if to_disk else (self.heads, 3, -1)
+        return rows.unflatten(0, groups).transpose(0, 1).flatten(0, 2)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of this tensor in a model whose weights have `dtype`."""
@@ -280,6 +289,9 @@ def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: Safeten
         offset, shape = offset[1:], shape[1:]
     if entry.transposed:
         values = stored.read(entry.hf_name, offset[::-1], shape[::-1]).t()
+    elif entry.heads is not None:
+        whole = entry.regrouped(stored.read(entry.hf_name, (0,) * len(entry.shape), entry.shape))
+        values = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
     else:
         values = stored.read(entry.hf_name, offset, shape)
     view[place].copy_(values if entry.expert is None else values.unsqueeze(0))
@@ -317,6 +329,7 @@ def stored_tensors(
             )
         if entry.expert is not None:
             tensor = tensor.squeeze(0)
+        tensor = entry.regrouped(tensor, to_disk=True)
         yield entry.hf_name, tensor.t() if entry.transposed else tensor
 
 

@@ -139,7 +139,7 @@ def _lazy(entries: list[Entry], stored: Stored, dtype: torch.dtype) -> LazyTenso
     def make(offset: tuple[int, ...]) -> torch.Tensor:
         entry = at[offset]
         values = stored.read(entry.hf_name, (0,) * len(entry.shape), entry.shape).to(dtype)
-        values = values.t().contiguous() if entry.transposed else values
+        values = values.t().contiguous() if entry.transposed else entry.regrouped(values)
         return values.view(entry.our_shape)
 
     parts = {offset: entry.our_shape for offset, entry in at.items()}

@@ -118,14 +118,6 @@ def top2_needs_two(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.mlp_bias", "model.num_experts")
-def experts_have_no_biases(c: Config, world: int) -> Faults:
-    if c.model.num_experts and c.model.mlp_bias:
-        yield fault(
-            f"model.mlp_bias = true, and the {c.model.num_experts} experts have no biases", "model.mlp_bias=false"
-        )
-
-
 @check("parallel.ep", "model.num_experts", "parallel.etp", "parallel.tp", "parallel.cp", "parallel.pp",
        needs=["world-fits"])  # fmt: skip
 def experts_split_over_ep(c: Config, world: int) -> Faults:

@@ -50,7 +50,7 @@ def test_llama_both_spellings(tmp_path):
         "norm_eps": 3e-5, "activation": "swiglu", "position": "rope", "rope_theta": 5e5, "rope_interleaved": False,
         "rope_scaling": asdict(RopeScaling("llama3", 8.0, 16, 1.0, 4.0)), "qk_norm": False, "qkv_bias": True,
         "attention_out_bias": True, "mlp_bias": True, "tie_embeddings": False, "attention_window": None,
-        "init_std": 0.02,
+        "init_std": 0.02, "rotary_percent": 1.0, "qk_norm_all_heads": False, "block_norm": "pre",
     }  # fmt: skip
     assert read_model_config(tmp_path / "tiny-llama").rope_scaling.factor == 8.0
     assert from_dict({"model": fields}).model == read_model_config(tmp_path / "tiny-llama")
@@ -109,12 +109,17 @@ def test_qwens_window(family, tmp_path):
     assert model_config_from_hf(tmp_path)["attention_window"] is None
     save_config(family(**TINY, use_sliding_window=False, sliding_window=24, max_window_layers=0), tmp_path)
     assert model_config_from_hf(tmp_path)["attention_window"] is None
-    save_config(family(**TINY, **sliding, max_window_layers=1), tmp_path)
-    with pytest.raises(ValueError, match="max_window_layers"):
-        model_config_from_hf(tmp_path)
-    save_config(family(**TINY, **sliding, max_window_layers=1), tmp_path, layer_types="absent")
-    with pytest.raises(ValueError, match="max_window_layers"):
-        model_config_from_hf(tmp_path)
+    for changes in ({}, {"layer_types": "absent"}):
+        save_config(family(**TINY, **sliding, max_window_layers=1), tmp_path, **changes)
+        fields = model_config_from_hf(tmp_path)
+        assert (fields["attention_window"], fields["window_layers"]) == (24, list(range(1, TINY["num_hidden_layers"])))
+    for changes in (
+        {"layer_types": ["chunked_attention"]},
+        {"layer_types": ["sliding_attention"], "sliding_window": None},
+    ):
+        save_config(family(**TINY, **sliding, max_window_layers=1), tmp_path, **changes)
+        with pytest.raises(ValueError, match="layer_types has"):
+            model_config_from_hf(tmp_path)
 
 
 def test_gpt2(tmp_path):

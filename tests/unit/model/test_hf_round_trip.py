@@ -30,6 +30,26 @@ FP32 = {"dtype": torch.float32, "device": "cpu"}
 FAMILIES = {
     "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=4, sliding_window=7),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN3, mlp_only_layers=[1], attention_bias=True),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **TINY,
+        num_experts=4,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **TINY,
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+    ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(**LATENT, topk_method="group_limited_greedy"),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**LATENT),
 }

@@ -21,6 +21,7 @@ TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64,
 }  # fmt: skip
+NEOX = {key: size for key, size in TINY.items() if key != "num_key_value_heads"}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 20, "vocab_size": 61, "n_inner": 48}
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**TINY),
@@ -35,6 +36,14 @@ FAMILIES = {
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16),
     "qwen3, biases, tied": lambda: transformers.Qwen3Config(
         **TINY, head_dim=16, attention_bias=True, tie_word_embeddings=True
+    ),
+    "qwen3, window in one layer": lambda: transformers.Qwen3Config(
+        **TINY, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "olmo2, biases": lambda: transformers.Olmo2Config(**TINY, pad_token_id=0, attention_bias=True),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**NEOX),
+    "gpt_neox, one after the other": lambda: transformers.GPTNeoXConfig(
+        **NEOX, use_parallel_residual=False, attention_bias=False, rotary_pct=0.5
     ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2, untied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
@@ -71,7 +80,7 @@ def rectangle(tensors, name, offset, shape):
 def whole_tensors(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
     """Our global tensors, put together by hand from the model's own state."""
     if config.norm == "layernorm":
-        return whole_gpt2(config, theirs)
+        return (whole_gpt2 if config.position == "learned" else whole_neox)(config, theirs)
     ours = {"embedding.weight": theirs["model.embed_tokens.weight"], "final_norm.weight": theirs["model.norm.weight"]}
     if not config.tie_embeddings:
         ours["head.weight"] = theirs["lm_head.weight"]
@@ -90,8 +99,12 @@ def whole_tensors(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
             if f"mlp.up_proj.{kind}" in layer:
                 ours[f"layers.{i}.mlp.up.{kind}"] = cat("mlp.gate_proj", "mlp.up_proj")
                 ours[f"layers.{i}.mlp.down.{kind}"] = cat("mlp.down_proj")
-        ours[f"layers.{i}.attention.norm.weight"] = layer["input_layernorm.weight"]
-        ours[f"layers.{i}.mlp.norm.weight"] = layer["post_attention_layernorm.weight"]
+        if config.block_norm == "post":
+            ours[f"layers.{i}.attention.post_norm.weight"] = layer["post_attention_layernorm.weight"]
+            ours[f"layers.{i}.mlp.post_norm.weight"] = layer["post_feedforward_layernorm.weight"]
+        else:
+            ours[f"layers.{i}.attention.norm.weight"] = layer["input_layernorm.weight"]
+            ours[f"layers.{i}.mlp.norm.weight"] = layer["post_attention_layernorm.weight"]
         if config.qk_norm:
             ours[f"layers.{i}.attention.q_norm.weight"] = layer["self_attn.q_norm.weight"]
             ours[f"layers.{i}.attention.k_norm.weight"] = layer["self_attn.k_norm.weight"]
@@ -111,6 +124,26 @@ def whole_gpt2(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
     if not config.tie_embeddings:
         ours["head.weight"] = theirs["lm_head.weight"]
     return ours
+
+
+def whole_neox(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
+    """The fused projection has q, k and v of the first head, then of the second, ..."""
+    names = {"attention.out": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
+             "attention.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm",
+             "attention.qkv": "attention.query_key_value"}  # fmt: skip
+    ours, d = {}, config.head_dim
+    for i in range(config.num_layers):
+        for name, hf in names.items():
+            for kind in ("weight", "bias"):
+                if (key := f"gpt_neox.layers.{i}.{hf}.{kind}") in theirs:
+                    ours[f"layers.{i}.{name}.{kind}"] = theirs[key]
+        for kind in ("weight", "bias"):
+            if (key := f"layers.{i}.attention.qkv.{kind}") in ours:
+                heads = ours[key].split(d)  # q, k, v, q, k, v, ...
+                ours[key] = torch.cat([*heads[0::3], *heads[1::3], *heads[2::3]])
+    ours |= {f"final_norm.{kind}": theirs[f"gpt_neox.final_layer_norm.{kind}"] for kind in ("weight", "bias")}
+    head = theirs.get("embed_out.weight", theirs.get("lm_head.weight"))  # renamed in memory alone
+    return ours | {"embedding.weight": theirs["gpt_neox.embed_in.weight"], "head.weight": head}
 
 
 @dataclass
