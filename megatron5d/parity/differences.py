@@ -76,8 +76,8 @@ def figure_differences(records: Sequence[RankRecord], truth: RankRecord, toleran
 
 def one_figure(quantity: str, name: str, got: list[float], value: float, tolerance: float, step: int) -> Difference:
     """Of one figure, from what each rank has."""
-    off = [abs(each - value) / (abs(value) or 1.0) for each in got]
-    off = [inf if isnan(each) else each for each in off]
+    off = [0.0 if isnan(value) and isnan(each) else abs(each - value) / (abs(value) or 1.0) for each in got]
+    off = [inf if isnan(each) else each for each in off]  # NaN is the loss of a step without a target
     rank = off.index(max(off))
     ranks = tuple(r for r, each in enumerate(off) if each > tolerance)
     return Difference(quantity, name, off[rank], rank, ranks, (), got[rank], value, step)
@@ -220,6 +220,9 @@ def untried(config: Config, truth: RankRecord, tolerance: float) -> list[str]:
     if idle and model.top_k < model.num_experts:
         same = f"every token of a batch goes to the same {model.top_k} of {model.num_experts} experts"
         found.append(f"routing was not tried in {', '.join(idle)}: {same}")
+    nothing = [str(step) for step, each in enumerate(truth.figures, 1) if isnan(each["loss"])]
+    if nothing:
+        found.append(f"there was no loss to compare in step {', '.join(nothing)}: it has no target token")
     still = []
     for step, (before, after) in enumerate(zip(map(joined, truth.weights), map(joined, truth.weights[1:])), 1):
         moved = ((after[n] - before[n]).abs().max() > tolerance * before[n].abs().max() for n in after if n in before)

@@ -13,7 +13,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import exp, inf, isfinite, sqrt
+from math import exp, inf, isfinite, isnan, sqrt
 
 import torch
 from torch import Tensor
@@ -82,6 +82,8 @@ def _figures(
 def _figure(
     quantity: str, name: str, got: list[float], alone: float, value: float, factor: float, step: int
 ) -> Difference:
+    if isnan(value) and isnan(alone):  # a step without a target: ranks that say so are as near
+        got, value, alone = [0.0 if isnan(each) else inf for each in got], 0.0, 0.0
     here = max(abs(alone / value - 1) if value else 0.0, FIGURE_FLOOR)
     off = [abs(each - value) / (abs(value) or 1.0) for each in got]
     times = [_times(each, here) for each in off]
