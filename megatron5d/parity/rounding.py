@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.config.schema import Config, PrecisionConfig
-from megatron5d.parity.differences import HIDDEN, Difference, all_tensors, hidden_sums, index_of, joined
+from megatron5d.parity.differences import HIDDEN, Difference, all_tensors, hidden_sums, index_of, joined, without_target
 from megatron5d.parity.run import RankRecord, Rectangles
 
 SMOOTH_EPS = 1.0  # above the root of every second moment
@@ -72,7 +72,11 @@ def _figures(
     for step, exact in enumerate(truth.figures, 1):
         for name, value in exact.items():
             got = [record.figures[step - 1].get(name, inf) for record in records]
-            yield _figure(name, f"step {step}", got, alone.figures[step - 1][name], value, factor, step)
+            near = alone.figures[step - 1][name]
+            if isnan(value) and isnan(near) and not exact["num_targets"]:
+                near = 0.0
+                value, got = without_target(got)
+            yield _figure(name, f"step {step}", got, near, value, factor, step)
     one = {(step, name): value for step, name, value, _, _ in hidden_sums([alone], truth)}
     for step, name, total, value, ranks in hidden_sums(records, truth):
         found = _figure(HIDDEN, f"{name}, step {step}", [total], one[step, name], value, factor, step)
@@ -82,8 +86,6 @@ def _figures(
 def _figure(
     quantity: str, name: str, got: list[float], alone: float, value: float, factor: float, step: int
 ) -> Difference:
-    if isnan(value) and isnan(alone):  # a step without a target: ranks that say so are as near
-        got, value, alone = [0.0 if isnan(each) else inf for each in got], 0.0, 0.0
     here = max(abs(alone / value - 1) if value else 0.0, FIGURE_FLOOR)
     off = [abs(each - value) / (abs(value) or 1.0) for each in got]
     times = [_times(each, here) for each in off]
