@@ -240,6 +240,13 @@ def run_report(args: argparse.Namespace) -> None:
     print(f"wrote {args.out}" + (f" and {args.json}" if args.json else ""))
 
 
+def run_docs(args: argparse.Namespace) -> None:
+    from tools.report.dimensions import write_docs
+
+    for file in write_docs(args.out):
+        print(f"wrote {file}")
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pictures = parser.add_subparsers(required=True)
@@ -257,6 +264,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "words", nargs="*", metavar="OVERRIDE|RUN_DIR", help="overrides of pretrain.py, and folders of runs"
     )
     report.set_defaults(run=run_report)
+    docs = pictures.add_parser("docs", help="write the generated tables and pictures of the documentation")
+    docs.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default docs")
+    docs.set_defaults(run=run_docs)
     loss = pictures.add_parser("loss", help="loss over tokens, one colour a run")
     loss.add_words(
         "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, its .jsonl file, or a folder of runs"

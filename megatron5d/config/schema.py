@@ -284,8 +284,8 @@ class CheckpointConfig:
 
     dir: str | None = None  # folder of the checkpoints; None = none are written
     every: int = 0  # steps; 0 = only at the end and on a signal
-    keep: int = 2  # newest checkpoints kept; 0 = all
-    async_save: bool = field(default=False, metadata={"key": "async"})  # write in the background; in YAML: async
+    keep: str = "2"  # K or last:K newest | every:N steps | best:K by validation loss, joined by +; 0 = all
+    async_save: bool = field(default=True, metadata={"key": "async"})  # write in the background; in YAML: async
     resume: str = "auto"  # auto: from the newest whole one in dir, if any | none | a checkpoint folder
 
 

@@ -115,7 +115,7 @@ class Forecaster:
             sync = build_sync(config, mesh, model)
             optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
             away = _on_host(optimizer, watch)
-            apart = away + watch.rounded(model.overlap.box_bytes)
+            apart = away + watch.rounded(model.overlap.buffer_bytes)
             resident, setup = watch.live_bytes - apart, watch.peak_bytes - apart
             weights = _bytes([tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch)
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
@@ -184,7 +184,7 @@ class Forecaster:
                 rehearse=config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused",
             )  # fmt: skip
             trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
-            self._known[key] = trace, model.overlap.box_bytes
+            self._known[key] = trace, model.overlap.buffer_bytes
         return self._known[key]
 
 

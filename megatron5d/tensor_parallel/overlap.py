@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.all_gather_gemm import gather_matmul
-from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
+from kernels.all_gather_gemm import all_gather_gemm
+from kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
 from megatron5d.comm.collectives import all_gather, reduce_scatter, start_shift
-from megatron5d.comm.symmetric_memory import BoxExchange, Mailbox
+from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
 from megatron5d.precision.gemm import PLAIN, Operand, gemms_of
 from megatron5d.topology.axis import Axis
 
@@ -57,7 +57,7 @@ class Gemm:
 class Overlap:
     """Combines a GEMM and its collective; `parallel.tp_overlap=none`: one after the other."""
 
-    box_bytes = 0  # of this rank's memory that other ranks write into
+    buffer_bytes = 0  # of this rank's memory that other ranks write into
 
     def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """gemm(all_gather(operand)), and what was gathered.
@@ -137,7 +137,7 @@ def overlap_of(weight: Tensor) -> Overlap:
 
 
 class Fused(Overlap):
-    """The mailbox of one axis, and the GEMMs that go through it.
+    """The symmetric-memory buffers of one axis, and the GEMMs that use them.
 
     Args:
         tp: ranks that share linear layers; together they make the same GEMMs in the same order.
@@ -149,60 +149,60 @@ class Fused(Overlap):
     """
 
     def __init__(self, tp: Axis, device: torch.device, timeout_s: float) -> None:
-        self._mailbox = Mailbox(tp, device, timeout_s)
+        self._buffers = SymmetricBuffers(tp, device, timeout_s)
 
     @property
-    def box_bytes(self) -> int:  # type: ignore[override]
+    def buffer_bytes(self) -> int:  # type: ignore[override]
         """As large as the largest exchange so far has asked for."""
-        return self._mailbox.num_bytes
+        return self._buffers.num_bytes
 
     def check(self) -> None:
         """Checks what the device has done so far."""
-        self._mailbox.patience.check()
+        self._buffers.patience.check()
 
     def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """Comm: tp-1 puts of the operand."""
-        exchange = self._mailbox.exchange([(part.shape, part.dtype) for part in operand])
+        exchange = self._buffers.exchange([(part.shape, part.dtype) for part in operand])
         exchange.push(operand)
         if gemm.is_plain:
             s, b, width = operand[0].shape
-            inbox = exchange.inbox(0).view(tp.size, s * b, width)
+            gathered = exchange.receive_buffer(0).view(tp.size, s * b, width)
             weight, arrivals = gemm.weight.detach(), exchange.arrivals
-            y = gather_matmul(inbox, weight, arrivals, tp.rank, turned=gemm.backward).view(tp.size * s, b, -1)
+            y = all_gather_gemm(gathered, weight, arrivals, tp.rank, transposed=gemm.backward).view(tp.size * s, b, -1)
         else:
             outputs: list[Tensor] = [operand[0]] * tp.size
             for step in range(tp.size):
                 source = (tp.rank - step) % tp.size
                 outputs[source] = gemm(exchange.wait(source))
             y = torch.cat(outputs)
-        return y, tuple(_joined(exchange.inbox(part)) for part in range(len(operand) if keep else 0))
+        return y, tuple(_joined(exchange.receive_buffer(part)) for part in range(len(operand) if keep else 0))
 
     def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
         """Comm: tp-1 puts of 1/tp of the output."""
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
         scatter = self._scatter_tiles if gemm.is_plain else self._scatter_chunks
         exchange = scatter(operand, gemm, tp, rows)
-        return sum_arrived(exchange.inbox(0), exchange.arrivals)
+        return sum_arrived(exchange.receive_buffer(0), exchange.arrivals)
 
-    def _scatter_tiles(self, operand: Operand, gemm: Gemm, tp: Axis, rows: int) -> BoxExchange:
+    def _scatter_tiles(self, operand: Operand, gemm: Gemm, tp: Axis, rows: int) -> BufferExchange:
         x = operand[0].unflatten(0, (tp.size, rows)).flatten(1, 2)  # [tp, s/tp·b, features]
         width = gemm.weight.shape[1 if gemm.backward else 0]
         shape = torch.Size((rows, operand[0].shape[1], width))
-        exchange = self._mailbox.exchange([(shape, operand[0].dtype)])
+        exchange = self._buffers.exchange([(shape, operand[0].dtype)])
         exchange.count(0)
-        boxes = [box.flatten(0, 1) for box in exchange.outboxes(0)]
-        places = exchange.outbox_addresses(0), exchange.signal_addresses(), self._mailbox.finished
-        out = Outboxes(boxes, exchange.signals(), *places)
-        matmul_scatter(x, gemm.weight.detach(), out, exchange.epoch, tp.rank, turned=gemm.backward)
+        buffers = [buffer.flatten(0, 1) for buffer in exchange.send_buffers(0)]
+        places = exchange.send_buffer_addresses(0), exchange.signal_addresses(), self._buffers.finished
+        out = PeerBuffers(buffers, exchange.signals(), *places)
+        gemm_reduce_scatter(x, gemm.weight.detach(), out, exchange.epoch, tp.rank, transposed=gemm.backward)
         return exchange
 
-    def _scatter_chunks(self, operand: Operand, gemm: Gemm, tp: Axis, rows: int) -> BoxExchange:
+    def _scatter_chunks(self, operand: Operand, gemm: Gemm, tp: Axis, rows: int) -> BufferExchange:
         def term(step: int) -> tuple[int, Tensor]:
             owner = (tp.rank + 1 + step) % tp.size
             return owner, gemm(tuple(part.narrow(0, owner * rows, rows) for part in operand))
 
         owner, first = term(0)
-        exchange = self._mailbox.exchange([(first.shape, first.dtype)])
+        exchange = self._buffers.exchange([(first.shape, first.dtype)])
         exchange.send([first], owner)
         for step in range(1, tp.size):
             owner, later = term(step)
@@ -211,5 +211,5 @@ class Fused(Overlap):
 
 
 def _joined(chunks: Tensor) -> Tensor:
-    """`[tp, s/tp, ...]` in a mailbox as `[s, ...]` of its own."""
+    """`[tp, s/tp, ...]` in the buffers as a contiguous `[s, ...]`."""
     return chunks.clone(memory_format=torch.contiguous_format).flatten(0, 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron5d.comm.p2p import Form
+from megatron5d.comm.p2p import TensorMeta
 from megatron5d.config.derived import batch_sizes
 from megatron5d.config.schema import Config
 from megatron5d.model.block_inputs import DTYPES
@@ -117,8 +117,8 @@ def micro_batch_counts(config: Config, world: int) -> list[int]:
     return [size // sequences_at_once(config, world) for size in batch_sizes(config)]
 
 
-def boundary_form(config: Config, device) -> Form:
+def boundary_form(config: Config, device) -> TensorMeta:
     """Returns what is sent between stages: hidden states `[s/cp/tp, b, h]`, or `[s/cp, b, h]` without sp."""
     p, t = config.parallel, config.train
     rows = t.seq_len // p.cp // (p.tp if p.sp else 1)
-    return Form((rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device)
+    return TensorMeta((rows, t.mbs, config.model.hidden_size), DTYPES[config.precision.dtype], device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megatron5d.checkpoint.folder import LEFT, faults_of_newer, faults_of_older, saved_after
+from megatron5d.checkpoint.folder import LEFT, Keep, faults_of_newer, faults_of_older, saved_after
 from megatron5d.config.derived import batch_schedule, samples_of_steps, source_of
 from megatron5d.config.schema import Config
 from megatron5d.data.indexed_dataset import IndexedDataset
@@ -33,7 +33,7 @@ def broken_checkpoints(config: Config) -> list[str]:
     c = config.checkpoint
     faults = faults_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
     older = faults_of_older(Path(c.dir)) if c.dir is not None else []
-    end = "a later save removes it" if c.keep else "nothing removes it but you"
+    end = "a later save removes it" if any(Keep.of(c.keep)) else "nothing removes it but you"
     return [f"not resumed from: {fault}" for fault in faults] + [f"not whole: {fault}; {end}" for fault in older]
 
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers
 
 from megatron5d.checkpoint.storage import write
 from megatron5d.checkpoint.tensor_file import Save
-from megatron5d.comm.p2p import Inbox
+from megatron5d.comm.p2p import ReceiveChannel
 from megatron5d.config.load import load_config
 from megatron5d.planning.fit import target_here
 from megatron5d.planning.memory_forecast import Forecaster
@@ -96,8 +96,8 @@ def one_of(world, rank, config, folder: Path):
         store, calls = dist.HashStore(), Counter()
         dist.init_process_group("fake", rank=rank, world_size=world, store=store)
         dist.all_to_all_single = Exchanged
-        take, torch.Tensor.new_empty = Inbox.take, torch.Tensor.new_zeros
-        Inbox.take = lambda inbox: take(inbox).zero_()  # what nobody sends is zero
+        take, torch.Tensor.new_empty = ReceiveChannel.take, torch.Tensor.new_zeros
+        ReceiveChannel.take = lambda inbox: take(inbox).zero_()  # what nobody sends is zero
         sent, doing = Sent(world), "start"
 
         def count(frame, event, _):

@@ -75,10 +75,10 @@ def layout_record(asked: Asked) -> dict[str, Any]:
     on = _switched_on(config)
     with ProcessPoolExecutor(2) as pool:
         pipeline = pool.submit(pipeline_record, config, world, asked.cluster)
-        stages = pool.map(_zero_stage, [asked] * 4, range(4))
+        stages = pool.map(zero_stage, [asked] * 4, range(4))
         variants = _variants(pool, asked, on)
         timelines, zero_stages = pipeline.result(), list(stages)
-    _name_cuts(variants, on)
+    name_cuts(variants, on)
     sizes = sizes_of(config, world)
     dense = dense_grid(sizes)
     expert = expert_grid(sizes, dense)
@@ -148,21 +148,21 @@ def _variants(pool: ProcessPoolExecutor, asked: Asked, on: Sequence[str]) -> dic
     sure = [off for off in sets if len(off) <= 1 or len(off) == len(on)]
     rest = [off for off in sets if off not in sure]
     began = time.monotonic()
-    found = dict(zip(sure, pool.map(_variant, [asked] * len(sure), sure)))
+    found = dict(zip(sure, pool.map(variant, [asked] * len(sure), sure)))
     while rest and time.monotonic() - began < MOST_VARIANTS_S:
         some, rest = rest[:2], rest[2:]
-        found |= zip(some, pool.map(_variant, [asked] * len(some), some))
+        found |= zip(some, pool.map(variant, [asked] * len(some), some))
     return {" ".join(off): record for off, record in found.items()}
 
 
-def _zero_stage(asked: Asked, stage: int) -> dict[str, Any]:
+def zero_stage(asked: Asked, stage: int) -> dict[str, Any]:
     """Returns the numbers of a layout under another ZeRO stage, without its layer."""
     record = _numbers_of(changed(asked.config, {"parallel.zero": stage}), asked, {"stage": stage})
     record.pop("layer", None)
     return record
 
 
-def _variant(asked: Asked, off: Sequence[str]) -> dict[str, Any]:
+def variant(asked: Asked, off: Sequence[str]) -> dict[str, Any]:
     """Returns the numbers of a layout without some dimensions."""
     config = asked.config
     for name in off:
@@ -206,7 +206,7 @@ def _step(estimator: Estimator, config: Config, world: int) -> dict[str, Any]:
     return cost.record()
 
 
-def _name_cuts(variants: dict[str, dict[str, Any]], on: Sequence[str]) -> None:
+def name_cuts(variants: dict[str, dict[str, Any]], on: Sequence[str]) -> None:
     """Notes at every weight and tensor what it is whole, and at those of the layout itself which dimension cuts it.
 
     A tensor's whole shape is the one that it has with every dimension off; a dimension cuts it where it is larger

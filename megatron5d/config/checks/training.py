@@ -167,12 +167,14 @@ def checkpoint_every_needs_dir(c: Config, world: int) -> Faults:
         )
 
 
-@check("checkpoint.async", "checkpoint.dir")
-def checkpoint_async_needs_dir(c: Config, world: int) -> Faults:
-    if c.checkpoint.async_save and c.checkpoint.dir is None:
+@check("checkpoint.keep", "checkpoint.every", "train.eval_every")
+def checkpoint_best_is_evaluated(c: Config, world: int) -> Faults:
+    every, evaluated = c.checkpoint.every, c.train.eval_every
+    if "best:" in c.checkpoint.keep and (not evaluated or every % evaluated):
         yield fault(
-            "checkpoint.async = true and checkpoint.dir = null: nothing would be saved",
-            "checkpoint.dir=runs/NAME/checkpoints, or checkpoint.async=false",
+            f"checkpoint.keep = {c.checkpoint.keep} goes by the validation loss, and train.eval_every = {evaluated} "
+            f"gives none at the steps of checkpoint.every = {every}",
+            f"train.eval_every={every or c.train.steps}, or checkpoint.keep=2",
         )
 
 

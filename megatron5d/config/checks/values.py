@@ -32,7 +32,7 @@ AT_LEAST = {
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
         optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip optim.skip_norm
         optim.max_skipped moe.aux_coef moe.z_coef moe.bias_rate
-        data.eod checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
+        data.eod checkpoint.every model.num_experts model.shared_ffn_hidden_size
         model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last
         log.memory_snapshot_step recompute.offload_min_bytes""",
 }
@@ -174,6 +174,8 @@ _SHAPES = [
     _shape("train.gbs_ramp", _ramp_is_shaped, '[start gbs, increment, ramp length in sequences], each at least 1,'
            ' or stages such as "0:8 2B:16"',
            lambda c: "null"),
+    _shape("checkpoint.keep", lambda c: all(re.fullmatch(r"((last|best):)?\d+|every:[1-9]\d*", each)
+           for each in c.checkpoint.keep.split("+")), "K or last:K, every:N, best:K, joined by +", lambda c: "2"),
     _shape("data.skip_steps", lambda c: all(re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", each) for each in c.data.skip_steps),
            "a list of steps from 1 and of ranges such as 120-169", lambda c: "[]"),
     *(_shape(f"optim.{key}", partial(_are_scales, key), 'a list of "factor glob", factors from 0', lambda c: "[]")

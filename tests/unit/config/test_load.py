@@ -36,8 +36,17 @@ def test_texts_that_look_like_something_else_stay_texts():
 
 
 def test_async_is_a_key():
-    assert load_config(["checkpoint.async=true"]).checkpoint.async_save is True
-    assert to_dict(Config())["checkpoint"]["async"] is False
+    assert load_config(["checkpoint.async=false"]).checkpoint.async_save is False
+    assert to_dict(Config())["checkpoint"]["async"] is True
+
+
+def test_keep_is_a_number_or_a_text():
+    """A number, as in every run.json of earlier versions, is as many of the newest."""
+    assert load_config(["checkpoint.keep=3"]).checkpoint.keep == "3"
+    saved = ["checkpoint.every=5", "checkpoint.dir=c", "train.eval_every=5", "data.split='80,20,0'"]
+    config = load_config(["checkpoint.keep=last:3+every:100+best:2", *saved])
+    assert config.checkpoint.keep == "last:3+every:100+best:2"
+    assert from_dict({"checkpoint": {"keep": 3}}).checkpoint.keep == "3"
 
 
 @pytest.mark.parametrize(("written", "mode"), [("offline", "offline"), ("off", "disabled"), ("false", "disabled")])

@@ -117,7 +117,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         model.initialize(1)
         sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
         time.sleep(0.02)  # gloo's threads let go of what ranks have told each other a moment later
-        flags = model.overlap.box_bytes * mesh["tp"].size  # those of all ranks are mapped here
+        flags = model.overlap.buffer_bytes * mesh["tp"].size  # those of all ranks are mapped here
         resident = watch.live_bytes - flags
     storages = [
         {id(storage): storage.nbytes() for tensor in tensors if (storage := tensor.untyped_storage()) is not None}
@@ -150,7 +150,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         sum(mesh[name].rank for name in ("dp", "cp", "tp")),
         (weights + copies, *others),
         resident + copies - away,
-        model.overlap.box_bytes,
+        model.overlap.buffer_bytes,
         sum(x.nbytes for batch in batches for x in vars(batch).values() if isinstance(x, torch.Tensor)),
         min(peaks) - copies,
         kept,
