@@ -26,8 +26,8 @@ from megatron5d.model.partition import (
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
 from megatron5d.pipeline_parallel.program import OPS, Placement, Program, loop_placement
 from megatron5d.pipeline_parallel.registry import build_program
-from megatron5d.pipeline_parallel.search.problem import candidates, placement_called
-from megatron5d.pipeline_parallel.search.search import SearchResult, best_named
+from megatron5d.pipeline_parallel.search.named import best_named, candidates, placement_called
+from megatron5d.pipeline_parallel.search.search import SearchResult
 from megatron5d.pipeline_parallel.simulate import peak_memory, simulate
 
 
