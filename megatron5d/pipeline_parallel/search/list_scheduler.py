@@ -35,7 +35,7 @@ class Streams(NamedTuple):
     rank: np.ndarray  # [S] the holder
     neighbour: np.ndarray  # [S, 2] the streams of the next stage and of the stage before, -1 where there is none
     latency: np.ndarray  # [S, 2] of the messages to them
-    count: np.ndarray  # [S] micro-batches
+    num_microbatches: np.ndarray  # [S]
     compute: np.ndarray  # [S, 3] time of F, I, W
     a2a: np.ndarray  # [S, 3] all-to-all inside F, I, W
     size: np.ndarray  # [S] activations of one micro-batch
@@ -43,6 +43,7 @@ class Streams(NamedTuple):
     position: np.ndarray  # [R] where a rank lies between an end (-1) and the middle or turn (1) of its route
     cap: np.ndarray  # [R] the most activations a rank may hold
     pairs: np.ndarray  # [3] which of PAIR_OPS may overlap
+    num_ranks: int  # of the whole pipeline, of which these may be half
     unit: float  # mean compute of an action: the unit of time in policies
 
 
@@ -80,7 +81,7 @@ class Rules(NamedTuple):
 
 def rules_of(policy: Policy, streams: Streams) -> Rules:
     """Returns the Rules of a policy for one problem."""
-    num_ranks, along = len(streams.cap), streams.position[:, None]
+    num_ranks, along = streams.num_ranks, streams.position[:, None]
     return Rules(
         score=policy.priority + policy.slope * along[:, None, None],
         limit=streams.cap[:, None] * (1 - np.clip(policy.reserve[0] + policy.reserve[1] * along, 0, 1)) + 1e-9,
@@ -137,16 +138,16 @@ def list_schedule(streams: Streams, rules: Rules, actions: np.ndarray) -> float:
             stream, and the number of its micro-batch within the stream; empty where only the makespan matters.
     """
     num_streams, num_ranks = len(streams.rank), len(streams.cap)
-    arrival = np.full((2, num_streams, streams.count.max()), NEVER)
+    arrival = np.full((2, num_streams, streams.num_microbatches.max()), NEVER)
     zeros = np.zeros((5, num_ranks))
     last = np.full(num_ranks, W)
     done = np.zeros((3, num_streams), dtype=np.int64)
     state = State(zeros[0], zeros[1], zeros[2], last, zeros[3], zeros[4], done, arrival)
     for stream in range(num_streams):
-        state.left[streams.rank[stream]] += streams.count[stream] * streams.size[stream]
+        state.left[streams.rank[stream]] += streams.num_microbatches[stream] * streams.size[stream]
         if streams.neighbour[stream, 1] < 0:
             arrival[F, stream, :] = 0.0
-    left = 3 * streams.count.sum() - _run_events(streams, rules, state, actions)
+    left = 3 * streams.num_microbatches.sum() - _run_events(streams, rules, state, actions)
     return STUCK + left if left > 0 else state.free.max()
 
 
@@ -156,7 +157,7 @@ def _run_events(streams, rules, state, actions):
     finished = 0
     while True:
         rank = 0
-        for other in range(1, len(state.wake)):
+        for other in range(len(state.wake)):
             if state.wake[other] < state.wake[rank]:
                 rank = other
         now = state.wake[rank]
@@ -217,7 +218,7 @@ def _best(streams, rules, state, rank, now, phase, op):
     for chunk in range(streams.held_by.shape[1]):
         stream = streams.held_by[rank, chunk]
         index = state.done[op, stream]
-        if index == (state.done[I, stream] if op == W else streams.count[stream]):
+        if index == (state.done[I, stream] if op == W else streams.num_microbatches[stream]):
             continue
         score = rules.score[rank, phase, op, chunk] + policy.rhythm[phase, state.last[rank], op]
         ready = now

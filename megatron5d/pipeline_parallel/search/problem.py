@@ -80,6 +80,14 @@ class Problem:
         back = self.num_microbatches // 2 if self.placement.copies == 2 else 0
         return (0,) * (self.num_microbatches - back) + (1,) * back
 
+    @property
+    def is_folded(self) -> bool:
+        """Whether policies are tried on half of the ranks: rank r stands for rank p − 1 − r and the other direction.
+
+        A message over the middle returns to its sender, which stands for the rank that sends the same at that time.
+        """
+        return self.name == "mirrored" and self.num_microbatches % 2 == 0
+
     @cached_property
     def streams(self) -> Streams:
         """The same problem as the list scheduler reads it."""
@@ -92,11 +100,11 @@ class Problem:
         held_by = [sorted(np.flatnonzero(rank == r), key=lambda held: held % num_stages) for r in range(num_ranks)]
         along = 2 * np.arange(num_ranks) / max(num_ranks - 1, 1) - 1
         compute, a2a = (np.ascontiguousarray(times[SPLIT_OPS][:, stage].T) for times in (costs.compute, costs.a2a))
-        return Streams(
+        streams = Streams(
             rank=rank,
             neighbour=neighbour,
             latency=np.where(rank[neighbour] != rank[:, None], costs.comm, 0.0),
-            count=np.bincount(self.direction, minlength=copies)[stream // num_stages],
+            num_microbatches=np.bincount(self.direction, minlength=copies)[stream // num_stages],
             compute=compute,
             a2a=a2a,
             size=costs.activation[stage],
@@ -104,8 +112,19 @@ class Problem:
             position=1 - 2 * abs(along) if copies > 1 else along,
             cap=self.memory + 1e-9,
             pairs=np.array([bool(a2a.any()) and pair in self.pairs for pair in PAIRS[:3]]),
+            num_ranks=num_ranks,
             unit=float(compute.mean()) or 1.0,
         )
+        if not self.is_folded:
+            return streams
+        half, held = num_ranks // 2, np.flatnonzero(rank < num_ranks // 2)  # one stream a stage, in this order
+        folded = {
+            name: getattr(streams, name)[held]
+            for name in ("rank", "latency", "num_microbatches", "compute", "a2a", "size")
+        }
+        folded |= {name: getattr(streams, name)[:half] for name in ("position", "cap")}
+        neighbour = np.where(neighbour < 0, -1, neighbour % num_stages)[held]
+        return streams._replace(neighbour=neighbour, held_by=streams.held_by[:half] % num_stages, **folded)
 
     def makespan(self, policy: Policy) -> float:
         """Returns the makespan under a policy; STUCK or more where the policy gets stuck."""
@@ -113,18 +132,24 @@ class Problem:
 
     def program(self, policy: Policy) -> Program | None:
         """Returns the Program that a policy makes; None where it gets stuck."""
-        actions = np.zeros((self.num_actions, 5), dtype=np.int64)
-        if list_schedule(self.streams, rules_of(policy, self.streams), actions) >= STUCK:
+        placement, streams = self.placement, self.streams
+        actions = np.zeros((3 * streams.num_microbatches.sum(), 5), dtype=np.int64)
+        if list_schedule(streams, rules_of(policy, streams), actions) >= STUCK:
             return None
-        actions = actions[np.argsort(actions[:, 0], kind="stable")]
-        rank, second, op, stream, number = actions.T
-        slot_start = np.append(np.flatnonzero(second == 0), len(actions))
-        first = np.array([0, self.direction.count(0)])
+        way, actions[:, 3] = np.divmod(actions[:, 3], placement.num_stages)
+        if self.is_folded:
+            way = (actions[:, 3] >= placement.num_stages // 2).astype(int)
+            far = actions.copy()
+            far[:, 0] = placement.num_ranks - 1 - far[:, 0]
+            actions, way = np.concatenate([actions, far]), np.concatenate([way, 1 - way])
+        order = np.argsort(actions[:, 0], kind="stable")
+        rank, second, op, stage, number = actions[order].T
+        slot_start = np.append(np.flatnonzero(second == 0), len(order))
         table = Table(
-            rank_start=np.searchsorted(rank[slot_start[:-1]], np.arange(self.placement.num_ranks + 1)),
+            rank_start=np.searchsorted(rank[slot_start[:-1]], np.arange(placement.num_ranks + 1)),
             slot_start=slot_start,
             op=np.array(SPLIT_OPS)[op],
-            stage=stream % self.placement.num_stages,
-            microbatch=number + first[stream // self.placement.num_stages],
+            stage=stage,
+            microbatch=number + np.array([0, self.direction.count(0)])[way[order]],
         )
         return program_from_table("auto", self.placement, self.direction, table)

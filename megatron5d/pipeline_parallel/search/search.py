@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache as keep
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ TRIED = 4
 FINALISTS = 2
 """Policies of one problem whose Programs are made."""
 LARGE = 1 << 17
-"""Actions of a problem from which on policies are ranked with fewer micro-batches, and only one Program is tried."""
+"""Actions from which on policies are ranked with fewer micro-batches, and the local search tries one Program."""
 
 
 @dataclass(frozen=True)
@@ -178,19 +178,22 @@ def search_program(
     problems = _problems(pp, num_microbatches, splits, np.full(pp, float(memory)), copies, placements, pairs)
     file = file_for(cache, problems, [seconds, evaluations, seed]) if cache else None
     if file and file.exists():
-        result = load(file)
-        problem = next(p for p in problems if (p.placement, p.split) == (result.program.placement, result.split))
-        verify(result.program, problem.memory.tolist(), problem.costs)
-        return result
+        return _verified(load(file), problems)
     _compile()
     budget = Budget(seconds, evaluations)
     named = min(_named(problems, splits), key=MAKESPAN, default=None)
-    count = TRIED if max(problem.num_actions for problem in problems) < LARGE else 1
-    found = ([named] if named else []) + _list_scheduled(problems, budget, count)
-    found += _refined(sorted(found, key=MAKESPAN)[:count], budget, seed)
+    found = [named] if named else []
+    found += _list_scheduled(problems, budget)
+    found += _refined(sorted(found, key=MAKESPAN)[:TRIED], budget, seed)
     result = _result(found, named, problems[0].memory, budget)
     if file:
         store(file, result)
+    return result
+
+
+def _verified(result: SearchResult, problems: list[Problem]) -> SearchResult:
+    problem = next(p for p in problems if (p.placement, p.split) == (result.program.placement, result.split))
+    verify(result.program, problem.memory.tolist(), problem.costs)
     return result
 
 
@@ -243,20 +246,19 @@ def _named(problems: list[Problem], splits: Sequence[CostModel]) -> Iterator[Con
                 yield Contender(program, admitted[called(program.placement)])
 
 
-def _list_scheduled(problems: list[Problem], budget: Budget, count: int) -> list[Contender]:
-    """Returns the fastest Programs that shipped policies make, at most `count`; none where all get stuck."""
-    ranking: list[tuple[float, int, Policy]] = []
-    for index, problem in enumerate(problems):
-        few = min(problem.num_microbatches, 4 * len(problem.memory))
-        small = replace(problem, num_microbatches=few) if problem.num_actions >= LARGE else problem
-        found = []
-        for policy in shipped_policies(problem.num_streams):
-            if IS_COMPILED or not found or budget.share() < 1:
-                found.append((small.makespan(policy), index, policy))
+def _list_scheduled(problems: list[Problem], budget: Budget) -> list[Contender]:
+    """Returns the fastest Programs that shipped policies make, at most TRIED; none where all get stuck."""
+    few = min(problems[0].num_microbatches, 4 * len(problems[0].memory))
+    small = [replace(one, num_microbatches=few) if one.num_actions >= LARGE else one for one in problems]
+    tried: list[list[tuple[float, int, Policy]]] = [[] for _ in problems]
+    for policies in zip(*(shipped_policies(problem.num_streams) for problem in problems)):
+        for index, policy in enumerate(policies):
+            if IS_COMPILED or not tried[index] or budget.share() < 1:
+                tried[index].append((small[index].makespan(policy), index, policy))
                 budget.used += 1
-        ranking += sorted(found, key=lambda entry: entry[0])[:FINALISTS]
-    ranking.sort(key=lambda entry: entry[0])
-    programs = [(problems[index].program(policy), problems[index]) for _, index, policy in ranking[:count]]
+    finalists = [entry for found in tried for entry in sorted(found, key=itemgetter(0))[:FINALISTS]]
+    ranking = sorted(finalists, key=itemgetter(0))[:TRIED]
+    programs = [(problems[index].program(policy), problems[index]) for _, index, policy in ranking]
     return [Contender(program, problem) for program, problem in programs if program is not None]
 
 
@@ -269,7 +271,8 @@ def _refined(tried: list[Contender], budget: Budget, seed: int) -> list[Contende
         program = refine(contender.program, problem.costs, problem.memory, problem.pairs, budget, until, seed)
         refined.append(Contender(program, problem))
 
-    for place, contender in enumerate(tried if len(tried) > 1 else [], 1):
+    heats = tried if all(contender.problem.num_actions < LARGE for contender in tried) else []
+    for place, contender in enumerate(heats, 1):
         refine_until(contender, begin + (HEATS - begin) * place / len(tried))
     if tried:
         refine_until(min(refined or tried, key=MAKESPAN), 1.0)
