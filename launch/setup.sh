@@ -3,7 +3,7 @@
 #
 #   run   what training needs            all   and what the data tools, the test-suite and the linters need
 #
-# Pins are in launch/constraints.txt. Done again it takes no time unless the pins or setup.py have changed.
+# Pins are in launch/constraints.txt. Done again it takes no time unless the pins or pyproject.toml have changed.
 # PYTHON=... chooses the interpreter (3.10 or newer) that .venv is made from. A GPU is not needed.
 set -euo pipefail
 
@@ -12,11 +12,11 @@ venv=$root/.venv
 what=${1:-run}
 case $what in
     run) extras="" ;;
-    all) extras="[data,dev,search]" ;;
+    all) extras="[data,dev,docs,search]" ;;
     *) echo "setup: '$what' is neither run nor all" >&2; exit 2 ;;
 esac
 
-stamp=$(cat "$root/setup.py" "$root/launch/constraints.txt" <(echo "$root") | sha256sum | cut -c1-16)
+stamp=$(cat "$root/pyproject.toml" "$root/launch/constraints.txt" <(echo "$root") | sha256sum | cut -c1-16)
 have() { [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$stamp" ]; }
 if have "$what" || have all; then
     exit 0

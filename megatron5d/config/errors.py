@@ -37,6 +37,7 @@ ELSEWHERE = {
     "global_batch_size": "train.gbs",
     "micro_batch_size": "train.mbs",
     "rampup_batch_size": "train.gbs_ramp",
+    "step_batch_size_schedule": "train.gbs_ramp",
     "seq_length": "train.seq_len",
     "max_seq_len": "train.seq_len",
     "sequence_length": "train.seq_len",
@@ -72,7 +73,7 @@ class Fault:
     """One thing wrong with a configuration.
 
     Args:
-        id: of the law, or of the kind of fault on the command line; kebab-case.
+        id: of the check, or of the kind of fault on the command line; kebab-case.
         knobs: config keys that it concerns.
         reason: what is wrong, with the numbers.
         fix: the nearest legal value, as an override.

@@ -8,14 +8,14 @@ rows. Where its first and last row are not whole, zeros fill them, which change 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from kernels.fp8.quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of, transposed
+from kernels.fp8.quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of, transpose_values
 from megatron5d.topology.shard_spec import spec_of
 
 _CHUNK = 1 << 22  # elements quantised at a time, so that float32 temporaries take some tens of MB
@@ -36,7 +36,7 @@ class QuantizedPair:
     def transposed(self) -> Quantized:
         """The transpose, which input gradients are computed with."""
         if self._transposed is None:
-            values, scales = transposed(self.plain.values), self.plain.scales.mT.contiguous()
+            values, scales = transpose_values(self.plain.values), self.plain.scales.mT.contiguous()
             self._transposed = Quantized(values, scales, self.plain.rows_per_scale)
         return self._transposed
 
@@ -64,7 +64,7 @@ def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> Quant
     """A weight's 8-bit copies, made at the first use after a change and kept on the parameter.
 
     A change through the parameter itself is noticed. Code that writes its memory in another way (optimiser, gathering)
-    must call `forget_quantized`.
+    must call `forget_copies`.
 
     Args:
         weight: the parameter.
@@ -79,13 +79,6 @@ def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> Quant
 def hold_quantized(weight: Tensor, pair: QuantizedPair) -> None:
     """Sets a weight's 8-bit copies, which are valid until it changes."""
     weight.quantized = _state(weight), pair  # type: ignore[attr-defined]
-
-
-def forget_quantized(parameters: Iterable[Tensor]) -> None:
-    """Drops the 8-bit copies of parameters, because their values have changed or to free the memory."""
-    for parameter in parameters:
-        if hasattr(parameter, "quantized"):
-            del parameter.quantized
 
 
 def stack_of(parameter: Tensor) -> tuple[int, int, int]:

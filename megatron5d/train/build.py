@@ -8,16 +8,17 @@ from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.hf.weights import load_hf_shards
 from megatron5d.checkpoint.layout import named
 from megatron5d.checkpoint.load import agreed_checkpoint
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import split_of
 from megatron5d.config.schema import Config
+from megatron5d.data_parallel.bucket import GatherFormat
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.embedding_head import loss_terms
-from megatron5d.model.gpt import DTYPES, Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.optim.muon import takes_muon
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.optim.sharded_state import freezes
@@ -31,7 +32,7 @@ from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.data import may_hold_padding
-from megatron5d.train.pipeline_layout import PipelinePlan, agreed_plan, boundary_form
+from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
 from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
 from megatron5d.train.state import Progress, load_other_run, refuse_nonfinite, resume, weight_shards
 from megatron5d.train.step import Trainer
@@ -45,12 +46,12 @@ class Run:
     process: Process
     mesh: Mesh
     ledger: Ledger
-    model: Gpt
+    model: GPT
     sync: GradSync
     optimizer: Optimizer
     trainer: Trainer
     progress: Progress
-    plan: PipelinePlan
+    layout: PipelineLayout
     notes: list[str] = field(default_factory=list)  # shown when the run starts
     padded: bool = True  # the files may hold padding
 
@@ -61,34 +62,34 @@ class Run:
         return ends or self.config.data.document_mask or self.config.model.num_experts > 0 or self.padded
 
 
-def build_run(config: Config, process: Process) -> Run:
+def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     """Builds a run and brings it to its first step: new weights, imported ones, or those of a checkpoint.
 
     Args:
-        config: a lawful configuration.
+        config: a valid configuration.
         process: this rank.
+        layout: of the pipeline, the same on every rank.
 
     Raises:
-        ValueError: the pipeline, a checkpoint or an imported model does not fit.
+        ValueError: a checkpoint or an imported model does not fit.
 
     Comm: group creation; the pipeline's channels; loading a checkpoint.
     """
-    plan = agreed_plan(config, process)
     ledger = Ledger(process.device)
     mesh = build_mesh(
         sizes_of(config, process.world),
         process.rank,
         num_kv_heads=config.model.num_kv_heads,
-        pairs=plan.shared != "none",
+        pairs=layout.shared != "none",
         recorder=ledger,
         timeout_s=config.parallel.timeout_s,
     )
     with without_memory():
-        model = Gpt(config, mesh, process.device, plan.stage_specs(mesh["pp"].rank), plan.shared)
+        model = GPT(config, mesh, process.device, layout.stage_specs(mesh["pp"].rank), layout.shared)
     _check_globs(config, mesh, model)
-    sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
+    sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
-    notes, progress = [*idle_routers(config), plan.note, passed_over(config, checkpoint)], Progress()
+    notes, progress = [*idle_routers(config), layout.note, passed_over(config, checkpoint)], Progress()
     if checkpoint is None:
         notes += _first_weights(config, sync, optimizer, model)
     else:
@@ -98,10 +99,10 @@ def build_run(config: Config, process: Process) -> Run:
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
     padded = on_rank_0(lambda: may_hold_padding(config))
     notes = [note for note in notes if note]
-    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes, padded)
+    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, layout, notes, padded)
 
 
-def _check_globs(config: Config, mesh: Mesh, model: Gpt) -> None:
+def _check_globs(config: Config, mesh: Mesh, model: GPT) -> None:
     """Refuses globs of optim.freeze and of scales that no parameter's name matches, and to freeze all parameters.
 
     Raises:
@@ -128,18 +129,20 @@ def _check_globs(config: Config, mesh: Mesh, model: Gpt) -> None:
         raise ValueError(f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train")
 
 
-def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
+def build_trainer(
+    config: Config, mesh: Mesh, model: GPT, layout: PipelineLayout
+) -> tuple[GradSync, Optimizer, Trainer]:
     """Data parallelism, optimiser and pipeline around a model, whose weights may still have no values.
 
     Comm: the pipeline's channels are opened; that of `build_optimizer`.
     """
     sync = build_sync(config, mesh, model)
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
-    held = plan.placement.stages_of(mesh["pp"].rank)
+    held = layout.placement.stages_of(mesh["pp"].rank)
     phases = {stage: model.phases_of(stage) for _, stage in held}
     stages = {(direction, stage): Stage(phases[stage], sync) for direction, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
-    pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
+    pipeline = Pipeline(layout.program_of, layout.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
     terms = loss_terms(config)
     check = model.overlap.check
     masked_by = "data.eod_mask_loss = true, or padding (-100)" if config.data.eod_mask_loss else "padding (-100)"
@@ -149,18 +152,27 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     return sync, optimizer, trainer
 
 
-def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
+def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
     """Data parallelism around a model, whose parameters become views of its buckets."""
     p = config.parallel
     return GradSync(
         model.units, mesh, p.zero, grad_dtype(config),
         reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
-        gather_eight_bits=config.precision.fp8_gather, separate=lambda spec: takes_muon(spec, config.optim),
+        gather_format=_gather_format(config), separate=lambda spec: takes_muon(spec, config.optim),
         frozen=lambda spec: freezes(spec, config.optim),
     )  # fmt: skip
 
 
-def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: Gpt) -> list[str]:
+def _gather_format(config: Config) -> type[GatherFormat] | None:
+    """The format in which ZeRO-3 gathers the weights of FP8 GEMMs; None = in their dtype."""
+    if config.parallel.zero < 3 or config.precision.fp8 == "none" or not config.precision.fp8_gather:
+        return None
+    from megatron5d.data_parallel.fp8_all_gather import Fp8ShardedWeights
+
+    return Fp8ShardedWeights
+
+
+def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: GPT) -> list[str]:
     """The weights of the first step. Each rank fills only the slices that it owns, so no rank ever holds a whole model.
 
     Returns:
@@ -168,11 +180,13 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
 
     Comm: below ZeRO-3 an all_gather of the slices; for a checkpoint that of `load_tensors`.
     """
-    init, held, notes = config.init, weight_shards(sync, model.weights(), writing=False), list[str]()
+    init, held, notes = config.init, weight_shards(sync, model.weights()), list[str]()
     if init.from_checkpoint is not None:
         notes = load_other_run(init.from_checkpoint, held, optimizer, config)
     else:
         if (folder := init.from_hf) is not None:
+            from megatron5d.checkpoint.hf.weights import load_hf_shards
+
             notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder, config.train.seed))
             refuse_nonfinite(Path(folder), named("model", held))
         else:

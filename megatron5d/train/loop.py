@@ -5,20 +5,19 @@ What a run writes and no other run may: its checkpoints and its log. They are lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.folder import recover
+from megatron5d.checkpoint.folder import Keep, recover
 from megatron5d.checkpoint.lock_file import LockFile
-from megatron5d.checkpoint.save import Saver
+from megatron5d.checkpoint.save import SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
-from megatron5d.config.derived import in_ranges
-from megatron5d.config.load import to_yaml
+from megatron5d.config.derived import batch_schedule, in_ranges
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
@@ -28,10 +27,12 @@ from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader, without_targets
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
+from megatron5d.train.monitoring.prediction import Prediction
 from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.monitoring.report import Reporter
 from megatron5d.train.monitoring.writers import harmless
-from megatron5d.train.provenance import commit, keep_code
+from megatron5d.train.pipeline_layout import PipelineLayout
+from megatron5d.train.provenance import commit, write_provenance
 from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.startup_warnings import epochs, repeated_validation, small_vocabulary, unmarked_documents
 from megatron5d.train.state import Progress, run_record, run_tensors
@@ -84,8 +85,7 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
         folder = Path(config.log.dir)
         on_exit.callback(LockFile(folder / "log.lock", f"log.dir = {folder}").release)
         with harmless(f"log.dir = {folder}, config.yaml and code/", outputs.notes.append):
-            (folder / "config.yaml").write_text(to_yaml(config))
-            keep_code(folder)
+            write_provenance(folder, config)
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:
@@ -97,12 +97,18 @@ def _unlock_checkpoints(outputs: Outputs) -> None:
 OTHERS_SIGNAL = "a signal of another rank"
 
 
-def train(config: Config, process: Process, notes: Sequence[str] = ()) -> int:
+def train(
+    config: Config, process: Process, layout: PipelineLayout, predicted: Prediction, stop: StopFlag,
+    notes: Sequence[str] = (),
+) -> int:  # fmt: skip
     """Trains from where the run stands to its last step.
 
     Args:
-        config: a lawful configuration.
+        config: a valid configuration.
         process: this rank.
+        layout: of the pipeline, the same on every rank.
+        predicted: for the log.
+        stop: set by a signal.
         notes: for the log, of what was found before.
 
     Returns:
@@ -112,14 +118,13 @@ def train(config: Config, process: Process, notes: Sequence[str] = ()) -> int:
         InterruptedError: stopped on a signal without a place for a checkpoint.
         OSError: another run writes to the same places.
     """
-    with StopFlag() as stop, locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
-        outputs.notes += notes
-        return _train(config, process, outputs, snapshots, stop)
+    with locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
+        run = build_run(config, process, layout)
+        run.notes += [*outputs.notes, *notes]
+        return _train(run, predicted, outputs, snapshots, stop)
 
 
-def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
-    run = build_run(config, process)
-    run.notes += outputs.notes
+def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     config = run.config  # as it is resumed
     run.notes += on_rank_0(lambda: [note for notes in ABOUT_DATA for note in notes(config)])
     if snapshots.note:
@@ -129,17 +134,17 @@ def _train(config: Config, process: Process, outputs: Outputs, snapshots: Memory
         c = config.checkpoint
         saver = outputs.saver = Saver(
             c.dir,  # type: ignore[arg-type]  # a law: there is one
-            c.keep,
+            Keep.of(c.keep),
             c.async_save,
             config.parallel.timeout_s,
             outputs.lock,
             pinned=Path(c.resume),
             began=run.progress.step,
         )
-    reporter = on_every_rank(lambda: Reporter(run))
+    reporter = on_every_rank(lambda: Reporter(run, predicted))
     code = 1
     try:
-        on_every_rank(lambda: _announce(run, reporter))
+        _announce(run, reporter, predicted)
         stopped = _stopped_early(run, reporter, stop) or _steps(run, reporter, saver, stop, snapshots)
         if saver is not None:
             saver.wait()
@@ -155,7 +160,7 @@ def _train(config: Config, process: Process, outputs: Outputs, snapshots: Memory
     return REQUEUE
 
 
-def _announce(run: Run, reporter: Reporter) -> None:
+def _announce(run: Run, reporter: Reporter, predicted: Prediction) -> None:
     s, progress = run.mesh.sizes, run.progress
     reporter.say(
         f"{run.config.model.name}: {parameter_count(run.config.model):,} parameters on {s.world} rank"
@@ -169,10 +174,8 @@ def _announce(run: Run, reporter: Reporter) -> None:
     knob, last = ("stop_after", train_config.stop_after) if train_config.stop_after else ("steps", train_config.steps)
     if progress.step >= last:
         reporter.say(f"nothing is left to train: step {progress.step} is saved, and train.{knob} = {last}")
-    if reporter.active and (expected := reporter.expectation.predict()) is not None:
-        reporter.say(expected)
-    if reporter.active and (memory := reporter.memory.predicted()) is not None:
-        reporter.say(memory)
+    for line in predicted.report:
+        reporter.say(line)
 
 
 def _stopped_early(run: Run, reporter: Reporter, stop: StopFlag) -> bool:
@@ -191,18 +194,19 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     """Runs the remaining steps; True where a signal ended them early."""
     config, progress, train_config = run.config, run.progress, run.config.train
     last = train_config.stop_after or train_config.steps
-    valid_exists = _evaluate(run, reporter, "initial_valid_loss") if progress.step == 0 else True
+    valid_exists = bool(_evaluate(run, reporter, "initial_valid_loss")) if progress.step == 0 else True
     left = last - progress.step
     loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left)
     saved_at, profiler = progress.step, Profiler(run, reporter.say)
     stopped = False
+    schedule = batch_schedule(train_config)
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
             consumed = loader.consumed_samples
             batches = next(loader)  # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens
             where = StepSamples(progress.step + 1, range(consumed, loader.consumed_samples))
-            lr = learning_rate(config.optim, where.step, train_config.steps)
+            lr = learning_rate(config.optim, where.step, train_config.steps, schedule)
             watched = progress.step == 0 or _due(where.step, config.moe.log_every)
             with profiler.step():
                 left_out = in_ranges(where.step, config.data.skip_steps)
@@ -212,11 +216,12 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
             stopped = result.stop
             snapshots.after_step(progress.step)
             at_end = progress.step == last
+            losses = None
             if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
-                _evaluate(run, reporter, "valid_loss")
+                losses = _evaluate(run, reporter, "valid_loss")
             reporter.step(result, lr)
             if saver and (stopped or at_end or _due(progress.step, config.checkpoint.every)):
-                _save(run, saver)
+                _save(run, saver, reporter, losses, last=stopped or at_end)
                 saved_at = progress.step
             reporter.start_clock()
     finally:
@@ -239,8 +244,8 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _evaluate(run: Run, reporter: Reporter, name: str) -> bool:
-    """Records the mean loss of all that is held out, each part under its name; False where there is nothing.
+def _evaluate(run: Run, reporter: Reporter, name: str) -> dict[str, float]:
+    """Records and returns the mean loss of all that is held out, each part under its name.
 
     Comm: of each part that of `_mean_loss`.
     """
@@ -250,7 +255,7 @@ def _evaluate(run: Run, reporter: Reporter, name: str) -> bool:
     if losses:
         text = ", ".join(f"{which.lstrip('/')} {loss:.4f}".strip() for which, loss in losses.items())
         reporter.say(f"step {run.progress.step}: validation loss {text}")
-    return bool(losses)
+    return losses
 
 
 def _mean_loss(run: Run, part: Part) -> float:
@@ -270,11 +275,31 @@ def _mean_loss(run: Run, part: Part) -> float:
     return run.trainer.means(totals)["loss"]
 
 
-def _save(run: Run, saver: Saver) -> None:
+def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, last: bool) -> None:
+    """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one.
+
+    Args:
+        run: to be saved.
+        saver: writes it.
+        reporter: says which save has failed.
+        losses: of the validation after this step, whose mean `checkpoint.keep=best` goes by; None = not evaluated.
+        last: the run ends with this save.
+    """
     run.sync.finish_gather()
     tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
-    saver.save(
-        run.progress.step,
-        tensors,
-        run_record(run.progress, to_dict(run.config), commit() if run.process.rank == 0 else None),
+    valid_loss = sum(losses.values()) / len(losses) if losses else None
+    record = run_record(
+        run.progress, to_dict(run.config), commit() if run.process.rank == 0 else None, valid_loss=valid_loss
     )
+    with _failure_told(reporter):
+        saver.wait()
+    with nullcontext() if last else _failure_told(reporter):
+        saver.save(run.progress.step, tensors, record)
+
+
+@contextmanager
+def _failure_told(reporter: Reporter) -> Iterator[None]:
+    try:
+        yield
+    except SaveFailed as error:
+        reporter.say(f"warning: {error}. Training goes on, and saves again at the next step of checkpoint.every")

@@ -22,10 +22,10 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 FROZEN = ["embedding.*", "layers.0.*", "*.router.*", "*.experts.down.weight", "*.attention.norm.*"]
 
@@ -101,9 +101,9 @@ def test_rates_by_parameter_of_weights_without_masters(tmp_path):
 def what_is_held(rank, world, config):
     """(name, elements of its bucket's gradients, whether it has optimiser state) of every parameter here."""
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=2)
-    model = Gpt(config, mesh)
+    model = GPT(config, mesh)
     model.initialize(1)
-    sync, optimizer, _ = build_trainer(config, mesh, model, plan_pipeline(config, world))
+    sync, optimizer, _ = build_trainer(config, mesh, model, pipeline_layout(config, world))
     stateful = {segment.spec.name for state in optimizer.slices for segment in state.segments}
     return [
         (parameter.spec.name, bucket.resident_grads.numel(), parameter.spec.name in stateful)
@@ -127,7 +127,7 @@ def run_config(folder, corpus, freeze, **parallel):
         config,
         train=dataclasses.replace(config.train, steps=4, stop_after=2),
         data=DataConfig(train=[corpus]),
-        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0),
+        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep="0"),
         log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
     )
 

@@ -15,10 +15,10 @@ from ranks import run_ranks
 from megatron5d.config.schema import MoeConfig, PipelineConfig, RecomputeConfig
 from megatron5d.data.batch import SequenceSharding
 from megatron5d.data.sample_order import micro_batch_samples
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 PARTS = ("norm", "qkv", "attention", "activation", "mlp")
 SELECTIVE = [RecomputeConfig("selective", [part]) for part in PARTS]
@@ -37,7 +37,7 @@ def scheduled(config, schedule, layers):
 
 
 def first_gradients(rank, config, mesh, plan, batches):
-    model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
+    model = GPT(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
     model.initialize(config.train.seed)
     perturb(model.weights())
     sync, _, trainer = build_trainer(config, mesh, model, plan)
@@ -54,7 +54,7 @@ def differs(a, b):
 
 def changed_bits(rank, world, config, rows, modes):
     """The modes with other gradients, choices of experts or auxiliary losses than `none` has, here."""
-    plan = plan_pipeline(config, world)
+    plan = pipeline_layout(config, world)
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
     t, dp, sharding = config.train, mesh["dp"], SequenceSharding(config, mesh)

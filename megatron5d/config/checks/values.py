@@ -1,4 +1,4 @@
-"""Laws of single keys: the range of each number, the words of each enumeration, the form of each list."""
+"""Checks of single keys: the range of each number, the words of each enumeration, the form of each list."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
-from megatron5d.config.checks.check import Law, nearest, spelled
+from megatron5d.config.checks.check import Check, Faults, check, check_id, fault, nearest, spelled
 from megatron5d.config.convert import kind_of, value_of
+from megatron5d.config.derived import STAGE
 from megatron5d.config.errors import alternatives, closest
 from megatron5d.config.schema import Config
 
@@ -31,7 +32,7 @@ AT_LEAST = {
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
         optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip optim.skip_norm
         optim.max_skipped moe.aux_coef moe.z_coef moe.bias_rate
-        data.eod checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
+        data.eod checkpoint.every model.num_experts model.shared_ffn_hidden_size
         model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last
         log.memory_snapshot_step recompute.offload_min_bytes""",
 }
@@ -58,6 +59,7 @@ WORDS: dict[str, Sequence[str]] = {
     "parallel.regather": ("per_microbatch", "per_step"),
     "parallel.reduce": ("per_microbatch", "per_step"),
     "optim.name": ("adamw", "muon"),
+    "optim.schedule_by": ("steps", "samples"),
     "optim.schedule": ("cosine", "linear", "wsd", "constant"),
     "optim.on_nonfinite": ("stop", "skip"),
     "optim.implementation": ("auto", "torch", "apex", "kernel"),
@@ -77,11 +79,6 @@ SYNONYMS = {"fp16": "bf16", "half": "bf16", "float16": "bf16", "bfloat16": "bf16
             "adam": "adamw", "gelu_new": "gelu_tanh", "silu": "swiglu", "off": "disabled"}  # fmt: skip
 
 
-def law_id(knob: str) -> str:
-    """The id of the law of one knob alone."""
-    return knob.replace(".", "-").replace("_", "-")
-
-
 def _nearest_word(written: str, words: Sequence[str]) -> str | None:
     idle = next((word for word in ("none", "disabled", "off") if word in words), None)
     if idle and written.lower() in ("false", "no", "off", "none", "null"):
@@ -91,53 +88,39 @@ def _nearest_word(written: str, words: Sequence[str]) -> str | None:
     return SYNONYMS[written] if SYNONYMS.get(written) in words else closest(written, words)
 
 
-def _most(knob: str) -> float:
-    return AT_MOST.get(knob, MOST if kind_of(knob) is int else inf)
+def _in_range(knob: str, low: int, exclusive: bool = False) -> Check:
+    most = AT_MOST.get(knob, MOST if kind_of(knob) is int else inf)
+    example = spelled(value_of(Config(), knob) or 1.0)
+
+    @check(knob, id=check_id(knob))
+    def find(c: Config, world: int) -> Faults:
+        value = value_of(c, knob)
+        if value is None or low < value <= most or (value == low and not exclusive):
+            return
+        wrong = f"above {most}" if value > low else f"not above {low}" if exclusive else f"below {low}"
+        yield fault(f"{knob} = {value} is {wrong}", f"{knob}={example if exclusive else low if value < low else most}")
+
+    return find
 
 
-def _beyond(c: Config, knob: str, below: str, low: float) -> str:
-    return below if value_of(c, knob) <= low else f"above {_most(knob)}"
+def _one_of(knob: str, words: Sequence[str]) -> Check:
+    @check(knob, id=check_id(knob))
+    def find(c: Config, world: int) -> Faults:
+        value = value_of(c, knob)
+        if value not in words:
+            meant = _nearest_word(value, words) or value_of(Config(), knob)
+            yield fault(f"{knob} = {value} is not {alternatives(words)}", f"{knob}={meant}")
+
+    return find
 
 
-def _at_least(knob: str, low: int) -> Law:
-    return Law(
-        law_id(knob),
-        (knob,),
-        lambda c, w: value_of(c, knob) is not None and not low <= value_of(c, knob) <= _most(knob),
-        lambda c, w: f"{knob} = {value_of(c, knob)} is {_beyond(c, knob, f'below {low}', low)}",
-        lambda c, w: f"{knob}={low if value_of(c, knob) < low else _most(knob)}",
-    )
+def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callable[[Config], str]) -> Check:
+    @check(knob, id=check_id(knob))
+    def find(c: Config, world: int) -> Faults:
+        if not legal(c):
+            yield fault(f"{knob} = {value_of(c, knob)} is not {wanted}", f"{knob}={fix(c)}")
 
-
-def _above_zero(knob: str) -> Law:
-    example = value_of(Config(), knob) or 1.0
-    return Law(
-        law_id(knob),
-        (knob,),
-        lambda c, w: value_of(c, knob) is not None and not 0 < value_of(c, knob) <= _most(knob),
-        lambda c, w: f"{knob} = {value_of(c, knob)} is {_beyond(c, knob, 'not above 0', 0)}",
-        lambda c, w: f"{knob}={spelled(example)}",
-    )
-
-
-def _one_of(knob: str, words: Sequence[str]) -> Law:
-    return Law(
-        law_id(knob),
-        (knob,),
-        lambda c, w: value_of(c, knob) not in words,
-        lambda c, w: f"{knob} = {value_of(c, knob)} is not {alternatives(words)}",
-        lambda c, w: f"{knob}={_nearest_word(value_of(c, knob), words) or value_of(Config(), knob)}",
-    )
-
-
-def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callable[[Config], str]) -> Law:
-    return Law(
-        law_id(knob),
-        (knob,),
-        lambda c, w: not legal(c),
-        lambda c, w: f"{knob} = {value_of(c, knob)} is not {wanted}",
-        lambda c, w: f"{knob}={fix(c)}",
-    )
+    return find
 
 
 def _schedule_is_a_name(c: Config) -> bool:
@@ -151,8 +134,8 @@ def _are_scales(key: str, c: Config) -> bool:
 
 
 def _ramp_is_shaped(c: Config) -> bool:
-    ramp = c.train.gbs_ramp
-    return ramp is None or (len(ramp) == 3 and min(ramp) >= 1)
+    text = " ".join(c.train.gbs_ramp or ["0:1"])
+    return re.fullmatch(rf"0*[1-9]\d*( 0*[1-9]\d*){{2}}|{STAGE.pattern}( +{STAGE.pattern})*", text) is not None
 
 
 def _known_balances(c: Config) -> list[str]:
@@ -168,7 +151,7 @@ def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
 
 MAX_PREFETCH = 1024  # global batches; more only fill the host's memory
 
-SHAPES = (
+_SHAPES = [
     _shape("data.prefetch", lambda c: 0 <= c.data.prefetch <= MAX_PREFETCH, f"0 to {MAX_PREFETCH} global batches",
            lambda c: str(nearest(c.data.prefetch, (0, MAX_PREFETCH)))),
     _shape("parallel.zero", lambda c: c.parallel.zero in (0, 1, 2, 3), "0, 1, 2 or 3",
@@ -188,8 +171,11 @@ SHAPES = (
     _shape("recompute.stage_layers",
            lambda c: c.recompute.stage_layers is None or min(c.recompute.stage_layers, default=-1) >= 0,
            "a list of layer counts, each at least 0", lambda c: "null"),
-    _shape("train.gbs_ramp", _ramp_is_shaped, "[start gbs, increment, ramp length in sequences], each at least 1",
+    _shape("train.gbs_ramp", _ramp_is_shaped, '[start gbs, increment, ramp length in sequences], each at least 1,'
+           ' or stages such as "0:8 2B:16"',
            lambda c: "null"),
+    _shape("checkpoint.keep", lambda c: all(re.fullmatch(r"((last|best):)?\d+|every:[1-9]\d*", each)
+           for each in c.checkpoint.keep.split("+")), "K or last:K, every:N, best:K, joined by +", lambda c: "2"),
     _shape("data.skip_steps", lambda c: all(re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", each) for each in c.data.skip_steps),
            "a list of steps from 1 and of ranges such as 120-169", lambda c: "[]"),
     *(_shape(f"optim.{key}", partial(_are_scales, key), 'a list of "factor glob", factors from 0', lambda c: "[]")
@@ -205,11 +191,11 @@ SHAPES = (
     _shape("moe.balance", lambda c: all(word in BALANCES for word in c.moe.balance)
            and (c.moe.balance == ["none"] or (c.moe.balance != [] and "none" not in c.moe.balance)),
            f"none alone or a list of {alternatives(BALANCES[1:])}", lambda c: spelled(_known_balances(c))),
-)  # fmt: skip
+]  # fmt: skip
 
-VALUE_LAWS = (
-    *(_at_least(knob, low) for low, knobs in AT_LEAST.items() for knob in knobs.split()),
-    *(_above_zero(knob) for knob in ABOVE_ZERO.split()),
+VALUE_CHECKS = (
+    *(_in_range(knob, low) for low, knobs in AT_LEAST.items() for knob in knobs.split()),
+    *(_in_range(knob, 0, exclusive=True) for knob in ABOVE_ZERO.split()),
     *(_one_of(knob, words) for knob, words in WORDS.items()),
-    *SHAPES,
+    *_SHAPES,
 )

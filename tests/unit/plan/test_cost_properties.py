@@ -6,13 +6,12 @@ import random
 import pytest
 from parity_configs import config_of
 
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import Config, PrecisionConfig
+from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.predict import Estimator
-from megatron5d.train.pipeline_layout import planned_pipeline
 
 WORLD, COUNT = 16, 8
 H100 = dataclasses.replace(cluster_called("h100"), node=4)
@@ -43,10 +42,10 @@ def model() -> Config:
 
 
 def lawful(config: Config) -> bool:
-    if broken_laws(config, WORLD, without=FILE_LAWS):
+    if run_checks(config, WORLD, files=False):
         return False
     try:
-        planned_pipeline(config, WORLD)
+        quick_layout(config, WORLD)
     except ValueError:
         return False
     return True

@@ -11,10 +11,11 @@ from hf_folders import random_model
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import end_tokens
 from megatron5d.config.load import load_config
-from megatron5d.data.tiktoken_ranks import CL100K_PATTERN
+from megatron5d.data.bpe_files import CL100K_PATTERN
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.data.tokenizer_export import exported_tokenizer, special_tokens
 from tools import convert, generate
+from tools.conversion import huggingface
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -285,6 +286,6 @@ def test_every_shipped_model_has_a_family(name):
 def test_an_export_has_the_positions_of_its_training(capsys, step, positions):
     """Servers cut at max_position_embeddings; what was only imported keeps its own."""
     config = load_config(["model=tiny", "model.max_positions=16", "train.seq_len=64"])
-    exported = hf_config_from_model(convert._as_long_as_trained(config, step), "fp32")
+    exported = hf_config_from_model(huggingface._as_long_as_trained(config, step), "fp32")
     assert exported["max_position_embeddings"] == positions
     assert ("model.max_positions = 16" in capsys.readouterr().err) == (step > 0)

@@ -10,7 +10,7 @@ from megatron5d.checkpoint.load import PREFIX, SavedWeights
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of
@@ -29,7 +29,7 @@ MODELS = {
 def dense(request, tmp_path_factory):
     """A checkpoint of a random dense model in fp64."""
     config = Config(model=MODELS[request.param], precision=PrecisionConfig(dtype="fp64"))
-    model = Gpt(config, build_mesh(resolve(1)))
+    model = GPT(config, build_mesh(resolve(1)))
     model.initialize(7)
     tensors = {}
     for weight in model.weights():
@@ -130,4 +130,4 @@ def test_of_a_run_in_bf16_the_masters_become_the_mixture(dense, tmp_path):
     saved = SavedWeights(tmp_path / "moe" / "step-00000000")
     master = tensors["optim.master.layers.1.mlp.up.weight"].parts[0, 0]
     assert torch.equal(saved.read("layers.1.experts.up.weight", (3, 0, 0), (1, *master.shape))[0], master)
-    assert saved.tensors["embedding.weight"].properties.dtype == torch.float32
+    assert saved.tensors["embedding.weight"].dtype == torch.float32

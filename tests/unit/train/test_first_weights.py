@@ -8,14 +8,15 @@ from parity_configs import config_of
 from ranks import run_ranks
 
 from megatron5d.config.schema import PrecisionConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.topology import init_weights as rng
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.build import build_run, sizes_of
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 
 def large(model="odd_vocab_tied", **parallel):
@@ -41,9 +42,9 @@ def test_each_rank_fills_what_it_keeps(monkeypatch):
         for parallel in LAYOUTS:
             config = large(**parallel)
             with MemoryWatch() as watch:
-                run = build_run(config, Process(rank, world, rank, torch.device("cpu")))
+                run = build_run(config, Process(rank, world, rank, torch.device("cpu")), pipeline_layout(config, world))
                 live, peak, largest = watch.live_bytes, watch.peak_bytes, watch.largest
-            plain = Gpt(config, run.mesh, "cpu")
+            plain = GPT(config, run.mesh, "cpu")
             plain.initialize(config.train.seed)
             with run.sync.whole_weights():
                 pairs = [(spec_of(a).name, torch.equal(a, b)) for a, b in zip(run.model.weights(), plain.weights())]
@@ -77,7 +78,7 @@ def test_the_setup_of_many_ranks_is_predicted_without_a_whole_model():
 def test_parameters_without_memory_are_not_written_unnoticed():
     config = large()
     with without_memory():
-        model = Gpt(config, build_mesh(sizes_of(config, 1), num_kv_heads=2))
+        model = GPT(config, build_mesh(sizes_of(config, 1), num_kv_heads=2))
     assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) < 1024
     with pytest.raises(RuntimeError, match="more than one element"):
         model.initialize(1)

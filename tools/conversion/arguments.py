@@ -1,0 +1,62 @@
+"""Arguments of the commands of convert.py; torch is not imported here, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+_DTYPE: dict[str, Any] = {
+    "choices": ["fp64", "fp32", "bf16"],
+    "help": "of the written weights (default: as they are stored)",
+}
+
+
+def add_from_hf(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of from-hf."""
+    add = command.add_argument
+    add("--hf", type=Path, required=True, metavar="DIR", help="config.json and safetensors files")
+    add("--out", type=Path, required=True, metavar="DIR", help="directory of checkpoints, without any yet")
+    add("--dtype", **_DTYPE)
+    add("--mtp", action="store_true", help="DeepSeek-V3: its multi-token prediction layers too")
+
+
+def add_to_hf(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of to-hf."""
+    add = command.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
+    add("--out", type=Path, required=True, metavar="DIR", help="without files that transformers reads")
+    kinds = [*_DTYPE["choices"], "fp16"]
+    add("--dtype", choices=kinds, help=f"{_DTYPE['help']}; of a run in bf16, fp32 writes the masters")
+    beside = command.add_mutually_exclusive_group()
+    beside.add_argument("--tokenizer", type=Path, metavar="PATH", help="file or folder to put beside the weights "
+                        "(default: the run's data.tokenizer, or that of model.from_hf)")  # fmt: skip
+    beside.add_argument("--no-tokenizer", action="store_true", help="write none, where it cannot leave with its ids")
+    add("--max-shard-gb", type=_amount, default=5.0, metavar="GB", help="10^9 bytes a file (default 5)")
+
+
+def add_upcycle(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of upcycle."""
+    add = command.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
+    add("--out", type=Path, required=True, metavar="DIR", help="directory of checkpoints, without any yet")
+    add("--num-experts", type=int, required=True, metavar="E", help="of every mixture, slices counted one by one")
+    add("--top-k", type=int, required=True, metavar="K", help="experts that a token is sent to")
+    add("--granularity", type=int, default=1, metavar="G", help="slices that a copy of the MLP is cut into (default 1)")
+    add("--first-k-dense", type=int, default=0, metavar="N", help="layers at the bottom that stay dense (default 0)")
+    add("--noise", type=_noise, default=0.0, help="added to the experts, in standard deviations of the MLP's weights")
+    add("--seed", type=int, default=1234, help="of routers and noise (default 1234)")
+
+
+def _amount(text: str) -> float:
+    """A number above 0."""
+    amount = float(text)
+    if not 0 < amount < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no amount above 0")
+    return amount
+
+
+def _noise(text: str) -> float:
+    """A number that is not below 0."""
+    return 0.0 if float(text) == 0 else _amount(text)

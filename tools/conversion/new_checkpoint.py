@@ -1,0 +1,25 @@
+"""Checkpoints of step 0, made of weights from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron5d.checkpoint.folder import saved_steps
+from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.checkpoint.save import Saver
+from megatron5d.config.convert import to_dict
+from megatron5d.config.schema import Config
+from megatron5d.train.state import Progress, run_record
+
+
+def check_empty(out: Path) -> None:
+    """Raises ValueError where a directory already holds checkpoints."""
+    if steps := saved_steps(out):
+        raise ValueError(f"{out} already holds the checkpoint of step {steps[-1]}; give a directory without any")
+
+
+def save_weights(out: Path, tensors: dict[str, Any], config: Config) -> Path:
+    """Writes weights as the checkpoint of step 0; returns its folder."""
+    Saver(out, keep=0).save(0, tensors, run_record(Progress(), to_dict(config)))
+    return whole_checkpoint(out, "--out")
