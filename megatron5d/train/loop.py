@@ -199,7 +199,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left)
     saved_at, profiler = progress.step, Profiler(run, reporter.say)
     stopped = False
-    schedule = batch_schedule(train_config)
+    schedule = batch_schedule(config)
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
