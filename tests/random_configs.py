@@ -107,6 +107,7 @@ def _optim(dice: random.Random) -> OptimConfig:
     name = dice.choice(["adamw", "muon"])
     if name == "muon":
         chosen |= _some(dice, 0.4, ns_steps=dice.choice([1, 3]), momentum=dice.choice([0.0, 0.8]))
+        chosen |= _some(random.Random(repr(chosen)), 0.3, muon_per_head=True)
         globs = [], ["*"], ["*.mlp.*", "*.experts.up.weight"], ["*embedding.*", "*.attention.*", "head.*"]
         chosen |= _some(dice, 0.5, muon_exclude=dice.choice(globs))
     globs = ["embedding.*"], ["layers.0.*"], ["*norm*", "*.up.weight"], ["*.attention.*"]
@@ -134,7 +135,23 @@ def _model(dice: random.Random) -> ModelConfig:
     chosen |= _some(dice, 0.15, num_mtp_layers=dice.choice([1, 2]))
     chosen |= _latent(dice, chosen["num_heads"]) if dice.random() < 0.3 else _grouped_heads(dice, chosen["num_heads"])
     chosen |= _experts(dice, chosen["num_layers"]) if dice.random() < 0.6 else _some(dice, 0.3, mlp_bias=True)
-    return ModelConfig(**chosen)
+    return ModelConfig(**chosen | _block_options(random.Random(repr(chosen)), chosen))
+
+
+def _block_options(dice: random.Random, chosen: dict[str, Any]) -> dict[str, Any]:
+    more = _some(dice, 0.3, block_norm=dice.choice(["post", "both"]))
+    more |= {} if more else _some(dice, 0.3, parallel_block=dice.choice(["two_norms", "one_norm"]))
+    if "attention_window" in chosen:
+        layers = range(chosen["num_layers"])
+        more |= _some(dice, 0.5, window_layers=sorted(dice.sample(layers, dice.randint(1, len(layers)))))
+    if chosen.get("attention") != "mla":
+        more |= _some(dice, 0.2, attention_gate=True)
+        more |= _some(dice, 0.2, rotary_percent=0.5) if chosen["head_dim"] == 8 else {}
+        more |= _some(dice, 0.5, qk_norm_all_heads=True) if chosen["qk_norm"] else {}
+    if "num_experts" in chosen:
+        more |= _some(dice, 0.2, mlp_bias=True)
+        more |= _some(dice, 0.5, shared_expert_gate=True) if chosen["shared_ffn_hidden_size"] else {}
+    return more
 
 
 def _grouped_heads(dice: random.Random, num_heads: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron5d.checkpoint.hf.families import GELU, WINDOW_BY_LAYER
+from megatron5d.checkpoint.hf.families import GELU, SAME, WINDOW_BY_LAYER
 from megatron5d.checkpoint.hf.moe_mla import (
     LATENT,
     SPARSE,
@@ -138,10 +138,8 @@ def hf_config_from_model(
     return {
         "architectures": [_ARCHITECTURE[family]],
         "model_type": family,
+        **{theirs: getattr(config, ours) for ours, theirs in SAME[family].items()},
         **fields,
-        "vocab_size": config.vocab_size,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
         **tokens,
@@ -152,15 +150,9 @@ def hf_config_from_model(
 
 def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
     fields = {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
         "attention_bias": config.qkv_bias,
         **_rope_settings(config),
     }
@@ -196,13 +188,7 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
 def _neox(config: ModelConfig) -> dict[str, Any]:
     rope, share = _rope_settings(config), config.rotary_percent
     return {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_heads,
         "hidden_act": next(theirs for theirs, ours in GELU.items() if ours == config.activation),
-        "max_position_embeddings": config.max_positions,
-        "layer_norm_eps": config.norm_eps,
         "attention_bias": config.qkv_bias,
         "use_parallel_residual": config.parallel_block != "none",
         "rotary_pct": share,
@@ -217,14 +203,8 @@ def _neox(config: ModelConfig) -> dict[str, Any]:
 def _gpt2(config: ModelConfig) -> dict[str, Any]:
     activation = next(theirs for theirs, ours in GELU.items() if ours == config.activation)
     return {
-        "n_layer": config.num_layers,
-        "n_embd": config.hidden_size,
-        "n_inner": config.ffn_hidden_size,
-        "n_head": config.num_heads,
-        "n_positions": config.max_positions,
         "n_ctx": config.max_positions,
         "activation_function": activation,
-        "layer_norm_epsilon": config.norm_eps,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,

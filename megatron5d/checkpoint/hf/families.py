@@ -111,6 +111,19 @@ ALIASES = {
     "deepseek_v2": {"num_experts": "n_routed_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 }
+_SAME = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_heads": "num_attention_heads", "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings", "init_std": "initializer_range",
+}  # fmt: skip
+# Fields of ours and settings of the same value.
+SAME = dict.fromkeys(DEFAULTS, _SAME) | {
+    "gpt_neox": _SAME | {"norm_eps": "layer_norm_eps"},
+    "gpt2": _SAME | {
+        "num_layers": "n_layer", "hidden_size": "n_embd", "ffn_hidden_size": "n_inner", "num_heads": "n_head",
+        "max_positions": "n_positions", "norm_eps": "layer_norm_epsilon",
+    },
+}  # fmt: skip
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 # Options that change the function: the values that our model computes; absent is always fine.

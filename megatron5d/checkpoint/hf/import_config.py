@@ -12,7 +12,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from megatron5d.checkpoint.hf.families import ALIASES, COMPUTED, DEFAULTS, GELU, PARTLY_ROTATED, WINDOW_BY_LAYER
+from megatron5d.checkpoint.hf.families import ALIASES, COMPUTED, DEFAULTS, GELU, PARTLY_ROTATED, SAME, WINDOW_BY_LAYER
 from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
 from megatron5d.checkpoint.hf.safetensors_folder import BLOCK
@@ -128,7 +128,8 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
     if refused:
         lines = "".join(f"\n  {line}" for line in refused)
         raise ValueError(f"{Path(folder) / 'config.json'} ({family}) computes what this model does not:{lines}")
-    return {"name": Path(folder).resolve().name, **fields}
+    same = {ours: config[theirs] for ours, theirs in SAME[family].items()}
+    return {"name": Path(folder).resolve().name, **same, **fields}
 
 
 def _unknown_quantisation(config: dict[str, Any]) -> list[str]:
@@ -169,15 +170,8 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         }
     biased = config.get("qkv_bias", family == "qwen2" or config["attention_bias"])
     return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": hidden_size,
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_heads": num_heads,
         **attention,
-        "vocab_size": config["vocab_size"],
-        "max_positions": config["max_position_embeddings"],
         "norm": "rmsnorm",
-        "norm_eps": config["rms_norm_eps"],
         "activation": "swiglu",
         "position": "rope",
         "rope_theta": theta,
@@ -188,9 +182,7 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "qkv_bias": biased,
         "attention_out_bias": biased and family not in ("qwen2", "qwen2_moe", "glm4_moe"),
         "mlp_bias": config["mlp_bias"],
-        "tie_embeddings": config["tie_word_embeddings"],
         **_windows(config, refused),
-        "init_std": config["initializer_range"],
         **routing_fields(config, refused),
     }
 
@@ -200,25 +192,17 @@ def _gpt2(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     if hidden_size % num_heads:
         refused.append(f"n_embd = {hidden_size} is not divisible by n_head = {num_heads}")
     return {
-        "num_layers": config["n_layer"],
-        "hidden_size": hidden_size,
         "ffn_hidden_size": config["n_inner"] or 4 * hidden_size,
-        "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": hidden_size // num_heads,
-        "vocab_size": config["vocab_size"],
-        "max_positions": config["n_positions"],
         "norm": "layernorm",
-        "norm_eps": config["layer_norm_epsilon"],
         "activation": GELU.get(config["activation_function"]),
         "position": "learned",
         "qk_norm": False,
         "qkv_bias": True,
         "attention_out_bias": True,
         "mlp_bias": True,
-        "tie_embeddings": config["tie_word_embeddings"],
         "attention_window": None,
-        "init_std": config["initializer_range"],
     }
 
 
@@ -229,16 +213,9 @@ def _neox(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     theta, scaling = _rope(config, refused)
     head_dim = hidden_size // num_heads
     return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": hidden_size,
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": head_dim,
-        "vocab_size": config["vocab_size"],
-        "max_positions": config["max_position_embeddings"],
         "norm": "layernorm",
-        "norm_eps": config["layer_norm_eps"],
         "activation": GELU.get(config["hidden_act"]),
         "position": "rope",
         "rope_theta": theta,
@@ -250,9 +227,7 @@ def _neox(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "qkv_bias": config["attention_bias"],
         "attention_out_bias": config["attention_bias"],
         "mlp_bias": True,
-        "tie_embeddings": config["tie_word_embeddings"],
         "attention_window": None,
-        "init_std": config["initializer_range"],
     }
 
 
