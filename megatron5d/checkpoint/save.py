@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -162,6 +162,16 @@ VISIBLE_S = 90.0
 _DONE = b"\0"  # first byte of a message that its rank has written its file; any other message is an error
 
 
+class Exporter(Protocol):
+    """Writes a checkpoint in another form, by all ranks."""
+
+    def begin(self, checkpoint: Path) -> None: ...
+
+    def write(self, checkpoint: Path, rank: int, world: int) -> bytes: ...
+
+    def finish(self, checkpoint: Path, messages: list[bytes]) -> None: ...
+
+
 class SaveFailed(OSError):
     """A checkpoint could not be written; those before it are whole."""
 
@@ -178,6 +188,7 @@ class Saver:
         pinned: a checkpoint that is kept whatever `keep` says: the one that the command line names.
         began: the step from which the run goes on. Checkpoints of later steps are another run's, or of this one before
             it went back: the first save renames them, so that it neither replaces nor counts them.
+        exporter: writes a checkpoint in another form too, where `save` is told so.
 
     Raises:
         OSError: on every rank, if the directory cannot be written, or a rank sees another one under its name. So this
@@ -195,10 +206,12 @@ class Saver:
         lock: LockFile | None = None,
         pinned: Path | None = None,
         began: int | None = None,
+        *,
+        exporter: Exporter | None = None,
     ) -> None:
         self.directory, self.background, self._lock = Path(directory), background, lock
         self.keep = Keep(last=keep) if isinstance(keep, int) else keep
-        self._pinned, self._began = pinned, began
+        self._pinned, self._began, self._exporter = pinned, began, exporter
         self._id, self._num_saves = _check_shared(self.directory), 0
         self._group = StoreGroup(timeout_s)
         self._index: IndexWriter | None = None
@@ -211,13 +224,14 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
+    def save(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any], exported: bool = False) -> None:
         """Saves one step.
 
         Args:
             step: optimiser steps done.
             tensors: what this rank writes, by key.
             run: what run.json will hold (the same on every rank).
+            exported: write it in the exporter's form, too.
 
         Raises:
             SaveFailed: on every rank, if a rank could not write its files.
@@ -228,10 +242,10 @@ class Saver:
         """
         self.wait()
         if not self.background:
-            self._write(step, tensors, run)
+            self._write(step, tensors, run, exported)
             return
         copies = self._copies.take(tensors)
-        self._thread = threading.Thread(target=self._write_noting_errors, args=(step, copies, run))
+        self._thread = threading.Thread(target=self._write_noting_errors, args=(step, copies, run, exported))
         self._thread.start()
 
     @property
@@ -254,28 +268,69 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
 
-    def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
+    def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any], exported: bool) -> None:
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
         group = self._group
         self._num_saves += 1  # as on every other rank
         save = Save(f"{self._id}-{self._num_saves}", step)
         group.on_rank_0(self._check_lock)
         known, self._written = self._written, b""
+        written = b""
+
+        def write_own() -> bytes:
+            nonlocal written
+            written = write(temporary, tensors, group.rank, save)
+            return b"" if written == known else written
+
         try:
-            group.on_rank_0(lambda: self._begin(temporary, run))
-            try:
-                written = write(temporary, tensors, group.rank, save)
-                message = _DONE + (b"" if written == known else written)
-            except Exception as error:  # noqa: BLE001 - rank 0 raises it on all ranks
-                message = _described(error).encode()
-            group.send(message)
-            group.on_rank_0(lambda: self._finish(temporary, save))
+            self._together(
+                lambda: self._begin(temporary, run), write_own, lambda told: self._finish(temporary, told, save)
+            )
         except OSError as error:
             if group.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
             told = f"the checkpoint of step {step} could not be written: {error}. {self._room()}"
             raise SaveFailed(told) from error
         self._written = written
+        if exported and self._exporter is not None:
+            self._export(step_folder(self.directory, step), self._exporter)
+
+    def _export(self, checkpoint: Path, exporter: Exporter) -> None:
+        """Writes a checkpoint in the exporter's form; raises as `save`."""
+        try:
+            self._together(
+                lambda: exporter.begin(checkpoint),
+                lambda: exporter.write(checkpoint, self._group.rank, self._group.world),
+                lambda told: exporter.finish(checkpoint, told),
+            )
+        except OSError as error:
+            raise SaveFailed(f"{checkpoint} could not be exported: {error}. {self._room()}") from error
+
+    def _together(
+        self, begin: Callable[[], None], write_own: Callable[[], bytes], finish: Callable[[list[bytes]], None]
+    ) -> None:
+        """Rank 0 begins, all ranks write, and rank 0 finishes with what each of them returned.
+
+        Raises:
+            OSError: on every rank, if one of them fails.
+
+        Comm: the store; a message of each rank, and two answers of rank 0.
+        """
+        self._group.on_rank_0(begin)
+        try:
+            message = _DONE + write_own()
+        except Exception as error:  # noqa: BLE001 - rank 0 raises it on all ranks
+            message = _described(error).encode()
+        self._group.send(message)
+
+        def finish_all() -> None:
+            messages = self._group.receive_all()
+            failed = failure_among([None if each.startswith(_DONE) else each.decode() for each in messages])
+            if failed:
+                raise OSError(str(failed))
+            finish([each.removeprefix(_DONE) for each in messages])
+
+        self._group.on_rank_0(finish_all)
 
     def _begin(self, temporary: Path, run: dict[str, Any]) -> None:
         """On rank 0: makes the folder that all ranks write to."""
@@ -291,14 +346,10 @@ class Saver:
         if self._lock is not None:
             self._lock.check()
 
-    def _finish(self, temporary: Path, save: Save) -> None:
-        """On rank 0: waits until all ranks have written, writes the index, and makes the folder a checkpoint."""
-        messages = self._group.receive_all()
-        failed = failure_among([None if each.startswith(_DONE) else each.decode() for each in messages])
-        if failed:
-            raise OSError(str(failed))
+    def _finish(self, temporary: Path, messages: list[bytes], save: Save) -> None:
+        """On rank 0: writes the index, and makes the folder a checkpoint."""
         assert self._index is not None
-        self._index.write(temporary, [each.removeprefix(_DONE) for each in messages], save)
+        self._index.write(temporary, messages, save)
         commit(temporary, self.keep, self._pinned)
 
     def _room(self) -> str:

@@ -26,6 +26,7 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader, without_targets
 from megatron5d.train.guard import StepSamples
+from megatron5d.train.hf_export import RunExport, planned_export
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.prediction import Prediction
 from megatron5d.train.monitoring.profiler import Profiler
@@ -140,6 +141,7 @@ def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemoryS
             outputs.lock,
             pinned=Path(c.resume),
             began=run.progress.step,
+            exporter=_exporter(run) if c.hf_export else None,
         )
     reporter = on_every_rank(lambda: Reporter(run, predicted))
     code = 1
@@ -220,8 +222,9 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
             if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
                 losses = _evaluate(run, reporter, "valid_loss")
             reporter.step(result, lr)
-            if saver and (stopped or at_end or _due(progress.step, config.checkpoint.every)):
-                _save(run, saver, reporter, losses, last=stopped or at_end)
+            exported = _exported(config, progress.step, at_end)
+            if saver and (stopped or at_end or exported or _due(progress.step, config.checkpoint.every)):
+                _save(run, saver, reporter, losses, last=stopped or at_end, exported=exported)
                 saved_at = progress.step
             reporter.start_clock()
     finally:
@@ -275,7 +278,21 @@ def _mean_loss(run: Run, part: Part) -> float:
     return run.trainer.means(totals)["loss"]
 
 
-def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, last: bool) -> None:
+def _exporter(run: Run) -> RunExport:
+    """What `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
+    directory = Path(run.config.checkpoint.dir or "")
+    return RunExport(on_rank_0(lambda: planned_export(run.config, run.notes.append)), directory)
+
+
+def _exported(config: Config, step: int, at_end: bool) -> bool:
+    """Whether checkpoint.hf_export names a step."""
+    when, _, every = (config.checkpoint.hf_export or "").partition(":")
+    return at_end if when == "last" else when == "every" and _due(step, int(every))
+
+
+def _save(
+    run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, *, last: bool, exported: bool
+) -> None:
     """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one.
 
     Args:
@@ -284,6 +301,7 @@ def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float
         reporter: says which save has failed.
         losses: of the validation after this step, whose mean `checkpoint.keep=best` goes by; None = not evaluated.
         last: the run ends with this save.
+        exported: write it as a Hugging Face folder, too.
     """
     run.sync.finish_gather()
     tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
@@ -294,7 +312,7 @@ def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float
     with _failure_told(reporter):
         saver.wait()
     with nullcontext() if last else _failure_told(reporter):
-        saver.save(run.progress.step, tensors, record)
+        saver.save(run.progress.step, tensors, record, exported)
 
 
 @contextmanager
