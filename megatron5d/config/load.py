@@ -49,7 +49,7 @@ def load_config(
     checks: Sequence[Check] = (),
     files: bool = True,
 ) -> Config:
-    """The typed, checked configuration of a command line.
+    """Returns the typed, checked configuration of a command line.
 
     Args:
         argv: overrides and flags, without the program's name.
@@ -89,7 +89,7 @@ def load_config(
 
 
 def keys_given(overrides: Sequence[str]) -> set[str]:
-    """The dotted keys that readable overrides give a value, those inside of a mapping too."""
+    """Returns the dotted keys that readable overrides give a value, those inside of a mapping too."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     return {name for each in parsed for name in (each.key_or_group, *_nested(each.key_or_group, each._value))}
 
@@ -106,12 +106,12 @@ def answer_help(argv: Sequence[str]) -> None:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML, every field resolved; `from_yaml` reads it back."""
+    """Returns the whole configuration as YAML, every field resolved; `from_yaml` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def from_yaml(text: str) -> Config:
-    """The configuration that `to_yaml` wrote.
+    """Returns the configuration that `to_yaml` wrote.
 
     Raises:
         ConfigError: an unknown key or a value of the wrong type.
@@ -152,7 +152,7 @@ class _Spelling:
                 self.accepted.append(text)
 
     def compose(self) -> dict[str, Any]:
-        """The configuration that Hydra composes from the accepted overrides; empty if it refuses them."""
+        """Returns the configuration that Hydra composes from the accepted overrides; empty if it refuses them."""
         quoted = [str(folder.resolve()).replace("'", "\\'") for folder in self.folders[1:]]
         own = [f"'file://{folder}'" for folder in quoted]
         search = [f"hydra.searchpath=[{','.join(own)}]"] if own else []
@@ -174,7 +174,7 @@ class _Spelling:
         return {str(key): value for key, value in data.items()}
 
     def _check_texts(self, data: dict[Any, Any], raw: Any) -> None:
-        """Texts that name a folder called ~ or None."""
+        """Returns the texts that name a folder called ~ or None."""
         for key in leaves():
             value, written = _found(data, key), _found(raw, key)
             texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
@@ -206,7 +206,7 @@ class _Spelling:
             _put(data, key, value)
 
     def doubtful(self, knob: str) -> bool:
-        """Whether a key may have its default only because of a spelling fault, so that no check should judge it."""
+        """Returns whether a key may have its default only through a spelling fault, so that no check should read it."""
         if any(fault.id == "composition" for fault in self.faults):
             return True
         guessed = [bad for fault in self.faults if fault.id in _GUESSES for bad in fault.knobs]
@@ -226,7 +226,7 @@ class _Spelling:
         self.faults.append(Fault(kind, (knob,), reason, fix))
 
     def _accept(self, text: str) -> str | None:
-        """The override for Hydra; None if it is wrong, which is added to the faults."""
+        """Returns the override for Hydra; None if it is wrong, which is added to the faults."""
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
@@ -263,7 +263,7 @@ class _Spelling:
         return self._value(override, text.lstrip("+"))
 
     def _choice(self, override: Override) -> str | None:
-        """An override that chooses an option of a group."""
+        """Returns an override that chooses an option of a group."""
         group, chosen = override.key_or_group, override._value
         options = self.groups[group]
         if (chosen is None and group == "experiment") or (isinstance(chosen, str) and chosen in options):
@@ -278,7 +278,7 @@ class _Spelling:
         return None
 
     def _value(self, override: Override, text: str) -> str | None:
-        """An override of a value. Commas make a list or are part of a text, since there are no sweeps."""
+        """Returns an override of a value. Commas make a list or are part of a text, since there are no sweeps."""
         key, written = override.key_or_group, text.partition("=")[2]
         kind = kind_of(key)
         if not override.is_sweep_override():
@@ -302,7 +302,7 @@ def _at(data: Mapping[str, Any], key: str) -> Any:
 
 
 def _found(data: Any, key: str) -> Any:
-    """The value of a dotted key; None where a group has another form or is not there."""
+    """Returns the value of a dotted key; None where a group has another form or is not there."""
     for name in key.split("."):
         data = data.get(name) if isinstance(data, Mapping) else None
     return data
@@ -316,7 +316,7 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _nested(key: str, value: Any) -> list[str]:
-    """The dotted keys inside a mapping given to `key`."""
+    """Returns the dotted keys inside a mapping given to `key`."""
     if not isinstance(value, Mapping):
         return []
     inner = [(f"{key}.{name}", below) for name, below in value.items()]

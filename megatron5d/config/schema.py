@@ -269,6 +269,7 @@ class DataConfig:
     valid_sets: list[str] = field(default_factory=list)  # "name prefix" or "name weight prefix": a loss for each name
     split: str | None = None  # Megatron's "969,30,1" over the documents of `train`; None = all of it trains
     order: str = "shuffled"  # shuffled | sequential | megatron
+    sample_len: int | None = None  # tokens of a sample; padding fills the rest of train.seq_len; None = no padding
     document_mask: bool = False  # True: documents in a sequence do not attend to each other, and positions restart
     eod_mask_loss: bool = False  # True: no loss for the prediction at an end-of-document token
     eod: int | None = None  # id of the end-of-document token; None = the tokenizer's

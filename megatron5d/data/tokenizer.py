@@ -73,13 +73,13 @@ class Tokenizer(Protocol):
         """Whether texts begin with `bos` for the model that the files belong to; `encode` does not add it."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Returns the ids of a text, without special tokens."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, without special tokens."""
+        """Returns the text of ids, without special tokens."""
 
     def token(self, number: int) -> str:
-        """How a token is written in the vocabulary."""
+        """Returns how a token is written in the vocabulary."""
 
 
 def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked = None) -> Tokenizer:
@@ -116,7 +116,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
 
 
 def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes:
-    """The first bytes of a file.
+    """Returns the first bytes of a file.
 
     Raises:
         ValueError: there is none, or they are those of something else than a tokenizer.
@@ -132,7 +132,7 @@ def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes
 
 
 def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
-    """The tokenizer in a JSON file whose beginning does not say which kind it is."""
+    """Returns the tokenizer in a JSON file whose beginning does not say which kind it is."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -152,7 +152,7 @@ def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """The file that `load_tokenizer` would read: `path` itself, or the one inside a folder.
+    """Returns the file that `load_tokenizer` would read: `path` itself, or the one inside a folder.
 
     Raises:
         ValueError: there is no such file.
@@ -173,24 +173,24 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_digest(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of the file that `load_tokenizer` would read, or of both files of a pair."""
+    """Returns the SHA-256 of the file that `load_tokenizer` would read, or of both files of a pair."""
     file = tokenizer_file(path)
     return hashlib.sha256(b"".join(part.read_bytes() for part in pair_of(file) or [file])).hexdigest()
 
 
 def changes_text(tokenizer: Tokenizer) -> list[str]:
-    """What the tokenizer does not keep of a text, in words; [] = it keeps all that is tried here."""
+    """Returns what the tokenizer does not keep of a text, in words; [] = it keeps all that is tried here."""
     tried = {"line breaks": "a\nb", "tabs": "a\tb", "runs of spaces": "a  b", "capital letters": "aB"}
     return [what for what, text in tried.items() if tokenizer.decode(_encoded(tokenizer, text)) != text]
 
 
 def text_may_hold(tokenizer: Tokenizer, number: int) -> bool:
-    """Whether a text that spells a token gets its id, so that it does not only stand where it was put."""
+    """Returns whether a text that spells a token gets its id, so that it does not only stand where it was put."""
     return any(number in _encoded(tokenizer, text) for text in (tokenizer.token(number), tokenizer.decode([number])))
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text; none where the tokenizer has none, and no token for what is unknown."""
+    """Returns the ids of a text; none where the tokenizer has none, and no token for what is unknown."""
     try:
         return tokenizer.encode(text)
     except Exception:  # bare ones of the package tokenizers
@@ -234,7 +234,7 @@ class _Vocabulary:
         )
 
     def token(self, number: int) -> str:
-        """How a token is written in the vocabulary."""
+        """Returns how a token is written in the vocabulary."""
         return self._names[number]
 
 
@@ -276,20 +276,20 @@ class SentencePieceTokenizer(_Vocabulary):
         self.adds_bos = self.bos is not None and bool(beside.config.get("add_bos_token", llama))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Returns the ids of a text, without special tokens."""
         return self._model.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, without special tokens."""
+        """Returns the text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids if int(i) < self._size])
 
     def serialized(self) -> bytes:
-        """The model as it encodes: symbols that are never read from text are control symbols here."""
+        """Returns the model as it encodes: symbols that are never read from text are control symbols here."""
         return self._model.serialized_model_proto()
 
 
 def _never_read(model: bytes, piece: str) -> bytes:
-    """A serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL symbol.
+    """Returns a serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL symbol.
 
     The first kind is found in text, the second never. A message of a piece is: 1, its length and text; 2, its score in
     four bytes; 3, its type.
@@ -344,11 +344,11 @@ class HuggingFaceTokenizer(_Vocabulary):
         self.adds_bos = self.bos is not None and (begins == [self.bos] or wanted)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Returns the ids of a text, without special tokens."""
         return self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, without special tokens."""
+        """Returns the text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
@@ -380,17 +380,17 @@ class TiktokenTokenizer(_Vocabulary):
         self.adds_bos = found.adds_bos and self.bos is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Returns the ids of a text, without special tokens."""
         if self._normal_form:
             text = unicodedata.normalize("NFC", text)
         return [i for part in _without_long_runs(text) for i in self._model.encode_ordinary(part)]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, without special tokens."""
+        """Returns the text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids if int(i) not in self._special])
 
 
 def _without_long_runs(text: str) -> list[str]:
-    """The text, cut after every RUN characters that are all blank or all not: in longer runs tiktoken's stack ends."""
+    """Cuts a text after every RUN characters that are all blank or all not: in longer runs tiktoken's stack ends."""
     cuts = [match.end() for match in _LONG_RUN.finditer(text)] if len(text) >= RUN else []
     return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]

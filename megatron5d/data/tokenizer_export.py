@@ -48,7 +48,7 @@ _UNIGRAM, _BPE = 1, 2  # types of sentencepiece's models
 
 
 def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) -> dict[str, str]:
-    """The files of a tokenizer, checked to give the ids of training.
+    """Returns the files of a tokenizer, checked to give the ids of training.
 
     Args:
         source: a file or folder that `load_tokenizer` reads.
@@ -87,13 +87,13 @@ def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) ->
 
 
 def special_tokens(source: Path) -> dict[str, int]:
-    """The tokens of a tokenizer that never come of text, such as those of chat templates, with their ids."""
+    """Returns the tokens of a tokenizer that never come of text, such as those of chat templates, with their ids."""
     added = _backend(tokenizer_file(source)).get_added_tokens_decoder()
     return {token.content: i for i, token in added.items()}
 
 
 def _usual_tokens(file: Path, ours: Tokenizer, backend: Any) -> dict[str, str | None]:
-    """Special tokens for a folder whose settings name none: those of a sentencepiece model, or what ended documents."""
+    """Returns special tokens for a folder that names none: those of a sentencepiece model, or what ended documents."""
     end, begin = (None if i is None else backend.id_to_token(i) for i in (ours.eod, ours.bos))
     if not _is_sentencepiece(file):
         return {"eos_token": end, "bos_token": begin}
@@ -108,7 +108,7 @@ def _is_sentencepiece(file: Path) -> bool:
 
 
 def _backend(file: Path) -> Any:
-    """A `tokenizers.Tokenizer` of a tokenizer file."""
+    """Returns a `tokenizers.Tokenizer` of a tokenizer file."""
     try:
         import tokenizers
     except ImportError as error:
@@ -131,7 +131,7 @@ def _backend(file: Path) -> Any:
 
 
 def _from_pair(pair: tuple[Path, Path], ours: Tokenizer) -> Any:
-    """A vocab.json and its merges; what training never reads from text is marked as special."""
+    """Reads a vocab.json and its merges; what training never reads from text is marked as special."""
     from tokenizers import AddedToken
 
     beside = FilesBeside(pair[0])
@@ -168,7 +168,7 @@ def _proto(file: Path) -> Any:
 
 
 def _from_sentencepiece(file: Path) -> Any:
-    """BPE or unigram with sentencepiece's own way of writing blanks; pieces that a user defined are cut out first."""
+    """Makes BPE or unigram with sentencepiece's own way of writing blanks; user-defined pieces are cut out first."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     proto = _proto(file)
@@ -210,7 +210,7 @@ def _from_sentencepiece(file: Path) -> Any:
 
 
 def _literal(text: str) -> str:
-    """A regular expression for a text, in every dialect."""
+    """Returns a regular expression for a text, in every dialect."""
     return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
@@ -227,7 +227,7 @@ def _add_bos(backend: Any, folder: Path, bos: int) -> None:
 
 
 def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    """All pairs of tokens that make up a token, those of the lowest rank first; ties by the order of the parts."""
+    """Returns all pairs of tokens that make up a token, the lowest rank first; ties by the order of the parts."""
     found = []
     for token, rank in ranks.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -236,7 +236,7 @@ def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[
 
 
 def _from_ranks(found: Ranks) -> Any:
-    """Byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
+    """Returns the byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
     from tokenizers import AddedToken, models
 
     ranks, pattern, special, normal_form, _ = found
@@ -256,7 +256,7 @@ def _from_ranks(found: Ranks) -> Any:
 
 
 def _texts(ours: Tokenizer, ids: list[int], special: list[str]) -> Iterator[str]:
-    """PROBES, and up to 4,000 tokens of the vocabulary eight at a time; none with a special token's name."""
+    """Yields PROBES, and up to 4,000 tokens of the vocabulary eight at a time; none with a special token's name."""
     ids = ids[:: max(1, len(ids) // 4000)]
     groups = (ours.decode(ids[at : at + 8]) for at in range(0, len(ids), 8))
     yield from (text for text in (*PROBES, *groups) if not any(name in text for name in special))
@@ -287,7 +287,7 @@ def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[
 
 
 def _by_transformers(files: dict[str, str], config: dict[str, Any]) -> Callable[[str], list[int]] | None:
-    """AutoTokenizer on the files as they will lie beside the weights; None where transformers is not installed."""
+    """Returns AutoTokenizer's encoding of the files to be written; None where transformers is not installed."""
     try:
         from transformers import AutoTokenizer
     except ImportError:

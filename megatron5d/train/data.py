@@ -14,6 +14,7 @@ from megatron5d.config.derived import (
     batch_schedule,
     global_batch_size,
     named_entries,
+    sample_len,
     samples_of_steps,
     source_of,
     split_shares,
@@ -67,8 +68,10 @@ def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
 
 
 def may_hold_padding(config: Config) -> bool:
-    """Whether a file that is read can hold padding, which is negative: ids of 65,536 tokens and fewer are unsigned."""
-    return any(IndexedDataset(prefix, checked=False).dtype.kind == "i" for _, _, prefix, _ in read_sources(config))
+    """Whether samples are padded, or a file can hold padding, which is negative: ids up to 65,535 are unsigned."""
+    return sample_len(config) < config.train.seq_len or any(
+        IndexedDataset(prefix, checked=False).dtype.kind == "i" for _, _, prefix, _ in read_sources(config)
+    )
 
 
 def without_targets(config: Config) -> list[str]:
@@ -153,7 +156,7 @@ def train_loader(
     Comm: that of `_opened`.
     """
     train = config.train
-    batches, unit = batch_schedule(train), train.mbs * mesh["dp"].size
+    batches, unit = batch_schedule(config), train.mbs * mesh["dp"].size
     end = samples_of_steps(steps_left, batches, consumed_samples)
     if (size := global_batch_size(consumed_samples, batches)) % unit:
         raise ValueError(
@@ -192,7 +195,7 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
     def open_files() -> Samples:
         return open_samples(
             part.entries,
-            seq_len=train.seq_len,
+            seq_len=sample_len(config),
             order="megatron" if data.order == "megatron" else "sequential",
             seed=train.seed,
             num_samples=train.eval_batches * train.gbs,
@@ -222,10 +225,10 @@ def _train_samples(config: Config) -> Samples:
     data, train = config.data, config.train
     return open_samples(
         data.train,
-        seq_len=train.seq_len,
+        seq_len=sample_len(config),
         order=data.order,
         seed=train.seed,
-        num_samples=samples_of_steps(train.steps, batch_schedule(train)),
+        num_samples=samples_of_steps(train.steps, batch_schedule(config)),
         split=data.split,
         part="train",
         cache_dir=data.cache_dir,
@@ -250,7 +253,7 @@ def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> S
 
     def open_here() -> Samples:
         if not reads:
-            return BlankSamples(config.train.seq_len)
+            return BlankSamples(sample_len(config))
         return opened[0] if opened else open_files()
 
     return on_every_rank(open_here)
@@ -269,6 +272,7 @@ def _loader(
         dp_rank=mesh["dp"].rank,
         dp_size=mesh["dp"].size,
         consumed_samples=consumed,
+        seq_len=train.seq_len,
         document_mask=data.document_mask,
         eod=end_of_document(config),
         eod_mask_loss=data.eod_mask_loss,

@@ -76,7 +76,7 @@ class HfExport:
         """Returns tensors of a checkpoint as the folder stores them, each read when it is asked for."""
         weights = SavedWeights(checkpoint, torch.float32 if self.dtype == torch.float16 else self.dtype, twin)
         added = {entry.name for entry in self.entries if entry.name.endswith(OUT_BIAS)} if self.without_bias else set()
-        _check_complete(weights, {entry.name for entry in self.entries} - added, checkpoint)
+        check_complete(weights, [entry for entry in self.entries if entry.name not in added], checkpoint)
 
         def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
             return torch.zeros(shape) if name in added else weights.read(name, offset, shape)
@@ -272,8 +272,9 @@ def _no_router_bias(chosen: str) -> str:
     )
 
 
-def _check_complete(weights: SavedWeights, wanted: set[str], folder: Path) -> None:
-    saved = set(weights.tensors)
+def check_complete(weights: SavedWeights, entries: Iterable[Entry], folder: Path) -> None:
+    """Raises ValueError unless a checkpoint holds just the tensors of a table; names those that are wrong."""
+    wanted, saved = {entry.name for entry in entries}, set(weights.tensors)
     biases = sorted(name for name in saved - wanted if name.endswith(".router.bias"))
     if biases:
         chosen = f"experts were chosen with {len(biases)} biases ({biases[0]} ...) that moe.balance=bias moved"

@@ -14,7 +14,7 @@ import torch
 
 from megatron5d.checkpoint.folder import Keep, recover
 from megatron5d.checkpoint.lock_file import LockFile
-from megatron5d.checkpoint.save import SaveFailed, Saver
+from megatron5d.checkpoint.save import Exporter, SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
 from megatron5d.config.derived import batch_schedule, in_ranges
@@ -26,7 +26,6 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader, without_targets
 from megatron5d.train.guard import StepSamples
-from megatron5d.train.hf_export import RunExport, planned_export
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.prediction import Prediction
 from megatron5d.train.monitoring.profiler import Profiler
@@ -201,7 +200,7 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left)
     saved_at, profiler = progress.step, Profiler(run, reporter.say)
     stopped = False
-    schedule = batch_schedule(train_config)
+    schedule = batch_schedule(config)
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
@@ -278,8 +277,10 @@ def _mean_loss(run: Run, part: Part) -> float:
     return run.trainer.means(totals)["loss"]
 
 
-def _exporter(run: Run) -> RunExport:
+def _exporter(run: Run) -> Exporter:
     """What `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
+    from megatron5d.train.hf_export import RunExport, planned_export  # tokenizers and families: few runs need them
+
     directory = Path(run.config.checkpoint.dir or "")
     return RunExport(on_rank_0(lambda: planned_export(run.config, run.notes.append)), directory)
 

@@ -27,9 +27,7 @@ from megatron5d.checkpoint.load import whole_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.train.hf_export import holds_tokenizer, planned_export
-from tools.conversion.new_checkpoint import check_empty, save_weights
-
-_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # 8 bits apart, without loss
+from tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 
 
 def from_hf(args: argparse.Namespace) -> int:
@@ -51,7 +49,7 @@ def from_hf(args: argparse.Namespace) -> int:
         found = {t.dtype for name, t in stored.tensors.items() if name not in wide and not tables.search(name)}
         for line in unread(model, stored):
             print(line, file=sys.stderr)
-        dtype = args.dtype or max((_STORED.get(kind, "fp32") for kind in found), key=["bf16", "fp32", "fp64"].index)
+        dtype = args.dtype or widest_dtype(found)
         data = DataConfig(tokenizer=home if holds_tokenizer(hf) else None)
         config = Config(model=replace(model, from_hf=home), precision=PrecisionConfig(dtype=dtype), data=data)
         tensors = hf_weights(model, stored, DTYPES[dtype])

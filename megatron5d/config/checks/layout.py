@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from megatron5d.config.checks.check import Faults, check, data_parallel, divisors, fault, multiples, nearest
+from megatron5d.config.checks.check import (
+    Faults,
+    check,
+    data_parallel,
+    divisors,
+    fault,
+    multiples,
+    nearest,
+    seq_len_fix,
+)
 from megatron5d.config.schema import Config
 
 MODEL_AXES = ("parallel.tp", "parallel.cp", "parallel.pp")
@@ -14,7 +23,7 @@ def _model_size(c: Config) -> int:
 
 
 def _tensor_parallel_sizes(config: Config, world: int) -> list[int]:
-    """Every tp that fits the world, the heads, the MLP and (with sp) the sequence."""
+    """Returns every tp that fits the world, the heads, the MLP and (with sp) the sequence."""
     model, parallel, num_kv_heads = config.model, config.parallel, max(1, config.model.num_kv_heads)
     others = max(1, parallel.cp) * max(1, parallel.pp)
     return [
@@ -28,7 +37,7 @@ def _tensor_parallel_sizes(config: Config, world: int) -> list[int]:
 
 
 def _tensor_parallel_fix(config: Config, world: int) -> str:
-    """The override of the nearest legal tp."""
+    """Returns the override of the nearest legal tp."""
     sizes = _tensor_parallel_sizes(config, world)
     if sizes:
         return f"parallel.tp={nearest(config.parallel.tp, sizes)}"
@@ -41,7 +50,7 @@ def _tensor_parallel_fix(config: Config, world: int) -> str:
 
 
 def _world_fix(c: Config, world: int) -> str:
-    """The value of each axis with which the world would fit, and the numbers of ranks that would."""
+    """Returns the value of each axis with which the world would fit, and the numbers of ranks that would."""
     ways = []
     for name in ("tp", "cp", "pp"):
         size = getattr(c.parallel, name)
@@ -56,7 +65,7 @@ def _world_fix(c: Config, world: int) -> str:
 
 
 def _fewer_stages(c: Config, world: int) -> str:
-    """The override under which every stage has a layer: fewer chunks, and where that is not enough fewer ranks."""
+    """Returns the override under which every stage has a layer: fewer chunks, and if that is not enough fewer ranks."""
     layers = c.model.num_layers
     if c.parallel.pp <= layers:
         return f"parallel.vpp={layers // c.parallel.pp}"
@@ -66,7 +75,7 @@ def _fewer_stages(c: Config, world: int) -> str:
 
 
 def _even_layout(c: Config) -> str:
-    """The layout with equally many layers on each stage; the first stages have one more where they do not divide."""
+    """Returns the layout with as many layers on each stage; the first have one more where they do not divide."""
     num_stages = c.parallel.pp * c.parallel.vpp
     each, more = divmod(c.model.num_layers, num_stages)
     return f"[{','.join(str(each + (stage < more)) for stage in range(num_stages))}]"
@@ -167,7 +176,7 @@ def sequence_splits_over_tp(c: Config, world: int) -> Faults:
     if p.sp and p.cp == 1 and length % p.tp:
         yield fault(
             f"train.seq_len = {length} is not divisible by parallel.tp = {p.tp}, as parallel.sp = true needs",
-            f"train.seq_len={multiples(length, p.tp)}",
+            seq_len_fix(c, p.tp),
         )
 
 

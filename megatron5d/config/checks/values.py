@@ -26,7 +26,7 @@ AT_LEAST = {
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
         recompute.num_layers optim.ns_steps recompute.group_layers recompute.logit_tokens log.every model.top_k
         model.moe_ffn_hidden_size model.moe_interval model.num_groups model.top_groups moe.log_every parallel.ep_inner
-        moe.planned_imbalance log.profile_step""",
+        moe.planned_imbalance log.profile_step data.sample_len""",
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations pipeline.flops_per_byte
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
@@ -124,7 +124,7 @@ def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callabl
 
 
 def _schedule_is_a_name(c: Config) -> bool:
-    """Whether it is a word or file:<path>; train/pipeline_layout.py checks that the schedule exists."""
+    """Returns whether it is a word or file:<path>; train/pipeline_layout.py checks that the schedule exists."""
     kind, colon, path = c.pipeline.schedule.partition(":")
     return kind == "file" and path != "" if colon else re.fullmatch(r"\w+", kind) is not None
 
@@ -144,7 +144,7 @@ def _known_balances(c: Config) -> list[str]:
 
 
 def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
-    """The legal words nearest to those written; the first legal word where none is near."""
+    """Returns the legal words nearest to those written; the first legal word where none is near."""
     known = {closest(word, words) for word in written}
     return [word for word in words if word in known] or [words[0]]
 

@@ -239,8 +239,7 @@ def test_a_run_reads_its_tokenizer_once(corpus, tmp_path, monkeypatch):
     """Not at every evaluation of every set."""
     opened = []
     monkeypatch.setattr(
-        data_module,
-        "load_tokenizer",
+        "megatron5d.data.tokenizer.load_tokenizer",
         lambda path: opened.append(path) or SimpleNamespace(eod=len(opened), vocab_size=43),
     )
     data = DataConfig([corpus], tokenizer=str(tmp_path / "tokenizer"), valid_sets=[f"a {corpus}", f"b {corpus}"])
@@ -275,7 +274,7 @@ def test_a_file_of_one_document_needs_no_ends(tmp_path):
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_noticed(tmp_path, monkeypatch):
     """Its rarest tokens may come up after weeks."""
-    monkeypatch.setattr(data_module, "load_tokenizer", lambda path: SimpleNamespace(eod=0, vocab_size=44))
+    monkeypatch.setattr("megatron5d.data.tokenizer.load_tokenizer", lambda path: SimpleNamespace(eod=0, vocab_size=44))
     data = DataConfig(["corpus"], tokenizer=str(tmp_path / "tokenizer"))
     (note,) = small_vocabulary(Config(model=ModelConfig(vocab_size=43), data=data))
     assert "has 44 tokens, model.vocab_size is 43" in note
