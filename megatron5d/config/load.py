@@ -76,10 +76,7 @@ def load_config(
     if arguments.show == "cfg" and not faults:
         _leave(to_yaml(config), rank)
     if world is not None:
-        asked = [
-            *run_checks(config, world, files),
-            *(fault for option in options for fault in option(config, world)),
-        ]
+        asked = [*run_checks(config, world, files), *(fault for option in options for fault in option(config, world))]
         faults += [fault for fault in asked if not any(map(spelling.doubtful, fault.knobs))]
         if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
             faults += [fault for check in checks for fault in check(config, world)]
@@ -200,7 +197,7 @@ class _Spelling:
             knobs = ("model", "model.from_hf")
             self.faults.append(Fault("model-from-hf", knobs, f"model.from_hf = {folder}: {error}", fix, True))
             return
-        said = {key: _at(data, key) for key in self.explicit if key.startswith("model.") and key in leaves()}
+        said = {key: _found(data, key) for key in self.explicit if key.startswith("model.") and key in leaves()}
         model.update(found)
         for key, value in said.items():
             _put(data, key, value)
@@ -293,12 +290,6 @@ class _Spelling:
         rest = [each for each in self.overrides if each.lstrip("+") != text]
         self._fault("wrong-type", key, f"{text}: one run takes one value", each_value(key, values, rest))
         return None
-
-
-def _at(data: Mapping[str, Any], key: str) -> Any:
-    for name in key.split("."):
-        data = data[name]
-    return data
 
 
 def _found(data: Any, key: str) -> Any:
