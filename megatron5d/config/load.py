@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.values import WORDS
 from megatron5d.config.command_line import Arguments, groups_in, help_text, parse_arguments
-from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key
+from megatron5d.config.convert import RENAMED, convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key
 from megatron5d.config.errors import ConfigError, Fault, alternatives, closest
 from megatron5d.config.fixes import at_home, each_value, unreadable, unresolved
 from megatron5d.config.schema import Config
@@ -87,7 +87,7 @@ def load_config(
 
 def keys_given(overrides: Sequence[str]) -> set[str]:
     """Returns the dotted keys that readable overrides give a value, those inside of a mapping too."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    parsed = OverridesParser.create().parse_overrides(list(map(_renamed, overrides)))
     return {name for each in parsed for name in (each.key_or_group, *_nested(each.key_or_group, each._value))}
 
 
@@ -140,7 +140,7 @@ class _Spelling:
         self.groups = groups_in(self.folders)
         self.resolves = any(map(_RESOLVED.search, arguments.overrides))  # values that may differ between ranks
         self.explicit: list[str] = []  # keys that the command line gives a value
-        self.overrides = [text.strip() for text in arguments.overrides]
+        self.overrides = [_renamed(text.strip()) for text in arguments.overrides]
         self.accepted: list[str] = []
         for text in filter(None, map(self._accept, self.overrides)):
             if text == "experiment=null":
@@ -290,6 +290,12 @@ class _Spelling:
         rest = [each for each in self.overrides if each.lstrip("+") != text]
         self._fault("wrong-type", key, f"{text}: one run takes one value", each_value(key, values, rest))
         return None
+
+
+def _renamed(text: str) -> str:
+    """Returns an override with the present name of its key."""
+    key, equals, value = text.partition("=")
+    return f"{RENAMED.get(key.lstrip('+'), key)}{equals}{value}"
 
 
 def _found(data: Any, key: str) -> Any:
