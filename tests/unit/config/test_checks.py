@@ -154,7 +154,7 @@ def test_fix_passes_its_check_and_fails_no_other(id):
 
 def test_several_failed_checks_are_told_at_once():
     found = broken_ids(
-        {"train.gbs": 13, "optim.lr": -1.0, "model.norm": "rms", "parallel.reduce": "per_step", "data.train": []}
+        {"train.gbs": 13, "optim.lr": -1.0, "model.norm": "rms", "parallel.grad_reduce": "per_step", "data.train": []}
     )
     assert {"gbs-splits", "optim-lr", "model-norm", "reduce-needs-sharded-gradients", "data-train-given"} <= set(found)
 
@@ -260,6 +260,7 @@ TEXTS = [
     "0:4 1K:8",
     "corpus",
     "best:2",
+    "last",
     ".",
 ]
 
