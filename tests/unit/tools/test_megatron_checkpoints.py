@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron5d.checkpoint.folder import saved_config
+from megatron5d.checkpoint.folder import read_run, saved_config
+from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.checkpoint.storage import Reader
 from tools import convert, logits
 
 ROOT = Path(__file__).parents[3]
@@ -88,6 +90,10 @@ def theirs(tmp_path_factory) -> Path:
         jobs.append({"do": "logits", "folder": str(home / name), "tokens": TOKENS, "out": str(home / f"{name}.npy")})
         if name in ("llama", "gpt2", "mixtral"):
             jobs.append({"do": "write", "folder": str(home / f"{name}-files"), "format": "torch", **layout})
+    sparse = {"args": ARGS["deepseek"] | {"consumed_train_samples": 56, "optimizer": "adam"}, "tp": 1, "pp": 2, "ep": 2}
+    for keys in ("parameters", "buckets"):
+        folder = str(home / f"optimizer-{keys}")
+        jobs.append({"do": "write", "folder": folder, "format": "torch_dist", "optimizer": keys, **sparse})
     megatron_core(home, jobs)
     return home
 
@@ -119,6 +125,28 @@ def test_files_of_ranks_hold_the_same_weights(theirs, tmp_path, name):
         converted("from-megatron", "--megatron", theirs / source, "--out", tmp_path / source)
     first, second = (own_logits(tmp_path / source, tmp_path / f"{source}.npy") for source in (name, f"{name}-files"))
     assert np.array_equal(first, second)
+
+
+def test_the_optimiser_comes_along_where_it_is_saved_by_parameter(theirs, tmp_path, capsys):
+    converted("from-megatron", "--megatron", theirs / "optimizer-parameters", "--out", tmp_path / "ours")
+    folder = whole_checkpoint(tmp_path / "ours", "")
+    progress = read_run(folder)["progress"]
+    assert folder.name == "step-00000007"
+    assert (progress["step"], progress["consumed_samples"], progress["tokens"]) == (7, 56, 56 * 16)
+    reader = Reader(folder)
+    read = {key: torch.empty(saved.size) for key, saved in reader.tensors().items()}
+    reader.fill([{k: ShardedTensor(v.shape, [((0,) * v.dim(), v)], v.dtype) for k, v in read.items()}])
+    weights = {key.removeprefix("model."): value for key, value in read.items() if key.startswith("model.")}
+    assert len(read) == 4 * len(weights) - 3 * 2  # the routers' biases have no moments
+    for name, weight in weights.items():
+        if not name.endswith("router.bias"):
+            assert torch.equal(read[f"optim.master.{name}"], weight)
+            assert torch.equal(read[f"optim.exp_avg.{name}"], weight / 2)
+            assert torch.equal(read[f"optim.exp_avg_sq.{name}"], weight**2)
+    capsys.readouterr()
+    converted("from-megatron", "--megatron", theirs / "optimizer-buckets", "--out", tmp_path / "weights")
+    assert "the optimiser's state (buckets) is not read" in capsys.readouterr().err
+    assert whole_checkpoint(tmp_path / "weights", "").name == "step-00000000"
 
 
 def changed_args(source: Path, folder: Path, **changes: object) -> Path:
