@@ -133,23 +133,20 @@ def _quantize_kernel(
     row_groups,
     column_groups,
     BLOCKS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One 128×128 tile: quantised by rows (or as a block), and its transpose quantised by the tile's columns."""
+    """One 128×128 tile: quantised by rows, or as a block together with its transpose."""
     row_group, column_group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
     x_ptr += matrix * rows * x_stride
     values_ptr += matrix * rows * columns
-    transposed_ptr += matrix * rows * columns
     row = row_group * GROUP + tl.arange(0, GROUP)
     column = column_group * GROUP + tl.arange(0, GROUP)
     live = (row < rows)[:, None] & (column < columns)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     at = row[:, None] * columns + column[None, :]
-    transposed_at = column[None, :] * rows + row[:, None]
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     if BLOCKS:
         groups = matrix * row_groups * column_groups
@@ -157,44 +154,32 @@ def _quantize_kernel(
         values, scale = quantized(x, amax, LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
         tl.store(scales_ptr + groups + row_group * column_groups + column_group, scale)
-        if TRANSPOSED:
-            tl.store(transposed_ptr + transposed_at, values, live)
-            tl.store(transposed_scales_ptr + groups + column_group * row_groups + row_group, scale)
+        transposed_ptr += matrix * rows * columns
+        tl.store(transposed_ptr + column[None, :] * rows + row[:, None], values, live)
+        tl.store(transposed_scales_ptr + groups + column_group * row_groups + row_group, scale)
     else:
         values, scale = quantized(x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
         tl.store(scales_ptr + row[:, None] * column_groups + column_group, scale, (row < rows)[:, None])
-        if TRANSPOSED:
-            values, scale = quantized(x, largest(x, 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
-            tl.store(transposed_ptr + transposed_at, values, live)
-            tl.store(
-                transposed_scales_ptr + column[None, :] * row_groups + row_group, scale, (column < columns)[None, :]
-            )
 
 
-def _launch(
-    x: Tensor, rows_per_scale: int, dtype: torch.dtype, powers_of_two: bool, transposed: bool
-) -> tuple[Quantized, Quantized | None]:
-    """x `[rows, columns]`, or `[matrices, rows, columns]` contiguous where blocks are wanted."""
+def _launch(x: Tensor, blocks: bool, dtype: torch.dtype, powers_of_two: bool) -> tuple[Quantized, Quantized]:
+    """Quantises x `[rows, columns]` by rows; or x `[..., rows, columns]`, contiguous, in blocks, and its transpose."""
     *matrices, rows, columns = x.shape
     row_groups, column_groups = cdiv(rows, GROUP), cdiv(columns, GROUP)
-    blocks = rows_per_scale == GROUP
-    values = torch.empty(x.shape, dtype=dtype, device=x.device)
-    shape = (*matrices, row_groups if blocks else rows, column_groups)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-    transposed_values, transposed_scales = values, scales
-    if transposed:
-        transposed_values = torch.empty((*matrices, columns, rows), dtype=dtype, device=x.device)
-        transposed_shape = (*matrices, column_groups if blocks else columns, row_groups)
-        transposed_scales = torch.empty(transposed_shape, dtype=torch.float32, device=x.device)
-    outputs = (values, scales, transposed_values, transposed_scales)
+    made = [torch.empty(x.shape, dtype=dtype, device=x.device)]
+    made.append(torch.empty((*matrices, row_groups if blocks else rows, column_groups), device=x.device))
+    if blocks:
+        made.append(torch.empty((*matrices, columns, rows), dtype=dtype, device=x.device))
+        made.append(torch.empty((*matrices, column_groups, row_groups), device=x.device))
     sizes = (rows, columns, x.stride(-2), row_groups, column_groups)
-    flags = {"BLOCKS": blocks, "TRANSPOSED": transposed, "POWERS_OF_TWO": powers_of_two}
-    config = tuning.select("fp8_quantize", x.device)
+    flags = {"BLOCKS": blocks, "POWERS_OF_TWO": powers_of_two, "LARGEST": torch.finfo(dtype).max, "GROUP": GROUP}
     grid = (row_groups, column_groups, matrices[0] if matrices else 1)
-    _quantize_kernel[grid](x, *outputs, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config)
-    quantized_x = Quantized(values, scales, rows_per_scale)
-    return quantized_x, Quantized(transposed_values, transposed_scales, rows_per_scale) if transposed else None
+    values, scales, transposed, transposed_scales = made if blocks else made * 2
+    outputs = (values, scales, transposed, transposed_scales)
+    _quantize_kernel[grid](x, *outputs, *sizes, **flags, **tuning.select("fp8_quantize", x.device))
+    height = GROUP if blocks else 1
+    return Quantized(values, scales, height), Quantized(transposed, transposed_scales, height)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False) -> Quantized:
@@ -209,28 +194,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool =
         values `[rows, columns]`, scales `[rows, ceil(columns/128)]`.
     """
     if dispatch.runs_triton(x):
-        return _launch(rows_of(x), 1, dtype, powers_of_two, False)[0]
+        return _launch(rows_of(x), False, dtype, powers_of_two)[0]
     return quantize_reference(x, 1, dtype, powers_of_two)
-
-
-def quantize_rows_both_ways(
-    x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
-) -> tuple[Quantized, Quantized]:
-    """`quantize_rows` of x and of its transpose, reading x once.
-
-    Args:
-        x: `[rows, columns]`, any floating dtype.
-        dtype: float8_e4m3fn or float8_e5m2.
-        powers_of_two: round the scales up to powers of two.
-
-    Returns:
-        x with scales `[rows, ceil(columns/128)]`, and xᵀ `[columns, rows]` with scales `[columns, ceil(rows/128)]`.
-    """
-    if dispatch.runs_triton(x):
-        straight, transposed = _launch(rows_of(x), 1, dtype, powers_of_two, True)
-        assert transposed is not None
-        return straight, transposed
-    return quantize_reference(x, 1, dtype, powers_of_two), quantize_reference(x.t(), 1, dtype, powers_of_two)
 
 
 def quantize_blocks(
@@ -247,9 +212,7 @@ def quantize_blocks(
         x with scales `[..., ceil(rows/128), ceil(columns/128)]`, and xᵀ with those scales transposed.
     """
     if dispatch.runs_triton(x):
-        straight, transposed = _launch(rows_of(x) if x.ndim == 2 else x.contiguous(), GROUP, dtype, powers_of_two, True)
-        assert transposed is not None
-        return straight, transposed
+        return _launch(rows_of(x) if x.ndim == 2 else x.contiguous(), True, dtype, powers_of_two)
     straight = quantize_reference(x, GROUP, dtype, powers_of_two)
     return straight, Quantized(straight.values.mT.contiguous(), straight.scales.mT.contiguous(), GROUP)
 
