@@ -30,7 +30,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def apply_rope_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotary embedding in plain torch, rounded once."""
+    """Computes Rotary embedding in plain torch, rounded once."""
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
@@ -72,7 +72,7 @@ def _rotate_heads(
 
 @jit
 def _angles(cos_ptr, sin_ptr, half, BACKWARD: tl.constexpr, HALF: tl.constexpr):
-    """`[1, HALF]` cosines and sines of one token, of the inverse rotation for the gradient."""
+    """Computes `[1, HALF]` cosines and sines of one token, of the inverse rotation for the gradient."""
     j = tl.arange(0, HALF)[None, :]
     cos = tl.load(cos_ptr + j, j < half, other=0.0)
     sin = tl.load(sin_ptr + j, j < half, other=0.0)
@@ -338,7 +338,7 @@ def _rotate_in_place(qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tens
 
 
 def _join_rotated_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """dq and dk rotated back, and dv, side by side."""
+    """Joins dq and dk, rotated back, and dv."""
     if not all(map(dispatch.runs_triton, gradients)):
         dq, dk, dv = gradients
         return torch.cat((_rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved), dv), 2)

@@ -118,14 +118,14 @@ def _outputs_again(ctx) -> tuple[Tensor, ...]:
 
 
 def _inner(tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors inside a wrapper subclass (Fp8Tensor); empty for a plain tensor."""
+    """Returns the tensors inside a wrapper subclass (Fp8Tensor); empty for a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return {}
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
 def _plain(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Plain tensors, those inside wrapper subclasses among them."""
+    """Lists plain tensors, those inside wrapper subclasses among them."""
     return [each for tensor in tensors for each in (_inner(tensor).values() or (tensor,))]
 
 
@@ -164,7 +164,7 @@ def _unpack(kept: Kept) -> Tensor:
 
 
 def _mark_of(tensor: Tensor) -> _Mark | _Wrapper | None:
-    """What is saved instead of a tensor that is recomputed; None for others."""
+    """Returns what is saved instead of a tensor that is recomputed; None for others."""
     if inner := _inner(tensor):
         marks = {name: mark for name, each in inner.items() if (mark := _mark_of(each)) is not None}
         return _Wrapper(tensor, marks) if len(marks) == len(inner) else None
