@@ -24,7 +24,14 @@ from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
-from megatron5d.train.data import Part, held_out, train_loader, valid_loader, without_targets
+from megatron5d.train.data import (
+    Part,
+    held_out,
+    refuse_valid_without_targets,
+    train_loader,
+    valid_loader,
+    without_targets,
+)
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.prediction import Prediction
@@ -126,6 +133,7 @@ def train(
 
 def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     config = run.config  # as it is resumed
+    on_rank_0(lambda: refuse_valid_without_targets(config))
     run.notes += on_rank_0(lambda: [note for notes in ABOUT_DATA for note in notes(config)])
     if snapshots.note:
         run.notes.append(snapshots.note)
@@ -270,8 +278,6 @@ def _mean_loss(run: Run, part: Part) -> float:
         total = share if total is None else total + share
     assert total is not None
     totals = all_reduce(total, run.mesh["world"]).tolist()
-    if not totals[len(run.trainer.terms)]:
-        raise ValueError(f"{part.knob}: what is evaluated has no target token at all: its loss is masked everywhere")
     return run.trainer.means(totals)["loss"]
 
 
