@@ -181,7 +181,7 @@ def swiglu(gate_up: Tensor, overwrite: bool = False) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: str = "none", overwrite: bool = False) -> Tensor:
-    """Returns the Gaussian error linear unit.
+    """Computes GELU, the Gaussian error linear unit.
 
     Args:
         x: any shape, any floating dtype.
@@ -200,7 +200,7 @@ def gelu(x: Tensor, approximate: str = "none", overwrite: bool = False) -> Tenso
 
 
 def activate(x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-    """Returns the activation between the two matrices of a feed-forward layer.
+    """Applies the activation between the two matrices of a feed-forward layer.
 
     Args:
         x: `[..., 2f]` for swiglu, else `[..., f]`.

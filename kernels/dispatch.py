@@ -67,7 +67,7 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a backward that is refused where a graph of it is wanted (`create_graph=True`).
+    """Refuses a backward of which a graph is wanted (`create_graph=True`).
 
     What kernels compute is not recorded, nor is what was kept from the forward, such as the log-sum-exp: a second
     derivative would lack terms, and nothing would tell.

@@ -65,7 +65,7 @@ def expert_of(tile, offsets_ptr, num_experts, rows, BLOCK_M: tl.constexpr, EXPER
 
 @jit
 def _store_rows(y_ptr, tile, row, last, column, n):
-    """Returns the rows before `last` of a tile of y."""
+    """Stores the rows before `last` of a tile of y."""
     at = row.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(y_ptr + at, tile.to(y_ptr.dtype.element_ty), (row < last)[:, None] & (column < n)[None, :])
 

@@ -100,7 +100,7 @@ def _row_dots_kernel(dy_ptr, rows_ptr, token_ptr, out_ptr, width, dy_stride, row
 
 @jit
 def _topk_kernel(scores_ptr, values_ptr, indices_ptr, num_experts, stride, K: tl.constexpr, EXPERTS: tl.constexpr):
-    """Returns the K largest of a row, largest first; of equals the one with the lower index. NaN counts as infinity."""
+    """Finds the K largest of a row, largest first; of equals the one with the lower index. NaN counts as infinity."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, EXPERTS)
     scores = tl.load(scores_ptr + row * stride + lane, lane < num_experts, other=float("-inf")).to(tl.float32)

@@ -96,7 +96,7 @@ def _tensor(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 def _read(pointer, live, FULL: tl.constexpr):
-    """Returns a block as float32; a mask, whose edge may lie anywhere, would break up the wide loads of a full one."""
+    """Reads a block as float32; a mask, whose edge may lie anywhere, would break up the wide loads of a full one."""
     if FULL:
         x = tl.load(pointer)
     else:

@@ -24,13 +24,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     else:
         x1, x2 = rotary.chunk(2, dim=-1)
         rotated = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
-    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def apply_rope_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes Rotary embedding in plain torch, rounded once."""
+    """Applies rotary embeddings in plain torch, rounded once."""
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
@@ -329,19 +330,25 @@ def _join_kernel(
 
 def _rotate_in_place(qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     a, g = heads
-    q, k = qkv[:, :, :a], qkv[:, :, a : a + g]
     if dispatch.runs_triton(qkv) and qkv.stride(-1) == 1:
-        _launch((q, k), (q, k), cos, sin, False, interleaved)
-        return
-    for part in (q, k):
-        part.copy_(_rotate(part, cos, sin, interleaved))
+        both = qkv[:, :, :a], qkv[:, :, a : a + g]
+        _launch(both, both, cos, sin, False, interleaved)
+    else:
+        _rotate_heads_of(qkv, a + g, cos, sin, interleaved)
+
+
+def _rotate_heads_of(joined: Tensor, count: int, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Rotates the first heads of q, k and v side by side in place, in plain torch."""
+    part = joined[:, :, :count]
+    part.copy_(_rotate(part, cos, sin, interleaved))
 
 
 def _join_rotated_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Joins dq and dk, rotated back, and dv."""
     if not all(map(dispatch.runs_triton, gradients)):
-        dq, dk, dv = gradients
-        return torch.cat((_rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved), dv), 2)
+        joined = torch.cat(gradients, 2)
+        _rotate_heads_of(joined, joined.shape[2] - gradients[2].shape[2], cos, -sin, interleaved)
+        return joined
     gradients = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in gradients)
     cos, sin, steps = _tables(cos, sin)
     s, b, q_heads, dim = gradients[0].shape
@@ -375,7 +382,7 @@ class _RopeOfProjection(torch.autograd.Function):
 def apply_rope_to_projection(
     qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns the heads of q and k where a projection has put them, and splits it; the backward is one pass too.
+    """Rotates the heads of q and k in their projection, and splits it; the backward is one pass too.
 
     `apply_rope` instead writes rotated copies, and a v that is kept for the backward keeps all of qkv beside them.
     The old qkv is gone: autograd refuses a backward that needs it.

@@ -174,7 +174,7 @@ def raise_flags(flags: Sequence[Tensor], addresses: Tensor, epoch: int) -> None:
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Computes `[n]` int64 on their device."""
+    """Returns `[n]` int64 on their device."""
     device = tensors[0].device
     if device.type == "meta":
         return torch.empty(len(tensors), dtype=torch.int64, device=device)

@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns a sink has probability exp(sink - lse) and value 0, so its gradient is -sum of probability · delta."""
+    """Computes -sum of probability · delta: a sink has probability exp(sink - lse) and value 0."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)  # [b, a, s]
     probability = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)

@@ -196,7 +196,7 @@ def _spans_kernel(
     OTHER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Returns what one block of queries (or of keys) may meet: from the first to past the last block of the other side.
+    """Finds what a block of queries (or of keys) may meet: from the first to past the last block of the other side.
 
     Between them, from the first to past the last block that it sees entirely, if all blocks between are such.
     `own` and `other` are positions and documents of the block's side and of the other one.

@@ -63,7 +63,7 @@ def _tile(rows, columns, TILE: tl.constexpr):
 
 @jit(do_not_specialize=["rows"])
 def _amax_kernel(x_ptr, parts_ptr, rows, columns, x_stride, BY_ROW: tl.constexpr, TILE: tl.constexpr):
-    """Returns the largest magnitude of one tile, or of each of its rows."""
+    """Finds the largest magnitude of one tile, or of each of its rows."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     if BY_ROW:
@@ -153,7 +153,7 @@ def _cast(
 
 
 def _maximum(x: Tensor, amax: Tensor | None) -> Tensor:
-    """Returns the given maximum, or that of x."""
+    """Checks the given maximum, or finds that of x."""
     if amax is None:
         return amax_of(x)
     if amax.numel() != 1 or amax.dtype != torch.float32 or amax.device != x.device:

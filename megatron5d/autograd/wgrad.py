@@ -24,7 +24,7 @@ Defer = Callable[[Closure], None]
 
 
 def run_now(closure: Closure) -> None:
-    """Returns the `Defer` that defers nothing."""
+    """Runs the closure: the `Defer` that defers nothing."""
     closure()
 
 
