@@ -168,9 +168,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _launch_pair(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool
-) -> tuple[Tensor, Tensor]:
+def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
     outputs = _like(q), _like(k)
     _launch((q, k), outputs, cos, sin, backward, interleaved)
     return outputs
@@ -181,13 +179,13 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _launch_pair(q, k, cos, sin, False, interleaved)
+        return _apply(q, k, cos, sin, False, interleaved)
 
     @staticmethod
     @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        return (*_launch_pair(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
+        return (*_apply(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -329,25 +327,20 @@ def _join_kernel(
 
 
 def _rotate_in_place(qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    a, g = heads
     if dispatch.runs_triton(qkv) and qkv.stride(-1) == 1:
-        both = qkv[:, :, :a], qkv[:, :, a : a + g]
-        _launch(both, both, cos, sin, False, interleaved)
+        q_and_k = qkv[:, :, : heads[0]], qkv[:, :, heads[0] : sum(heads)]
+        _launch(q_and_k, q_and_k, cos, sin, False, interleaved)
     else:
-        _rotate_heads_of(qkv, a + g, cos, sin, interleaved)
-
-
-def _rotate_heads_of(joined: Tensor, count: int, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Rotates the first heads of q, k and v side by side in place, in plain torch."""
-    part = joined[:, :, :count]
-    part.copy_(_rotate(part, cos, sin, interleaved))
+        both = qkv[:, :, : sum(heads)]
+        both.copy_(_rotate(both, cos, sin, interleaved))
 
 
 def _join_rotated_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Joins dq and dk, rotated back, and dv."""
     if not all(map(dispatch.runs_triton, gradients)):
         joined = torch.cat(gradients, 2)
-        _rotate_heads_of(joined, joined.shape[2] - gradients[2].shape[2], cos, -sin, interleaved)
+        both = joined[:, :, : -gradients[2].shape[2]]
+        both.copy_(_rotate(both, cos, -sin, interleaved))
         return joined
     gradients = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in gradients)
     cos, sin, steps = _tables(cos, sin)
