@@ -15,6 +15,8 @@ from typing import Any
 from megatron5d.config.errors import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
 from megatron5d.config.schema import Config
 
+# Keys that have another name now -> that name; files and command lines may still have the old one.
+RENAMED = {"parallel.regather": "parallel.zero3_gather", "parallel.reduce": "parallel.grad_reduce"}
 SHOWN_KEYS = 4  # in a message about an unknown key of a group
 _BAD = object()  # stands for a value of the wrong type, in whose place the default is used
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
@@ -139,6 +141,10 @@ def _group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:
             Fault("wrong-type", (path,), f"{path} = {data!r} is a group of keys", f"set its keys, such as {example}")
         )
         return cls()
+    old = {key: RENAMED[f"{path}.{key}"] for key in data if f"{path}.{key}" in RENAMED}
+    data = {key: value for key, value in data.items() if key not in old} | {
+        new.rpartition(".")[2]: data[key] for key, new in old.items()
+    }
     hints = _hints(cls)
     known = {key_of(field): field for field in dataclasses.fields(cls)}
     dotted = {key: f"{path}.{key}" if path else str(key) for key in [*data, *known]}

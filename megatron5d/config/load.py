@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.values import WORDS
 from megatron5d.config.command_line import Arguments, groups_in, help_text, parse_arguments
-from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key
+from megatron5d.config.convert import RENAMED, convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key
 from megatron5d.config.errors import ConfigError, Fault, alternatives, closest
 from megatron5d.config.fixes import at_home, each_value, unreadable, unresolved
 from megatron5d.config.schema import Config
@@ -76,10 +76,7 @@ def load_config(
     if arguments.show == "cfg" and not faults:
         _leave(to_yaml(config), rank)
     if world is not None:
-        asked = [
-            *run_checks(config, world, files),
-            *(fault for option in options for fault in option(config, world)),
-        ]
+        asked = [*run_checks(config, world, files), *(fault for option in options for fault in option(config, world))]
         faults += [fault for fault in asked if not any(map(spelling.doubtful, fault.knobs))]
         if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
             faults += [fault for check in checks for fault in check(config, world)]
@@ -90,7 +87,7 @@ def load_config(
 
 def keys_given(overrides: Sequence[str]) -> set[str]:
     """Returns the dotted keys that readable overrides give a value, those inside of a mapping too."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    parsed = OverridesParser.create().parse_overrides(list(map(_renamed, overrides)))
     return {name for each in parsed for name in (each.key_or_group, *_nested(each.key_or_group, each._value))}
 
 
@@ -143,7 +140,7 @@ class _Spelling:
         self.groups = groups_in(self.folders)
         self.resolves = any(map(_RESOLVED.search, arguments.overrides))  # values that may differ between ranks
         self.explicit: list[str] = []  # keys that the command line gives a value
-        self.overrides = [text.strip() for text in arguments.overrides]
+        self.overrides = [_renamed(text.strip()) for text in arguments.overrides]
         self.accepted: list[str] = []
         for text in filter(None, map(self._accept, self.overrides)):
             if text == "experiment=null":
@@ -200,7 +197,7 @@ class _Spelling:
             knobs = ("model", "model.from_hf")
             self.faults.append(Fault("model-from-hf", knobs, f"model.from_hf = {folder}: {error}", fix, True))
             return
-        said = {key: _at(data, key) for key in self.explicit if key.startswith("model.") and key in leaves()}
+        said = {key: _found(data, key) for key in self.explicit if key.startswith("model.") and key in leaves()}
         model.update(found)
         for key, value in said.items():
             _put(data, key, value)
@@ -295,10 +292,10 @@ class _Spelling:
         return None
 
 
-def _at(data: Mapping[str, Any], key: str) -> Any:
-    for name in key.split("."):
-        data = data[name]
-    return data
+def _renamed(text: str) -> str:
+    """Returns an override with the present name of its key."""
+    key, equals, value = text.partition("=")
+    return f"{RENAMED.get(key.lstrip('+'), key)}{equals}{value}"
 
 
 def _found(data: Any, key: str) -> Any:

@@ -129,8 +129,8 @@ class ParallelConfig:
     ep_inner: int = 1  # ep ranks of one node: a token is sent to each node once, then on to its ranks; 1 = directly
     dp_replicate: int = 1  # HSDP: dp = dp_replicate × dp_shard
     zero: int = 0  # what is sharded: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights
-    regather: str = "per_microbatch"  # zero 3: gather weights per_microbatch | per_step, kept until their last use
-    reduce: str = "per_microbatch"  # zero 2, 3: reduce gradients per_microbatch | per_step, kept whole until then
+    zero3_gather: str = "per_microbatch"  # zero 3: gather weights per_microbatch | per_step, kept until their last use
+    grad_reduce: str = "per_microbatch"  # zero 2, 3: reduce gradients per_microbatch | per_step, kept whole until then
     order: list[str] = field(default_factory=lambda: ["pp", "dp", "cp", "tp"])  # the axes of the world, slowest first
     timeout_s: float = 1800.0  # a collective that waits longer ends the run
 
@@ -287,6 +287,7 @@ class CheckpointConfig:
     every: int = 0  # steps; 0 = only at the end and on a signal
     keep: str = "2"  # K or last:K newest | every:N steps | best:K by validation loss, joined by +; 0 = all
     async_save: bool = field(default=True, metadata={"key": "async"})  # write in the background; in YAML: async
+    hf_export: str | None = None  # every:N steps | last: a Hugging Face folder, hf/step-… in dir; None = never
     resume: str = "auto"  # auto: from the newest whole one in dir, if any | none | a checkpoint folder
 
 

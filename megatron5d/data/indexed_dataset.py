@@ -176,10 +176,7 @@ class IndexedWriter:
     """
 
     def __init__(
-        self,
-        prefix: str | os.PathLike[str],
-        dtype: np.dtype | type | str,
-        resume_at: tuple[int, int] | None = None,
+        self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str, resume_at: tuple[int, int] | None = None
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")

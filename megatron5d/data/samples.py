@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -24,22 +23,7 @@ from megatron5d.data.sample_order import PackedStream, hash_key
 INDEX_VERSION = 1  # raise when the meaning of a cached index changes
 
 
-class Stream(Protocol):
-    """The samples of one dataset."""
-
-    @property
-    def dataset(self) -> IndexedDataset:
-        """The file of its tokens."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Number of samples; None = no limit."""
-
-    def tokens(self, k: int) -> np.ndarray:
-        """Returns the ids of sample `k`, `[seq_len + 1]`."""
-
-    def document_starts(self, k: int) -> np.ndarray:
-        """Returns the offsets in sample `k` at which a document begins, int64, each at least 1."""
+Stream = PackedStream | MegatronStream
 
 
 class Samples:

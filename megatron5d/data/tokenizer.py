@@ -14,16 +14,10 @@ import re
 import unicodedata
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron5d.data.bpe_files import PAIRS, byte_level_bpe, looks_like_ranks, pair_of, read_ranks, read_tekken
-from megatron5d.data.special_tokens import (
-    FilesBeside,
-    asked_for,
-    begin_of_document,
-    end_of_document,
-    special_names,
-)
+from megatron5d.data.special_tokens import FilesBeside, asked_for, begin_of_document, end_of_document, special_names
 
 RUN = 25_000  # characters, as in Llama 3's own tokenizer
 _LONG_RUN = re.compile(rf"\s{{{RUN}}}|\S{{{RUN}}}")
@@ -51,35 +45,6 @@ MISTAKEN = (
         "is one half of a pair: its vocab.json must stand beside it (gpt2-vocab.json beside gpt2-merges.txt)",
     ),
 )
-
-
-class Tokenizer(Protocol):
-    """The interface of all tokenizers."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def eod(self) -> int | None:
-        """Id of the end-of-document token; None = it has none."""
-
-    @property
-    def bos(self) -> int | None:
-        """Id of the begin-of-text token; None = it has none."""
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether texts begin with `bos` for the model that the files belong to; `encode` does not add it."""
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special tokens."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids, without special tokens."""
-
-    def token(self, number: int) -> str:
-        """Returns how a token is written in the vocabulary."""
 
 
 def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked = None) -> Tokenizer:
@@ -197,13 +162,26 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
         return []
 
 
-class _Vocabulary:
-    """What all kinds share: the names and the special tokens."""
+class Tokenizer:
+    """Text to ids and back, without special tokens; a subclass for each kind of file."""
 
-    vocab_size: int
-    eod: int | None
-    bos: int | None
+    vocab_size: int  # one more than the largest id
+    eod: int | None  # id of the end-of-document token; None = it has none
+    bos: int | None  # id of the begin-of-text token; None = it has none
+    adds_bos: bool  # texts begin with `bos` for the model that the files belong to; `encode` does not add it
     _names: dict[int, str]
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text."""
+        raise NotImplementedError
+
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids."""
+        raise NotImplementedError
+
+    def token(self, number: int) -> str:
+        """Returns how a token is written in the vocabulary."""
+        return self._names[number]
 
     def _name_tokens(
         self,
@@ -233,12 +211,8 @@ class _Vocabulary:
             )
         )
 
-    def token(self, number: int) -> str:
-        """Returns how a token is written in the vocabulary."""
-        return self._names[number]
 
-
-class SentencePieceTokenizer(_Vocabulary):
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`."""
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None) -> None:
@@ -276,11 +250,9 @@ class SentencePieceTokenizer(_Vocabulary):
         self.adds_bos = self.bos is not None and bool(beside.config.get("add_bos_token", llama))
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special tokens."""
         return self._model.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids if int(i) < self._size])
 
     def serialized(self) -> bytes:
@@ -301,7 +273,7 @@ def _never_read(model: bytes, piece: str) -> bytes:
     return re.sub(re.escape(head) + rb"(\x15.{4}\x18)\x04", lambda m: m[0][:-1] + b"\x03", model, flags=re.DOTALL)
 
 
-class HuggingFaceTokenizer(_Vocabulary):
+class HuggingFaceTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, or a `vocab.json` with its merges."""
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None, merges: Path | None = None) -> None:
@@ -344,15 +316,13 @@ class HuggingFaceTokenizer(_Vocabulary):
         self.adds_bos = self.bos is not None and (begins == [self.bos] or wanted)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special tokens."""
         return self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-class TiktokenTokenizer(_Vocabulary):
+class TiktokenTokenizer(Tokenizer):
     """A tiktoken file, one base64 token and its rank per line, or a `tekken.json`."""
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None, tekken: dict[str, Any] | None = None) -> None:
@@ -361,7 +331,7 @@ class TiktokenTokenizer(_Vocabulary):
         except ImportError as error:
             raise ValueError(f"{path} needs the package tiktoken: pip install 'megatron5d[data]'") from error
         beside = FilesBeside(path)
-        found = read_ranks(path) if tekken is None else read_tekken(path, tekken)
+        self.ranks = found = read_ranks(path) if tekken is None else read_tekken(path, tekken)
         special = found.special
         try:
             self._model = tiktoken.Encoding(
@@ -369,24 +339,20 @@ class TiktokenTokenizer(_Vocabulary):
             )
         except ValueError as error:
             raise ValueError(f"{path}: the pattern {found.pattern!r} cannot be used: {error}") from error
-        self._normal_form, self._special = found.normal_form, set(special.values())
-        plain = (
-            {token.decode("utf-8", "replace"): rank for token, rank in found.ranks.items()}
-            if (eod, bos) != (None, None)
-            else {}
-        )
+        self._special = set(special.values())
+        plain = {}
+        if (eod, bos) != (None, None):
+            plain = {token.decode("utf-8", "replace"): rank for token, rank in found.ranks.items()}
         self._name_tokens(beside, {**plain, **special}, self._special, (eod, bos))
         self.vocab_size = self._model.n_vocab
         self.adds_bos = found.adds_bos and self.bos is not None
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special tokens."""
-        if self._normal_form:
+        if self.ranks.normal_form:
             text = unicodedata.normalize("NFC", text)
         return [i for part in _without_long_runs(text) for i in self._model.encode_ordinary(part)]
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids if int(i) not in self._special])
 
 

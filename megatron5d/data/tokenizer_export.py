@@ -13,18 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron5d.data.bpe_files import (
-    Ranks,
-    byte_level,
-    byte_level_bpe,
-    looks_like_ranks,
-    pair_of,
-    read_ranks,
-    read_tekken,
-)
+from megatron5d.data.bpe_files import Ranks, byte_level, byte_level_bpe, pair_of
 from megatron5d.data.special_tokens import FilesBeside, read_object, special_names
 from megatron5d.data.tokenizer import (
     SentencePieceTokenizer,
+    TiktokenTokenizer,
     Tokenizer,
     load_tokenizer,
     text_may_hold,
@@ -95,16 +88,11 @@ def special_tokens(source: Path) -> dict[str, int]:
 def _usual_tokens(file: Path, ours: Tokenizer, backend: Any) -> dict[str, str | None]:
     """Returns special tokens for a folder that names none: those of a sentencepiece model, or what ended documents."""
     end, begin = (None if i is None else backend.id_to_token(i) for i in (ours.eod, ours.bos))
-    if not _is_sentencepiece(file):
+    if not isinstance(ours, SentencePieceTokenizer):
         return {"eos_token": end, "bos_token": begin}
-    spec = _proto(file).trainer_spec
+    spec = _proto(file, ours).trainer_spec
     ids = {"bos_token": spec.bos_id, "unk_token": spec.unk_id, "pad_token": spec.pad_id}
     return {"eos_token": end} | {key: backend.id_to_token(i) if i >= 0 else None for key, i in ids.items()}
-
-
-def _is_sentencepiece(file: Path) -> bool:
-    head = file.read_bytes()[:4096]
-    return head.lstrip()[:1] != b"{" and not looks_like_ranks(head)
 
 
 def _backend(file: Path) -> Any:
@@ -115,15 +103,13 @@ def _backend(file: Path) -> Any:
         raise ValueError(
             f"{file} is written as a tokenizer.json, which takes the package tokenizers: pip install 'megatron5d[data]'"
         ) from error
-    if _is_sentencepiece(file):
-        return _with_added(_from_sentencepiece(file), file)
-    if looks_like_ranks(file.read_bytes()[:4096]):
-        return _from_ranks(read_ranks(file))
-    ours = load_tokenizer(file)  # says in words why it cannot be read
+    ours = load_tokenizer(file)
+    if isinstance(ours, SentencePieceTokenizer):
+        return _with_added(_from_sentencepiece(file, ours), file)
+    if isinstance(ours, TiktokenTokenizer):
+        return _from_ranks(ours.ranks)
     if pair := pair_of(file):
         return _from_pair(pair, ours)
-    if isinstance((content := read_object(file)).get("vocab"), list):
-        return _from_ranks(read_tekken(file, content))
     whole = tokenizers.Tokenizer.from_file(str(file))
     whole.no_truncation()
     whole.no_padding()
@@ -159,19 +145,19 @@ def _with_added(backend: Any, file: Path) -> Any:
     return backend
 
 
-def _proto(file: Path) -> Any:
+def _proto(file: Path, ours: SentencePieceTokenizer) -> Any:
     try:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
     except ImportError as error:
         raise ValueError(f"{file} is written as a tokenizer.json, which takes protobuf: {error}") from error
-    return ModelProto.FromString(SentencePieceTokenizer(file).serialized())
+    return ModelProto.FromString(ours.serialized())
 
 
-def _from_sentencepiece(file: Path) -> Any:
+def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
     """Makes BPE or unigram with sentencepiece's own way of writing blanks; user-defined pieces are cut out first."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    proto = _proto(file)
+    proto = _proto(file, ours)
     kind, rules, pieces = proto.trainer_spec.model_type, proto.normalizer_spec, proto.pieces
     own = sorted((each.piece for each in pieces if each.type == _USER), key=len, reverse=True)
     if kind == _BPE:

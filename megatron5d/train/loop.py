@@ -14,7 +14,7 @@ import torch
 
 from megatron5d.checkpoint.folder import Keep, recover
 from megatron5d.checkpoint.lock_file import LockFile
-from megatron5d.checkpoint.save import SaveFailed, Saver
+from megatron5d.checkpoint.save import Exporter, SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
 from megatron5d.config.derived import batch_schedule, in_ranges
@@ -24,7 +24,14 @@ from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
-from megatron5d.train.data import Part, held_out, train_loader, valid_loader, without_targets
+from megatron5d.train.data import (
+    Part,
+    held_out,
+    refuse_valid_without_targets,
+    train_loader,
+    valid_loader,
+    without_targets,
+)
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.prediction import Prediction
@@ -126,6 +133,7 @@ def train(
 
 def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     config = run.config  # as it is resumed
+    on_rank_0(lambda: refuse_valid_without_targets(config))
     run.notes += on_rank_0(lambda: [note for notes in ABOUT_DATA for note in notes(config)])
     if snapshots.note:
         run.notes.append(snapshots.note)
@@ -140,6 +148,7 @@ def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemoryS
             outputs.lock,
             pinned=Path(c.resume),
             began=run.progress.step,
+            exporter=_exporter(run) if c.hf_export else None,
         )
     reporter = on_every_rank(lambda: Reporter(run, predicted))
     code = 1
@@ -220,8 +229,9 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
             if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
                 losses = _evaluate(run, reporter, "valid_loss")
             reporter.step(result, lr)
-            if saver and (stopped or at_end or _due(progress.step, config.checkpoint.every)):
-                _save(run, saver, reporter, losses, last=stopped or at_end)
+            exported = _exported(config, progress.step, at_end)
+            if saver and (stopped or at_end or exported or _due(progress.step, config.checkpoint.every)):
+                _save(run, saver, reporter, losses, last=stopped or at_end, exported=exported)
                 saved_at = progress.step
             reporter.start_clock()
     finally:
@@ -270,12 +280,26 @@ def _mean_loss(run: Run, part: Part) -> float:
         total = share if total is None else total + share
     assert total is not None
     totals = all_reduce(total, run.mesh["world"]).tolist()
-    if not totals[len(run.trainer.terms)]:
-        raise ValueError(f"{part.knob}: what is evaluated has no target token at all: its loss is masked everywhere")
     return run.trainer.means(totals)["loss"]
 
 
-def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, last: bool) -> None:
+def _exporter(run: Run) -> Exporter:
+    """What `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
+    from megatron5d.train.hf_export import RunExport, planned_export  # tokenizers and families: few runs need them
+
+    directory = Path(run.config.checkpoint.dir or "")
+    return RunExport(on_rank_0(lambda: planned_export(run.config, run.notes.append)), directory)
+
+
+def _exported(config: Config, step: int, at_end: bool) -> bool:
+    """Whether checkpoint.hf_export names a step."""
+    when, _, every = (config.checkpoint.hf_export or "").partition(":")
+    return at_end if when == "last" else when == "every" and _due(step, int(every))
+
+
+def _save(
+    run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, *, last: bool, exported: bool
+) -> None:
     """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one.
 
     Args:
@@ -284,6 +308,7 @@ def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float
         reporter: says which save has failed.
         losses: of the validation after this step, whose mean `checkpoint.keep=best` goes by; None = not evaluated.
         last: the run ends with this save.
+        exported: write it as a Hugging Face folder, too.
     """
     run.sync.finish_gather()
     tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
@@ -294,7 +319,7 @@ def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float
     with _failure_told(reporter):
         saver.wait()
     with nullcontext() if last else _failure_told(reporter):
-        saver.save(run.progress.step, tensors, record)
+        saver.save(run.progress.step, tensors, record, exported)
 
 
 @contextmanager

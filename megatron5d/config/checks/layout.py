@@ -126,6 +126,16 @@ def gbs_splits(c: Config, world: int) -> Faults:
         )
 
 
+@check("train.gbs", "train.mbs", *MODEL_AXES)
+def gbs_holds_whole_micro_batches(c: Config, world: int) -> Faults:
+    """What can be said of the batch while the world does not fit, and dp is unknown."""
+    if world % _model_size(c) and c.train.gbs % c.train.mbs:
+        yield fault(
+            f"train.gbs = {c.train.gbs} is not a multiple of train.mbs = {c.train.mbs}, whatever dp will be",
+            f"train.gbs={multiples(c.train.gbs, c.train.mbs)}",
+        )
+
+
 @check("parallel.sp", "parallel.tp")
 def sp_needs_tp(c: Config, world: int) -> Faults:
     if c.parallel.sp and c.parallel.tp == 1:
@@ -221,21 +231,21 @@ def layout_sums_to_layers(c: Config, world: int) -> Faults:
         )
 
 
-@check("parallel.regather", "parallel.zero")
+@check("parallel.zero3_gather", "parallel.zero")
 def regather_needs_sharded_weights(c: Config, world: int) -> Faults:
-    if c.parallel.regather == "per_step" and c.parallel.zero < 3:
+    if c.parallel.zero3_gather == "per_step" and c.parallel.zero < 3:
         yield fault(
-            f"parallel.regather = per_step says how long gathered weights stay, and under parallel.zero = "
+            f"parallel.zero3_gather = per_step says how long gathered weights stay, and under parallel.zero = "
             f"{c.parallel.zero} they are never given back",
-            "parallel.regather=per_microbatch, or parallel.zero=3",
+            "parallel.zero3_gather=per_microbatch, or parallel.zero=3",
         )
 
 
-@check("parallel.reduce", "parallel.zero")
+@check("parallel.grad_reduce", "parallel.zero")
 def reduce_needs_sharded_gradients(c: Config, world: int) -> Faults:
-    if c.parallel.reduce == "per_step" and c.parallel.zero < 2:
+    if c.parallel.grad_reduce == "per_step" and c.parallel.zero < 2:
         yield fault(
-            f"parallel.reduce = per_step keeps whole gradients until a step's last micro-batch, as parallel.zero = "
+            "parallel.grad_reduce = per_step keeps whole gradients until a step's last micro-batch, as parallel.zero = "
             f"{c.parallel.zero} does anyway",
-            "parallel.reduce=per_microbatch, or parallel.zero=2",
+            "parallel.grad_reduce=per_microbatch, or parallel.zero=2",
         )

@@ -4,7 +4,7 @@ import pytest
 
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.errors import ConfigError, closest_key, refuse
-from megatron5d.config.load import from_yaml, load_config, to_yaml
+from megatron5d.config.load import from_yaml, keys_given, load_config, to_yaml
 from megatron5d.config.schema import Config
 
 
@@ -60,6 +60,18 @@ def test_group_then_experiment_then_command_line():
     config = load_config(["experiment=llama3_70b", "parallel.tp=4", "model=gpt2"])
     assert (config.parallel.tp, config.parallel.sp, config.model.name) == (4, True, "gpt2")
     assert load_config(["++train.gbs=3"]).train.gbs == 3
+
+
+def test_renamed_keys_keep_their_old_names(tmp_path):
+    asked = {"zero3_gather": "per_step", "grad_reduce": "per_step"}
+    config = load_config(["parallel.regather=per_step", "+parallel.reduce=per_step"])
+    assert {key: getattr(config.parallel, key) for key in asked} == asked
+    assert from_dict({"parallel": {"regather": "per_step", "reduce": "per_step"}}) == config
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\nparallel: {regather: per_step, reduce: per_step}\n"
+    (tmp_path / "experiment" / "old.yaml").write_text(text)
+    assert load_config(["--config-dir", str(tmp_path), "experiment=old"]) == config
+    assert keys_given(["parallel.regather=per_step"]) == {"parallel.zero3_gather"}
 
 
 def test_mappings_are_merged():
