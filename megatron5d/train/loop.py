@@ -141,7 +141,7 @@ def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemoryS
     if config.checkpoint.dir:
         c = config.checkpoint
         saver = outputs.saver = Saver(
-            c.dir,  # type: ignore[arg-type]  # a law: there is one
+            c.dir,  # type: ignore[arg-type]  # checked: there is one
             Keep.of(c.keep),
             c.async_save,
             config.parallel.timeout_s,
