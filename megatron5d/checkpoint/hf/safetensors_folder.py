@@ -1,13 +1,7 @@
-"""Reads safetensors folders as Hugging Face writes them, rectangle by rectangle.
+"""Safetensors folders as Hugging Face has them: read rectangle by rectangle, written one file at a time.
 
-Weights in 8 bits as DeepSeek publishes V3 (`w` in e4m3, `w_scale_inv` with a scale for each 128×128 block) are read as
-what they stand for.
-
-A table of entries says which rows of our tensors are which tensor on disk. Each rank reads only the rectangles that it
-holds, as its ShardSpecs say. Before anything is read the table is compared with the folder: a tensor that is missing
-is an error, and so is one that is not in the table.
-
-Writes safetensors folders that Hugging Face reads, with the tensors of one file in memory at a time.
+A table of entries says which rows of our tensors are which tensor on disk; tensors missing in the folder or the table
+are errors. FP8 weights as DeepSeek publishes V3 (`w`, and `w_scale_inv` for 128×128 blocks) are read as their values.
 """
 
 from __future__ import annotations
@@ -73,11 +67,9 @@ class Entry:
         return inner if self.expert is None else (self.expert, *inner)
 
     def regrouped(self, rows: torch.Tensor, to_disk: bool = False) -> torch.Tensor:
-        """Whole rows of q, k and v by part, as ours, from rows by head, as on disk; or back."""
-        if self.heads is None:
-            return rows
-        groups = (3, self.heads, -1) if to_disk else (self.heads, 3, -1)
-        return rows.unflatten(0, groups).transpose(0, 1).flatten(0, 2)
+        """Returns whole rows by part, as ours, from rows by head, as on disk; or back."""
+        groups = (3, self.heads or 1, -1) if to_disk else (self.heads or 1, 3, -1)
+        return rows if self.heads is None else rows.unflatten(0, groups).transpose(0, 1).flatten(0, 2)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of this tensor in a model whose weights have `dtype`."""
