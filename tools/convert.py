@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import names_file
 from tools.conversion import arguments
 
@@ -36,7 +36,7 @@ class Command(NamedTuple):
     """A subcommand; its function returns the exit code, or raises ValueError or OSError for bad input."""
 
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[OptionParser], None]
     module: str  # of tools/conversion, imported when it runs: torch takes seconds
     function: str
 
@@ -46,12 +46,15 @@ COMMANDS = {
         "a Hugging Face folder becomes a checkpoint of ours", arguments.add_from_hf, "huggingface", "from_hf"
     ),
     "to-hf": Command("a checkpoint of ours becomes a Hugging Face folder", arguments.add_to_hf, "huggingface", "to_hf"),
+    "reshard": Command(
+        "a checkpoint as the ranks of another layout would have saved it", arguments.add_reshard, "reshard", "reshard"
+    ),
     "upcycle": Command("a dense checkpoint becomes a mixture of experts", arguments.add_upcycle, "upcycle", "upcycle"),
 }
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.help))

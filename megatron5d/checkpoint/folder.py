@@ -194,15 +194,20 @@ def commit(temporary: Path, keep: int, pinned: Path | None = None) -> Path:
     replaced = final.rename(_unused(final, _REPLACED)) if _exists(final) else None
     temporary.rename(final)
     _reach_disk(directory)
-    pointer = directory / "latest.tmp"
-    pointer.write_text(final.name + "\n")
-    pointer.rename(directory / "latest")
+    point_latest_to(final)
     kept = saved_steps(directory)[-keep:] if keep else []
     spare = [old for old in named_steps(directory) if len(kept) == keep > 0 and old < kept[0]]  # also those not whole
     for folder in [*([replaced] if replaced else []), *(step_folder(directory, old) for old in spare)]:
         if pinned is None or folder.resolve() != pinned.resolve():
             _remove(folder)
     return final
+
+
+def point_latest_to(folder: Path) -> None:
+    """Writes the name of a checkpoint to `latest` beside it."""
+    pointer = folder.parent / "latest.tmp"
+    pointer.write_text(folder.name + "\n")
+    pointer.rename(folder.parent / "latest")
 
 
 def leave_later(directory: Path, step: int) -> None:

@@ -48,7 +48,7 @@ def read_index(content: bytes) -> tuple[Save, Metadata]:
     if found.get("format") != FORMAT:
         raise ValueError(f"it has format {found.get('format')!r}, this version reads {FORMAT}; upgrade megatron5d")
     try:
-        return Save(str(found["save"]), int(found["step"])), _metadata(found["tensors"])
+        return Save(str(found["save"]), int(found["step"])), metadata_of(found["tensors"])
     except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
         raise ValueError(f"an entry is missing or of another kind: {type(error).__name__} {error}") from error
 
@@ -60,14 +60,14 @@ def read_pickled(content: bytes) -> Metadata:
         ValueError: it is damaged, or names something that no metadata of DCP consists of.
     """
     try:
-        return _metadata(_tensors_of(_Unpickler(io.BytesIO(content)).load().state))
+        return metadata_of(_tensors_of(_Unpickler(io.BytesIO(content)).load().state))
     except Exception as error:  # a damaged pickle may raise anything
         if type(error) is ValueError:  # raised below, in words of ours
             raise
         raise ValueError(f"it is no metadata of DCP: {type(error).__name__} {error}") from error
 
 
-def _metadata(tensors: Tensors) -> Metadata:
+def metadata_of(tensors: Tensors) -> Metadata:
     """DCP's form of the index.
 
     Raises:

@@ -97,6 +97,14 @@ def write(folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
 
 
+def placed(message: bytes) -> Tensors:
+    """Which part of which tensor lies where, from what `write` returns."""
+    tensors: Tensors = {}
+    for (key, dtype, shape), row in json.loads(zlib.decompress(message)):
+        tensors.setdefault(key, (dtype, shape, []))[2].append(row)
+    return tensors
+
+
 class Index:
     """The index of a checkpoint: which file holds which part of which tensor. Used on rank 0, which writes it, once in
     our form and once in DCP's.
@@ -209,7 +217,7 @@ class Reader(dcp.FileSystemReader):
         super().__init__(folder)
         self._folder, self.alone = folder, alone
         self._metadata: Metadata | None = None
-        self._save: Save | None = None  # which the index names
+        self.save: Save | None = None  # which the index names, once it is read
         self._sound: set[tuple[str, int]] = set()  # file and offset of the items whose checksum was right
         self._reading: Any = None  # where the item lies that is being read; for messages
 
@@ -226,7 +234,7 @@ class Reader(dcp.FileSystemReader):
             with _nothing_collected():
                 try:
                     if name == INDEX:
-                        self._save, self._metadata = read_index(content)
+                        self.save, self._metadata = read_index(content)
                     else:
                         self._metadata = read_pickled(content)
                 except ValueError as error:
@@ -295,8 +303,8 @@ class Reader(dcp.FileSystemReader):
             ValueError: by another one, as in a folder into which files of two steps were copied.
         """
         found = save_of(file.read(HEADER_BYTES))
-        if found != self._save:
-            of, rest = (str(save) if save else "a save of an earlier version" for save in (found, self._save))
+        if found != self.save:
+            of, rest = (str(save) if save else "a save of an earlier version" for save in (found, self.save))
             raise _OtherSave(
                 f"is of another checkpoint, or its first {HEADER_BYTES} bytes are damaged: it is of {of}, and "
                 f"the folder of {rest}. Was the folder copied only in part? Copy all of it again"

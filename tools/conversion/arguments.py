@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import Any
+
+from megatron5d.config.command_line import OptionParser
 
 _DTYPE: dict[str, Any] = {
     "choices": ["fp64", "fp32", "bf16"],
@@ -13,7 +16,7 @@ _DTYPE: dict[str, Any] = {
 }
 
 
-def add_from_hf(command: argparse.ArgumentParser) -> None:
+def add_from_hf(command: OptionParser) -> None:
     """Adds the arguments of from-hf."""
     add = command.add_argument
     add("--hf", type=Path, required=True, metavar="DIR", help="config.json and safetensors files")
@@ -22,7 +25,7 @@ def add_from_hf(command: argparse.ArgumentParser) -> None:
     add("--mtp", action="store_true", help="DeepSeek-V3: its multi-token prediction layers too")
 
 
-def add_to_hf(command: argparse.ArgumentParser) -> None:
+def add_to_hf(command: OptionParser) -> None:
     """Adds the arguments of to-hf."""
     add = command.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
@@ -36,7 +39,17 @@ def add_to_hf(command: argparse.ArgumentParser) -> None:
     add("--max-shard-gb", type=_amount, default=5.0, metavar="GB", help="10^9 bytes a file (default 5)")
 
 
-def add_upcycle(command: argparse.ArgumentParser) -> None:
+def add_reshard(command: OptionParser) -> None:
+    """Adds the arguments of reshard."""
+    add = command.add_argument
+    add("source", type=Path, metavar="SRC", help="a checkpoint, or a directory of them: its newest whole one")
+    add("out", type=Path, metavar="DST", help="directory of checkpoints, without any yet, as checkpoint.dir takes it")
+    add("--world", type=_count, metavar="N", help="ranks of the target (default: the fewest that the layout takes)")
+    add("--workers", type=_count, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
+    command.add_words("overrides", nargs="*", metavar="key=value", help="of the layout: parallel.*, pipeline.*, ...")
+
+
+def add_upcycle(command: OptionParser) -> None:
     """Adds the arguments of upcycle."""
     add = command.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
@@ -47,6 +60,13 @@ def add_upcycle(command: argparse.ArgumentParser) -> None:
     add("--first-k-dense", type=int, default=0, metavar="N", help="layers at the bottom that stay dense (default 0)")
     add("--noise", type=_noise, default=0.0, help="added to the experts, in standard deviations of the MLP's weights")
     add("--seed", type=int, default=1234, help="of routers and noise (default 1234)")
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
 
 
 def _amount(text: str) -> float:
