@@ -13,7 +13,7 @@ from megatron5d.train.signals import EndOnSignals
 if __name__ == "__main__":
     EndOnSignals().__enter__()  # until the process ends: the imports below, and torch's later, take seconds
 
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.command_line import print_anywhere
 from megatron5d.config.errors import REFUSED, ConfigError, Fault, refuse
 from megatron5d.config.load import answer_help, load_config
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 def _meeting(environment: Environment) -> Meeting:
     from megatron5d.train.meeting import Meeting
 
-    return Meeting(environment, lambda theirs, world: broken_laws(theirs, world) or _late_faults(theirs, world))
+    return Meeting(environment, lambda theirs, world: run_checks(theirs, world) or _late_faults(theirs, world))
 
 
 def _load(argv: Sequence[str], world: int, rank: int = 0, late: Any = None) -> Config:

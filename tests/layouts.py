@@ -15,7 +15,7 @@ import reference_muon
 import torch
 
 from megatron5d.config.schema import Config, ParallelConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.optim.sharded_state import decay_of, freezes, scale_of
 from megatron5d.parity.differences import tensor_differences
@@ -55,7 +55,7 @@ def plain_optimizers(config: Config, specs, trained: dict[str, torch.Tensor]):
 def reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     """One process, plain torch."""
     alone = dataclasses.replace(config, parallel=ParallelConfig())
-    model = Gpt(alone, build_mesh(sizes_of(alone, 1), num_kv_heads=config.model.num_kv_heads))
+    model = GPT(alone, build_mesh(sizes_of(alone, 1), num_kv_heads=config.model.num_kv_heads))
     model.initialize(config.train.seed)
     perturb(model.weights())
     biases = {spec_of(buffer).name: buffer for buffer in model.weights()[len(list(model.parameters())) :]}

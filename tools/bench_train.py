@@ -67,7 +67,7 @@ if __name__ == "__main__":
 import torch
 
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.errors import ConfigError, refuse
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
@@ -103,7 +103,7 @@ def configured(overrides: list[str]) -> Config:
     """One rank's configuration. Raises ConfigError where it breaks a law; where tokens come from is not asked."""
     config = load_config([*overrides, "precision.dtype=bf16", "optim.clip=1.0"])
     config = replace(config, train=replace(config.train, gbs=config.train.mbs))
-    faults = [fault for fault in broken_laws(config, 1) if not all(knob.startswith("data.") for knob in fault.knobs)]
+    faults = [fault for fault in run_checks(config, 1) if not all(knob.startswith("data.") for knob in fault.knobs)]
     if faults:
         raise ConfigError(faults)
     return config

@@ -43,7 +43,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.data.batch import make_micro_batch
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
@@ -85,7 +85,7 @@ def losses(config: Config) -> list[float]:
     """The loss of every step of one run in this process."""
     plan = plan_pipeline(config, 1)
     mesh = build_mesh(sizes_of(config, 1), 0, num_kv_heads=config.model.num_kv_heads)
-    model = Gpt(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
+    model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(config.train.seed)
     _, _, trainer = build_trainer(config, mesh, model, plan)
     rows, gbs, found, steps = rows_of(config), config.train.gbs, list[float](), config.train.steps

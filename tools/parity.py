@@ -70,7 +70,6 @@ if __name__ == "__main__":
 
 import torch
 
-from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.errors import ConfigError, refuse
 from megatron5d.config.json_file import parse_json
 from megatron5d.config.schema import Config
@@ -138,7 +137,7 @@ def _complete(options: argparse.Namespace) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     _complete(options)
-    asked = planned_config(options.overrides, options.world, () if options.data else FILE_LAWS)
+    asked = planned_config(options.overrides, options.world, files=bool(options.data))
     config = exact(asked, options.steps)
     if options.data:
         config = replace(config, data=replace(asked.data, eod=end_of_document(asked)))

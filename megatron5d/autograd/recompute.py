@@ -24,7 +24,7 @@ section 3.2.3 recomputes norms and MLA's up-projections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -32,10 +32,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kernels.dispatch import first_order
 from megatron5d.autograd.offload import HostCopy
-from megatron5d.precision.fp8_tensor import carried_by, stand_in
 
 
 class RecomputedParts:
@@ -68,8 +68,7 @@ class RecomputedParts:
         """What a part that ends in a later phase is computed from once more (`computed_from`); None if it is kept."""
         if name not in self.names or not torch.is_grad_enabled():
             return None
-        made_by = getattr(x.untyped_storage(), "made_by", None)
-        return Held(x.detach()) if made_by is None else _Mark(made_by, x)
+        return _mark_of(x) or x.detach()
 
     def keeps(self, name: str) -> bool:
         """Whether a part is not recomputed, so that its inputs may be overwritten in its backward."""
@@ -95,8 +94,8 @@ class _Part(torch.autograd.Function):
         ctx.asks = [x.requires_grad for x in inputs]
         ctx.save_for_backward(*inputs)
         y = fn(*inputs)
-        for i, output in enumerate(y if isinstance(y, tuple) else (y,)):
-            output.untyped_storage().made_by = (ctx, i)
+        for index, output in enumerate(_plain(y if isinstance(y, tuple) else (y,))):
+            output.untyped_storage().made_by = (ctx, index)  # type: ignore[attr-defined]
         return y
 
     @staticmethod
@@ -118,6 +117,18 @@ def _outputs_again(ctx) -> tuple[Tensor, ...]:
     return ctx.outputs
 
 
+def _inner(tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors inside a wrapper subclass (Fp8Tensor); empty for a plain tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def _plain(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Plain tensors, those inside wrapper subclasses among them."""
+    return [each for tensor in tensors for each in (_inner(tensor).values() or (tensor,))]
+
+
 class _Mark:
     """Saved instead of a tensor that is a view of a recomputed part's output, or of what was derived from one."""
 
@@ -129,20 +140,36 @@ class _Mark:
 
     def value(self) -> Tensor:
         outputs = self.source.outputs_again() if isinstance(self.source, _Derived) else _outputs_again(self.source)
-        return outputs[self.index].detach().as_strided(*self.geometry)
+        return _plain(outputs)[self.index].detach().as_strided(*self.geometry)
 
 
-@dataclass(frozen=True)
-class Held:
-    """A tensor that is kept."""
+class _Wrapper:
+    """Saved instead of a wrapper subclass whose inner tensors are marked or wait on the host."""
 
-    tensor: Tensor
+    def __init__(self, tensor: Any, inner: Mapping[str, Kept]) -> None:
+        self.made_from = type(tensor), tensor.__tensor_flatten__()[1], tensor.shape, tensor.stride()
+        self.inner = inner
 
     def value(self) -> Tensor:
-        return self.tensor
+        kind, context, *geometry = self.made_from
+        return kind.__tensor_unflatten__({name: _unpack(kept) for name, kept in self.inner.items()}, context, *geometry)
 
 
-Source: TypeAlias = Held | _Mark
+Source: TypeAlias = Tensor | _Mark | _Wrapper
+Kept: TypeAlias = Source | HostCopy
+
+
+def _unpack(kept: Kept) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.value()
+
+
+def _mark_of(tensor: Tensor) -> _Mark | _Wrapper | None:
+    """What is saved instead of a tensor that is recomputed; None for others."""
+    if inner := _inner(tensor):
+        marks = {name: mark for name, each in inner.items() if (mark := _mark_of(each)) is not None}
+        return _Wrapper(tensor, marks) if len(marks) == len(inner) else None
+    made_by = getattr(tensor.untyped_storage(), "made_by", None)
+    return None if made_by is None else _Mark(made_by, tensor)
 
 
 class _Derived:
@@ -155,26 +182,25 @@ class _Derived:
     def outputs_again(self) -> tuple[Tensor, ...]:
         if self.outputs is None:
             with torch.no_grad():
-                self.outputs = self.fn(self.source.value())
+                self.outputs = self.fn(_unpack(self.source))
         return self.outputs
 
 
 def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """`fn(x)`; if x is an output of a recomputed part, the results are not saved either but computed again with x.
+    """Returns `fn(x)`; if x is an output of a recomputed part, its results are computed again as well, not saved.
 
     Args:
         x: for example the input of a GEMM.
-        fn: has no gradient. Its results, such as 8-bit values and scales, are what the GEMM saves. If it communicates,
+        fn: has no gradient. Its results, such as FP8 values and scales, are what the GEMM saves. If it communicates,
             it does so again.
     """
-    made_by = getattr(x.untyped_storage(), "made_by", None)
-    results = fn(x)
-    if made_by is not None:
-        derived = _Derived(_Mark(made_by, x), fn)
-        for i, result in enumerate(results):
+    mark, results = _mark_of(x), fn(x)
+    if mark is not None:
+        derived = _Derived(mark, fn)
+        for index, result in enumerate(results):
             storage = result.untyped_storage()
             if not hasattr(storage, "made_by"):  # x itself, or a view of it, has
-                storage.made_by = (derived, i)  # type: ignore[attr-defined]
+                storage.made_by = (derived, index)  # type: ignore[attr-defined]
     return results
 
 
@@ -187,23 +213,6 @@ def computed_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> 
         y: the only tensor in its storage.
     """
     y.untyped_storage().made_by = (_Derived(source, lambda x: (fn(x),)), 0)  # type: ignore[attr-defined]
-
-
-class _Carrier:
-    """Saved instead of a stand-in (fp8_tensor.py) whose operand may be on the host."""
-
-    def __init__(self, tensor: Tensor, kept: tuple[Tensor | HostCopy, ...]) -> None:
-        self.form, self.kept = (tensor.shape, tensor.dtype), kept
-
-    def value(self) -> Tensor:
-        return stand_in(*self.form, tuple(map(_unpack, self.kept)))
-
-
-Kept: TypeAlias = Tensor | _Mark | _Carrier | HostCopy
-
-
-def _unpack(kept: Kept) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.value()
 
 
 @dataclass(frozen=True)
@@ -254,10 +263,9 @@ class ActivationPolicy:
             return copies[key][0]
 
         def pack(tensor: Tensor) -> Kept:
-            mark, operand = getattr(tensor.untyped_storage(), "made_by", None), carried_by(tensor)
-            if mark is not None:
-                return _Mark(mark, tensor)
-            return place(tensor) if operand is None else _Carrier(tensor, tuple(map(place, operand)))
+            if inner := _inner(tensor):
+                return _Wrapper(tensor, {name: pack(each) for name, each in inner.items()})
+            return _mark_of(tensor) or place(tensor)
 
         with saved_tensors_hooks(pack, _unpack):
             yield found
@@ -268,5 +276,5 @@ _PLAIN = ActivationPolicy()
 
 
 def policy_of(phase: nn.Module) -> ActivationPolicy:
-    """The policy of a phase; model/gpt.py sets it. A phase without one keeps everything on its device."""
+    """Returns the policy of a phase; model/options.py sets it. A phase without one keeps everything on its device."""
     return getattr(phase, "activation_policy", _PLAIN)

@@ -72,7 +72,7 @@ class Fault:
     """One thing wrong with a configuration.
 
     Args:
-        id: of the law, or of the kind of fault on the command line; kebab-case.
+        id: of the check, or of the kind of fault on the command line; kebab-case.
         knobs: config keys that it concerns.
         reason: what is wrong, with the numbers.
         fix: the nearest legal value, as an override.

@@ -19,8 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.check import Law
+from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.values import WORDS
 from megatron5d.config.command_line import Arguments, groups_in, help_text, parse_arguments
 from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key
@@ -48,21 +47,21 @@ def load_config(
     model_from_hf: ModelFromHF | None = None,
     options: Sequence[Check] = (),
     checks: Sequence[Check] = (),
-    without: Sequence[Law] = (),
+    files: bool = True,
 ) -> Config:
     """The typed, checked configuration of a command line.
 
     Args:
         argv: overrides and flags, without the program's name.
-        world: number of ranks, for the laws; None = laws are not checked.
+        world: number of ranks, for the checks; None = none is run.
         rank: of this process; only rank 0 prints the text of `--help` and `--cfg`.
         model_from_hf: reads a Hugging Face folder's config.json into fields of ModelConfig, for `model.from_hf`.
         options: checks of single values, such as whether a named schedule exists.
         checks: checks of model and layout together, made only if these have no other fault.
-        without: laws that are not checked, such as those about files of a run that is only planned.
+        files: False: checks about files are left out, as for a run that is only planned.
 
     Raises:
-        ConfigError: has all faults, of spelling and of laws.
+        ConfigError: has all faults, of spelling and of checks.
         SystemExit: 0 after `--help` or `--cfg`.
     """
     arguments = parse_arguments(argv)
@@ -78,7 +77,7 @@ def load_config(
         _leave(to_yaml(config), rank)
     if world is not None:
         asked = [
-            *broken_laws(config, world, without),
+            *run_checks(config, world, files),
             *(fault for option in options for fault in option(config, world)),
         ]
         faults += [fault for fault in asked if not any(map(spelling.doubtful, fault.knobs))]
@@ -207,7 +206,7 @@ class _Spelling:
             _put(data, key, value)
 
     def doubtful(self, knob: str) -> bool:
-        """Whether a key may have its default only because of a spelling fault, so that no law should judge it."""
+        """Whether a key may have its default only because of a spelling fault, so that no check should judge it."""
         if any(fault.id == "composition" for fault in self.faults):
             return True
         guessed = [bad for fault in self.faults if fault.id in _GUESSES for bad in fault.knobs]

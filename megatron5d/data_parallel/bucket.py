@@ -17,9 +17,8 @@ What is in memory, in elements per bucket; N = `numel` (each parameter padded to
     2      N, the slice a view of them             N/n, and N while the unit's gradient is computed and reduced
     3      N/n, and N while the unit computes      N/n, and N while the unit's gradient is computed and reduced
 
-A temporary buffer is allocated and freed in place (flat_memory.py), so parameters remain views of it. Matrices that
-are multiplied in 8 bits may be gathered as 8-bit values instead (fp8_all_gather.py): N bytes while the unit computes,
-and N/n bytes that stay.
+The storage of a temporary buffer is resized in place, so that parameters, and what autograd or a deferred weight
+gradient has saved, remain views of it. A bucket with a gather format (fp8_all_gather.py) is gathered in that.
 """
 
 from __future__ import annotations
@@ -27,18 +26,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron5d.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
-from megatron5d.data_parallel.flat_memory import allocate, free
-from megatron5d.data_parallel.fp8_all_gather import EightBitWeights
-from megatron5d.precision.fp8_weights import forget_quantized
+from megatron5d.comm.ledger import Exposure
+from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, has_memory, spec_of
 
 _ALIGNMENT = 16  # elements: each parameter starts at a multiple of this, for aligned vector loads
+
+
+def allocate_storage(flat: Tensor) -> None:
+    """Allocates the memory of a flat buffer in place; its values are undefined."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+def free_storage(flat: Tensor) -> None:
+    """Frees the memory of a flat buffer and of all its views."""
+    flat.untyped_storage().resize_(0)
+
+
+class GatherFormat(Protocol):
+    """The weights of a bucket as ZeRO-3 gathers them where that is not the model's dtype."""
+
+    whole: Tensor  # the gathered buffer; its memory is there while `is_held`
+    is_held: bool
+    is_stale: bool  # the weights have changed since the owned slice was converted
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], weight_slice: Tensor, shard: Axis
+    ) -> None: ...
+
+    @staticmethod
+    def accepts(parameter: nn.Parameter) -> bool:
+        """Says whether a parameter is gathered in this format."""
+
+    @staticmethod
+    def refresh(stale: Sequence[Any], exposure: Exposure) -> None:
+        """Converts the owned slices of several buckets whose weights have changed."""
+
+    @property
+    def resident(self) -> list[Tensor]:
+        """The tensors that stay in memory between uses."""
+
+    def start_gather(self) -> Pending:
+        """Starts gathering the slices of all ranks into `whole`."""
+
+    def drop(self) -> None:
+        """Frees `whole`."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +115,13 @@ class Bucket:
         replicate: the ranks that own the same slice.
         grad_dtype: of the main gradients.
         zero: ZeRO stage, 0 ... 3.
-        eight_bits: under ZeRO-3, gather the weights, all of which are multiplied in 8 bits, in 8 bits.
+        gather_format: in which ZeRO-3 gathers the weights; None = in their dtype.
         frozen: the parameters are never updated: they become `.frozen` and have no main gradient.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], shard: Axis, replicate: Axis, grad_dtype: torch.dtype, zero: int = 0,
-        eight_bits: bool = False, frozen: bool = False,
+        gather_format: type[GatherFormat] | None = None, frozen: bool = False,
     ) -> None:  # fmt: skip
         self.parameters = list(parameters)
         self.shard, self.replicate = shard, replicate
@@ -95,14 +134,12 @@ class Bucket:
         self.slice_numel = -(-end // (shard.size * _ALIGNMENT)) * _ALIGNMENT
         self.numel = self.slice_numel * shard.size
         self.frozen = frozen
-        self.shards_weights, self.shards_grads = (
-            zero == 3 and shard.size > 1,
-            zero >= 2 and shard.size > 1 and not frozen,
-        )
+        self.shards_weights = zero == 3 and shard.size > 1
+        self.shards_grads = zero >= 2 and shard.size > 1 and not frozen
         self.weights, self.weight_slice = self._buffer(first.dtype, self.shards_weights)
         self._bind_parameters()
         if self.shards_weights:  # freed before the gradients are allocated, so that both are never there together
-            free(self.weights)
+            free_storage(self.weights)
         if frozen:
             self.grads = self.grad_slice = torch.empty(0, dtype=grad_dtype, device=first.device)
         else:
@@ -115,12 +152,12 @@ class Bucket:
             if self.shards_grads:
                 parameter.allocate_main_grad = self.allocate_grads  # type: ignore[attr-defined]
         if self.shards_grads:
-            free(self.grads)
+            free_storage(self.grads)
         self.holds_weights, self.holds_grads = not self.shards_weights, not self.shards_grads
         self._reducing: Pending | None = None
-        self.eight_bits: EightBitWeights | None = None
-        if self.shards_weights and eight_bits:
-            self.eight_bits = EightBitWeights(self.parameters, self.offsets, self.weight_slice, shard)
+        self.format: GatherFormat | None = None
+        if self.shards_weights and gather_format is not None:
+            self.format = gather_format(self.parameters, self.offsets, self.weight_slice, shard)
 
     def _buffer(self, dtype: torch.dtype, temporary: bool) -> tuple[Tensor, Tensor]:
         """(whole buffer, owned slice): the slice is a view, or has its own memory where the whole is temporary."""
@@ -157,8 +194,8 @@ class Bucket:
     @property
     def resident_weights(self) -> list[Tensor]:
         """The tensors of the weights that stay in memory between uses."""
-        if self.eight_bits is not None:
-            return [self.weight_slice, self.eight_bits.slice, *self.eight_bits.scales]
+        if self.format is not None:
+            return [self.weight_slice, *self.format.resident]
         return [self.weight_slice if self.shards_weights else self.weights]
 
     @property
@@ -217,13 +254,13 @@ class Bucket:
         if self._reducing is not None:
             self.finish_reduce()
         if not self.holds_grads:
-            allocate(self.grads)
+            allocate_storage(self.grads)
             self.grads.zero_()
             self.holds_grads = True
 
     def drop_grads(self) -> None:
         """Frees the buffer of main gradients; the owned slice stays."""
-        free(self.grads)
+        free_storage(self.grads)
         self.holds_grads = False
 
     def start_reduce(self) -> None:
@@ -255,35 +292,30 @@ class Bucket:
 
     def holds(self, wide: bool) -> bool:
         """Whether the whole weights are in memory: as the phases read them, or (wide) in the model's dtype."""
-        return self.holds_weights if self.eight_bits is None or wide else self.eight_bits.is_held
+        return self.holds_weights if self.format is None or wide else self.format.is_held
 
     def start_gather(self, wide: bool = False) -> Pending:
         """Allocates the whole weights and starts gathering the slices of all ranks; they are complete after `wait`.
 
         Args:
-            wide: in the model's dtype even if the phases read them in 8 bits.
+            wide: in the model's dtype even if the phases read another format.
 
         Comm: all_gather over `shard`, (n-1)/n·N elements.
         """
-        if self.eight_bits is not None and not wide:
-            return self.eight_bits.start_gather()
+        if self.format is not None and not wide:
+            return self.format.start_gather()
         if not self.holds_weights:
-            allocate(self.weights)
+            allocate_storage(self.weights)
             self.holds_weights = True
         # a slice that is a view of the output buffer is sent from a copy
         sent = self.weight_slice if self.shards_weights else self.weight_slice.clone()
         return start_all_gather(sent, self.shard, out=self.weights)
 
-    @property
-    def gathered(self) -> Tensor:
-        """The buffer from which the phases read the weights."""
-        return self.weights if self.eight_bits is None else self.eight_bits.whole
-
     def drop_weights(self) -> None:
-        """Frees the whole weights and their 8-bit copies; the owned slice stays."""
+        """Frees the whole weights and the copies made of them; the owned slice stays."""
         assert self.shards_weights
-        forget_quantized(self.parameters)
-        free(self.weights)
+        forget_copies(self.parameters)
+        free_storage(self.weights)
         self.holds_weights = False
-        if self.eight_bits is not None:
-            self.eight_bits.drop()
+        if self.format is not None:
+            self.format.drop()

@@ -1,7 +1,7 @@
-"""Under ZeRO-3, weights that are multiplied in 8 bits are also gathered in 8 bits: half the bytes of bf16.
+"""The FP8 gather format of ZeRO-3: weights of FP8 GEMMs are gathered in FP8, half the bytes of bf16.
 
     slice    | bytes of the owned elements |           stays in memory; quantised once after every update
-    whole    | p0 | p1 | ... | pad |                   in memory while the unit computes; read by the products
+    whole    | p0 | p1 | ... | pad |                   in memory while the unit computes; read by the GEMMs
     scales   one for each 128×128 block, float32       stay in memory on every rank
 
 The numbers are the same as if bf16 weights had been gathered and then quantised: each rank finds the largest magnitude
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from kernels.fp8.quantize import E4M3, scales_of
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather
 from megatron5d.comm.ledger import Exposure
-from megatron5d.data_parallel.flat_memory import allocate, free
+from megatron5d.data_parallel.bucket import allocate_storage, free_storage
+from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.precision.fp8_weights import (
     block_maxima,
     blocks_in,
@@ -32,11 +33,11 @@ from megatron5d.precision.fp8_weights import (
 from megatron5d.topology.axis import Axis
 
 
-class EightBitWeights:
-    """The 8-bit side of a bucket.
+class Fp8ShardedWeights:
+    """The `GatherFormat` of a bucket whose parameters are all multiplied in FP8.
 
     Args:
-        parameters: of the bucket, all multiplied in 8 bits.
+        parameters: of the bucket.
         offsets: the first element of each parameter in the bucket.
         weight_slice: the owned slice of the weights, flat, in the model's dtype.
         shard: the ranks that own one slice each.
@@ -51,10 +52,20 @@ class EightBitWeights:
         self._stacks = [stack_of(parameter) for parameter in parameters]
         self.slice = torch.zeros(weight_slice.numel(), dtype=torch.uint8, device=weight_slice.device)
         self.whole = torch.empty(weight_slice.numel() * shard.size, dtype=torch.uint8, device=weight_slice.device)
-        free(self.whole)
+        free_storage(self.whole)
         self.scales = [torch.ones(blocks_in(stack), device=weight_slice.device) for stack in self._stacks]
         self.is_held = False
         self.is_stale = True  # the weights have changed since they were quantised
+
+    @staticmethod
+    def accepts(parameter: nn.Parameter) -> bool:
+        """Says whether a parameter is multiplied in FP8."""
+        return is_quantized(parameter)
+
+    @property
+    def resident(self) -> list[Tensor]:
+        """The owned slice and all scales."""
+        return [self.slice, *self.scales]
 
     def owned(self, index: int) -> tuple[slice, int]:
         """(range of the owned slice that holds a parameter, perhaps empty; first element of the parameter there)."""
@@ -89,13 +100,13 @@ class EightBitWeights:
         self.is_stale = False
 
     def start_gather(self) -> Pending:
-        """Starts gathering the slices of all ranks, and gives each parameter its 8-bit copy; complete after `wait`.
+        """Starts gathering the slices of all ranks, and gives each parameter its FP8 copy; complete after `wait`.
 
         Comm: all_gather over `shard`, (n-1)/n·N bytes.
         """
         assert not self.is_stale, "weights have changed since they were quantised"
         if not self.is_held:
-            allocate(self.whole)
+            allocate_storage(self.whole)
             self.is_held = True
         for parameter, offset, scales in zip(self._parameters, self._offsets, self.scales):
             values = self.whole[offset : offset + parameter.numel()]
@@ -103,32 +114,32 @@ class EightBitWeights:
         return start_all_gather(self.slice, self.shard, out=self.whole)
 
     def drop(self) -> None:
-        """Frees the whole weights. The caller removes the parameters' references to them (`forget_quantized`)."""
-        free(self.whole)
+        """Frees the whole weights. The caller removes the parameters' references to them (`forget_copies`)."""
+        free_storage(self.whole)
         self.is_held = False
 
+    @staticmethod
+    def refresh(stale: Sequence[Fp8ShardedWeights], exposure: Exposure) -> None:
+        """Quantises the slices of several buckets with one reduction of maxima for all of them.
 
-def requantize(stale: Sequence[EightBitWeights], exposure: Exposure) -> None:
-    """Quantises the slices of weights that have changed, with one reduction of maxima for all of them.
+        Args:
+            stale: the weights.
+            exposure: measures the waits for other ranks.
 
-    Args:
-        stale: the weights.
-        exposure: measures the waits for other ranks.
-
-    Comm: all_reduce over each shard axis of a number for every 128×128 block; tensorwise, another over tp (experts:
-    etp) of a number for every matrix.
-    """
-    maxima = [each.maxima() for each in stale]
-    for axis in dict.fromkeys(each.shard for each in stale):
-        views = [most for each, found in zip(stale, maxima) if each.shard is axis for most in found]
-        _reduce_together(views, partial(all_reduce, axis=axis, op="max"), exposure)
-    gemms = [each.gemms() for each in stale]
-    for_scales = [[g.weight_maxima(most) for g, most in zip(*pair)] for pair in zip(gemms, maxima)]
-    for recipe in dict.fromkeys(chain.from_iterable(gemms)):
-        views = [most for pair in zip(gemms, for_scales) for g, most in zip(*pair) if g is recipe]
-        _reduce_together(views, recipe.over_ranks, exposure)
-    for each, found in zip(stale, for_scales):
-        each.quantize(found)
+        Comm: all_reduce over each shard axis of a number for every 128×128 block; tensorwise, another over tp (experts:
+        etp) of a number for every matrix.
+        """
+        maxima = [each.maxima() for each in stale]
+        for axis in dict.fromkeys(each.shard for each in stale):
+            views = [most for each, found in zip(stale, maxima) if each.shard is axis for most in found]
+            _reduce_together(views, partial(all_reduce, axis=axis, op="max"), exposure)
+        gemms = [each.gemms() for each in stale]
+        for_scales = [[g.weight_maxima(most) for g, most in zip(*pair)] for pair in zip(gemms, maxima)]
+        for recipe in dict.fromkeys(chain.from_iterable(gemms)):
+            views = [most for pair in zip(gemms, for_scales) for g, most in zip(*pair) if g is recipe]
+            _reduce_together(views, recipe.over_ranks, exposure)
+        for each, found in zip(stale, for_scales):
+            each.quantize(found)
 
 
 def _reduce_together(views: list[Tensor], reduce: Callable[[Tensor], Tensor], exposure: Exposure) -> None:

@@ -16,15 +16,14 @@ elements are sent. With `reduce_per_step` the buffer stays until the step's last
 elements are sent.
 
 With `dp_replicate` (HSDP) slices are distributed over dp_shard·cp, and their gradients summed over dp_replicate once a
-step. Gradients of experts are summed over edp, their slices distributed over edp_shard. If the mirrored pipeline rank
-holds a parameter too (`ShardSpec.shared`), it counts as data parallel. Under ZeRO-1 slices are distributed over both
-ranks' lines. Under ZeRO-2 and 3 the mirror is a replica instead: it reaches a unit at other times, so the two ranks
-cannot gather and reduce for each other micro-batch by micro-batch.
-Gradients of copies (norms under sp) are summed last, on the slices.
+step. Gradients of experts are summed over edp, their slices distributed over edp_shard. If a bidirectional pipeline
+(DualPipe) holds a parameter on two ranks (`ShardSpec.shared`), both count as data parallel: under ZeRO-1 slices are
+distributed over the shard axes of both; under ZeRO-2 and 3 each rank is a replica of the other, since they reach a unit
+at different times. Gradients of copies (norms under sp) are summed last, on the slices.
 
 Bitwise equality. All stages add micro-batches into the main gradient in the same order and reduce the same buffers in
 the same slices. So ZeRO-1, 2 and 3 give the same bits if gradients are reduced once a step (one micro-batch, or
-`reduce_per_step`) and no mirror takes part. Reduced per micro-batch, the sum over ranks comes before the sum over
+`reduce_per_step`) and no stage is bidirectional. Reduced per micro-batch, the sum over ranks comes before the sum over
 micro-batches and rounds differently. ZeRO-0 uses all_reduce, which on more than two ranks may add in another order, and
 its gradient norm adds up whole parameters instead of slices. When weights are gathered changes no number.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
@@ -39,10 +38,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron5d.comm.collectives import Pending, start_all_reduce
-from megatron5d.data_parallel.bucket import Bucket
+from megatron5d.comm.collectives import start_all_reduce
+from megatron5d.data_parallel.bucket import Bucket, GatherFormat
+from megatron5d.data_parallel.grad_reduce import BidirectionalReduction, BucketReduction
 from megatron5d.data_parallel.weight_gather import GatheredWeights
-from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
@@ -71,10 +70,10 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
     return mesh[shard], mesh[replicate + pair]
 
 
-def _kind(parameter: nn.Parameter, eight_bits: bool) -> tuple[str, bool, bool]:
-    """The kind of a parameter: those of one kind are reduced over the same ranks and gathered in the same dtype."""
+def _kind(parameter: nn.Parameter, gather_format: type[GatherFormat] | None) -> tuple[str, bool, bool]:
+    """The kind of a parameter: those of one kind are reduced over the same ranks and gathered in the same format."""
     spec = spec_of(parameter)
-    return spec.shared, spec.expert, eight_bits and is_quantized(parameter)
+    return spec.shared, spec.expert, gather_format is not None and gather_format.accepts(parameter)
 
 
 class GradSync:
@@ -88,40 +87,33 @@ class GradSync:
         grad_dtype: of main gradients and their reduction.
         reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every micro-batch.
         gather_per_step: ZeRO-3 keeps gathered weights until their last backward of a step.
-        gather_eight_bits: ZeRO-3 gathers matrices that are multiplied in 8 bits in 8 bits; they get their own buckets.
+        gather_format: in which ZeRO-3 gathers the parameters that it accepts; they get their own buckets.
         separate: parameters for which it is true get their own buckets (those that another optimiser updates).
         frozen: the same for parameters that are never updated, and whose gradients are not reduced.
     """
 
     def __init__(
         self, units: Sequence[Sequence[nn.Module]], mesh: Mesh, zero: int, grad_dtype: torch.dtype, *,
-        reduce_per_step: bool = False, gather_per_step: bool = False, gather_eight_bits: bool = False,
+        reduce_per_step: bool = False, gather_per_step: bool = False, gather_format: type[GatherFormat] | None = None,
         separate: Callable[[ShardSpec], bool] = lambda spec: False,
         frozen: Callable[[ShardSpec], bool] = lambda spec: False,
     ) -> None:  # fmt: skip
-        self.zero, self.buckets = zero, list[Bucket]()
-        self._mesh = mesh
-        self._used_by: dict[int, list[nn.Module]] = {}  # bucket index -> phases whose weight gradients go into it
+        self.zero, self.buckets, self._mesh = zero, list[Bucket](), mesh
         self._uses: dict[nn.Module, list[int]] = {}  # phase -> buckets it reads and writes
         self._ends: dict[nn.Module, set[int]] = {}  # phase -> buckets whose gradient of a micro-batch it completes
-        self._make_buckets(units, grad_dtype, gather_eight_bits and zero == 3, separate, frozen)
-        self._per_microbatch = not reduce_per_step
-        self._grads_to_come: dict[int, int] = {}  # bucket -> weight gradients of phases still to come in this step
-        self._mirror_queue: list[int] = []  # shared buckets whose sum with the mirror's is to start, in this order
-        self._reducing: dict[int, bool] = {}  # sums over the shard axis under way: bucket -> the step's last?
-        self._summing: list[Pending] = []  # sums over replicas under way
-        self._shared = [
-            i for i, bucket in enumerate(self.buckets) if spec_of(bucket.parameters[0]).shared and not bucket.frozen
-        ]
+        self._make_buckets(units, grad_dtype, gather_format if zero == 3 else None, separate, frozen)
+        self._reductions = [self._reduction(index, not reduce_per_step) for index in range(len(self.buckets))]
+        self._under_way: list[BucketReduction] = []  # over the shard axis, in the order of their start
+        self._turns: list[BidirectionalReduction] = []  # those that have not started, in the order of both ranks
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL even an asynchronous collective waits until all ranks have called it. Then
-        # reductions with the mirror start after the step's last action, so that two ranks never wait for each other.
+        # bidirectional reductions start after the step's last action, so that two ranks never wait for each other.
         self._starts_early = dist.get_debug_level() != dist.DebugLevel.DETAIL
-        self._connect_mirrors()
+        self._connect_replicas()
         unit_of = {phase: number for number, unit in enumerate(units) for phase in unit}
         self.weights = GatheredWeights(self.buckets, self._uses, unit_of, gather_per_step)
 
     def _make_buckets(
-        self, units: Sequence[Sequence[nn.Module]], grad_dtype: torch.dtype, eight_bits: bool,
+        self, units: Sequence[Sequence[nn.Module]], grad_dtype: torch.dtype, gather_format: type[GatherFormat] | None,
         separate: Callable[[ShardSpec], bool], frozen: Callable[[ShardSpec], bool],
     ) -> None:  # fmt: skip
         """Puts every parameter into a bucket, and notes which phases use which buckets."""
@@ -129,29 +121,38 @@ class GradSync:
         for unit in units:
             own = {parameter: None for phase in unit for parameter in phase.parameters() if parameter not in bucket_of}
             specs = {parameter: spec_of(parameter) for parameter in own}
-            kinds = {p: (*_kind(p, eight_bits), separate(spec), frozen(spec)) for p, spec in specs.items()}
+            kinds = {p: (*_kind(p, gather_format), separate(spec), frozen(spec)) for p, spec in specs.items()}
             for kind in sorted(set(kinds.values())):
-                shared, expert, in_eight_bits, _, fixed = kind
+                shared, expert, formatted, _, fixed = kind
                 parameters = [parameter for parameter in own if kinds[parameter] == kind]
                 bucket_of |= dict.fromkeys(parameters, len(self.buckets))
                 axes = data_axes(self._mesh, self.zero, shared, expert)
+                chosen = gather_format if formatted else None
                 self.buckets.append(
-                    Bucket(parameters, *axes, grad_dtype, self.zero, eight_bits=in_eight_bits, frozen=fixed)
+                    Bucket(parameters, *axes, grad_dtype, self.zero, gather_format=chosen, frozen=fixed)
                 )
             earlier: set[int] = set()
             for phase in unit:
                 self._uses[phase] = sorted({bucket_of[parameter] for parameter in phase.parameters()})
                 self._ends[phase] = set(self._uses[phase]) - earlier  # the first phase in a unit is last in a backward
                 earlier |= self._ends[phase]
-                for index in self._uses[phase]:
-                    self._used_by.setdefault(index, []).append(phase)
 
-    def _connect_mirrors(self) -> None:
-        """Connects mirrored ranks now; if they connected in the first step, they could wait for each other.
+    def _reduction(self, index: int, per_microbatch: bool) -> BucketReduction:
+        bucket, phases = self.buckets[index], [phase for phase, uses in self._uses.items() if index in uses]
+        if spec_of(bucket.parameters[0]).shared and not bucket.frozen:
+            return BidirectionalReduction(bucket, phases, per_microbatch, self.zero)
+        return BucketReduction(bucket, phases, per_microbatch)
+
+    @property
+    def _bidirectional(self) -> list[BidirectionalReduction]:
+        return [each for each in self._reductions if isinstance(each, BidirectionalReduction)]
+
+    def _connect_replicas(self) -> None:
+        """Connects the two ranks of a bidirectional stage; in the first step they could wait for each other.
 
         Comm: all_reduce of one element per axis on which shared parameters are reduced.
         """
-        axes = [axis for i in self._shared for axis in (self.buckets[i].shard, self.buckets[i].replicate)]
+        axes = [axis for each in self._bidirectional for axis in (each.bucket.shard, each.bucket.replicate)]
         for axis in dict.fromkeys(axes):
             start_all_reduce(self.buckets[0].grad_slice.new_zeros(1), axis).wait()
 
@@ -159,14 +160,14 @@ class GradSync:
         """Clears the gradients and announces the step's micro-batches.
 
         Args:
-            passes: phase -> number of micro-batches that pass it. Mirrored ranks finish phases in different orders, but
-                must start shared reductions in the same one: that of `passes`, which is the same on both.
+            passes: phase -> number of micro-batches that pass it. Its order, the same on both ranks of a bidirectional
+                stage, is that in which their common reductions start.
         """
-        for bucket in self.buckets:
-            bucket.clear_grads()
+        for reduction in self._reductions:
+            reduction.bucket.clear_grads()
+            reduction.start_step(passes)
         place = {phase: index for index, phase in enumerate(passes)}
-        self._grads_to_come = {index: sum(passes[phase] for phase in phases) for index, phases in self._used_by.items()}
-        self._mirror_queue = sorted(self._shared, key=lambda index: max(place[phase] for phase in self._used_by[index]))
+        self._turns = sorted(self._bidirectional, key=lambda each: max(place[phase] for phase in each.phases))
         self.weights.start_step(passes)
 
     def register(self, phases: Sequence[nn.Module]) -> None:
@@ -185,87 +186,53 @@ class GradSync:
             self.weights.before(phase, kind == "forward")
 
     def after(self, phase: nn.Module, kind: str) -> None:
-        """Releases the weights that this phase has read, under ZeRO-3; or its weight gradients are there."""
+        """Releases the weights that this phase has read (ZeRO-3), or reduces its weight gradients."""
         if kind == "wgrad":
             self._reduce(phase)
         elif kind != "recompute":
             self.weights.after(phase, kind == "forward")
 
     def _reduce(self, phase: nn.Module) -> None:
-        """Starts to reduce the buckets whose last gradient of the step, or (ZeRO-2, 3) of the micro-batch, has come.
-
-        A bucket shared with the mirrored rank also waits for its turn.
-        """
-        due = []
-        for index in self._uses[phase]:
-            self._grads_to_come[index] -= 1
-            each = self._per_microbatch and self.buckets[index].shards_grads and index in self._ends[phase]
-            if not self.buckets[index].frozen and (each or self._grads_to_come[index] == 0):
-                due.append(index)
+        """Starts to reduce the buckets whose last gradient of the step, or (ZeRO-2, 3) of the micro-batch, arrived."""
+        ends, both = self._ends[phase], [(index, self._reductions[index]) for index in self._uses[phase]]
+        due = [reduction for index, reduction in both if reduction.arrived(index in ends)]
         if due:
             self._finish_shard_sums()
-            for index in due:
-                self._start_reduce(index)
+            for reduction in due:
+                reduction.start()
+            self._under_way += [reduction for reduction in due if reduction.is_under_way]
             if self._starts_early:
-                self._start_shared()
-
-    def _start_reduce(self, index: int) -> None:
-        """Starts the sum over the shard axis, or over replicas where that has one rank; not sums with the mirror."""
-        bucket, shared = self.buckets[index], index in self._shared
-        if bucket.shard.size == 1:
-            if not shared:
-                self._summing.append(bucket.start_sum_replicas())
-        elif not (shared and self.zero == 1):
-            bucket.start_reduce()
-            self._reducing[index] = self._grads_to_come[index] == 0
+                self._start_turns()
 
     def _finish_shard_sums(self, everything: bool = False) -> None:
         """Finishes sums over shard axes and starts those over replicas.
 
-        Called when the next unit's gradient is ready: the sum has had time until then, and its buffer can be freed. A
-        sum without a buffer to free or a replica to sum with is left until the end of the step. So is a sum with the
-        mirrored rank, which may first have to do something for which it needs this rank.
-
         Args:
-            everything: finish all of them.
+            everything: also those that may be left until the end of the step.
         """
-        left = {}
-        for index, is_last in self._reducing.items():
-            bucket = self.buckets[index]
-            mirrored = index in self._shared and self.zero == 1
-            if not (everything or bucket.shards_grads or (bucket.replicate.size > 1 and not mirrored)):
-                left[index] = is_last
-                continue
-            bucket.finish_reduce()
-            # The step's last gradient may have come meanwhile; its own sum over the shard axis is still to start.
-            if is_last and not (index in self._shared and self.zero != 1):
-                self._summing.append(bucket.start_sum_replicas())
-        self._reducing = left
+        for reduction in self._under_way:
+            if everything or reduction.finishes_early:
+                reduction.finish_shard_sum()
+        self._under_way = [reduction for reduction in self._under_way if reduction.is_under_way]
 
-    def _start_shared(self) -> None:
-        """Starts the sums with the mirrored rank whose turn it is: over the shard axis under ZeRO-1, else replicas."""
-        while self._mirror_queue:
-            index = self._mirror_queue[0]
-            if self._grads_to_come[index] or index in self._reducing:
-                return
-            self._mirror_queue.pop(0)
-            if self.zero == 1 and self.buckets[index].shard.size > 1:
-                self.buckets[index].start_reduce()
-                self._reducing[index] = True
-            else:
-                self._summing.append(self.buckets[index].start_sum_replicas())
+    def _start_turns(self) -> None:
+        """Starts the bidirectional reductions whose turn it is."""
+        while self._turns and self._turns[0].is_ready:
+            reduction = self._turns.pop(0)
+            reduction.start_turn()
+            if reduction.is_under_way:
+                self._under_way.append(reduction)
 
     def finish_reduce(self) -> None:
         """Waits until every owned slice holds the whole gradient."""
-        left = {index: count for index, count in self._grads_to_come.items() if count}
-        assert not left, f"weight gradients that have not come, per bucket: {left}"
+        left = {index: each.remaining for index, each in enumerate(self._reductions) if each.remaining}
+        assert not left, f"weight gradients that have not arrived, per bucket: {left}"
         if self.zero != 1:
             self._finish_shard_sums(everything=True)
-        self._start_shared()
+        self._start_turns()
         self._finish_shard_sums(everything=True)
-        for pending in self._summing:
-            pending.wait()
-        self._summing.clear()
+        for reduction in self._reductions:
+            reduction.finish()
         self._sum_copies()
         self.weights.check_released()
 

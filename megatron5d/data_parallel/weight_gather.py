@@ -18,8 +18,8 @@ so 3Ψ with one micro-batch, and 2Ψ at any m if both are per step. T is what ne
 action ends with the unit with which the next begins: the head between forward and backward of a micro-batch. Without a
 pipeline T = m·Ψ(last unit) + (m-1)·Ψ(first unit). A parameter used by two units (a tied embedding with both uses on one
 rank) counts once for each of them per micro-batch. Recomputation gathers nothing more.
-Matrices that are multiplied in 8 bits are gathered in 8 bits (precision.fp8_gather), half the bytes of bf16. Their
-slices are quantised once a step, for which one number per 16384 elements is reduced.
+Weights of FP8 GEMMs are gathered in FP8 (precision.fp8_gather), half the bytes of bf16. Their slices are quantised once
+a step, for which one number per 16384 elements is reduced.
 Below ZeRO-3 the weights stay whole and are gathered once, after the optimiser (Ψ); phases wait for them here as well.
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), sections 5 and 7.
 """
@@ -37,8 +37,7 @@ from torch import nn
 from megatron5d.comm.collectives import Pending
 from megatron5d.comm.ledger import Exposure
 from megatron5d.data_parallel.bucket import Bucket
-from megatron5d.data_parallel.fp8_all_gather import requantize
-from megatron5d.precision.fp8_weights import forget_quantized
+from megatron5d.precision.gemm import forget_copies
 
 
 @dataclass(frozen=True)
@@ -146,14 +145,14 @@ class GatheredWeights:
         self._users[index] += 1
         if not self._buckets[index].holds(wide):
             if not wide:
-                self._requantize()
+                self._refresh()
             self._pending[index] = self._buckets[index].start_gather(wide)
 
-    def _requantize(self) -> None:
-        """Quantises the slices of all units whose weights have changed since; done at the first gather of a step."""
-        stale = [bucket.eight_bits for bucket in self._buckets if bucket.eight_bits and bucket.eight_bits.is_stale]
+    def _refresh(self) -> None:
+        """Converts the slices of all units whose weights have changed since; done at the first gather of a step."""
+        stale = [bucket.format for bucket in self._buckets if bucket.format is not None and bucket.format.is_stale]
         if stale:
-            requantize(stale, self.exposure)
+            stale[0].refresh(stale, self.exposure)
 
     def _release(self, index: int) -> None:
         """Removes a user from a bucket, and frees the bucket if nobody needs it."""
@@ -173,14 +172,14 @@ class GatheredWeights:
         assert not held and not self._reserved, f"buckets {held} are still gathered, {self._reserved} were never used"
 
     def start_gather(self) -> None:
-        """After an update: drops the 8-bit copies of old weights, and below ZeRO-3 starts gathering the new weights.
+        """After an update: drops copies of old weights, and below ZeRO-3 starts gathering the new weights.
 
         Comm: all_gather over the shard axis of numel/size elements per bucket; none under ZeRO-3.
         """
         for index, bucket in enumerate(self._buckets):
-            forget_quantized(bucket.parameters)
-            if bucket.eight_bits is not None:
-                bucket.eight_bits.is_stale = True
+            forget_copies(bucket.parameters)
+            if bucket.format is not None:
+                bucket.format.is_stale = True
             if bucket.shard.size > 1 and not bucket.shards_weights:
                 self._pending[index] = bucket.start_gather()
 

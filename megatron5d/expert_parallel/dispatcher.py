@@ -1,19 +1,19 @@
-"""Tokens to their experts and back: sort, all-to-all with uneven splits, and the sum at home.
+"""Tokens to their experts and back: permute, all-to-all with uneven splits, unpermute.
 
-               forward                                            collectives forward / backward
-    send       [n, h] -> [n·k, h] sorted by expert -> under way   all_gather ep_etp of counts, all_to_all ep / –
-    enter_node nothing here; in hierarchical_dispatcher.py the second half of the way
-    receive    rows for this rank's experts -> [r, h] by expert   all_gather etp / reduce_scatter etp, all_to_all ep
-    send_back  [r, h], partial over etp -> under way              reduce_scatter etp, all_to_all ep / all_gather etp
-    combine    [n·k, h] -> sum [n, h]                             – / all_to_all ep
+                   forward                                    collectives forward / backward
+    dispatch       [n, h] -> [n·k, h] sorted by expert, sent      all_gather ep_etp of counts, all_to_all ep / –
+    enter_node     nothing; hierarchical: on inside the node
+    receive        rows of this rank's experts -> [r, h]          all_gather etp / reduce_scatter etp, all_to_all ep
+    start_combine  [r, h], partial over etp, sent back            reduce_scatter etp, all_to_all ep / all_gather etp
+    combine        [n·k, h] -> sum [n, h]                         – / all_to_all ep
 
 The router's weight of each choice goes to the expert beside the row, a second all-to-all of n·k numbers, and is applied
-there (experts.py), so that no row that comes home is kept for the gradient of the weights.
+there (experts.py), so that no combined row is kept for the gradient of the weights.
 Each all-to-all starts in one phase of the layer and is waited for in a later one (comm/all_to_all.py), so that other
-work runs in between. Rows are always ordered by expert, then by source rank, then by token, and the sums at home run in
-the order of a token's choices: the same tokens give the same sums, in the same order, on any layout. Splits of an
-all-to-all must be on the host, which therefore waits for the device in every `send`, once a layer and micro-batch, and
-again where a layer is recomputed; with one rank and every choice sent it does not. Memory: a rank receives at most
+work runs in between. Rows are always ordered by expert, then by source rank, then by token, and a token's outputs are
+summed in the order of its choices: the same tokens give the same sums, in the same order, on any layout. Splits of an
+all-to-all must be on the host, which therefore waits for the device in every `dispatch`, once a layer and micro-batch,
+and again where a layer is recomputed; with one rank and every choice sent it does not. Memory: a rank receives at most
 n·min(k, E/ep) rows from each of the ep·etp ranks, namely if all tokens choose its experts. Source: GShard, Lepikhin et
 al. 2020 (arXiv:2006.16668); dropless: MegaBlocks (arXiv:2211.15841).
 
@@ -75,61 +75,63 @@ class PlannedLoad:
         return split.expand(ep.size, etp.size, ep.size, num_local)
 
 
-class Trip(Protocol):
-    """The way of one micro-batch's rows: straight (`DirectTrip`), or over nodes (hierarchical_dispatcher.py)."""
+class DispatchState(Protocol):
+    """Where the rows of one micro-batch go: straight (`DirectDispatch`), or over nodes (`NodeDispatch`)."""
 
     @property
     def offsets(self) -> Tensor:
         """int64 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts begin and end."""
 
-    def enter_node(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
-        """Starts the second half of the way to the experts, where it has two; both tickets and the trip go on."""
+    def enter_node(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DispatchState]:
+        """Starts the second half of the way to the experts, where it has two; returns both handles and the state."""
 
-    def receive(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Trip]:
+    def receive(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DispatchState]:
         """Waits for the rows of this rank's experts and their weights.
 
         Args:
-            ticket, weights: from `enter_node`.
+            handle, weights: from `enter_node`.
 
         Returns:
-            `[r, h]` sorted by expert as `offsets` says, `[r]`, and the trip as it goes on.
+            `[r, h]` sorted by expert as `offsets` says, `[r]`, and the new state.
         """
 
-    def again(self, x: Tensor) -> Tensor:
-        """The rows that `receive` returned, sent once more; without a gradient.
+    def redispatch(self, x: Tensor) -> Tensor:
+        """Dispatches once more: the rows that `receive` returned, without a gradient.
 
         Args:
-            x: `[n, h]`, as `send` was given it.
+            x: `[n, h]`, as `dispatch` was given it.
 
         Returns:
             `[r, h]`.
         """
 
-    def send_back(self, y: Tensor) -> Tensor:
-        """Starts the way home.
+    def start_combine(self, y: Tensor) -> Tensor:
+        """Starts sending outputs back.
 
         Args:
             y: `[r, h]`, weighted, partial over etp.
 
         Returns:
-            The ticket for `combine`.
+            The handle for `combine`.
         """
 
-    def combine(self, ticket: Tensor) -> Tensor:
+    def combine(self, handle: Tensor) -> Tensor:
         """Waits for the rows and adds up each token's: `[n, h]`.
 
         Args:
-            ticket: from `send_back`.
+            handle: from `start_combine`.
         """
 
 
 class TokenDispatcher(Protocol):
-    """Starts trips: `Dispatcher`, or `NodeDispatcher` in hierarchical_dispatcher.py."""
+    """Starts dispatches: `Dispatcher`, or `HierarchicalDispatcher` in hierarchical_dispatcher.py."""
 
     planned: PlannedLoad  # what forecasts assume instead of counts
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False) -> tuple[Tensor, Tensor, Trip]:
-        """Starts the tokens' way to their experts.
+    def dispatch(
+        self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
+    ) -> tuple[Tensor, Tensor, DispatchState]:
+        """Starts sending tokens to their experts.
 
         Args:
             x: `[n, h]`.
@@ -138,73 +140,73 @@ class TokenDispatcher(Protocol):
             all_sent: every choice is sent.
 
         Returns:
-            The tickets of the rows and of their weights for `enter_node`, and the trip.
+            The handles of the rows and of their weights for `enter_node`, and the state.
         """
 
 
 @dataclass(frozen=True)
-class DirectTrip:
+class DirectDispatch:
     """Where the rows of one micro-batch go and how they come back.
 
     Args:
         etp: axis of the ranks that share experts.
-        sent_places: for every choice of this rank's tokens, its row among the choices sorted by expert.
-        num_sent: choices that are sent; the others are dropped or padding and come last in `sent_places`.
+        sent_order: for every choice of this rank's tokens, its row among the choices sorted by expert.
+        num_sent: choices that are sent; the others are dropped or padding and come last in `sent_order`.
         dispatching, weights: the all-to-alls over ep to the experts, of rows and of their weights.
         combining: that of rows back.
         from_etp: how many rows each etp rank receives for the experts that they share.
-        received_places: for every row that arrives, its place among the rows sorted by expert; and the experts'
+        received_order: for every row that arrives, its place among the rows sorted by expert; and the experts'
             offsets. None: rows arrive sorted.
     """
 
     etp: Axis
-    sent_places: Places
+    sent_order: Places
     num_sent: int
     dispatching: Exchange
     weights: Exchange
     combining: Exchange
     from_etp: list[int]
-    received_places: Places | None
+    received_order: Places | None
 
     @property
     def offsets(self) -> Tensor:
-        """As in Trip."""
-        return (self.received_places or self.sent_places).offsets
+        """As in DispatchState."""
+        return (self.received_order or self.sent_order).offsets
 
-    def enter_node(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectTrip]:
-        """Nothing: the direct way has no second half."""
-        return ticket, weights, self
+    def enter_node(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
+        """Returns what it is given: the direct way has no second half."""
+        return handle, weights, self
 
-    def receive(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectTrip]:
-        """As in Trip. Comm: all_gather etp / reduce_scatter etp, all_to_all ep, of rows and of weights."""
-        rows = self._by_expert(self.dispatching.finish(ticket))
+    def receive(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
+        """As in DispatchState. Comm: all_gather etp / reduce_scatter etp, all_to_all ep, of rows and of weights."""
+        rows = self._by_expert(self.dispatching.finish(handle))
         return rows, self._by_expert(self.weights.finish(weights)), self
 
-    def again(self, x: Tensor) -> Tensor:
-        """As in Trip. Comm: all_to_all ep, all_gather etp."""
-        rows = permute(x, self.sent_places)[: self.num_sent]  # [n, h] -> [n·k, h] sorted by expert
+    def redispatch(self, x: Tensor) -> Tensor:
+        """As in DispatchState. Comm: all_to_all ep, all_gather etp."""
+        rows = permute(x, self.sent_order)[: self.num_sent]  # [n, h] -> [n·k, h] sorted by expert
         return self._by_expert(self.dispatching.repeat(rows))
 
     def _by_expert(self, rows: Tensor) -> Tensor:
         """`[r, ...]` sorted by expert, from rows as they arrive. Comm: all_gather etp / reduce_scatter etp."""
         rows = gather_rows(rows, self.etp, self.from_etp)  # -> [r, ...]  all_gather etp
-        if self.received_places is None:
+        if self.received_order is None:
             return rows
-        arrival, sorted_place = self.received_places.token, self.received_places.place.flatten()
+        arrival, sorted_place = self.received_order.token, self.received_order.place.flatten()
         return _Reorder.apply(rows, arrival, sorted_place)
 
-    def send_back(self, y: Tensor) -> Tensor:
-        """As in Trip. Comm: reduce_scatter etp, all_to_all ep / all_gather etp."""
+    def start_combine(self, y: Tensor) -> Tensor:
+        """As in DispatchState. Comm: reduce_scatter etp, all_to_all ep / all_gather etp."""
         rows = y
-        if self.received_places is not None:
-            arrival, sorted_place = self.received_places.token, self.received_places.place.flatten()
+        if self.received_order is not None:
+            arrival, sorted_place = self.received_order.token, self.received_order.place.flatten()
             rows = _Reorder.apply(y, sorted_place, arrival)  # [r, h] in the order of arrival
         own = reduce_scatter_rows(rows, self.etp, self.from_etp)  # -> [from_etp, h]  reduce_scatter etp
         return self.combining.start(own)  # under way  all_to_all ep
 
-    def combine(self, ticket: Tensor) -> Tensor:
-        """As in Trip; choices that were not sent count as zeros. Comm: none / all_to_all ep."""
-        return unpermute(self.combining.finish(ticket), self.sent_places)
+    def combine(self, handle: Tensor) -> Tensor:
+        """As in DispatchState; choices that were not sent count as zeros. Comm: none / all_to_all ep."""
+        return unpermute(self.combining.finish(handle), self.sent_order)
 
 
 class Dispatcher:
@@ -213,7 +215,7 @@ class Dispatcher:
     Args:
         num_experts: of the layer.
         ep, etp: axes of the expert view.
-        ep_etp: both as one line, etp fastest.
+        ep_etp: both as one axis, etp fastest.
         codec: how rows are encoded on their way to the experts (moe.fp8_dispatch); None = as they are.
     """
 
@@ -223,41 +225,41 @@ class Dispatcher:
         self.num_local = ep.divide(num_experts, "model.num_experts")
         self.planned = PlannedLoad()
 
-    def send(
+    def dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
-    ) -> tuple[Tensor, Tensor, DirectTrip]:
+    ) -> tuple[Tensor, Tensor, DirectDispatch]:
         """As in TokenDispatcher.
 
         Comm: all_gather ep_etp of E counts; all_to_all ep of rows, and of weights, that are not for this rank.
         """
-        sent_places = places(experts, self.num_experts)
+        sent_order = places(experts, self.num_experts)
         if all_sent and self.ep_etp.size == 1:  # nothing to learn from the device, and nothing to sort anew
             count = [experts.numel()]
             there, weights_there, back = (Exchange(self.ep, count, count, codec) for codec in (self.codec, None, None))
-            trip = DirectTrip(self.etp, sent_places, count[0], there, weights_there, back, count, None)
-            rows, by_row = permute(x, sent_places), permute_choices(weights, sent_places)
+            state = DirectDispatch(self.etp, sent_order, count[0], there, weights_there, back, count, None)
+            rows, by_row = permute(x, sent_order), permute_choices(weights, sent_order)
         else:
             # [1, E] -> [ep·etp, E]  all_gather ep_etp
-            counting = start_all_gather(sent_places.offsets.diff()[None], self.ep_etp)
-            rows = permute(x, sent_places)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
-            by_row = permute_choices(weights, sent_places)  # [n, k] -> [n·k]
-            trip = self._trip(sent_places, counting.wait())
-            rows, by_row = rows[: trip.num_sent], by_row[: trip.num_sent]
+            counting = start_all_gather(sent_order.offsets.diff()[None], self.ep_etp)
+            rows = permute(x, sent_order)  # [n, h] -> [n·k, h] sorted by expert, while the counts travel
+            by_row = permute_choices(weights, sent_order)  # [n, k] -> [n·k]
+            state = self._state(sent_order, counting.wait())
+            rows, by_row = rows[: state.num_sent], by_row[: state.num_sent]
         # [n·k, h] and [n·k] under way  2× all_to_all ep
-        return trip.dispatching.start(rows), trip.weights.start(by_row), trip
+        return state.dispatching.start(rows), state.weights.start(by_row), state
 
-    def _trip(self, sent_places: Places, counts: Tensor) -> DirectTrip:
+    def _state(self, sent_order: Places, counts: Tensor) -> DirectDispatch:
         """Computes all splits from all ranks' counts.
 
         Args:
-            sent_places: of this rank's choices.
+            sent_order: of this rank's choices.
             counts: int64 `[ep·etp, E]`.
         """
         ep, etp, local = self.ep, self.etp, self.num_local
         by_rank = counts.view(ep.size, etp.size, ep.size, local)  # source ep, source etp, target ep, its expert
         here = by_rank[:, :, ep.rank]  # [ep, etp, E/ep] rows for this rank's experts
         if counts.is_meta:
-            table = self.planned.counts(sent_places.token.numel(), ep, etp, local)
+            table = self.planned.counts(sent_order.token.numel(), ep, etp, local)
         else:
             table = by_rank.cpu()  # the layer's only host synchronisation: an all-to-all needs its splits on the host
         send = table[ep.rank, etp.rank].sum(-1).tolist()
@@ -266,9 +268,9 @@ class Dispatcher:
         lengths = here.transpose(0, 1).flatten()  # in the order of arrival: source etp, source ep, expert
         expert = torch.arange(local, device=counts.device).expand(etp.size, ep.size, local).flatten()
         arrived = torch.repeat_interleave(expert, lengths, output_size=sum(from_etp))
-        return DirectTrip(
+        return DirectDispatch(
             etp,
-            sent_places,
+            sent_order,
             sum(send),
             Exchange(ep, send, receive, self.codec),
             Exchange(ep, send, receive),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.dispatch import first_order
-from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts, recomputable
+from megatron5d.autograd.recompute import KEEP_ALL, recomputable
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad
 from megatron5d.config.schema import ModelConfig
 from megatron5d.precision.gemm import expert_gemms_of
@@ -51,16 +51,15 @@ class Experts(nn.Module):
         name: global name, `layers.{i}.experts`.
         ep: axis over which the experts are distributed.
         etp: axis that cuts the inner dim of each.
-        parts: `experts` and `activation` may be recomputed.
         factory: dtype and device of the parameters.
     """
 
-    def __init__(
-        self, config: ModelConfig, name: str, ep: Axis, etp: Axis, *, parts: RecomputedParts = KEEP_ALL, **factory
-    ) -> None:
+    parts = KEEP_ALL  # `experts` and `activation` may be recomputed
+
+    def __init__(self, config: ModelConfig, name: str, ep: Axis, etp: Axis, **factory) -> None:
         super().__init__()
         h, f = config.hidden_size, config.expert_hidden_size
-        self.activation, self.ep, self.etp, self.parts = config.activation, ep, etp, parts
+        self.activation, self.ep, self.etp = config.activation, ep, etp
         self.num_local = ep.divide(config.num_experts, "model.num_experts")  # E/ep
         first, inner = ep.rank * self.num_local, etp.divide(f, "model.moe_ffn_hidden_size")  # f/etp
         halves = 2 if config.activation == "swiglu" else 1

@@ -3,7 +3,7 @@
 Expert ranks lie on nodes of ep_inner: ep = ep_outer × ep_inner. Rank i of a node talks to rank i of the others:
 
     there   for each token a row per node it needs, with its weights and its experts there        all_to_all ep_outer
-            then inside the node as if that were the whole world (dispatch.py)                     ep_inner, etp
+            then inside the node as if that were the whole world (dispatcher.py)                     ep_inner, etp
             (`enter_node` starts this half, so that other work can run during each half of the way)
     back    summed inside the node, one row for each that came                                     all_to_all ep_outer
 
@@ -23,76 +23,76 @@ from torch import Tensor
 from kernels.moe import Places, permute, places, unpermute
 from megatron5d.comm.all_to_all import Codec, Exchange, start_all_to_all
 from megatron5d.comm.collectives import Pending, start_all_gather
-from megatron5d.expert_parallel.dispatcher import DirectTrip, Dispatcher
+from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher
 from megatron5d.topology.axis import Axis
 
 
 @dataclass(frozen=True)
-class NodeTrip:
-    """Where the rows of one micro-batch go, as Trip.
+class NodeDispatch:
+    """Where the rows of one micro-batch go, as DispatchState.
 
     Args:
-        sent_places: the row of each token for each node; choices that need no row of their own come last.
+        sent_order: the row of each token for each node; choices that need no row of their own come last.
         dispatching, combining: of hidden states over ep_outer, to the nodes and back.
         weights: of the router's weights over ep_outer, to the nodes.
         experts: int64 `[rows, k]`, under way: each row's experts among those of its node.
         node_dispatcher: sends rows on inside the node.
-        node_trip: the trip inside the node, once rows have arrived.
+        node_dispatch: the state inside the node, once rows have arrived.
     """
 
-    sent_places: Places
+    sent_order: Places
     dispatching: Exchange
     combining: Exchange
     weights: Exchange
     experts: Pending
     node_dispatcher: Dispatcher
-    node_trip: DirectTrip | None = None
+    node_dispatch: DirectDispatch | None = None
 
     @property
     def offsets(self) -> Tensor:
-        """As in Trip."""
-        assert self.node_trip is not None
-        return self.node_trip.offsets
+        """As in DispatchState."""
+        assert self.node_dispatch is not None
+        return self.node_dispatch.offsets
 
-    def enter_node(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeTrip]:
-        """Waits for the rows of this node and starts their way inside it. Comm: that of the inner send."""
-        rows, experts = self.dispatching.finish(ticket), self.experts.wait()  # [m, h], [m, k]: rows for this node
+    def enter_node(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeDispatch]:
+        """Waits for the rows of this node and starts their way inside it. Comm: that of the inner dispatch."""
+        rows, experts = self.dispatching.finish(handle), self.experts.wait()  # [m, h], [m, k]: rows for this node
         row_weights = self.weights.finish(weights)  # [m, k]
         # under way  2× all_to_all ep_inner
-        ticket, weights, node_trip = self.node_dispatcher.send(rows, experts, row_weights)
-        return ticket, weights, replace(self, node_trip=node_trip)
+        handle, weights, node_dispatch = self.node_dispatcher.dispatch(rows, experts, row_weights)
+        return handle, weights, replace(self, node_dispatch=node_dispatch)
 
-    def receive(self, ticket: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeTrip]:
-        """As in Trip, after `enter_node`. Comm: that of the inner receive."""
-        assert self.node_trip is not None
-        rows, row_weights, node_trip = self.node_trip.receive(ticket, weights)  # [r, h], [r]
-        return rows, row_weights, replace(self, node_trip=node_trip)
+    def receive(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, NodeDispatch]:
+        """As in DispatchState, after `enter_node`. Comm: that of the inner receive."""
+        assert self.node_dispatch is not None
+        rows, row_weights, node_dispatch = self.node_dispatch.receive(handle, weights)  # [r, h], [r]
+        return rows, row_weights, replace(self, node_dispatch=node_dispatch)
 
-    def again(self, x: Tensor) -> Tensor:
-        """As in Trip, over nodes and then inside them. Comm: all_to_all ep_outer, that of the inner `again`."""
-        assert self.node_trip is not None
-        rows = permute(x, self.sent_places)[: sum(self.dispatching.send)]  # [n, h] -> [rows, h] sorted by node
-        return self.node_trip.again(self.dispatching.repeat(rows))
+    def redispatch(self, x: Tensor) -> Tensor:
+        """As in DispatchState, over nodes, then inside them. Comm: all_to_all ep_outer, and the inner `redispatch`."""
+        assert self.node_dispatch is not None
+        rows = permute(x, self.sent_order)[: sum(self.dispatching.send)]  # [n, h] -> [rows, h] sorted by node
+        return self.node_dispatch.redispatch(self.dispatching.repeat(rows))
 
-    def send_back(self, y: Tensor) -> Tensor:
-        """As in Trip: added up inside the node, then one row for each that came."""
-        assert self.node_trip is not None
-        ticket = self.node_trip.send_back(y)  # [r, h] under way  all_to_all ep_inner
-        rows = self.node_trip.combine(ticket)  # [m, h]: one for each row that came to this node
+    def start_combine(self, y: Tensor) -> Tensor:
+        """As in DispatchState: added up inside the node, then one row for each that came."""
+        assert self.node_dispatch is not None
+        handle = self.node_dispatch.start_combine(y)  # [r, h] under way  all_to_all ep_inner
+        rows = self.node_dispatch.combine(handle)  # [m, h]: one for each row that came to this node
         return self.combining.start(rows)  # under way  all_to_all ep_outer
 
-    def combine(self, ticket: Tensor) -> Tensor:
-        """As in Trip; choices without a row of their own count as zeros."""
-        return unpermute(self.combining.finish(ticket), self.sent_places)
+    def combine(self, handle: Tensor) -> Tensor:
+        """As in DispatchState; choices without a row of their own count as zeros."""
+        return unpermute(self.combining.finish(handle), self.sent_order)
 
 
-class NodeDispatcher:
+class HierarchicalDispatcher:
     """As Dispatcher, over nodes and then inside them.
 
     Args:
         num_experts: of the layer.
         ep_outer: ranks at the same place in every node.
-        ep_inner, etp: axes inside a node; `ep_inner_etp` both as one line.
+        ep_inner, etp: axes inside a node; `ep_inner_etp` both as one axis.
         codec: how rows are encoded on their way to the experts; None = as they are.
     """
 
@@ -105,9 +105,9 @@ class NodeDispatcher:
         self.node_dispatcher = Dispatcher(self.per_node, ep_inner, etp, ep_inner_etp, codec)
         self.planned = self.node_dispatcher.planned
 
-    def send(
+    def dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
-    ) -> tuple[Tensor, Tensor, NodeTrip]:
+    ) -> tuple[Tensor, Tensor, NodeDispatch]:
         """As in TokenDispatcher.
 
         Comm: all_gather ep_outer of as many counts as nodes; all_to_all ep_outer of rows, weights and expert ids.
@@ -117,28 +117,28 @@ class NodeDispatcher:
         earlier = torch.ones(k, k, dtype=torch.bool, device=x.device).tril(-1)
         repeated = ((node[:, :, None] == node[:, None, :]) & earlier).any(-1)  # an earlier choice is on the same node
         once = node.masked_fill(repeated, nodes)  # [n, k]; each node of a token once, `nodes` for the rest
-        sent_places = places(once, nodes)
-        lengths = sent_places.offsets.diff()
+        sent_order = places(once, nodes)
+        lengths = sent_order.offsets.diff()
         counting = start_all_gather(lengths[None], self.ep_outer)  # [1, nodes] -> [nodes, nodes]  all_gather ep_outer
-        rows = permute(x, sent_places)  # [n, h] -> [n·k, h] sorted by node, while the counts travel
+        rows = permute(x, sent_order)  # [n, h] -> [n·k, h] sorted by node, while the counts travel
         table = self._planned_counts(*experts.shape) if lengths.is_meta else counting.wait().cpu()
         send, receive = table[self.ep_outer.rank].tolist(), table[:, self.ep_outer.rank].tolist()
         count = sum(send)  # rows that are sent; the others have no node of their own and come last
         target = torch.repeat_interleave(torch.arange(nodes, device=x.device), lengths, output_size=count)  # [rows]
-        wanted = experts[sent_places.token[:count]]  # [rows, k]: all choices of the row's token
+        wanted = experts[sent_order.token[:count]]  # [rows, k]: all choices of the row's token
         here = wanted // self.per_node == target[:, None]  # [rows, k]: those on the node that the row goes to
         local = torch.where(here, wanted - target[:, None] * self.per_node, self.per_node)
-        trip = NodeTrip(
-            sent_places,
+        state = NodeDispatch(
+            sent_order,
             Exchange(self.ep_outer, send, receive, self.codec),
             Exchange(self.ep_outer, receive, send),
             Exchange(self.ep_outer, send, receive),
             start_all_to_all(local, self.ep_outer, send, receive),  # [rows, k]  all_to_all ep_outer
             self.node_dispatcher,
         )
-        row_weights = permute(weights, sent_places)[:count]  # [rows, k], those of other nodes unused
+        row_weights = permute(weights, sent_order)[:count]  # [rows, k], those of other nodes unused
         # [rows, h] and [rows, k] under way  2× all_to_all ep_outer
-        return trip.dispatching.start(rows[:count]), trip.weights.start(row_weights), trip
+        return state.dispatching.start(rows[:count]), state.weights.start(row_weights), state
 
     def _planned_counts(self, num_tokens: int, k: int) -> Tensor:
         """int64 `[nodes, nodes]` of tokens that have no values (meta): each needs as many nodes as it can.

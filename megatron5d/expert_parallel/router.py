@@ -161,7 +161,7 @@ def choose(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> T
     return top_k(ranked, config.top_k)[1]
 
 
-def by_turns(tokens: Tensor, config: ModelConfig) -> Tensor:
+def round_robin(tokens: Tensor, config: ModelConfig) -> Tensor:
     """The experts of tokens under moe.force_balanced: token i takes the k after those of token i - 1.
 
     Args:

@@ -12,17 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from kernels import apply_rope, apply_rope_to_projection, attention
-from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts
+from megatron5d.autograd.recompute import KEEP_ALL
 from megatron5d.autograd.wgrad import Defer
-from megatron5d.config.schema import Config, ModelConfig
-from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.context_parallel.block_attention import KVFormat
-from megatron5d.model.norm import Norm
-from megatron5d.model.rope import RotaryTables
+from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 
@@ -30,26 +26,22 @@ class AttentionCore(nn.Module):
     """softmax(mask(scale·q·kᵀ))·v; with attention sinks every softmax also has a learned logit per head, of value 0.
 
     Args:
-        config: the architecture: masks, softcap, sinks.
+        shared: what it is built from.
         name: global name of the layer.
-        mesh: `tp` cuts the heads.
         scale: of the scores.
-        context: attention over cp, None where sequences are whole.
-        factory: dtype and device of the sinks.
     """
 
-    def __init__(
-        self, config: ModelConfig, name: str, mesh: Mesh, *, scale: float, context: ContextAttention | None, **factory
-    ) -> None:
+    def __init__(self, shared: BlockInputs, name: str, scale: float) -> None:
         super().__init__()
-        self.context, self.causal, self.window = context, config.attention_causal, config.attention_window
+        config, self.context = shared.model, shared.context
+        self.causal, self.window = config.attention_causal, config.attention_window
         self.score: dict[str, Any] = {"scale": scale, "softcap": config.attention_softcap}
         self.sinks = None
         if config.attention_sinks:
-            tp, a = mesh["tp"], config.num_heads
+            tp, a = shared.tp, config.num_heads
             piece = Piece((tp.rank * (a // tp.size),), (a // tp.size,))
             spec = ShardSpec(f"{name}.sinks", (a,), (piece,), decay=False)
-            self.sinks = new_parameter(piece.shape, spec, **factory)  # [a/tp]
+            self.sinks = new_parameter(piece.shape, spec, **shared.factory)  # [a/tp]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch) -> Tensor:
         """q `[s/cp, b, a/tp, d]`, k `[s/cp, b, g/tp, d]`, v `[s/cp, b, g/tp, dv]` -> `[s/cp, b, a·dv/tp]`."""
@@ -66,59 +58,41 @@ class AttentionCore(nn.Module):
         return self.context.compressed(q, latents, kv_format, batch.context, sinks=self.sinks, **self.score).flatten(2)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Phase: x + out(attention(qkv(norm(x)))).
 
     Args:
-        config: the architecture.
+        shared: what it is built from.
         layer: global index of the block.
-        mesh: `tp` cuts the heads; `tp_kv` joins the ranks that share a KV head.
-        sp: activations between tp regions are cut along the sequence.
-        rope: tables of cos and sin, None without rotary positions.
-        context: attention over cp, None where sequences are whole.
-        parts: `norm`, `qkv` and `attention` may be recomputed.
-        factory: dtype and device of the parameters.
     """
 
     kind = "attention"
+    parts = KEEP_ALL  # `qkv` and `attention` may be recomputed
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        mesh: Mesh,
-        *,
-        sp: bool,
-        rope: RotaryTables | None,
-        context: ContextAttention | None = None,
-        parts: RecomputedParts = KEEP_ALL,
-        **factory,
-    ) -> None:
+    def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
-        tp, h, d = mesh["tp"], config.hidden_size, config.head_dim
-        name = f"layers.{layer}.attention"
-        self.config, self.rope, self.parts = config, rope, parts
-        self.num_heads = tp.divide(config.num_heads, "model.num_heads")  # a/tp
-        self.num_kv_heads = max(1, config.num_kv_heads // tp.size)  # g/tp, at least one
-        norm = {"tp": tp, "eps": config.norm_eps, "parts": parts, **factory}
-        self.norm = Norm(config.norm, h, f"{name}.norm", partial_grad=sp, **norm)
-        heads = [(config.num_heads, d), (config.num_kv_heads, d), (config.num_kv_heads, d)]
+        config, tp, name = shared.model, shared.tp, f"layers.{layer}.attention"
+        h, a, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.config, self.rope = config, shared.rope
+        self.num_heads = tp.divide(a, "model.num_heads")  # a/tp
+        self.num_kv_heads = max(1, g // tp.size)  # g/tp, at least one
+        self.norm = shared.norm(f"{name}.norm")
+        linear = {"sp": shared.sp, **shared.factory}
         self.qkv = ColumnParallelLinear(
-            h, heads, f"{name}.qkv", tp, sp=sp, bias=config.qkv_bias, init=config.init_std, copies=mesh["tp_kv"],
-            **factory,
+            h, [(a, d), (g, d), (g, d)], f"{name}.qkv", tp, bias=config.qkv_bias, init=config.init_std,
+            copies=shared.mesh["tp_kv"], **linear,
         )  # fmt: skip
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = Norm("rmsnorm", d, f"{name}.q_norm", partial_grad=True, **norm)
-            self.k_norm = Norm("rmsnorm", d, f"{name}.k_norm", partial_grad=True, **norm)
+            self.q_norm = shared.norm(f"{name}.q_norm", d, "rmsnorm", partial_grad=True)
+            self.k_norm = shared.norm(f"{name}.k_norm", d, "rmsnorm", partial_grad=True)
         # Not with q and k norms, whose outputs are new tensors anyway. Not over cp, where keys and values are copied to
         # be sent: q, as a view, would keep the whole projection in memory.
-        self.rotates_in_place = not config.qk_norm and context is None
-        self.core = AttentionCore(config, name, mesh, scale=1 / math.sqrt(d), context=context, **factory)
+        self.rotates_in_place = not config.qk_norm and shared.context is None
+        self.core = AttentionCore(shared, name, 1 / math.sqrt(d))
         self.out = RowParallelLinear(
-            config.num_heads * d, h, f"{name}.out", tp, sp=sp, bias=config.attention_out_bias,
-            init=config.output_init_std, **factory,
-        )  # fmt: skip
+            a * d, h, f"{name}.out", tp, bias=config.attention_out_bias, init=config.output_init_std, **linear
+        )
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         """`[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> the same."""
@@ -143,10 +117,3 @@ class Attention(nn.Module):
             q, k = apply_rope(q, k, *self.rope(batch.positions), interleaved=self.config.rope_interleaved)
             v = v.contiguous()  # a view would keep the whole projection alive for the backward
         return q, k, v
-
-
-def context_attention(config: Config, mesh: Mesh) -> ContextAttention | None:
-    """The attention of all layers over cp; None where sequences are whole."""
-    if mesh["cp"].size == 1:
-        return None
-    return ContextAttention(config.parallel.cp_method, mesh["cp_outer"], mesh["cp_inner"])

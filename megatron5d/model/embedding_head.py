@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 from megatron5d.autograd.wgrad import Defer, run_now
 from megatron5d.comm.collectives import gather_last_dim, local_slice
-from megatron5d.config.schema import Config, ModelConfig
-from megatron5d.model.norm import Norm
+from megatron5d.config.schema import Config
+from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.tensor_parallel.cross_entropy import SlicedLoss, vocab_parallel_cross_entropy
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, VocabRange, vocab_weight
 from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter
-from megatron5d.topology.axis import Axis
-from megatron5d.topology.mesh import Mesh
 
 TIED = "embedding.weight"  # global name of the embedding, and of the head's weight where the two are one parameter
 
@@ -24,17 +22,17 @@ TIED = "embedding.weight"  # global name of the embedding, and of the head's wei
 class Embedding(nn.Module):
     """Phase: tokens `[b, s/cp]` -> hidden states `[s/cp/tp, b, h]`, with learned positions where the model has them."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, *, sp: bool, **factory) -> None:
+    def __init__(self, shared: BlockInputs) -> None:
         super().__init__()
-        self.tp, self.sp = mesh["tp"], sp and mesh["tp"].size > 1
-        h, std = config.hidden_size, config.init_std
-        table = vocab_weight(config.vocab_size, h, TIED, self.tp, std, **factory)
-        self.tokens = VocabParallelEmbedding(table, config.vocab_size, self.tp, sp=sp)
+        model, self.tp, self.sp = shared.model, shared.tp, shared.sp and shared.tp.size > 1
+        h, std = model.hidden_size, model.init_std
+        table = vocab_weight(model.vocab_size, h, TIED, self.tp, std, **shared.factory)
+        self.tokens = VocabParallelEmbedding(table, model.vocab_size, self.tp, sp=shared.sp)
         self.positions = None
-        if config.position == "learned":
+        if model.position == "learned":
             self.positions = replicated_parameter(
-                (config.max_positions, h), "position_embedding.weight", self.tp, partial_grad=self.sp, init=std,
-                decay=True, **factory,
+                (model.max_positions, h), "position_embedding.weight", self.tp, partial_grad=self.sp, init=std,
+                decay=True, **shared.factory,
             )  # fmt: skip
 
     def forward(self, x: Tensor | None, batch: MicroBatch, defer: Defer) -> Tensor:
@@ -55,23 +53,18 @@ class OutputMatrix(nn.Module):
     """Normed hidden states to logits and losses, the vocabulary cut over tp.
 
     Args:
-        config: the architecture.
-        tp: axis that cuts the vocabulary.
-        sp: hidden states arrive cut along the sequence.
+        shared: what it is built from.
         tied: the embedding's weight, if the head shares it and both are on this rank.
-        slice_tokens: tokens whose logits are made at a time, and again in the backward; None = all, and once.
-        factory: dtype and device of the parameters.
     """
 
-    def __init__(
-        self, config: ModelConfig, tp: Axis, *, sp: bool, tied: nn.Parameter | None, slice_tokens: int | None, **factory
-    ) -> None:
+    def __init__(self, shared: BlockInputs, tied: nn.Parameter | None) -> None:
         super().__init__()
-        self.tp, self.sp, self.softcap, self.slice_tokens = tp, sp, config.logit_softcap, slice_tokens
-        self.vocab = VocabRange(config.vocab_size, tp)
+        model, self.tp, self.sp = shared.model, shared.tp, shared.sp
+        self.softcap, self.slice_tokens = model.logit_softcap, shared.config.recompute.logit_tokens
+        self.vocab = VocabRange(model.vocab_size, self.tp)
         if tied is None:
-            name = TIED if config.tie_embeddings else "head.weight"
-            tied = vocab_weight(config.vocab_size, config.hidden_size, name, tp, config.init_std, **factory)
+            name = TIED if model.tie_embeddings else "head.weight"
+            tied = vocab_weight(model.vocab_size, model.hidden_size, name, self.tp, model.init_std, **shared.factory)
         self.weight = tied
 
     def local_logits(self, normed: Tensor, defer: Defer = run_now) -> Tensor:
@@ -116,24 +109,15 @@ class Head(nn.Module):
     With multi-token prediction, whose blocks follow: (sums, normed hidden states).
 
     Args:
-        config: the architecture.
-        mesh: `tp` cuts the vocabulary.
-        sp: hidden states arrive cut along the sequence.
-        z_coef: coefficient of the z-loss (train.z_loss).
-        tied, slice_tokens: as in OutputMatrix.
-        factory: dtype and device of the parameters.
+        shared, tied: as in OutputMatrix.
     """
 
-    def __init__(
-        self, config: ModelConfig, mesh: Mesh, *, sp: bool, z_coef: float, tied: nn.Parameter | None,
-        slice_tokens: int | None, **factory,
-    ) -> None:  # fmt: skip
+    def __init__(self, shared: BlockInputs, tied: nn.Parameter | None) -> None:
         super().__init__()
-        self.tp, self.z_coef, self.is_last = mesh["tp"], z_coef, config.num_mtp_layers == 0
-        self.norm = Norm(
-            config.norm, config.hidden_size, "final_norm", self.tp, partial_grad=sp, eps=config.norm_eps, **factory
-        )
-        self.output = OutputMatrix(config, self.tp, sp=sp, tied=tied, slice_tokens=slice_tokens, **factory)
+        self.tp, self.z_coef = shared.tp, shared.config.train.z_loss
+        self.is_last = shared.model.num_mtp_layers == 0
+        self.norm = shared.norm("final_norm")
+        self.output = OutputMatrix(shared, tied)
 
     def logits(self, x: Tensor) -> Tensor:
         """The whole vocabulary's logits, for tools: `[s/cp/tp, b, h]` -> `[s/cp, b, vocab_size]`.

@@ -15,10 +15,10 @@ from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config, token_source
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.checkpoint.load import load_weights, whole_checkpoint
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.grid import resolve
@@ -63,7 +63,7 @@ class Source:
             precision=PrecisionConfig(dtype=dtype or config.precision.dtype),
         )
         groups = {"model", "parallel", "precision"}
-        faults = [f for f in broken_laws(config, world) if {knob.split(".")[0] for knob in f.knobs} <= groups]
+        faults = [f for f in run_checks(config, world) if {knob.split(".")[0] for knob in f.knobs} <= groups]
         if faults:
             raise ConfigError(faults)
         return config
@@ -74,7 +74,7 @@ class Source:
         assert self.checkpoint is not None
         return whole_checkpoint(self.checkpoint, "--checkpoint")
 
-    def load(self, model: Gpt, config: Config) -> list[str]:
+    def load(self, model: GPT, config: Config) -> list[str]:
         """Fills the model's local parameters, every rank its own share; returns lines worth telling."""
         if self.hf is not None:
             return load_hf_weights(model.weights(), config.model, self.hf)
@@ -89,7 +89,7 @@ def open_predictor(source: Source, config: Config, process: Process) -> Predicto
     """
     sizes = resolve(process.world, tp=config.parallel.tp)
     mesh = build_mesh(sizes, process.rank, num_kv_heads=config.model.num_kv_heads, timeout_s=config.parallel.timeout_s)
-    model = Gpt(config, mesh, process.device)
+    model = GPT(config, mesh, process.device)
     for note in source.load(model, config):
         if process.rank == 0:
             print(note, file=sys.stderr)
@@ -106,7 +106,7 @@ class Predictor:
         device: that it is on.
     """
 
-    def __init__(self, model: Gpt, config: Config, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, model: GPT, config: Config, mesh: Mesh, device: torch.device) -> None:
         self.model, self.config, self.mesh, self.device = model, config, mesh, device
         self._trunk = Stage(model.phases[:-1])
 

@@ -21,14 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import accumulate_weight_grad, apply_rope_to_ends
-from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts
+from megatron5d.autograd.recompute import KEEP_ALL
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import copy_to, gather_from
-from megatron5d.config.schema import ModelConfig
-from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.model.attention import AttentionCore
-from megatron5d.model.norm import Norm
-from megatron5d.model.rope import RotaryTables, softmax_temperature
+from megatron5d.model.block_inputs import BlockInputs
+from megatron5d.model.rope import softmax_temperature
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.precision.gemm import PLAIN, Gemms, gemms_of
 from megatron5d.tensor_parallel.linear import (
@@ -37,60 +35,51 @@ from megatron5d.tensor_parallel.linear import (
     local_linear,
     replicated_parameter,
 )
-from megatron5d.topology.mesh import Mesh
 
 
-class Mla(nn.Module):
+class MultiLatentAttention(nn.Module):
     """Phase: x + out(attention(q, k, v)).
 
     Args:
-        config: the architecture.
+        shared: what it is built from.
         layer: global index of the block.
-        mesh: `tp` cuts the heads.
-        sp: activations between tp regions are cut along the sequence.
-        rope: tables of cos and sin for dr features.
-        context: attention over cp, None where sequences are whole.
-        compress: c_kv and k_pe travel over cp instead of keys and values.
-        parts: `norm`, `qkv` (the up-projections) and `attention` may be recomputed.
-        factory: dtype and device of the parameters.
     """
 
     kind = "attention"
+    parts = KEEP_ALL  # `qkv` (the up-projections) and `attention` may be recomputed
 
-    def __init__(
-        self, config: ModelConfig, layer: int, mesh: Mesh, *, sp: bool, rope: RotaryTables,
-        context: ContextAttention | None = None, compress: bool = False, parts: RecomputedParts = KEEP_ALL, **factory,
-    ) -> None:  # fmt: skip
+    def __init__(self, shared: BlockInputs, layer: int) -> None:
         super().__init__()
-        self.tp, h, name = mesh["tp"], config.hidden_size, f"layers.{layer}.attention"
-        self.sp, self.rope, self.interleaved = sp and self.tp.size > 1, rope, config.rope_interleaved
-        self.compress, self.parts = compress and context is not None, parts
+        config, h, name = shared.model, shared.model.hidden_size, f"layers.{layer}.attention"
+        self.tp, self.sp, self.interleaved = shared.tp, shared.sp and shared.tp.size > 1, config.rope_interleaved
+        assert shared.rope is not None
+        self.rope = shared.rope
+        self.compress = shared.config.parallel.cp_compress_kv and shared.context is not None  # latents travel over cp
         self.num_heads = self.tp.divide(config.num_heads, "model.num_heads")  # a/tp
         self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim  # dn, dr, dv
         dn, dr, dv = self.dims
         self.latent_dims = config.q_lora_rank or 0, config.kv_lora_rank, dr
         q_rank, kv_rank, _ = self.latent_dims
         self.enters_late = config.latents_travel
-        norm = {"tp": self.tp, "eps": config.norm_eps, "parts": parts, **factory}
-        linear = {"init": config.init_std, **factory}
+        linear = {"init": config.init_std, **shared.factory}
         # a rank sees a share of the sequence, or the gradient of its own heads alone
         partial_grad = self.sp or not self.enters_late
-        self.norm = Norm(config.norm, h, f"{name}.norm", partial_grad=sp, **norm)
+        self.norm = shared.norm(f"{name}.norm")
         down = {"tp": self.tp, "partial_grad": partial_grad, "decay": True, **linear}
         self.q_down = self.q_norm = None
         if q_rank:
             self.q_down = replicated_parameter((q_rank, h), f"{name}.q_down.weight", **down)
-            self.q_norm = Norm("rmsnorm", q_rank, f"{name}.q_norm", partial_grad=partial_grad, **norm)
+            self.q_norm = shared.norm(f"{name}.q_norm", q_rank, "rmsnorm", partial_grad)
         self.kv_down = replicated_parameter((kv_rank + dr, h), f"{name}.kv_down.weight", **down)
-        self.kv_norm = Norm("rmsnorm", kv_rank, f"{name}.kv_norm", partial_grad=partial_grad, **norm)
+        self.kv_norm = shared.norm(f"{name}.kv_norm", kv_rank, "rmsnorm", partial_grad)
         q_name = f"{name}.q_up" if q_rank else f"{name}.q"
         self.q = ColumnParallelLinear(q_rank or h, [(config.num_heads, dn + dr)], q_name, self.tp, **linear)
         self.kv_up = ColumnParallelLinear(kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear)
         scale = softmax_temperature(config.rope_scaling) / math.sqrt(dn + dr)
-        self.core = AttentionCore(config, name, mesh, scale=scale, context=context, **factory)
+        self.core = AttentionCore(shared, name, scale)
         self.out = RowParallelLinear(
-            config.num_heads * dv, h, f"{name}.out", self.tp, sp=sp, bias=config.attention_out_bias,
-            init=config.output_init_std, **factory,
+            config.num_heads * dv, h, f"{name}.out", self.tp, sp=shared.sp, bias=config.attention_out_bias,
+            init=config.output_init_std, **shared.factory,
         )  # fmt: skip
 
     def forward(self, x: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron5d.autograd.wgrad import Defer
-from megatron5d.config.schema import ModelConfig
+from megatron5d.model.block import TransformerBlock
+from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import OutputMatrix
-from megatron5d.model.norm import Norm
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
-from megatron5d.topology.axis import Axis
 
 
 class WithLossSums(nn.Module):
@@ -47,24 +46,22 @@ class MtpInput(nn.Module):
     """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> (sums, the block's input, of the same shape).
 
     Args:
-        config: the architecture.
+        shared: what it is built from.
         depth: k - 1.
-        tp: axis that cuts the vocabulary.
-        sp: hidden states are cut along the sequence.
         table: the model's embedding, `[v/tp, h]`.
-        factory: dtype and device of the parameters.
     """
 
-    def __init__(self, config: ModelConfig, depth: int, tp: Axis, *, sp: bool, table: nn.Parameter, **factory) -> None:
+    def __init__(self, shared: BlockInputs, depth: int, table: nn.Parameter) -> None:
         super().__init__()
-        self.depth, h, name = depth, config.hidden_size, f"layers.{config.num_layers + depth}.mtp"
-        self.tokens = VocabParallelEmbedding(table, config.vocab_size, tp, sp=sp)
-        norm = {"tp": tp, "partial_grad": sp, "eps": config.norm_eps, **factory}
-        self.embedding_norm = Norm(config.norm, h, f"{name}.embedding_norm", **norm)
-        self.hidden_norm = Norm(config.norm, h, f"{name}.hidden_norm", **norm)
+        model, name = shared.model, f"layers.{shared.model.num_layers + depth}.mtp"
+        self.depth, h = depth, model.hidden_size
+        self.tokens = VocabParallelEmbedding(table, model.vocab_size, shared.tp, sp=shared.sp)
+        self.embedding_norm = shared.norm(f"{name}.embedding_norm")
+        self.hidden_norm = shared.norm(f"{name}.hidden_norm")
         self.join = replicated_parameter(
-            (h, 2 * h), f"{name}.join.weight", tp, partial_grad=sp, init=config.init_std, decay=True, **factory
-        )
+            (h, 2 * h), f"{name}.join.weight", shared.tp, partial_grad=shared.sp, init=model.init_std, decay=True,
+            **shared.factory,
+        )  # fmt: skip
 
     def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor]:
         """Sums `[terms]` as they are, `[s/cp/tp, b, h]` -> `[s/cp/tp, b, h]`. Comm: that of the embedding."""
@@ -79,19 +76,15 @@ class MtpHead(nn.Module):
     """Phase: (sums, hidden states `[s/cp/tp, b, h]`) -> sums with this depth's Σ loss·mask appended.
 
     Args:
-        config: the architecture.
-        depth: k - 1; all but the last hand their normed hidden states on beside the sums.
-        tp: axis that cuts the vocabulary.
-        sp: hidden states arrive cut along the sequence.
+        shared: what it is built from.
+        depth: k - 1; all but the last pass their normed hidden states on beside the sums.
         output: the model's own.
-        factory: dtype and device of the parameters.
     """
 
-    def __init__(self, config: ModelConfig, depth: int, tp: Axis, *, sp: bool, output: OutputMatrix, **factory) -> None:
+    def __init__(self, shared: BlockInputs, depth: int, output: OutputMatrix) -> None:
         super().__init__()
-        self.depth, self.last = depth, depth == config.num_mtp_layers - 1
-        name = f"layers.{config.num_layers + depth}.mtp.final_norm"
-        self.norm = Norm(config.norm, config.hidden_size, name, tp, partial_grad=sp, eps=config.norm_eps, **factory)
+        self.depth, self.last = depth, depth == shared.model.num_mtp_layers - 1
+        self.norm = shared.norm(f"layers.{shared.model.num_layers + depth}.mtp.final_norm")
         self.output = output
 
     def forward(self, state: tuple[Tensor, Tensor], batch: MicroBatch, defer: Defer) -> Any:
@@ -106,3 +99,10 @@ class MtpHead(nn.Module):
         own = self.output.losses(hidden, labels, mask, 0.0, defer)[:1]
         sums = torch.cat((sums, own))
         return sums if self.last else (sums, hidden)
+
+
+def mtp_block(shared: BlockInputs, depth: int, table: nn.Parameter, output: OutputMatrix) -> nn.ModuleList:
+    """Builds the phases of one depth; arguments as in MtpInput and MtpHead."""
+    block = TransformerBlock(shared, shared.model.num_layers + depth)
+    phases = map(WithLossSums, block.children())
+    return nn.ModuleList([MtpInput(shared, depth, table), *phases, MtpHead(shared, depth, output)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron5d.autograd.recompute import KEEP_ALL, RecomputedParts
+from megatron5d.autograd.recompute import KEEP_ALL
 from megatron5d.precision.gemm import PLAIN, Gemms
 from megatron5d.tensor_parallel.linear import replicated_parameter
 from megatron5d.topology.axis import Axis
@@ -20,16 +20,14 @@ class Norm(nn.Module):
         tp: ranks that hold copies of the weight.
         partial_grad: this rank's norm sees a share of the sequence or of the heads, so its gradient is summed over tp.
         eps: added to the variance.
-        parts: `norm` may be recomputed.
         factory: dtype and device.
     """
 
-    def __init__(
-        self, kind: str, size: int, name: str, tp: Axis, *, partial_grad: bool, eps: float,
-        parts: RecomputedParts = KEEP_ALL, **factory,
-    ) -> None:  # fmt: skip
+    parts = KEEP_ALL  # `norm` may be recomputed
+
+    def __init__(self, kind: str, size: int, name: str, tp: Axis, *, partial_grad: bool, eps: float, **factory) -> None:
         super().__init__()
-        self.eps, self.parts = eps, parts
+        self.eps = eps
         self.weight = replicated_parameter(
             (size,), f"{name}.weight", tp, partial_grad=partial_grad, init="ones", **factory
         )

@@ -1,15 +1,18 @@
-"""Chooses for each of a model's matrices in how many bits it is multiplied, and how its collectives overlap."""
+"""Attaches to a model's phases what they recompute, and to its matrices their FP8 recipe, tp overlap and replica."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
+from megatron5d.autograd.recompute import KEEP_ALL, ActivationPolicy, RecomputedParts
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.derived import quantised_matrices
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import Config, RecomputeConfig
+from megatron5d.model.embedding_head import TIED
 from megatron5d.precision.fp8_recipes import (
     BlockwiseExpertGemms,
     BlockwiseGemms,
@@ -20,6 +23,41 @@ from megatron5d.precision.gemm import ExpertGemms, Gemms
 from megatron5d.tensor_parallel.overlap import WHOLE, Chunked, Fused, Overlap
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
+
+
+def is_recomputed(recompute: RecomputeConfig, stage: int, place: int) -> bool:
+    """Returns whether the block at a place of a stage, counted from 0, is recomputed, as a whole or in parts."""
+    count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
+    return recompute.mode != "none" and (count is None or place < count)
+
+
+def set_recompute(phases: Iterable[nn.Module], recompute: RecomputeConfig, stage: int, place: int) -> None:
+    """Sets which activations a block's phases keep for their backward, and where.
+
+    Args:
+        phases: of the block at a place of a stage; those without a `kind`, the join of MTP, recompute no parts.
+        recompute, stage, place: as in `is_recomputed`.
+    """
+    chosen, least = is_recomputed(recompute, stage, place), recompute.offload_min_bytes
+    full = chosen and recompute.mode == "full"
+    parts = RecomputedParts(recompute.parts) if chosen and not full else KEEP_ALL
+    group = place // recompute.group_layers if full else None
+    input_host_bytes = least if full and "inputs" in recompute.offload else None
+    for phase in phases:
+        kind = getattr(phase, "kind", None)
+        host_bytes = least if not full and kind in recompute.offload else None
+        phase.activation_policy = ActivationPolicy(parts, group, host_bytes, input_host_bytes)  # type: ignore[assignment]
+        for module in phase.modules() if kind else ():
+            if hasattr(module, "parts"):
+                module.parts = parts  # type: ignore[assignment]
+
+
+def mark_replicas(parameters: Iterable[nn.Parameter], replicas: str) -> None:
+    """Notes in the specs which parameters the mirrored pipeline rank holds too: "all", "tied" or "none"."""
+    for parameter in parameters:
+        spec = spec_of(parameter)
+        if replicas == "all" or (replicas == "tied" and spec.name == TIED):
+            parameter.spec = replace(spec, shared="pair")  # type: ignore[attr-defined]
 
 
 def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.router import scores_of, weights_of
-from megatron5d.model.gpt import Gpt
-from megatron5d.model.moe import MoeDispatch
+from megatron5d.model.gpt import GPT
+from megatron5d.model.moe import MoEDispatch
 
 Choices = dict[int, dict[str, Tensor]]
 """Layer -> by sample·seq_len + position, int64 `[n+1, k]` chosen experts and those chosen by plain scores, and bool
 `[n+1, k]` whether a choice is within the capacity; the last row is for what pads to equal shares."""
 
 
-def fix_routing(model: Gpt, choices: Choices, num_samples: int, seq_len: int) -> Choices:
+def fix_routing(model: GPT, choices: Choices, num_samples: int, seq_len: int) -> Choices:
     """Lets the routers of a rank note their choices, or repeat those of another run.
 
     Args:
@@ -29,7 +29,7 @@ def fix_routing(model: Gpt, choices: Choices, num_samples: int, seq_len: int) ->
     """
     noted: Choices = {}
     for phase in model.modules():
-        if isinstance(phase, MoeDispatch):
+        if isinstance(phase, MoEDispatch):
             shape = num_samples * seq_len + 1, phase.config.top_k
             empty = {name: torch.zeros(shape, dtype=torch.int64) for name in ("chosen", "plain", "kept")}
             noted[phase.layer] = choices[phase.layer] if choices else empty
@@ -37,7 +37,7 @@ def fix_routing(model: Gpt, choices: Choices, num_samples: int, seq_len: int) ->
     return noted
 
 
-def _fix_phase(phase: MoeDispatch, table: dict[str, Tensor], repeat: bool, seq_len: int) -> None:
+def _fix_phase(phase: MoEDispatch, table: dict[str, Tensor], repeat: bool, seq_len: int) -> None:
     """Replaces what chooses in one phase by what notes its choice, or repeats the one in the tables."""
     model, choose, limit = phase.config, phase.router.forward, phase.limit_capacity
     plainly = type(phase.balancer).plain_choice

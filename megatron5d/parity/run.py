@@ -19,7 +19,7 @@ from megatron5d.config.schema import Config, ParallelConfig, PipelineConfig, Rec
 from megatron5d.data.batch import SequenceSharding, make_micro_batch
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.parity.fixed_routing import Choices, fix_routing
 from megatron5d.parity.local_ranks import run_ranks
@@ -169,7 +169,7 @@ def _train_on_rank(
 ) -> RankRecord:  # fmt: skip
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
-    model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
+    model = GPT(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
     model.initialize(config.train.seed)
     perturb(model.weights(), coarse)
     t, dp, sharding, record = config.train, mesh["dp"], SequenceSharding(config, mesh), RankRecord()
@@ -219,7 +219,7 @@ def _held(weights: list[Tensor], buffers: bool = False) -> Rectangles:
     ]
 
 
-def _phases(model: Gpt) -> Iterator[tuple[str, nn.Module]]:
+def _phases(model: GPT) -> Iterator[tuple[str, nn.Module]]:
     """The phases of a rank by name, in the order of the model."""
     if model.embedding is not None:
         yield "embedding", model.embedding
@@ -230,7 +230,7 @@ def _phases(model: Gpt) -> Iterator[tuple[str, nn.Module]]:
         yield from ((f"{prefix}.{getattr(phase, 'kind', None) or i}", phase) for i, phase in enumerate(phases))
 
 
-def _watch_hidden(model: Gpt, copies: int) -> Callable[[], dict[str, float]]:
+def _watch_hidden(model: GPT, copies: int) -> Callable[[], dict[str, float]]:
     """Lets every phase note its hidden states as one number, and returns what takes the sums of a step.
 
     Args:

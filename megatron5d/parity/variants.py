@@ -15,9 +15,8 @@ from itertools import product
 from math import gcd
 from typing import Any
 
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.check import data_parallel, divisors
-from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.convert import Change, changed, leaves, override_text, value_of
 from megatron5d.config.derived import moe_layers, split_of
 from megatron5d.config.errors import Fault
@@ -108,7 +107,7 @@ def _reach(c: Config) -> tuple[int, ...]:
 
 def faults_of(config: Config, world: int) -> list[Fault]:
     """Why it cannot run; the files of the user's own run need not be there."""
-    return broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world)
+    return run_checks(config, world, files=False) or pipeline_faults(config, world)
 
 
 def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import Change, changed, override_text
 from megatron5d.config.schema import Config
 from megatron5d.planning.memory_forecast import Forecaster, Target
@@ -79,7 +78,7 @@ def _without_idle(taken: Change, needed: int, need: Callable[[Change], int | Non
 
 def _need(config: Config, world: int, target: Target) -> int | None:
     """Bytes of the rank that needs most; None where the configuration is refused."""
-    if broken_laws(config, world, without=FILE_LAWS) or pipeline_faults(config, world):
+    if run_checks(config, world, files=False) or pipeline_faults(config, world):
         return None
     ranks: dict[int, RankMemory] = Forecaster(config, world, target).ranks()
     return max(memory.needed for memory in ranks.values())

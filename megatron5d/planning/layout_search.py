@@ -16,10 +16,9 @@ from heapq import heapify, heappop, heappush
 from itertools import islice, product
 from typing import Any
 
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.check import data_parallel
 from megatron5d.config.checks.context import recommended
-from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import find_schedule
@@ -295,7 +294,7 @@ class LayoutSearch:
         """With some schedule and some recomputation of the smallest micro-batch: laws of the axes ask for neither."""
         dp = data_parallel(changed(self.config, shape), self.world)
         return any(
-            not broken_laws(changed(self.config, {**shape, **batch, **way}), self.world, without=FILE_LAWS)
+            not run_checks(changed(self.config, {**shape, **batch, **way}), self.world, files=False)
             for batch in islice(self._proposals.batches(dp), len(MODES))
             for way in self._proposals.schedules(shape["parallel.pp"])
         )
@@ -340,7 +339,7 @@ class LayoutSearch:
     def _runs(self, change: Change) -> bool:
         """Whether it is legal, schedule, layers and tied embedding included."""
         config = changed(self.config, change)
-        return not broken_laws(config, self.world, without=FILE_LAWS) and self._plan(config) is not None
+        return not run_checks(config, self.world, files=False) and self._plan(config) is not None
 
     def _least(self, change: Change) -> list[float]:
         """Bytes that each pipeline rank needs at least."""

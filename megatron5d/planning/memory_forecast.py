@@ -22,8 +22,8 @@ from megatron5d.config.schema import Config
 from megatron5d.data.batch import SequenceSharding, make_micro_batch
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.embedding_head import loss_terms
-from megatron5d.model.gpt import Gpt
-from megatron5d.model.moe import MoeDispatch
+from megatron5d.model.gpt import GPT
+from megatron5d.model.moe import MoEDispatch
 from megatron5d.optim.grad_clip import global_square_sum
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.executor import passes_of
@@ -111,7 +111,7 @@ class Forecaster:
         config, plan, rank = self.config, self.plan, mesh["pp"].rank
         with MemoryWatch(self.target.block) as watch:
             with without_memory():
-                model = Gpt(config, mesh, "meta", plan.stage_specs(rank), plan.shared)
+                model = GPT(config, mesh, "meta", plan.stage_specs(rank), plan.shared)
             sync = build_sync(config, mesh, model)
             optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
             away = _on_host(optimizer, watch)
@@ -156,7 +156,7 @@ class Forecaster:
         message = torch.empty(form.shape, dtype=form.dtype, device="meta")
         return MemoryWatch(self.target.block).rounded(message.nbytes)
 
-    def _peak(self, model: Gpt, sync: GradSync, rank: int) -> tuple[Peak, int]:
+    def _peak(self, model: GPT, sync: GradSync, rank: int) -> tuple[Peak, int]:
         """The worst moment of the passes, and the most that data parallelism holds while it ends its reductions."""
         phases = {stage: model.phases_of(stage) for stage in model.stages}
         held = {(direction, stage): phases[stage] for direction, stage in self.plan.placement.stages_of(rank)}
@@ -168,7 +168,7 @@ class Forecaster:
             global_square_sum(sync.buckets)
         return peak, replay.peak_bytes
 
-    def _trace(self, model: Gpt, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
+    def _trace(self, model: GPT, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
         """The trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
         config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
@@ -221,7 +221,7 @@ def _keeping(phase: nn.Module) -> tuple:
     return policy.parts.names, policy.host_bytes, policy.input_host_bytes
 
 
-def planned_batch(config: Config, mesh: Mesh, model: Gpt, num_microbatches: int) -> MicroBatch:
+def planned_batch(config: Config, mesh: Mesh, model: GPT, num_microbatches: int) -> MicroBatch:
     """One micro-batch without values, as a rank's stages see it; the routers are told that a step begins.
 
     Args:
@@ -238,14 +238,14 @@ def planned_batch(config: Config, mesh: Mesh, model: Gpt, num_microbatches: int)
         targets = torch.zeros((), dtype=torch.float64, device="meta")
         model.balancer.start_step(num_microbatches, targets, mesh["dp_cp"], False)
     shape = torch.Size(boundary_form(config, "meta").shape)
-    for share in {module.share for module in model.modules() if isinstance(module, MoeDispatch)}:
+    for share in {module.share for module in model.modules() if isinstance(module, MoEDispatch)}:
         share.tokens(shape, batch)  # made by a run's first micro-batch, and remembered
     return batch
 
 
-def set_load(model: Gpt, imbalance: float, capacity_factor: float | None) -> None:
+def set_load(model: GPT, imbalance: float, capacity_factor: float | None) -> None:
     for module in model.modules():
-        if isinstance(module, MoeDispatch):
+        if isinstance(module, MoEDispatch):
             module.dispatcher.planned.load, module.dispatcher.planned.limit = imbalance, capacity_factor or math.inf
 
 

@@ -24,7 +24,7 @@ from megatron5d.pipeline_parallel.phase import NoHooks
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.precision.fp8_recipes import quantized_copies
-from megatron5d.precision.fp8_weights import forget_quantized
+from megatron5d.precision.gemm import forget_copies
 
 BOUNDARY = "input"  # kind of the input and output of a stage
 
@@ -214,13 +214,13 @@ class _Requantized(NoHooks):
     """Drops the 8-bit copies of weights, so that a pass makes them anew; if gathered in 8 bits, only transposes."""
 
     def __init__(self, sync: GradSync | None) -> None:
-        eight_bits = [bucket for bucket in ([] if sync is None else sync.buckets) if bucket.eight_bits is not None]
-        self._gathered = {weight for bucket in eight_bits for weight in bucket.parameters}
+        formatted = [bucket for bucket in ([] if sync is None else sync.buckets) if bucket.format is not None]
+        self._gathered = {weight for bucket in formatted for weight in bucket.parameters}
 
     def before(self, phase: nn.Module, kind: str) -> None:
         if kind == "wgrad":  # which reads none
             return
-        forget_quantized(weight for weight in phase.parameters() if weight not in self._gathered)
+        forget_copies(weight for weight in phase.parameters() if weight not in self._gathered)
         for weight in self._gathered.intersection(phase.parameters()) if kind == "backward" else ():
             quantized_copies(weight).forget_transposed()
 

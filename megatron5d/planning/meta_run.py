@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a tree; of a wrapper subclass, which has no memory of its own, those inside it."""
+    for leaf in tree_leaves(tree):
+        if is_traceable_wrapper_subclass(leaf):
+            yield from (getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf
 
 
 class MemoryWatch(TorchDispatchMode):
@@ -49,10 +60,10 @@ class MemoryWatch(TorchDispatchMode):
         return self.live_bytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in given:
+        for tensor in _tensors(out):
+            if id(tensor.untyped_storage()) not in given:
                 self._made(tensor, str(func))
         return out
 

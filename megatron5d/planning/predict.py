@@ -17,8 +17,6 @@ import torch
 
 from megatron5d.checkpoint.hf.weights import model_config_from_hf
 from megatron5d.comm.collectives import all_reduce
-from megatron5d.config.checks.check import Law
-from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import flops_per_token
@@ -257,13 +255,13 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def planned_config(overrides: Sequence[str], world: int, without: Sequence[Law] = FILE_LAWS) -> Config:
+def planned_config(overrides: Sequence[str], world: int, files: bool = False) -> Config:
     """What pretrain.py would make of a command line.
 
     Args:
         overrides: as pretrain.py takes them.
         world: number of ranks.
-        without: laws that are not asked; the files of such a run need not be there.
+        files: whether the files of such a run are checked; they need not be there.
 
     Raises:
         ConfigError: it could not run.
@@ -276,7 +274,7 @@ def planned_config(overrides: Sequence[str], world: int, without: Sequence[Law] 
         model_from_hf=model_config_from_hf,
         options=[schedule_faults],
         checks=[pipeline_faults],
-        without=without,
+        files=files,
     )
 
 

@@ -24,7 +24,8 @@ from megatron5d.config.derived import is_moe, quantised_matrices
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
 from megatron5d.model.embedding_head import TIED, loss_terms
 from megatron5d.model.flops import core_flops
-from megatron5d.model.gpt import Gpt, is_recomputed
+from megatron5d.model.gpt import GPT
+from megatron5d.model.options import is_recomputed
 from megatron5d.model.partition import StageSpec
 from megatron5d.optim.matrix_gather import whole_shape
 from megatron5d.optim.muon import replace_by_update, takes_muon
@@ -213,7 +214,7 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
     kinds = list(_kinds(config, 0, spec))
     with target.paths():
         with without_memory():
-            model = Gpt(config, mesh, "meta", {0: spec})
+            model = GPT(config, mesh, "meta", {0: spec})
         set_load(model, target.imbalance, config.moe.capacity_factor)
         batch = planned_batch(config, mesh, model, world // dense)
         with _Counter(ledger) as counter:
@@ -270,7 +271,7 @@ def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
     return dict(found)
 
 
-def _passes(config: Config, model: Gpt, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
+def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, dict[nn.Module, Work]]:
     """op -> phase -> its work."""
     form, phases = boundary_form(config, "meta"), model.phases
     found: dict[str, dict[nn.Module, Work]] = {}

@@ -12,7 +12,7 @@ main gradient). On the CPU the same scales and blocks are multiplied in float32,
 An operand is (values, scales), both with the tokens in the leading dims: sequence shards are quantised first and
 gathered in 8 bits, which gives the same numbers as the other order. Blockwise, SwiGLU and norms whose result only these
 products read write it in 8 bits at once (fp8_tensor.py): the same bits with one pass over memory. Weights and their
-transposes are quantised at the first use after a change and kept until `forget_quantized`; under ZeRO-3 slices are
+transposes are quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are
 quantised and gathered in 8 bits (fp8_weights.py).
 
 Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp. Experts
@@ -38,13 +38,7 @@ from kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
 )
 from megatron5d.autograd.wgrad import grad_buffer
-from megatron5d.precision.fp8_tensor import (
-    carried_by,
-    eight_bit_layer_norm,
-    eight_bit_rms_norm,
-    eight_bit_swiglu,
-    eight_bit_weighted_swiglu,
-)
+from megatron5d.precision.fp8_tensor import Fp8Tensor, LayerNormFp8, RmsNormFp8, SwigluFp8
 from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_of
 from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.topology.shard_spec import spec_of
@@ -71,10 +65,9 @@ def _flat(x: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _rows(x: Tensor, powers_of_two: bool) -> Operand:
-    """x `[..., features]` quantised in 1×128 groups; what a stand-in carries is so already."""
-    carried = carried_by(x)
-    if carried is not None:
-        return carried
+    """x `[..., features]` quantised in 1×128 groups, as an Fp8Tensor already is."""
+    if isinstance(x, Fp8Tensor):
+        return x.qdata, x.scales
     q = quantize_rows(x.reshape(-1, x.shape[-1]), E4M3, powers_of_two=powers_of_two)
     num_scales = q.scales.shape[-1]  # not -1, which is ambiguous where there are no rows
     return q.values.view(x.shape), q.scales.view(*x.shape[:-1], num_scales)
@@ -96,13 +89,13 @@ class BlockwiseGemms(Gemms):
     def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         if kind != "swiglu":
             return super().activate(x, kind, overwrite)
-        return eight_bit_swiglu(x, self.powers_of_two, overwrite)
+        return SwigluFp8.apply(x, None, self.powers_of_two, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return eight_bit_rms_norm(x, weight, eps, self.powers_of_two)
+        return RmsNormFp8.apply(x, weight, eps, self.powers_of_two)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return eight_bit_layer_norm(x, weight, bias, eps, self.powers_of_two)
+        return LayerNormFp8.apply(x, weight, bias, eps, self.powers_of_two)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
         return self._product(x, self.copies(weight).plain, weight.dtype)
@@ -207,7 +200,7 @@ class BlockwiseExpertGemms(ExpertGemms):
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         if kind != "swiglu":
             return super().activate(x, weights, kind, overwrite)
-        return eight_bit_weighted_swiglu(x, weights, self.powers_of_two, overwrite)
+        return SwigluFp8.apply(x, weights, self.powers_of_two, overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
         weight = self.copies(parameter, num_local).plain

@@ -8,7 +8,7 @@ rows. Where its first and last row are not whole, zeros fill them, which change 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -64,7 +64,7 @@ def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> Quant
     """A weight's 8-bit copies, made at the first use after a change and kept on the parameter.
 
     A change through the parameter itself is noticed. Code that writes its memory in another way (optimiser, gathering)
-    must call `forget_quantized`.
+    must call `forget_copies`.
 
     Args:
         weight: the parameter.
@@ -79,13 +79,6 @@ def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> Quant
 def hold_quantized(weight: Tensor, pair: QuantizedPair) -> None:
     """Sets a weight's 8-bit copies, which are valid until it changes."""
     weight.quantized = _state(weight), pair  # type: ignore[attr-defined]
-
-
-def forget_quantized(parameters: Iterable[Tensor]) -> None:
-    """Drops the 8-bit copies of parameters, because their values have changed or to free the memory."""
-    for parameter in parameters:
-        if hasattr(parameter, "quantized"):
-            del parameter.quantized
 
 
 def stack_of(parameter: Tensor) -> tuple[int, int, int]:

@@ -14,6 +14,8 @@ the product can read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -108,3 +110,10 @@ def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
 def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
     """The products of a stack of experts."""
     return getattr(parameter, "gemms", PLAIN_EXPERTS)
+
+
+def forget_copies(parameters: Iterable[Tensor]) -> None:
+    """Drops the copies that GEMMs have made of weights (fp8_weights.py): the values have changed, or will be freed."""
+    for parameter in parameters:
+        if hasattr(parameter, "quantized"):
+            del parameter.quantized

@@ -15,9 +15,11 @@ from megatron5d.comm.collectives import all_reduce
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import split_of
 from megatron5d.config.schema import Config
+from megatron5d.data_parallel.bucket import GatherFormat
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.embedding_head import loss_terms
-from megatron5d.model.gpt import DTYPES, Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.optim.muon import takes_muon
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.optim.sharded_state import freezes
@@ -45,7 +47,7 @@ class Run:
     process: Process
     mesh: Mesh
     ledger: Ledger
-    model: Gpt
+    model: GPT
     sync: GradSync
     optimizer: Optimizer
     trainer: Trainer
@@ -84,7 +86,7 @@ def build_run(config: Config, process: Process) -> Run:
         timeout_s=config.parallel.timeout_s,
     )
     with without_memory():
-        model = Gpt(config, mesh, process.device, plan.stage_specs(mesh["pp"].rank), plan.shared)
+        model = GPT(config, mesh, process.device, plan.stage_specs(mesh["pp"].rank), plan.shared)
     _check_globs(config, mesh, model)
     sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
@@ -101,7 +103,7 @@ def build_run(config: Config, process: Process) -> Run:
     return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes, padded)
 
 
-def _check_globs(config: Config, mesh: Mesh, model: Gpt) -> None:
+def _check_globs(config: Config, mesh: Mesh, model: GPT) -> None:
     """Refuses globs of optim.freeze and of scales that no parameter's name matches, and to freeze all parameters.
 
     Raises:
@@ -128,7 +130,7 @@ def _check_globs(config: Config, mesh: Mesh, model: Gpt) -> None:
         raise ValueError(f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train")
 
 
-def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
+def build_trainer(config: Config, mesh: Mesh, model: GPT, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
     """Data parallelism, optimiser and pipeline around a model, whose weights may still have no values.
 
     Comm: the pipeline's channels are opened; that of `build_optimizer`.
@@ -149,18 +151,27 @@ def build_trainer(config: Config, mesh: Mesh, model: Gpt, plan: PipelinePlan) ->
     return sync, optimizer, trainer
 
 
-def build_sync(config: Config, mesh: Mesh, model: Gpt) -> GradSync:
+def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
     """Data parallelism around a model, whose parameters become views of its buckets."""
     p = config.parallel
     return GradSync(
         model.units, mesh, p.zero, grad_dtype(config),
         reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
-        gather_eight_bits=config.precision.fp8_gather, separate=lambda spec: takes_muon(spec, config.optim),
+        gather_format=_gather_format(config), separate=lambda spec: takes_muon(spec, config.optim),
         frozen=lambda spec: freezes(spec, config.optim),
     )  # fmt: skip
 
 
-def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: Gpt) -> list[str]:
+def _gather_format(config: Config) -> type[GatherFormat] | None:
+    """The format in which ZeRO-3 gathers the weights of FP8 GEMMs; None = in their dtype."""
+    if config.parallel.zero < 3 or config.precision.fp8 == "none" or not config.precision.fp8_gather:
+        return None
+    from megatron5d.data_parallel.fp8_all_gather import Fp8ShardedWeights
+
+    return Fp8ShardedWeights
+
+
+def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: GPT) -> list[str]:
     """The weights of the first step. Each rank fills only the slices that it owns, so no rank ever holds a whole model.
 
     Returns:

@@ -9,13 +9,12 @@ from functools import cache
 from pathlib import Path
 
 from megatron5d.comm.p2p import Form
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.check import data_parallel, divisors
-from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.derived import batch_sizes
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
-from megatron5d.model.gpt import DTYPES
+from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.partition import (
     StageSpec,
     layers_per_stage,
@@ -183,7 +182,7 @@ def _pairs_of_ranks(config: Config, world: int) -> str:
     sizes = [pp for pp in divisors(world // (p.tp * p.cp)) if pp % 2 == 0]
     for pp in sorted(sizes, key=lambda pp: (abs(pp - now), pp)):
         paired = replace(config, parallel=replace(p, pp=pp))
-        if not (broken_laws(paired, world, without=FILE_LAWS) or pipeline_faults(paired, world)):
+        if not (run_checks(paired, world, files=False) or pipeline_faults(paired, world)):
             return f"parallel.pp={pp}"
     folded = replace(config, pipeline=replace(config.pipeline, schedule="dualpipe_v"))
     return f"pipeline.schedule={'1f1b' if pipeline_faults(folded, world) else 'dualpipe_v'}"

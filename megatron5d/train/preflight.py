@@ -19,7 +19,7 @@ from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, OptimConfig, ParallelConfig
 from megatron5d.data.blend import split_range
 from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import files_left_for_data
@@ -132,7 +132,7 @@ def glob_faults(config: Config, world: int) -> list[Fault]:
         return []
     whole = replace(config, parallel=ParallelConfig())
     with without_memory():  # in one piece, as the names do not depend on the layout
-        names = [spec_of(tensor).name for tensor in Gpt(whole, build_mesh(resolve(1)), "meta").weights()]
+        names = [spec_of(tensor).name for tensor in GPT(whole, build_mesh(resolve(1)), "meta").weights()]
     found = []
     for key, globs in asked.items():
         if lost := [glob for glob in globs if not fnmatch.filter(names, glob)]:

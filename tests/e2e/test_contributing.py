@@ -12,7 +12,8 @@ from ranks import run_ranks
 
 from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.load import load_config
-from megatron5d.config.schema import Config, ModelConfig, TrainConfig
+from megatron5d.config.schema import Config, ModelConfig, ParallelConfig, PrecisionConfig, TrainConfig
+from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.flops import parameter_count
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.registry import build_program
@@ -40,9 +41,13 @@ def names_of(name):
 
 def outcome_of_layer(rank, world):
     """Output of the layer, and its gradient, with the sequence cut over all ranks."""
-    mesh = build_mesh(resolve(world, tp=world), rank)
-    config = ModelConfig(hidden_size=16, ffn_hidden_size=24)
-    layer = names_of("layer")["SquaredReluMlp"](config, 0, mesh, sp=world > 1, dtype=torch.float64, device="cpu")
+    config = Config(
+        model=ModelConfig(hidden_size=16, ffn_hidden_size=24),
+        parallel=ParallelConfig(tp=world, sp=world > 1),
+        precision=PrecisionConfig("fp64"),
+    )
+    shared = BlockInputs(config, build_mesh(resolve(world, tp=world), rank), "cpu")
+    layer = names_of("layer")["SquaredReluMLP"](shared, 0)
     for parameter in layer.parameters():
         initialize(parameter, seed=1)
     x = torch.randn(8, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -107,12 +112,12 @@ def test_kernel(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-def test_law():
-    law = names_of("law")["WINDOW_CLOSES"]
-    fine = Config(model=ModelConfig(attention_window=64), train=TrainConfig(seq_len=128))
-    broken = Config(model=ModelConfig(attention_window=200), train=TrainConfig(seq_len=128))
-    assert not law.broken(fine, 1)
-    assert law.broken(broken, 1)
-    assert "200" in law.reason(broken, 1)
-    assert "128" in law.reason(broken, 1)
-    assert law.fix(broken, 1).endswith("model.attention_window=64")
+def test_check():
+    check = names_of("check")["window_hides_something"]
+    assert check.id == "window-hides-something"
+    assert check.run(Config(model=ModelConfig(attention_window=64), train=TrainConfig(seq_len=128)), 1) is None
+    fault = check.run(Config(model=ModelConfig(attention_window=200), train=TrainConfig(seq_len=128)), 1)
+    assert fault.knobs == ("model.attention_window", "train.seq_len")
+    assert "200" in fault.reason
+    assert "128" in fault.reason
+    assert fault.fix.endswith("model.attention_window=64")

@@ -19,10 +19,10 @@ import megatron5d.model.attention as attention_module
 import megatron5d.model.embedding_head as ends_module
 from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.data.batch import SequenceSharding
-from megatron5d.model.attention import Attention
+from megatron5d.model.attention import SelfAttention
 from megatron5d.model.embedding_head import Head
-from megatron5d.model.gpt import Gpt
-from megatron5d.model.mlp import Mlp
+from megatron5d.model.gpt import GPT
+from megatron5d.model.mlp import MLP
 from megatron5d.model.norm import Norm
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -37,8 +37,8 @@ MODULES = {
     Norm: "model/norm.py",
     ColumnParallelLinear: "tensor_parallel/linear.py",
     RowParallelLinear: "tensor_parallel/linear.py",
-    Attention: "model/attention.py",
-    Mlp: "model/mlp.py",
+    SelfAttention: "model/attention.py",
+    MLP: "model/mlp.py",
     Head: "model/embedding_head.py",
 }
 
@@ -78,7 +78,7 @@ class Journal:
 def travel(rank, world):
     journal = Journal()
     mesh = build_mesh(sizes_of(CONFIG, world), rank, num_kv_heads=2, recorder=journal)
-    model = Gpt(CONFIG, mesh)
+    model = GPT(CONFIG, mesh)
     model.initialize(0)
     journal.watch(model)
     attention_module.apply_rope = journal.wrap("kernels/rope.py", attention_module.apply_rope)

@@ -14,7 +14,7 @@ from runs import records, train_on_ranks, whole_tensors, write_corpus
 from megatron5d.config.schema import CheckpointConfig, DataConfig, InitConfig, LogConfig, PipelineConfig, RopeScaling
 from megatron5d.data.batch import SequenceSharding, make_micro_batch
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.model.rope import inverse_frequencies
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
@@ -57,7 +57,7 @@ def test_accumulation_over_documents_of_unlike_length():
 def evaluated_on_rank(rank: int, world: int, config, rows):
     plan = plan_pipeline(config, world)
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
-    model = Gpt(config, mesh)
+    model = GPT(config, mesh)
     model.initialize(config.train.seed)
     perturb(model.parameters())
     _, _, trainer = build_trainer(config, mesh, model, plan)

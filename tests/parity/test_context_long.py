@@ -10,7 +10,7 @@ from ranks import run_ranks
 from whole_stage import WholeStage
 
 from megatron5d.data.batch import SequenceSharding
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
@@ -31,7 +31,7 @@ def long_config(seq_len, **parallel):
 def step_on_rank(rank: int, world: int, config):
     """(sum of the loss here, gradients by name, of this rank's tokens)."""
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
-    model = Gpt(config, mesh)
+    model = GPT(config, mesh)
     model.initialize(1)
     batch = SequenceSharding(config, mesh)(micro_batch(config, make_rows(config, 1)))
     stage = WholeStage(model.phases)

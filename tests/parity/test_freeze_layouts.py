@@ -22,7 +22,7 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import plan_pipeline
@@ -101,7 +101,7 @@ def test_rates_by_parameter_of_weights_without_masters(tmp_path):
 def what_is_held(rank, world, config):
     """(name, elements of its bucket's gradients, whether it has optimiser state) of every parameter here."""
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=2)
-    model = Gpt(config, mesh)
+    model = GPT(config, mesh)
     model.initialize(1)
     sync, optimizer, _ = build_trainer(config, mesh, model, plan_pipeline(config, world))
     stateful = {segment.spec.name for state in optimizer.slices for segment in state.segments}

@@ -9,7 +9,7 @@ from transformers_fp64 import model_in_fp64
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.config.schema import Config, ParallelConfig, PrecisionConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.topology.grid import resolve
@@ -126,7 +126,7 @@ def ours(folder, ids, dtype, rank=0, world=1, **parallel):
     )
     sizes = resolve(world, **{axis: size for axis, size in parallel.items() if axis != "sp"})
     mesh = build_mesh(sizes, rank, num_kv_heads=config.model.num_kv_heads)
-    model = Gpt(config, mesh)
+    model = GPT(config, mesh)
     assert load_hf_weights(model.weights(), config.model, folder) == []
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
     batch = MicroBatch(ids, ids, torch.ones(ids.shape), positions, None)

@@ -21,7 +21,7 @@ from megatron5d.config.schema import (
     RecomputeConfig,
     TrainConfig,
 )
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.model.mlp import FeedForward
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
@@ -141,7 +141,7 @@ def test_an_evaluation_draws_nothing():
     for jitter in (0.0, 0.3):
         config = config_of("deepseek", mbs=2, moe={"jitter": jitter})
         mesh = build_mesh(sizes_of(config, 1))
-        model = Gpt(config, mesh)
+        model = GPT(config, mesh)
         model.initialize(1)
         _, _, trainer = build_trainer(config, mesh, model, plan_pipeline(config, 1))
         batches = [micro_batch(config, make_rows(config, 1), torch.arange(2))]
@@ -218,7 +218,7 @@ def test_sequences_cut_over_cp(case):
 def order_of_the_way(rank, world, config):
     """What one MoE layer starts, computes and waits for, in order: forward, then backward."""
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
-    model = Gpt(config, mesh)
+    model = GPT(config, mesh)
     model.initialize(1)
     batch = micro_batch(config, make_rows(config, 1)[:1])
     events = []

@@ -61,10 +61,9 @@ def test_a_loss_that_is_divided_by_the_targets_of_one_cp_rank(monkeypatch, capsy
 def test_a_weight_that_mirrored_ranks_do_not_share(monkeypatch, capsys):
     original, lost = grad_sync._kind, "layers.1.mlp.down.weight"
 
-    def kind(parameter, eight_bits):
-        return ("", *original(parameter, eight_bits)[1:]) if spec_of(parameter).name == lost else original(
-            parameter, eight_bits
-        )  # fmt: skip
+    def kind(parameter, gather_format):
+        found = original(parameter, gather_format)
+        return ("", *found[1:]) if spec_of(parameter).name == lost else found
 
     monkeypatch.setattr(grad_sync, "_kind", kind)
     gradients, equal, record = found(capsys, 2, "parallel.pp=2", "pipeline.schedule=dualpipe", "recompute.mode=full")

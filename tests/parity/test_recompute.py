@@ -15,7 +15,7 @@ from ranks import run_ranks
 from megatron5d.config.schema import MoeConfig, PipelineConfig, RecomputeConfig
 from megatron5d.data.batch import SequenceSharding
 from megatron5d.data.sample_order import micro_batch_samples
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import plan_pipeline
@@ -37,7 +37,7 @@ def scheduled(config, schedule, layers):
 
 
 def first_gradients(rank, config, mesh, plan, batches):
-    model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
+    model = GPT(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
     model.initialize(config.train.seed)
     perturb(model.weights())
     sync, _, trainer = build_trainer(config, mesh, model, plan)

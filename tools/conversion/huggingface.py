@@ -37,7 +37,7 @@ from megatron5d.checkpoint.load import SavedWeights, whole_checkpoint
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron5d.data.tokenizer_export import exported_tokenizer
-from megatron5d.model.gpt import DTYPES
+from megatron5d.model.block_inputs import DTYPES
 from megatron5d.train.state import twin
 from tools.conversion.new_checkpoint import check_empty, save_weights
 

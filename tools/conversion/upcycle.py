@@ -8,7 +8,7 @@ from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.load import SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.upcycle import upcycled, upcycled_weights
 from megatron5d.config.schema import Config
-from megatron5d.model.gpt import DTYPES
+from megatron5d.model.block_inputs import DTYPES
 from megatron5d.train.state import twin
 from tools.conversion.new_checkpoint import check_empty, save_weights
 

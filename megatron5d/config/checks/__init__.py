@@ -1,54 +1,49 @@
-"""All laws of a configuration, and the check that reports every broken one at once."""
+"""All checks of a configuration, and the call that reports everything they find at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from types import ModuleType
 
-from megatron5d.config.checks.check import Law
-from megatron5d.config.checks.context import CONTEXT_LAWS
-from megatron5d.config.checks.files import FILE_LAWS
-from megatron5d.config.checks.layout import LAYOUT_LAWS
-from megatron5d.config.checks.model import ATTENTION_LAWS, MOE_LAWS
-from megatron5d.config.checks.precision import PRECISION_LAWS, RECOMPUTE_LAWS
-from megatron5d.config.checks.training import RUN_LAWS
-from megatron5d.config.checks.values import VALUE_LAWS
+from megatron5d.config.checks import context, files, layout, model, precision, training, values
+from megatron5d.config.checks.check import Check
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 
-# Laws of single values come first: the others may rely on each value being legal by itself.
-LAWS: tuple[Law, ...] = (
-    *VALUE_LAWS,
-    *LAYOUT_LAWS,
-    *MOE_LAWS,
-    *ATTENTION_LAWS,
-    *CONTEXT_LAWS,
-    *RUN_LAWS,
-    *RECOMPUTE_LAWS,
-    *PRECISION_LAWS,
-    *FILE_LAWS,
+
+def _checks_in(module: ModuleType) -> Iterator[Check]:
+    """Yield the checks of a file in its order: functions with `@check`, and tuples of checks made from a table."""
+    for value in vars(module).values():
+        yield from (each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Check))
+
+
+# Checks of single values come first: the others may rely on each value being legal by itself.
+CHECKS = tuple(
+    each for module in (values, layout, model, context, training, precision, files) for each in _checks_in(module)
 )
 
 
-def broken_laws(config: Config, world: int, without: Sequence[Law] = ()) -> list[Fault]:
-    """What is wrong with a configuration, in the order of LAWS.
+def run_checks(config: Config, world: int, files: bool = True) -> list[Fault]:
+    """Return what is wrong with a configuration, in the order of CHECKS.
 
     Args:
         config: to be checked.
         world: number of ranks of the run.
-        without: laws that are not checked, such as those about files of a run that is only planned.
+        files: False: checks about files are left out, as for a run that is only planned.
 
     Returns:
-        One fault per broken law. A law that depends on an illegal value or on a broken law is not checked.
+        One fault per failed check. A check that depends on an illegal value or on a failed check is not run.
     """
     faults: list[Fault] = []
-    illegal: set[str] = set()  # knobs whose value is wrong whatever the others are
-    broken: set[str] = set()
-    for law in LAWS:
-        if law in without or broken.intersection(law.needs) or (len(law.knobs) > 1 and illegal.intersection(law.knobs)):
+    illegal: set[str] = set()  # keys whose value is wrong whatever the others are
+    failed: set[str] = set()
+    for check in CHECKS:
+        if (check.local and not files) or failed.intersection(check.needs):
             continue
-        if law.broken(config, world):
-            faults.append(law.fault(config, world))
-            broken.add(law.id)
-            if len(law.knobs) == 1:
-                illegal.update(law.knobs)
+        if len(check.knobs) > 1 and illegal.intersection(check.knobs):
+            continue
+        if fault := check.run(config, world):
+            faults.append(fault)
+            failed.add(check.id)
+            illegal.update(check.knobs if len(check.knobs) == 1 else ())
     return faults

@@ -1,42 +1,65 @@
-"""What a law is, and the integer arithmetic that conditions and fixes share."""
+"""What a check is, and the integer arithmetic that conditions and fixes share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import isqrt
 
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 
-Text = Callable[[Config, int], str]
+Faults = Iterator[Fault]
 
 
 @dataclass(frozen=True)
-class Law:
-    """One way in which a configuration cannot run, as data.
+class Check:
+    """One way in which a configuration cannot run.
 
     Args:
         id: kebab-case, unique.
-        knobs: config keys that it depends on; it is not checked if one of them has an illegal value by itself.
-        broken: (config, world) -> whether the configuration breaks it.
-        reason: (config, world) -> what is wrong, with the numbers.
-        fix: (config, world) -> the nearest legal value, as an override.
-        needs: ids of laws; if one of them is broken, this one is not checked.
+        knobs: keys that it depends on; it is not run if one of them has an illegal value by itself.
+        find: (config, world) -> yields the fault of a configuration that cannot run, and nothing of any other.
+        needs: ids of checks; if one of them fails, this one is not run.
         local: as in Fault.
     """
 
     id: str
     knobs: tuple[str, ...]
-    broken: Callable[[Config, int], bool]
-    reason: Text
-    fix: Text
+    find: Callable[[Config, int], Faults]
     needs: tuple[str, ...] = ()
     local: bool = False
 
-    def fault(self, config: Config, world: int) -> Fault:
-        """The fault of a configuration that breaks it."""
-        return Fault(self.id, self.knobs, self.reason(config, world), self.fix(config, world), self.local)
+    def run(self, config: Config, world: int) -> Fault | None:
+        """Return what is wrong with a configuration; None where it passes."""
+        found = next(self.find(config, world), None)
+        return found and replace(found, id=self.id, knobs=self.knobs, local=self.local)
+
+
+def check(
+    *knobs: str, id: str = "", needs: Sequence[str] = (), local: bool = False
+) -> Callable[[Callable[[Config, int], Faults]], Check]:
+    """Make a Check of a function; without an id it is the function's name with hyphens. Arguments as of Check."""
+
+    def decorate(find: Callable[[Config, int], Faults]) -> Check:
+        return Check(id or find.__name__.replace("_", "-"), knobs, find, tuple(needs), local)
+
+    return decorate
+
+
+def check_id(knob: str, ending: str = "") -> str:
+    """Return the id of a check of one key alone."""
+    return f"{knob}{ending}".replace(".", "-").replace("_", "-")
+
+
+def fault(reason: str, fix: str) -> Fault:
+    """Make the fault that a check yields; the check adds its id and its keys.
+
+    Args:
+        reason: what is wrong, with the numbers.
+        fix: the nearest legal value, as an override.
+    """
+    return Fault("", (), reason, fix)
 
 
 def data_parallel(config: Config, world: int) -> int:
@@ -68,30 +91,3 @@ def multiples(value: int, of: int) -> str:
     """The multiples of `of` on both sides of `value`, as text."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
-
-
-def tensor_parallel_sizes(config: Config, world: int) -> list[int]:
-    """Every tp that fits the world, the heads, the MLP and (with sp) the sequence."""
-    model, parallel, num_kv_heads = config.model, config.parallel, max(1, config.model.num_kv_heads)
-    others = max(1, parallel.cp) * max(1, parallel.pp)
-    return [
-        tp
-        for tp in divisors(model.num_heads)
-        if world % (tp * others) == 0
-        and model.ffn_hidden_size % tp == 0
-        and (num_kv_heads % tp == 0 or tp % num_kv_heads == 0)
-        and not (parallel.sp and (tp == 1 or config.train.seq_len % tp))
-    ]
-
-
-def tensor_parallel_fix(config: Config, world: int) -> str:
-    """The override of the nearest legal tp."""
-    sizes = tensor_parallel_sizes(config, world)
-    if sizes:
-        return f"parallel.tp={nearest(config.parallel.tp, sizes)}"
-    overlapped = config.parallel.sp and config.parallel.tp_overlap != "none"
-    return (
-        "parallel.tp=1"
-        + (" parallel.sp=false" if config.parallel.sp else "")
-        + (" parallel.tp_overlap=none" if overlapped else "")
-    )

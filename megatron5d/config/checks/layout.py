@@ -1,23 +1,43 @@
-"""Laws of the layout: what the sizes of the axes must divide, in plain integers."""
+"""Checks of the layout: what the sizes of the axes must divide, in plain integers."""
 
 from __future__ import annotations
 
-from megatron5d.config.checks.check import (
-    Law,
-    data_parallel,
-    divisors,
-    multiples,
-    nearest,
-    tensor_parallel_fix,
-    tensor_parallel_sizes,
-)
+from megatron5d.config.checks.check import Faults, check, data_parallel, divisors, fault, multiples, nearest
 from megatron5d.config.schema import Config
 
 MODEL_AXES = ("parallel.tp", "parallel.cp", "parallel.pp")
+STAGES = ("parallel.pp", "parallel.vpp")
 
 
 def _model_size(c: Config) -> int:
     return c.parallel.tp * c.parallel.cp * c.parallel.pp
+
+
+def _tensor_parallel_sizes(config: Config, world: int) -> list[int]:
+    """Every tp that fits the world, the heads, the MLP and (with sp) the sequence."""
+    model, parallel, num_kv_heads = config.model, config.parallel, max(1, config.model.num_kv_heads)
+    others = max(1, parallel.cp) * max(1, parallel.pp)
+    return [
+        tp
+        for tp in divisors(model.num_heads)
+        if world % (tp * others) == 0
+        and model.ffn_hidden_size % tp == 0
+        and (num_kv_heads % tp == 0 or tp % num_kv_heads == 0)
+        and not (parallel.sp and (tp == 1 or config.train.seq_len % tp))
+    ]
+
+
+def _tensor_parallel_fix(config: Config, world: int) -> str:
+    """The override of the nearest legal tp."""
+    sizes = _tensor_parallel_sizes(config, world)
+    if sizes:
+        return f"parallel.tp={nearest(config.parallel.tp, sizes)}"
+    overlapped = config.parallel.sp and config.parallel.tp_overlap != "none"
+    return (
+        "parallel.tp=1"
+        + (" parallel.sp=false" if config.parallel.sp else "")
+        + (" parallel.tp_overlap=none" if overlapped else "")
+    )
 
 
 def _world_fix(c: Config, world: int) -> str:
@@ -27,32 +47,12 @@ def _world_fix(c: Config, world: int) -> str:
         size = getattr(c.parallel, name)
         others = _model_size(c) // size
         if size > 1 and world % others == 0:
-            legal = tensor_parallel_sizes(c, world) if name == "tp" else divisors(world // others)
+            legal = _tensor_parallel_sizes(c, world) if name == "tp" else divisors(world // others)
             if legal:
                 ways.append(f"parallel.{name}={nearest(size, legal)}")
     fits = world // _model_size(c) * _model_size(c)
     ways.append(f"start {f'{fits} or ' if fits else ''}{fits + _model_size(c)} ranks")
     return ", or ".join(ways)
-
-
-def _fold(c: Config, world: int) -> int:
-    return data_parallel(c, world) * c.parallel.cp * c.parallel.tp
-
-
-def _expert_fix(c: Config, world: int) -> str:
-    fold, etp = _fold(c, world), c.parallel.etp or c.parallel.tp
-    if fold % etp == 0:
-        return f"parallel.ep={nearest(c.parallel.ep, divisors(fold // etp))}"
-    return f"parallel.etp={nearest(etp, divisors(fold))} parallel.ep=1"
-
-
-def _batch_fix(c: Config, world: int) -> str:
-    step = c.train.mbs * data_parallel(c, world)
-    return f"train.gbs={multiples(c.train.gbs, step)}"
-
-
-def _stages(c: Config) -> int:
-    return c.parallel.pp * c.parallel.vpp
 
 
 def _fewer_stages(c: Config, world: int) -> str:
@@ -65,188 +65,168 @@ def _fewer_stages(c: Config, world: int) -> str:
     return f"parallel.pp={nearest(c.parallel.pp, sizes)} parallel.vpp=1"
 
 
-RANK_LAWS = (
-    Law(
-        "world-fits",
-        MODEL_AXES,
-        lambda c, w: w % _model_size(c) != 0,
-        lambda c, w: (
-            f"a world of {w} rank{'s' if w > 1 else ''} is not divisible by parallel.tp·cp·pp = "
-            f"{c.parallel.tp}·{c.parallel.cp}·{c.parallel.pp} = {_model_size(c)}"
-        ),
-        _world_fix,
-    ),
-    Law(
-        "dp-replicate-divides-dp",
-        ("parallel.dp_replicate", *MODEL_AXES),
-        lambda c, w: data_parallel(c, w) % c.parallel.dp_replicate != 0,
-        lambda c, w: (
-            f"parallel.dp_replicate = {c.parallel.dp_replicate} does not divide dp = {data_parallel(c, w)} "
-            f"(= {w} ranks / {_model_size(c)})"
-        ),
-        lambda c, w: f"parallel.dp_replicate={nearest(c.parallel.dp_replicate, divisors(data_parallel(c, w)))}",
-        needs=("world-fits",),
-    ),
-    Law(
-        "experts-fold",
-        ("parallel.ep", "parallel.etp", *MODEL_AXES),
-        lambda c, w: _fold(c, w) % (c.parallel.ep * (c.parallel.etp or c.parallel.tp)) != 0,
-        lambda c, w: (
-            f"parallel.ep·etp = {c.parallel.ep}·{c.parallel.etp or c.parallel.tp} does not divide "
-            f"dp·cp·tp = {data_parallel(c, w)}·{c.parallel.cp}·{c.parallel.tp} = {_fold(c, w)}"
-        ),
-        _expert_fix,
-        needs=("world-fits",),
-    ),
-    Law(
-        "gbs-splits",
-        ("train.gbs", "train.mbs", *MODEL_AXES),
-        lambda c, w: c.train.gbs % (c.train.mbs * data_parallel(c, w)) != 0,
-        lambda c, w: (
-            f"train.gbs = {c.train.gbs} is not a multiple of train.mbs·dp = {c.train.mbs}·"
-            f"{data_parallel(c, w)} = {c.train.mbs * data_parallel(c, w)} (dp = {w} ranks / {_model_size(c)})"
-        ),
-        _batch_fix,
-        needs=("world-fits",),
-    ),
-)
-
-TENSOR_LAWS = (
-    Law(
-        "sp-needs-tp",
-        ("parallel.sp", "parallel.tp"),
-        lambda c, w: c.parallel.sp and c.parallel.tp == 1,
-        lambda c, w: "parallel.sp = true cuts activations along tp, and parallel.tp = 1",
-        lambda c, w: "parallel.sp=false",
-    ),
-    Law(
-        "overlap-needs-sp",
-        ("parallel.tp_overlap", "parallel.sp"),
-        lambda c, w: c.parallel.tp_overlap != "none" and not c.parallel.sp,
-        lambda c, w: (
-            f"parallel.tp_overlap = {c.parallel.tp_overlap} hides what sequence parallelism gathers and scatters, and "
-            "parallel.sp = false"
-        ),
-        lambda c, w: "parallel.tp_overlap=none" + (", or parallel.sp=true" if c.parallel.tp > 1 else ""),
-    ),
-    Law(
-        "heads-split-over-tp",
-        ("model.num_heads", "parallel.tp"),
-        lambda c, w: c.model.num_heads % c.parallel.tp != 0,
-        lambda c, w: f"model.num_heads = {c.model.num_heads} is not divisible by parallel.tp = {c.parallel.tp}",
-        tensor_parallel_fix,
-    ),
-    Law(
-        "kv-heads-split-over-tp",
-        ("model.num_kv_heads", "parallel.tp"),
-        lambda c, w: c.model.num_kv_heads % c.parallel.tp != 0 and c.parallel.tp % c.model.num_kv_heads != 0,
-        lambda c, w: (
-            f"model.num_kv_heads = {c.model.num_kv_heads} and parallel.tp = {c.parallel.tp}: neither divides "
-            "the other, so KV heads can be neither split nor replicated evenly"
-        ),
-        tensor_parallel_fix,
-    ),
-    Law(
-        "ffn-splits-over-tp",
-        ("model.ffn_hidden_size", "parallel.tp"),
-        lambda c, w: c.model.ffn_hidden_size % c.parallel.tp != 0,
-        lambda c, w: (
-            f"model.ffn_hidden_size = {c.model.ffn_hidden_size} is not divisible by parallel.tp = {c.parallel.tp}"
-        ),
-        lambda c, w: (
-            f"{tensor_parallel_fix(c, w)}, or model.ffn_hidden_size={multiples(c.model.ffn_hidden_size, c.parallel.tp)}"
-        ),
-    ),
-    Law(
-        "sequence-splits-over-tp",
-        ("train.seq_len", "parallel.sp", "parallel.tp", "parallel.cp"),
-        lambda c, w: c.parallel.sp and c.parallel.cp == 1 and c.train.seq_len % c.parallel.tp != 0,
-        lambda c, w: (
-            f"train.seq_len = {c.train.seq_len} is not divisible by parallel.tp = {c.parallel.tp}, "
-            "as parallel.sp = true needs"
-        ),
-        lambda c, w: f"train.seq_len={multiples(c.train.seq_len, c.parallel.tp)}",
-    ),
-)
-
-STAGE_LAWS = (
-    Law(
-        "vpp-needs-pp",
-        ("parallel.vpp", "parallel.pp"),
-        lambda c, w: c.parallel.vpp > 1 and c.parallel.pp == 1,
-        lambda c, w: f"parallel.vpp = {c.parallel.vpp} cuts a pipeline rank into chunks, and parallel.pp = 1",
-        lambda c, w: "parallel.vpp=1",
-    ),
-    Law(
-        "stages-have-layers",
-        ("model.num_layers", "parallel.pp", "parallel.vpp", "pipeline.layout", "pipeline.balance", "pipeline.schedule"),
-        lambda c, w: (
-            c.pipeline.layout is None
-            and c.pipeline.balance in ("auto", "stages")
-            and (c.pipeline.schedule, c.pipeline.balance) != ("auto", "auto")
-            and c.model.num_layers < _stages(c)
-        ),
-        lambda c, w: (
-            f"model.num_layers = {c.model.num_layers} is fewer than the parallel.pp·vpp = "
-            f"{c.parallel.pp}·{c.parallel.vpp} = {_stages(c)} stages"
-        ),
-        lambda c, w: _fewer_stages(c, w),
-    ),
-    Law(
-        "layout-counts-stages",
-        ("pipeline.layout", "parallel.pp", "parallel.vpp", "model.num_layers"),
-        # parallel.vpp = 1 leaves the chunks to the schedule (zb_v has two): then only pp must divide the stages
-        lambda c, w: (
-            c.pipeline.layout is not None
-            and (len(c.pipeline.layout) % c.parallel.pp if c.parallel.vpp == 1 else len(c.pipeline.layout) - _stages(c))
-            != 0
-        ),
-        lambda c, w: (
-            f"pipeline.layout has {len(c.pipeline.layout or [])} stages, "
-            f"parallel.pp·vpp = {c.parallel.pp}·{c.parallel.vpp} = {_stages(c)}"
-        ),
-        lambda c, w: f"pipeline.layout={_even_layout(c)}",
-    ),
-    Law(
-        "layout-sums-to-layers",
-        ("pipeline.layout", "model.num_layers", "parallel.pp", "parallel.vpp"),
-        lambda c, w: c.pipeline.layout is not None and sum(c.pipeline.layout) != c.model.num_layers,
-        lambda c, w: (
-            f"pipeline.layout sums to {sum(c.pipeline.layout or [])} layers, model.num_layers = {c.model.num_layers}"
-        ),
-        lambda c, w: f"pipeline.layout={_even_layout(c)}",
-    ),
-)
-
-
-ZERO_LAWS = (
-    Law(
-        "regather-needs-sharded-weights",
-        ("parallel.regather", "parallel.zero"),
-        lambda c, w: c.parallel.regather == "per_step" and c.parallel.zero < 3,
-        lambda c, w: (
-            f"parallel.regather = per_step says how long gathered weights stay, and under parallel.zero = "
-            f"{c.parallel.zero} they are never given back"
-        ),
-        lambda c, w: "parallel.regather=per_microbatch, or parallel.zero=3",
-    ),
-    Law(
-        "reduce-needs-sharded-gradients",
-        ("parallel.reduce", "parallel.zero"),
-        lambda c, w: c.parallel.reduce == "per_step" and c.parallel.zero < 2,
-        lambda c, w: (
-            f"parallel.reduce = per_step keeps whole gradients until a step's last micro-batch, as parallel.zero = "
-            f"{c.parallel.zero} does anyway"
-        ),
-        lambda c, w: "parallel.reduce=per_microbatch, or parallel.zero=2",
-    ),
-)
-
-
 def _even_layout(c: Config) -> str:
     """The layout with equally many layers on each stage; the first stages have one more where they do not divide."""
-    each, more = divmod(c.model.num_layers, _stages(c))
-    return f"[{','.join(str(each + (stage < more)) for stage in range(_stages(c)))}]"
+    num_stages = c.parallel.pp * c.parallel.vpp
+    each, more = divmod(c.model.num_layers, num_stages)
+    return f"[{','.join(str(each + (stage < more)) for stage in range(num_stages))}]"
 
 
-LAYOUT_LAWS = (*RANK_LAWS, *TENSOR_LAWS, *STAGE_LAWS, *ZERO_LAWS)
+@check(*MODEL_AXES)
+def world_fits(c: Config, world: int) -> Faults:
+    if world % _model_size(c):
+        p = c.parallel
+        yield fault(
+            f"a world of {world} rank{'s' if world > 1 else ''} is not divisible by parallel.tp·cp·pp = "
+            f"{p.tp}·{p.cp}·{p.pp} = {_model_size(c)}",
+            _world_fix(c, world),
+        )
+
+
+@check("parallel.dp_replicate", *MODEL_AXES, needs=["world-fits"])
+def dp_replicate_divides_dp(c: Config, world: int) -> Faults:
+    dp, replicas = data_parallel(c, world), c.parallel.dp_replicate
+    if dp % replicas:
+        yield fault(
+            f"parallel.dp_replicate = {replicas} does not divide dp = {dp} (= {world} ranks / {_model_size(c)})",
+            f"parallel.dp_replicate={nearest(replicas, divisors(dp))}",
+        )
+
+
+@check("parallel.ep", "parallel.etp", *MODEL_AXES, needs=["world-fits"])
+def experts_fold(c: Config, world: int) -> Faults:
+    p, dp, etp = c.parallel, data_parallel(c, world), c.parallel.etp or c.parallel.tp
+    fold = dp * p.cp * p.tp
+    if fold % (p.ep * etp):
+        yield fault(
+            f"parallel.ep·etp = {p.ep}·{etp} does not divide dp·cp·tp = {dp}·{p.cp}·{p.tp} = {fold}",
+            f"parallel.ep={nearest(p.ep, divisors(fold // etp))}"
+            if fold % etp == 0
+            else f"parallel.etp={nearest(etp, divisors(fold))} parallel.ep=1",
+        )
+
+
+@check("train.gbs", "train.mbs", *MODEL_AXES, needs=["world-fits"])
+def gbs_splits(c: Config, world: int) -> Faults:
+    dp, mbs, gbs = data_parallel(c, world), c.train.mbs, c.train.gbs
+    if gbs % (mbs * dp):
+        yield fault(
+            f"train.gbs = {gbs} is not a multiple of train.mbs·dp = {mbs}·{dp} = {mbs * dp} "
+            f"(dp = {world} ranks / {_model_size(c)})",
+            f"train.gbs={multiples(gbs, mbs * dp)}",
+        )
+
+
+@check("parallel.sp", "parallel.tp")
+def sp_needs_tp(c: Config, world: int) -> Faults:
+    if c.parallel.sp and c.parallel.tp == 1:
+        yield fault("parallel.sp = true cuts activations along tp, and parallel.tp = 1", "parallel.sp=false")
+
+
+@check("parallel.tp_overlap", "parallel.sp")
+def overlap_needs_sp(c: Config, world: int) -> Faults:
+    if c.parallel.tp_overlap != "none" and not c.parallel.sp:
+        yield fault(
+            f"parallel.tp_overlap = {c.parallel.tp_overlap} hides what sequence parallelism gathers and scatters, and "
+            "parallel.sp = false",
+            "parallel.tp_overlap=none" + (", or parallel.sp=true" if c.parallel.tp > 1 else ""),
+        )
+
+
+@check("model.num_heads", "parallel.tp")
+def heads_split_over_tp(c: Config, world: int) -> Faults:
+    heads, tp = c.model.num_heads, c.parallel.tp
+    if heads % tp:
+        yield fault(f"model.num_heads = {heads} is not divisible by parallel.tp = {tp}", _tensor_parallel_fix(c, world))
+
+
+@check("model.num_kv_heads", "parallel.tp")
+def kv_heads_split_over_tp(c: Config, world: int) -> Faults:
+    heads, tp = c.model.num_kv_heads, c.parallel.tp
+    if heads % tp and tp % heads:
+        yield fault(
+            f"model.num_kv_heads = {heads} and parallel.tp = {tp}: neither divides the other, so KV heads can be "
+            "neither split nor replicated evenly",
+            _tensor_parallel_fix(c, world),
+        )
+
+
+@check("model.ffn_hidden_size", "parallel.tp")
+def ffn_splits_over_tp(c: Config, world: int) -> Faults:
+    size, tp = c.model.ffn_hidden_size, c.parallel.tp
+    if size % tp:
+        yield fault(
+            f"model.ffn_hidden_size = {size} is not divisible by parallel.tp = {tp}",
+            f"{_tensor_parallel_fix(c, world)}, or model.ffn_hidden_size={multiples(size, tp)}",
+        )
+
+
+@check("train.seq_len", "parallel.sp", "parallel.tp", "parallel.cp")
+def sequence_splits_over_tp(c: Config, world: int) -> Faults:
+    p, length = c.parallel, c.train.seq_len
+    if p.sp and p.cp == 1 and length % p.tp:
+        yield fault(
+            f"train.seq_len = {length} is not divisible by parallel.tp = {p.tp}, as parallel.sp = true needs",
+            f"train.seq_len={multiples(length, p.tp)}",
+        )
+
+
+@check("parallel.vpp", "parallel.pp")
+def vpp_needs_pp(c: Config, world: int) -> Faults:
+    if c.parallel.vpp > 1 and c.parallel.pp == 1:
+        yield fault(
+            f"parallel.vpp = {c.parallel.vpp} cuts a pipeline rank into chunks, and parallel.pp = 1", "parallel.vpp=1"
+        )
+
+
+@check("model.num_layers", *STAGES, "pipeline.layout", "pipeline.balance", "pipeline.schedule")
+def stages_have_layers(c: Config, world: int) -> Faults:
+    pipeline, p = c.pipeline, c.parallel
+    chosen = pipeline.layout is not None or (pipeline.schedule, pipeline.balance) == ("auto", "auto")
+    if not chosen and pipeline.balance in ("auto", "stages") and c.model.num_layers < p.pp * p.vpp:
+        yield fault(
+            f"model.num_layers = {c.model.num_layers} is fewer than the parallel.pp·vpp = "
+            f"{p.pp}·{p.vpp} = {p.pp * p.vpp} stages",
+            _fewer_stages(c, world),
+        )
+
+
+@check("pipeline.layout", *STAGES, "model.num_layers")
+def layout_counts_stages(c: Config, world: int) -> Faults:
+    layout, pp, vpp = c.pipeline.layout, c.parallel.pp, c.parallel.vpp
+    # parallel.vpp = 1 leaves the chunks to the schedule (zb_v has two): then only pp must divide the stages
+    if layout is not None and (len(layout) % pp if vpp == 1 else len(layout) - pp * vpp):
+        yield fault(
+            f"pipeline.layout has {len(layout)} stages, parallel.pp·vpp = {pp}·{vpp} = {pp * vpp}",
+            f"pipeline.layout={_even_layout(c)}",
+        )
+
+
+@check("pipeline.layout", "model.num_layers", *STAGES)
+def layout_sums_to_layers(c: Config, world: int) -> Faults:
+    layout, layers = c.pipeline.layout, c.model.num_layers
+    if layout is not None and sum(layout) != layers:
+        yield fault(
+            f"pipeline.layout sums to {sum(layout)} layers, model.num_layers = {layers}",
+            f"pipeline.layout={_even_layout(c)}",
+        )
+
+
+@check("parallel.regather", "parallel.zero")
+def regather_needs_sharded_weights(c: Config, world: int) -> Faults:
+    if c.parallel.regather == "per_step" and c.parallel.zero < 3:
+        yield fault(
+            f"parallel.regather = per_step says how long gathered weights stay, and under parallel.zero = "
+            f"{c.parallel.zero} they are never given back",
+            "parallel.regather=per_microbatch, or parallel.zero=3",
+        )
+
+
+@check("parallel.reduce", "parallel.zero")
+def reduce_needs_sharded_gradients(c: Config, world: int) -> Faults:
+    if c.parallel.reduce == "per_step" and c.parallel.zero < 2:
+        yield fault(
+            f"parallel.reduce = per_step keeps whole gradients until a step's last micro-batch, as parallel.zero = "
+            f"{c.parallel.zero} does anyway",
+            "parallel.reduce=per_microbatch, or parallel.zero=2",
+        )

@@ -1,10 +1,10 @@
-"""Laws of the model and of the run: values that are legal alone but not together."""
+"""Checks of the run: batches and the learning rate, what is saved and logged, packages that must be installed."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from megatron5d.config.checks.check import Law, data_parallel, divisors, nearest
+from megatron5d.config.checks.check import Faults, check, data_parallel, fault
 from megatron5d.config.checks.layout import MODEL_AXES
 from megatron5d.config.derived import batch_sizes, resumed_progress
 from megatron5d.config.schema import Config
@@ -12,274 +12,203 @@ from megatron5d.config.schema import Config
 MOST_MICRO_BATCHES = 1 << 16  # of a step; each one is several actions of the schedule, which is verified at the start
 
 
-def _kv_heads_fix(c: Config, world: int) -> str:
-    return f"model.num_kv_heads={nearest(c.model.num_kv_heads, divisors(c.model.num_heads))}"
+@check("precision.grad_dtype", "precision.dtype")
+def grad_dtype_follows_fp64(c: Config, world: int) -> Faults:
+    if c.precision.dtype == "fp64" and c.precision.grad_dtype != "fp32":
+        yield fault(
+            f"precision.grad_dtype = {c.precision.grad_dtype} would round away what precision.dtype = fp64 computes; "
+            "its main gradients are fp64",
+            "precision.grad_dtype=fp32 (the default, which fp64 raises to fp64)",
+        )
 
 
-MODEL_LAWS = (
-    Law(
-        "kv-heads-divide-heads",
-        ("model.num_kv_heads", "model.num_heads"),
-        lambda c, w: c.model.num_heads % c.model.num_kv_heads != 0,
-        lambda c, w: f"model.num_heads = {c.model.num_heads} is not divisible by "
-        f"model.num_kv_heads = {c.model.num_kv_heads}",
-        _kv_heads_fix,
-    ),
-    Law(
-        "rope-pairs-dims",
-        ("model.head_dim", "model.position"),
-        lambda c, w: c.model.position == "rope" and c.model.head_dim % 2 == 1,
-        lambda c, w: f"model.head_dim = {c.model.head_dim} is odd, and model.position = rope rotates pairs",
-        lambda c, w: f"model.head_dim={c.model.head_dim + 1}",
-    ),
-    Law(
-        "learned-positions-reach",
-        ("train.seq_len", "model.max_positions", "model.position"),
-        lambda c, w: c.model.position == "learned" and c.train.seq_len > c.model.max_positions,
-        lambda c, w: f"train.seq_len = {c.train.seq_len} is longer than the table of learned positions, "
-        f"model.max_positions = {c.model.max_positions}",
-        lambda c, w: f"train.seq_len={c.model.max_positions}, or model.max_positions={c.train.seq_len}",
-    ),
-    Law(
-        "scaling-needs-rope",
-        ("model.rope_scaling.type", "model.position"),
-        lambda c, w: c.model.position != "rope" and c.model.rope_scaling.type != "none",
-        lambda c, w: f"model.rope_scaling.type = {c.model.rope_scaling.type} stretches rotary frequencies, "
-        f"and model.position = {c.model.position}",
-        lambda c, w: "model.rope_scaling.type=none",
-    ),
-    Law(
-        "llama3-scaling-bands",
-        ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor", "model.rope_scaling.type"),
-        lambda c, w: c.model.rope_scaling.type == "llama3"
-        and c.model.rope_scaling.low_freq_factor >= c.model.rope_scaling.high_freq_factor,
-        lambda c, w: f"model.rope_scaling.low_freq_factor = {c.model.rope_scaling.low_freq_factor} is not below "
-        f"high_freq_factor = {c.model.rope_scaling.high_freq_factor}",
-        lambda c, w: f"model.rope_scaling.high_freq_factor={4 * c.model.rope_scaling.low_freq_factor:g}",
-    ),
-    Law(
-        "yarn-scaling-bands",
-        ("model.rope_scaling.beta_slow", "model.rope_scaling.beta_fast", "model.rope_scaling.type"),
-        lambda c, w: c.model.rope_scaling.type == "yarn"
-        and c.model.rope_scaling.beta_slow >= c.model.rope_scaling.beta_fast,
-        lambda c, w: f"model.rope_scaling.beta_slow = {c.model.rope_scaling.beta_slow} is not below "
-        f"beta_fast = {c.model.rope_scaling.beta_fast}",
-        lambda c, w: f"model.rope_scaling.beta_fast={32 * c.model.rope_scaling.beta_slow:g}",
-    ),
-    Law(
-        "grad-dtype-follows-fp64",
-        ("precision.grad_dtype", "precision.dtype"),
-        lambda c, w: c.precision.dtype == "fp64" and c.precision.grad_dtype != "fp32",
-        lambda c, w: f"precision.grad_dtype = {c.precision.grad_dtype} would round away what precision.dtype = fp64 "
-        "computes; its main gradients are fp64",
-        lambda c, w: "precision.grad_dtype=fp32 (the default, which fp64 raises to fp64)",
-    ),
-)  # fmt: skip
-
-
-def _ramp(c: Config) -> tuple[int, int, int]:
-    """(start, increment, length) of the batch ramp; without one, a ramp that changes nothing."""
+@check("train.gbs_ramp", "train.gbs")
+def ramp_starts_below_gbs(c: Config, world: int) -> Faults:
     start, increment, length = c.train.gbs_ramp or (c.train.gbs, 1, 1)
-    return start, increment, length
+    if start > c.train.gbs:
+        yield fault(
+            f"train.gbs_ramp starts at {start} sequences, above train.gbs = {c.train.gbs}",
+            f"train.gbs_ramp=[{c.train.gbs},{increment},{length}], or null",
+        )
 
 
-def _below_gbs(c: Config) -> int:
-    """The last batch size of the ramp that does not exceed train.gbs."""
-    start, increment, _ = _ramp(c)
-    return start + (c.train.gbs - start) // increment * increment
+@check("train.gbs_ramp", "train.gbs")
+def ramp_reaches_gbs(c: Config, world: int) -> Faults:
+    gbs = c.train.gbs
+    start, increment, length = c.train.gbs_ramp or (gbs, 1, 1)
+    if start <= gbs and (gbs - start) % increment:
+        below = start + (gbs - start) // increment * increment
+        yield fault(
+            f"train.gbs_ramp: from {start} in steps of {increment} it never meets train.gbs = {gbs}",
+            f"train.gbs={below} or {below + increment}, or train.gbs_ramp=[{start},{gbs - start},{length}]",
+        )
 
 
-def _batch_unit(c: Config, world: int) -> int:
-    return c.train.mbs * data_parallel(c, world)
-
-
-def _ramp_fix(c: Config, world: int) -> str:
-    unit = _batch_unit(c, world)
+@check("train.gbs_ramp", "train.gbs", "train.mbs", *MODEL_AXES, needs=["world-fits", "gbs-splits"])
+def ramp_splits(c: Config, world: int) -> Faults:
+    dp, mbs, ramp = data_parallel(c, world), c.train.mbs, c.train.gbs_ramp
+    if ramp is None or all(size % (mbs * dp) == 0 for size in batch_sizes(c)):
+        return
+    fix = f"train.gbs_ramp=[{mbs * dp},{mbs * dp},{ramp[2]}]"
     if behind := resumed_progress(c).get("consumed_samples"):  # another ramp would be another run
-        return (
-            f"fewer data-parallel ranks until {_ramp(c)[2]} samples are taken ({behind} are), or train.gbs_ramp=null, "
+        fix = (
+            f"fewer data-parallel ranks until {ramp[2]} samples are taken ({behind} are), or train.gbs_ramp=null, "
             f"which goes on with {c.train.gbs} sequences"
         )
-    return f"train.gbs_ramp=[{unit},{unit},{_ramp(c)[2]}]"
+    yield fault(
+        f"train.gbs_ramp starts at {ramp[0]} and grows by {ramp[1]}; each batch must be a multiple of train.mbs·dp = "
+        f"{mbs}·{dp} = {mbs * dp}",
+        fix,
+    )
 
 
-def _decay_room(c: Config) -> int:
-    return max(1, c.train.steps - c.optim.warmup_steps)
+@check("train.gbs", "train.mbs", *MODEL_AXES, needs=["world-fits", "gbs-splits"])
+def micro_batches_in_reach(c: Config, world: int) -> Faults:
+    dp, mbs, gbs = data_parallel(c, world), c.train.mbs, c.train.gbs
+    if gbs // (mbs * dp) > MOST_MICRO_BATCHES:
+        yield fault(
+            f"train.gbs = {gbs} is {gbs // (mbs * dp):,} micro-batches of train.mbs = {mbs} on each of {dp} "
+            f"data-parallel ranks; a schedule has at most {MOST_MICRO_BATCHES:,}",
+            f"train.gbs={MOST_MICRO_BATCHES * mbs * dp}, or a larger train.mbs",
+        )
 
 
-TRAIN_LAWS = (
-    Law(
-        "ramp-starts-below-gbs",
-        ("train.gbs_ramp", "train.gbs"),
-        lambda c, w: _ramp(c)[0] > c.train.gbs,
-        lambda c, w: f"train.gbs_ramp starts at {_ramp(c)[0]} sequences, above train.gbs = {c.train.gbs}",
-        lambda c, w: f"train.gbs_ramp=[{c.train.gbs},{_ramp(c)[1]},{_ramp(c)[2]}], or null",
-    ),
-    Law(
-        "ramp-reaches-gbs",
-        ("train.gbs_ramp", "train.gbs"),
-        lambda c, w: _ramp(c)[0] <= c.train.gbs and (c.train.gbs - _ramp(c)[0]) % _ramp(c)[1] != 0,
-        lambda c, w: (
-            f"train.gbs_ramp: from {_ramp(c)[0]} in steps of {_ramp(c)[1]} it never meets train.gbs = {c.train.gbs}"
-        ),
-        lambda c, w: (
-            f"train.gbs={_below_gbs(c)} or {_below_gbs(c) + _ramp(c)[1]}, or "
-            f"train.gbs_ramp=[{_ramp(c)[0]},{c.train.gbs - _ramp(c)[0]},{_ramp(c)[2]}]"
-        ),
-    ),
-    Law(
-        "ramp-splits",
-        ("train.gbs_ramp", "train.gbs", "train.mbs", *MODEL_AXES),
-        lambda c, w: c.train.gbs_ramp is not None and any(size % _batch_unit(c, w) for size in batch_sizes(c)),
-        lambda c, w: (
-            f"train.gbs_ramp starts at {_ramp(c)[0]} and grows by {_ramp(c)[1]}; each batch must be a multiple of "
-            f"train.mbs·dp = {c.train.mbs}·{data_parallel(c, w)} = {_batch_unit(c, w)}"
-        ),
-        _ramp_fix,
-        needs=("world-fits", "gbs-splits"),
-    ),
-    Law(
-        "micro-batches-in-reach",
-        ("train.gbs", "train.mbs", *MODEL_AXES),
-        lambda c, w: c.train.gbs // _batch_unit(c, w) > MOST_MICRO_BATCHES,
-        lambda c, w: (
-            f"train.gbs = {c.train.gbs} is {c.train.gbs // _batch_unit(c, w):,} micro-batches of train.mbs = "
-            f"{c.train.mbs} on each of {data_parallel(c, w)} data-parallel ranks; a schedule has at most "
-            f"{MOST_MICRO_BATCHES:,}"
-        ),
-        lambda c, w: f"train.gbs={MOST_MICRO_BATCHES * _batch_unit(c, w)}, or a larger train.mbs",
-        needs=("world-fits", "gbs-splits"),
-    ),
-    Law(
-        "warmup-fits-steps",
-        ("optim.warmup_steps", "train.steps"),
-        lambda c, w: c.optim.warmup_steps > c.train.steps,
-        lambda c, w: f"optim.warmup_steps = {c.optim.warmup_steps} is more than train.steps = {c.train.steps}",
-        lambda c, w: f"optim.warmup_steps={c.train.steps}, or fewer",
-    ),
-    Law(
-        "min-lr-below-lr",
-        ("optim.min_lr", "optim.lr", "optim.schedule"),
-        lambda c, w: c.optim.schedule != "constant" and c.optim.min_lr > c.optim.lr,
-        lambda c, w: f"optim.min_lr = {c.optim.min_lr:g} is above optim.lr = {c.optim.lr:g}",
-        lambda c, w: f"optim.min_lr={c.optim.lr / 10:g}, or anything up to {c.optim.lr:g}",
-    ),
-    Law(
-        "wsd-decays",
-        ("optim.decay_steps", "optim.schedule", "optim.warmup_steps", "train.steps"),
-        lambda c, w: (
-            c.optim.schedule == "wsd"
-            and c.optim.warmup_steps <= c.train.steps
-            and not 1 <= c.optim.decay_steps <= _decay_room(c)
-        ),
-        lambda c, w: (
-            f"optim.schedule = wsd needs optim.decay_steps from 1 to train.steps - optim.warmup_steps = "
-            f"{c.train.steps} - {c.optim.warmup_steps}, and it is {c.optim.decay_steps}"
-        ),
-        lambda c, w: f"optim.decay_steps={min(c.optim.decay_steps or max(1, c.train.steps // 10), _decay_room(c))}",
-    ),
-    Law(
-        "megatrons-seed",
-        ("train.seed", "data.order"),
-        lambda c, w: c.data.order == "megatron" and c.train.seed >= 2**32,
-        lambda c, w: (
+@check("optim.warmup_steps", "train.steps")
+def warmup_fits_steps(c: Config, world: int) -> Faults:
+    if c.optim.warmup_steps > c.train.steps:
+        yield fault(
+            f"optim.warmup_steps = {c.optim.warmup_steps} is more than train.steps = {c.train.steps}",
+            f"optim.warmup_steps={c.train.steps}, or fewer",
+        )
+
+
+@check("optim.min_lr", "optim.lr", "optim.schedule")
+def min_lr_below_lr(c: Config, world: int) -> Faults:
+    if c.optim.schedule != "constant" and c.optim.min_lr > c.optim.lr:
+        yield fault(
+            f"optim.min_lr = {c.optim.min_lr:g} is above optim.lr = {c.optim.lr:g}",
+            f"optim.min_lr={c.optim.lr / 10:g}, or anything up to {c.optim.lr:g}",
+        )
+
+
+@check("optim.decay_steps", "optim.schedule", "optim.warmup_steps", "train.steps")
+def wsd_decays(c: Config, world: int) -> Faults:
+    steps, warmup, decay = c.train.steps, c.optim.warmup_steps, c.optim.decay_steps
+    room = max(1, steps - warmup)
+    if c.optim.schedule == "wsd" and warmup <= steps and not 1 <= decay <= room:
+        yield fault(
+            f"optim.schedule = wsd needs optim.decay_steps from 1 to train.steps - optim.warmup_steps = {steps} - "
+            f"{warmup}, and it is {decay}",
+            f"optim.decay_steps={min(decay or max(1, steps // 10), room)}",
+        )
+
+
+@check("train.seed", "data.order")
+def megatrons_seed(c: Config, world: int) -> Faults:
+    if c.data.order == "megatron" and c.train.seed >= 2**32:
+        yield fault(
             f"train.seed = {c.train.seed} is above {2**32 - 1}, the largest that data.order = megatron can shuffle by "
-            "(numpy's RandomState)"
-        ),
-        lambda c, w: f"train.seed={c.train.seed % 2**32}, or data.order=shuffled",
-    ),
-    Law(
-        "prediction-within-sequence",
-        ("model.num_mtp_layers", "train.seq_len"),
-        lambda c, w: c.model.num_mtp_layers >= c.train.seq_len,
-        lambda c, w: (
-            f"model.num_mtp_layers = {c.model.num_mtp_layers} predicts beyond every sequence of train.seq_len = "
-            f"{c.train.seq_len} tokens"
-        ),
-        lambda c, w: f"model.num_mtp_layers={c.train.seq_len - 1}",
-    ),
-    Law(
-        "stop-before-end",
-        ("train.stop_after", "train.steps"),
-        lambda c, w: c.train.stop_after > c.train.steps,
-        lambda c, w: f"train.stop_after = {c.train.stop_after} comes after the end, train.steps = {c.train.steps}",
-        lambda c, w: "train.stop_after=0",
-    ),
-    Law(
-        "checkpoint-every-needs-dir",
-        ("checkpoint.every", "checkpoint.dir"),
-        lambda c, w: c.checkpoint.every > 0 and c.checkpoint.dir is None,
-        lambda c, w: f"checkpoint.every = {c.checkpoint.every} and checkpoint.dir = null: nothing would be saved",
-        lambda c, w: "checkpoint.dir=runs/NAME/checkpoints, or checkpoint.every=0",
-    ),
-    Law(
-        "checkpoint-async-needs-dir",
-        ("checkpoint.async", "checkpoint.dir"),
-        lambda c, w: c.checkpoint.async_save and c.checkpoint.dir is None,
-        lambda c, w: "checkpoint.async = true and checkpoint.dir = null: nothing would be saved",
-        lambda c, w: "checkpoint.dir=runs/NAME/checkpoints, or checkpoint.async=false",
-    ),
-    Law(
-        "profile-ranks-exist",
-        ("log.profile_ranks",),
-        lambda c, w: not c.log.profile_ranks or not 0 <= min(c.log.profile_ranks) <= max(c.log.profile_ranks) < w,
-        lambda c, w: f"log.profile_ranks = {c.log.profile_ranks} is no list of ranks from 0 to {w - 1}",
-        lambda c, w: "log.profile_ranks=[0]",
-    ),
-    Law(
-        "profile-before-end",
-        ("log.profile_step", "log.profile", "train.steps", "train.stop_after"),
-        lambda c, w: c.log.profile is not None and c.log.profile_step >= (c.train.stop_after or c.train.steps),
-        lambda c, w: (
-            f"log.profile_step = {c.log.profile_step}: a trace is taken of the step after it, and step "
-            f"{c.train.stop_after or c.train.steps} is the last"
-        ),
-        lambda c, w: f"log.profile_step={max(1, (c.train.stop_after or c.train.steps) - 1)}, or fewer",
-    ),
-    Law(
-        "snapshot-goes-somewhere",
-        ("log.memory_snapshot_step", "log.memory_snapshot"),
-        lambda c, w: c.log.memory_snapshot_step > 0 and c.log.memory_snapshot is None,
-        lambda c, w: (
-            f"log.memory_snapshot_step = {c.log.memory_snapshot_step} and log.memory_snapshot = null: nothing "
-            "would be written"
-        ),
-        lambda c, w: "log.memory_snapshot=runs/NAME/snapshots, or log.memory_snapshot_step=0",
-    ),
-    Law(
-        "apex-installed",
-        ("optim.implementation",),
-        lambda c, w: c.optim.implementation == "apex" and find_spec("amp_C") is None,
-        lambda c, w: (
-            "optim.implementation = apex: NVIDIA's apex is not here (no module amp_C; PyPI's apex is another package)"
-        ),
-        lambda c, w: "optim.implementation=auto",
-        needs=("optim-implementation",),
-    ),
-    Law(
-        "one-pass-where-the-state-is",
-        ("optim.implementation", "optim.offload"),
-        lambda c, w: c.optim.implementation == "kernel" and c.optim.offload,
-        lambda c, w: (
-            "optim.implementation = kernel updates where the weights are, and optim.offload = true on the host"
-        ),
-        lambda c, w: "optim.implementation=auto, or optim.offload=false",
-    ),
-    Law(
-        "wandb-installed",
-        ("log.wandb.mode",),
-        lambda c, w: c.log.wandb.mode != "disabled" and find_spec("wandb") is None,
-        lambda c, w: f"log.wandb.mode = {c.log.wandb.mode}: the package wandb is not installed here",
-        lambda c, w: "log.wandb.mode=disabled, or pip install wandb",
-        needs=("log-wandb-mode",),
-    ),
-    Law(
-        "tensorboard-installed",
-        ("log.tensorboard",),
-        lambda c, w: c.log.tensorboard is not None and find_spec("tensorboard") is None,
-        lambda c, w: f"log.tensorboard = {c.log.tensorboard}: the package tensorboard is not installed here",
-        lambda c, w: "log.tensorboard=null, or pip install tensorboard",
-    ),
-)
+            "(numpy's RandomState)",
+            f"train.seed={c.train.seed % 2**32}, or data.order=shuffled",
+        )
 
-RUN_LAWS = (*MODEL_LAWS, *TRAIN_LAWS)
+
+@check("model.num_mtp_layers", "train.seq_len")
+def prediction_within_sequence(c: Config, world: int) -> Faults:
+    layers, length = c.model.num_mtp_layers, c.train.seq_len
+    if layers >= length:
+        yield fault(
+            f"model.num_mtp_layers = {layers} predicts beyond every sequence of train.seq_len = {length} tokens",
+            f"model.num_mtp_layers={length - 1}",
+        )
+
+
+@check("train.stop_after", "train.steps")
+def stop_before_end(c: Config, world: int) -> Faults:
+    if c.train.stop_after > c.train.steps:
+        yield fault(
+            f"train.stop_after = {c.train.stop_after} comes after the end, train.steps = {c.train.steps}",
+            "train.stop_after=0",
+        )
+
+
+@check("checkpoint.every", "checkpoint.dir")
+def checkpoint_every_needs_dir(c: Config, world: int) -> Faults:
+    if c.checkpoint.every > 0 and c.checkpoint.dir is None:
+        yield fault(
+            f"checkpoint.every = {c.checkpoint.every} and checkpoint.dir = null: nothing would be saved",
+            "checkpoint.dir=runs/NAME/checkpoints, or checkpoint.every=0",
+        )
+
+
+@check("checkpoint.async", "checkpoint.dir")
+def checkpoint_async_needs_dir(c: Config, world: int) -> Faults:
+    if c.checkpoint.async_save and c.checkpoint.dir is None:
+        yield fault(
+            "checkpoint.async = true and checkpoint.dir = null: nothing would be saved",
+            "checkpoint.dir=runs/NAME/checkpoints, or checkpoint.async=false",
+        )
+
+
+@check("log.profile_ranks")
+def profile_ranks_exist(c: Config, world: int) -> Faults:
+    ranks = c.log.profile_ranks
+    if not ranks or any(rank not in range(world) for rank in ranks):
+        yield fault(f"log.profile_ranks = {ranks} is no list of ranks from 0 to {world - 1}", "log.profile_ranks=[0]")
+
+
+@check("log.profile_step", "log.profile", "train.steps", "train.stop_after")
+def profile_before_end(c: Config, world: int) -> Faults:
+    last = c.train.stop_after or c.train.steps
+    if c.log.profile is not None and c.log.profile_step >= last:
+        yield fault(
+            f"log.profile_step = {c.log.profile_step}: a trace is taken of the step after it, and step {last} is the "
+            "last",
+            f"log.profile_step={max(1, last - 1)}, or fewer",
+        )
+
+
+@check("log.memory_snapshot_step", "log.memory_snapshot")
+def snapshot_goes_somewhere(c: Config, world: int) -> Faults:
+    if c.log.memory_snapshot_step > 0 and c.log.memory_snapshot is None:
+        yield fault(
+            f"log.memory_snapshot_step = {c.log.memory_snapshot_step} and log.memory_snapshot = null: nothing would be "
+            "written",
+            "log.memory_snapshot=runs/NAME/snapshots, or log.memory_snapshot_step=0",
+        )
+
+
+@check("optim.implementation", needs=["optim-implementation"])
+def apex_installed(c: Config, world: int) -> Faults:
+    if c.optim.implementation == "apex" and find_spec("amp_C") is None:
+        yield fault(
+            "optim.implementation = apex: NVIDIA's apex is not here (no module amp_C; PyPI's apex is another package)",
+            "optim.implementation=auto",
+        )
+
+
+@check("optim.implementation", "optim.offload")
+def one_pass_where_the_state_is(c: Config, world: int) -> Faults:
+    if c.optim.implementation == "kernel" and c.optim.offload:
+        yield fault(
+            "optim.implementation = kernel updates where the weights are, and optim.offload = true on the host",
+            "optim.implementation=auto, or optim.offload=false",
+        )
+
+
+@check("log.wandb.mode", needs=["log-wandb-mode"])
+def wandb_installed(c: Config, world: int) -> Faults:
+    if c.log.wandb.mode != "disabled" and find_spec("wandb") is None:
+        yield fault(
+            f"log.wandb.mode = {c.log.wandb.mode}: the package wandb is not installed here",
+            "log.wandb.mode=disabled, or pip install wandb",
+        )
+
+
+@check("log.tensorboard")
+def tensorboard_installed(c: Config, world: int) -> Faults:
+    if c.log.tensorboard is not None and find_spec("tensorboard") is None:
+        yield fault(
+            f"log.tensorboard = {c.log.tensorboard}: the package tensorboard is not installed here",
+            "log.tensorboard=null, or pip install tensorboard",
+        )

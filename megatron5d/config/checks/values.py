@@ -1,4 +1,4 @@
-"""Laws of single keys: the range of each number, the words of each enumeration, the form of each list."""
+"""Checks of single keys: the range of each number, the words of each enumeration, the form of each list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
-from megatron5d.config.checks.check import Law, nearest, spelled
+from megatron5d.config.checks.check import Check, Faults, check, check_id, fault, nearest, spelled
 from megatron5d.config.convert import kind_of, value_of
 from megatron5d.config.errors import alternatives, closest
 from megatron5d.config.schema import Config
@@ -77,11 +77,6 @@ SYNONYMS = {"fp16": "bf16", "half": "bf16", "float16": "bf16", "bfloat16": "bf16
             "adam": "adamw", "gelu_new": "gelu_tanh", "silu": "swiglu", "off": "disabled"}  # fmt: skip
 
 
-def law_id(knob: str) -> str:
-    """The id of the law of one knob alone."""
-    return knob.replace(".", "-").replace("_", "-")
-
-
 def _nearest_word(written: str, words: Sequence[str]) -> str | None:
     idle = next((word for word in ("none", "disabled", "off") if word in words), None)
     if idle and written.lower() in ("false", "no", "off", "none", "null"):
@@ -91,53 +86,39 @@ def _nearest_word(written: str, words: Sequence[str]) -> str | None:
     return SYNONYMS[written] if SYNONYMS.get(written) in words else closest(written, words)
 
 
-def _most(knob: str) -> float:
-    return AT_MOST.get(knob, MOST if kind_of(knob) is int else inf)
+def _in_range(knob: str, low: int, exclusive: bool = False) -> Check:
+    most = AT_MOST.get(knob, MOST if kind_of(knob) is int else inf)
+    example = spelled(value_of(Config(), knob) or 1.0)
+
+    @check(knob, id=check_id(knob))
+    def find(c: Config, world: int) -> Faults:
+        value = value_of(c, knob)
+        if value is None or low < value <= most or (value == low and not exclusive):
+            return
+        wrong = f"above {most}" if value > low else f"not above {low}" if exclusive else f"below {low}"
+        yield fault(f"{knob} = {value} is {wrong}", f"{knob}={example if exclusive else low if value < low else most}")
+
+    return find
 
 
-def _beyond(c: Config, knob: str, below: str, low: float) -> str:
-    return below if value_of(c, knob) <= low else f"above {_most(knob)}"
+def _one_of(knob: str, words: Sequence[str]) -> Check:
+    @check(knob, id=check_id(knob))
+    def find(c: Config, world: int) -> Faults:
+        value = value_of(c, knob)
+        if value not in words:
+            meant = _nearest_word(value, words) or value_of(Config(), knob)
+            yield fault(f"{knob} = {value} is not {alternatives(words)}", f"{knob}={meant}")
+
+    return find
 
 
-def _at_least(knob: str, low: int) -> Law:
-    return Law(
-        law_id(knob),
-        (knob,),
-        lambda c, w: value_of(c, knob) is not None and not low <= value_of(c, knob) <= _most(knob),
-        lambda c, w: f"{knob} = {value_of(c, knob)} is {_beyond(c, knob, f'below {low}', low)}",
-        lambda c, w: f"{knob}={low if value_of(c, knob) < low else _most(knob)}",
-    )
+def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callable[[Config], str]) -> Check:
+    @check(knob, id=check_id(knob))
+    def find(c: Config, world: int) -> Faults:
+        if not legal(c):
+            yield fault(f"{knob} = {value_of(c, knob)} is not {wanted}", f"{knob}={fix(c)}")
 
-
-def _above_zero(knob: str) -> Law:
-    example = value_of(Config(), knob) or 1.0
-    return Law(
-        law_id(knob),
-        (knob,),
-        lambda c, w: value_of(c, knob) is not None and not 0 < value_of(c, knob) <= _most(knob),
-        lambda c, w: f"{knob} = {value_of(c, knob)} is {_beyond(c, knob, 'not above 0', 0)}",
-        lambda c, w: f"{knob}={spelled(example)}",
-    )
-
-
-def _one_of(knob: str, words: Sequence[str]) -> Law:
-    return Law(
-        law_id(knob),
-        (knob,),
-        lambda c, w: value_of(c, knob) not in words,
-        lambda c, w: f"{knob} = {value_of(c, knob)} is not {alternatives(words)}",
-        lambda c, w: f"{knob}={_nearest_word(value_of(c, knob), words) or value_of(Config(), knob)}",
-    )
-
-
-def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callable[[Config], str]) -> Law:
-    return Law(
-        law_id(knob),
-        (knob,),
-        lambda c, w: not legal(c),
-        lambda c, w: f"{knob} = {value_of(c, knob)} is not {wanted}",
-        lambda c, w: f"{knob}={fix(c)}",
-    )
+    return find
 
 
 def _schedule_is_a_name(c: Config) -> bool:
@@ -168,7 +149,7 @@ def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
 
 MAX_PREFETCH = 1024  # global batches; more only fill the host's memory
 
-SHAPES = (
+_SHAPES = [
     _shape("data.prefetch", lambda c: 0 <= c.data.prefetch <= MAX_PREFETCH, f"0 to {MAX_PREFETCH} global batches",
            lambda c: str(nearest(c.data.prefetch, (0, MAX_PREFETCH)))),
     _shape("parallel.zero", lambda c: c.parallel.zero in (0, 1, 2, 3), "0, 1, 2 or 3",
@@ -205,11 +186,11 @@ SHAPES = (
     _shape("moe.balance", lambda c: all(word in BALANCES for word in c.moe.balance)
            and (c.moe.balance == ["none"] or (c.moe.balance != [] and "none" not in c.moe.balance)),
            f"none alone or a list of {alternatives(BALANCES[1:])}", lambda c: spelled(_known_balances(c))),
-)  # fmt: skip
+]  # fmt: skip
 
-VALUE_LAWS = (
-    *(_at_least(knob, low) for low, knobs in AT_LEAST.items() for knob in knobs.split()),
-    *(_above_zero(knob) for knob in ABOVE_ZERO.split()),
+VALUE_CHECKS = (
+    *(_in_range(knob, low) for low, knobs in AT_LEAST.items() for knob in knobs.split()),
+    *(_in_range(knob, 0, exclusive=True) for knob in ABOVE_ZERO.split()),
     *(_one_of(knob, words) for knob, words in WORDS.items()),
-    *SHAPES,
+    *_SHAPES,
 )

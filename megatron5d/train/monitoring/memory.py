@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron5d.comm.collectives import all_reduce
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed, override_text
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
@@ -85,7 +84,7 @@ def _ways_out(config: Config, world: int) -> str:
     ways = [
         override_text(step)
         for step in steps(config)
-        if (divides or "parallel.zero" not in step) and not broken_laws(changed(config, step), world, without=FILE_LAWS)
+        if (divides or "parallel.zero" not in step) and not run_checks(changed(config, step), world, files=False)
     ]
     return ", ".join([*ways, "a larger parallel.pp or cp"])
 

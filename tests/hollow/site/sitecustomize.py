@@ -26,16 +26,16 @@ def even_routing(dispatch):
     """Every expert gets the same number of tokens from every rank."""
     import torch
 
-    trip = dispatch.Dispatcher._trip
+    state = dispatch.Dispatcher._state
 
-    def even_trip(self, sent_places, counts):
+    def even_state(self, sent_order, counts):
         if counts.is_cuda:
-            tokens, experts = sent_places.token.numel(), counts.shape[1]
+            tokens, experts = sent_order.token.numel(), counts.shape[1]
             row = [tokens // experts + (expert < tokens % experts) for expert in range(experts)]
             counts = torch.tensor([row] * counts.shape[0]).to(counts.device)
-        return trip(self, sent_places, counts)
+        return state(self, sent_order, counts)
 
-    dispatch.Dispatcher._trip = even_trip
+    dispatch.Dispatcher._state = even_state
 
 
 def no_layer_figures(balance):

@@ -16,7 +16,7 @@ from whole_stage import WholeStage
 from kernels import activation
 from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_tensor as stand_in
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.topology.axis import Axis
@@ -48,7 +48,7 @@ def rows_here(config):
 
 def numbers(config, in_place, monkeypatch):
     """Output and gradients of the first block, in place or with copies."""
-    model = Gpt(config, build_mesh(resolve(1), 0), torch.get_default_device())
+    model = GPT(config, build_mesh(resolve(1), 0), torch.get_default_device())
     model.initialize(1)
     block, rows = model.layers["0"], rows_here(config)
     assert block[0].rotates_in_place and is_quantized(block[1].feed_forward.down.weight) == (
@@ -100,7 +100,7 @@ def loss_and_gradients(dtype, fields):
     config = config_of("llama_gqa", gbs=1)
     model = dataclasses.replace(config.model, num_layers=1, head_dim=16, vocab_size=32, **fields)
     config = dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype=dtype))
-    gpt = Gpt(config, build_mesh(resolve(1), 0), torch.get_default_device())
+    gpt = GPT(config, build_mesh(resolve(1), 0), torch.get_default_device())
     gpt.initialize(1)
     for weight in gpt.parameters():
         weight.grad = torch.zeros_like(weight)

@@ -10,7 +10,7 @@ from parity_configs import config_of
 from ranks import run_ranks
 
 from megatron5d.config.schema import MoeConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import plan_pipeline
@@ -28,7 +28,7 @@ LAYOUTS = [
 def rectangles(config, rank, world, writing):
     """(key, global shape, first index, extent) of what a rank writes, or holds."""
     mesh, plan = build_mesh(sizes_of(config, world), rank), plan_pipeline(config, world)
-    model = Gpt(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
+    model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(1)
     sync, optimizer, _ = build_trainer(config, mesh, model, plan)
     tensors = run_tensors(sync, optimizer, model.weights(), writing=writing)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import key_of, keys, leaves, value_of
 from megatron5d.config.load import CONF, load_config
@@ -186,7 +186,7 @@ def test_experiment_is_legal_on_the_ranks_it_promises(name, tmp_path, monkeypatc
     """Once its data is there; without, that is all that is refused."""
     monkeypatch.chdir(tmp_path)
     config = load_config([f"experiment={name}"])
-    faults = broken_laws(config, EXPERIMENTS[name])
+    faults = run_checks(config, EXPERIMENTS[name])
     assert {knob.partition(".")[0] for fault in faults for knob in fault.knobs} - {"init"} == {"data"}
     Path(config.init.from_checkpoint or "runs").mkdir(parents=True)
     prefixes = [*(config.data.train or ["corpus"]), *config.data.valid]

@@ -17,7 +17,7 @@ from megatron5d.config.checks.context import advice, choices, hidden_from, recom
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import ParallelConfig, PrecisionConfig
 from megatron5d.data.batch import SequenceSharding
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
@@ -38,7 +38,7 @@ def sent_on_rank(rank: int, world: int, config):
     """(elements forward, bytes of a whole step) by axis."""
     ledger = Ledger()
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, recorder=ledger)
-    model = Gpt(config, mesh)
+    model = GPT(config, mesh)
     model.initialize(1)
     batch = SequenceSharding(config, mesh)(micro_batch(config, make_rows(config, 1)[:B]))
     stage = WholeStage(model.phases[:-1])

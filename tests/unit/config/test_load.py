@@ -110,15 +110,15 @@ def test_no_key_is_suggested_for_nonsense():
     assert "the groups are model, init" in faults(["qqqqqq=1"])["unknown-key"].fix
 
 
-def test_faults_of_spelling_do_not_make_laws_lie():
-    """train.gbs was meant to be 16; a law must not judge the default that stands in for it."""
+def test_faults_of_spelling_do_not_make_checks_lie():
+    """train.gbs was meant to be 16; a check must not judge the default that stands in for it."""
     assert set(faults(["train.gbss=16", "train.steps=-1", "data.train=x"], world=16)) == {
         "unknown-key", "train-steps", "data-train-files",
     }  # fmt: skip
     assert "gbs-splits" in faults(["data.train=x"], world=16)
 
 
-def test_an_unknown_experiment_leaves_only_what_was_said_to_the_laws():
+def test_an_unknown_experiment_leaves_only_what_was_said_to_the_checks():
     assert set(faults(["experiment=quikstart", "optim.lr=-1"], world=3)) == {"unknown-option", "optim-lr"}
 
 
@@ -128,7 +128,7 @@ def test_a_value_given_to_its_group_is_told_its_key(fix):
     assert faults([f"{group}={value}"])["unknown-option"].fix == fix
 
 
-def test_an_unknown_model_silences_only_the_laws_about_the_model():
+def test_an_unknown_model_silences_only_the_checks_of_the_model():
     assert set(faults(["model=gpt3", "parallel.tp=5", "train.gbs=7"], world=3)) == {
         "unknown-option", "world-fits", "data-train-given",
     }  # fmt: skip

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from runs import write_corpus
 
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.checks import run_checks
 from megatron5d.config.schema import (
     CheckpointConfig,
     Config,
@@ -224,7 +223,7 @@ def test_an_odd_number_of_ranks_that_shall_be_mirrored_gets_a_fix_that_stands(wo
     ((name, value),) = field.items()
     assert "is odd" in fault.reason and fault.fix == f"{group}.{name}={value}"
     mended = replace(config, **{group: replace(getattr(config, group), **field)})
-    assert broken_laws(mended, world, without=FILE_LAWS) == [] and pipeline_faults(mended, world) == []
+    assert run_checks(mended, world, files=False) == [] and pipeline_faults(mended, world) == []
 
 
 @pytest.mark.parametrize(

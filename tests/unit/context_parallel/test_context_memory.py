@@ -17,7 +17,7 @@ from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.context_parallel.block_plan import Planner
 from megatron5d.context_parallel.zigzag import SequenceLayout
 from megatron5d.data.batch import SequenceSharding
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
@@ -48,7 +48,7 @@ def test_the_watch_sees_what_lives_and_what_was_largest():
 def step_on_rank(rank: int, world: int, config):
     """(bytes kept between forward and backward, most bytes alive, elements of the largest tensor) of one step."""
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
-    model = Gpt(config, mesh)
+    model = GPT(config, mesh)
     model.initialize(1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

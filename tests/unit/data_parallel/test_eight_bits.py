@@ -18,9 +18,10 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.data.sample_order import micro_batch_samples
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_weights
-from megatron5d.precision.fp8_weights import block_maxima, blocks_in, forget_quantized, quantize_slice
+from megatron5d.precision.fp8_weights import block_maxima, blocks_in, quantize_slice
+from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import plan_pipeline
@@ -76,7 +77,7 @@ def on_rank(rank, world):
             config, ledger = config_of(recipe, gather), Ledger()
             mesh = build_mesh(sizes_of(config, world), rank, recorder=ledger)
             plan = plan_pipeline(config, world)
-            model = Gpt(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
+            model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
             model.initialize(1)
             sync, _, trainer = build_trainer(config, mesh, model, plan)
             rows, t = make_rows(config, 1), config.train
@@ -88,8 +89,8 @@ def on_rank(rank, world):
                 losses.append(trainer.step(batches, 1e-2).losses["loss"])
             sent = [ledger.totals[axis, "all_gather"].num_bytes for axis in ("dp_shard_cp", "edp_shard")]
             held = [bucket.holds(wide=False) for bucket in sync.buckets]
-            narrow = {id(p) for bucket in sync.buckets if bucket.eight_bits for p in bucket.parameters}
-            owned = sum(bucket.slice_numel for bucket in sync.buckets if bucket.eight_bits)
+            narrow = {id(p) for bucket in sync.buckets if bucket.format for p in bucket.parameters}
+            owned = sum(bucket.slice_numel for bucket in sync.buckets if bucket.format)
             with sync.whole_weights():
                 weights = {p.spec.name: p.detach().float().numpy().copy() for p in model.parameters()}
             names = {p.spec.name for p in model.parameters() if id(p) in narrow}
@@ -122,11 +123,11 @@ def test_after_an_update_weights_are_quantised_anew():
     """Where they stay whole, the optimiser writes past the parameters, and nobody but the gather can tell."""
     config = dataclasses.replace(config_of("blockwise", False), parallel=ParallelConfig())
     plan = plan_pipeline(config, 1)
-    model = Gpt(config, build_mesh(sizes_of(config, 1)), "cpu", plan.stage_specs(0), plan.shared)
+    model = GPT(config, build_mesh(sizes_of(config, 1)), "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(1)
     _, _, trainer = build_trainer(config, build_mesh(sizes_of(config, 1)), model, plan)
     batches = [micro_batch(config, row[None]) for row in make_rows(config, 1)]
     trainer.step(batches, 1e-2)
     loss = trainer.evaluate(batches)
-    forget_quantized(model.parameters())
+    forget_copies(model.parameters())
     assert torch.equal(loss, trainer.evaluate(batches))

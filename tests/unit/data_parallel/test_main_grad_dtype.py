@@ -8,13 +8,13 @@ from parity_configs import config_of
 from ranks import run_ranks
 
 from megatron5d.config.schema import PrecisionConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_sync, sizes_of
 
 
 def dtypes(rank, world, config):
-    model = Gpt(config, build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads))
+    model = GPT(config, build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads))
     model.initialize(1)
     sync = build_sync(config, build_mesh(sizes_of(config, world), rank), model)
     found = {bucket.grads.dtype for bucket in sync.buckets} | {bucket.grad_slice.dtype for bucket in sync.buckets}

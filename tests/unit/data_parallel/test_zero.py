@@ -16,7 +16,7 @@ from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
@@ -35,7 +35,7 @@ class OnRank:
         self.config, self.ledger = config, Ledger()
         mesh = build_mesh(sizes_of(config, world), rank, recorder=self.ledger)
         plan = plan_pipeline(config, world)
-        self.model = Gpt(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
+        self.model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
         self.model.initialize(1)
         self.sync, _, self.trainer = build_trainer(config, mesh, self.model, plan)
         rows, t = make_rows(config, 1), config.train

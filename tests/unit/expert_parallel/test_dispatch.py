@@ -9,7 +9,7 @@ from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import ModelConfig
 from megatron5d.expert_parallel.dispatcher import Dispatcher
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.expert_parallel.hierarchical_dispatcher import NodeDispatcher
+from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher
 from megatron5d.model.moe import dispatcher_of
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
@@ -53,13 +53,13 @@ def layer(rank, world, ep, etp, crowd, ep_inner=1):
     mesh = build_mesh(resolve(world, ep=ep, etp=etp, ep_inner=ep_inner), rank, recorder=ledger)
     experts = experts_of(mesh["ep"], mesh["etp"])
     dispatcher = dispatcher_of(E, mesh)
-    assert isinstance(dispatcher, NodeDispatcher if 1 < ep_inner < ep else Dispatcher)
+    assert isinstance(dispatcher, HierarchicalDispatcher if 1 < ep_inner < ep else Dispatcher)
     x, weights, chosen, dy = inputs(rank, crowd)
     x, weights = x.requires_grad_(), weights.requires_grad_()
-    tickets = dispatcher.send(x, chosen, weights, all_sent=bool((chosen < E).all()))
-    *tickets, trip = tickets[2].enter_node(*tickets[:2])
-    rows, row_weights, trip = trip.receive(*tickets)
-    y = trip.combine(trip.send_back(experts(rows, row_weights, trip.offsets, run_now)))
+    handles = dispatcher.dispatch(x, chosen, weights, all_sent=bool((chosen < E).all()))
+    *handles, state = handles[2].enter_node(*handles[:2])
+    rows, row_weights, state = state.receive(*handles)
+    y = state.combine(state.start_combine(experts(rows, row_weights, state.offsets, run_now)))
     y.backward(dy)
     empty = [torch.zeros_like(p) for p in experts.parameters()]
     grads = [(p.spec, g if p.grad is None else p.grad) for p, g in zip(experts.parameters(), empty)]

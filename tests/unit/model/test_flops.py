@@ -9,7 +9,7 @@ from parity_configs import MODELS, config_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron5d.model.flops import core_flops, flops_per_token, parameter_count
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -18,7 +18,7 @@ S = 16
 
 def built(model: str):
     config = config_of(model)
-    return config.model, Gpt(config, build_mesh(resolve(1)))
+    return config.model, GPT(config, build_mesh(resolve(1)))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -12,7 +12,7 @@ from megatron5d.checkpoint.save import Saver
 from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.model.inference import Source, draw, open_predictor
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -30,7 +30,7 @@ MODELS = {
 
 def checkpoint_of(config: Config, folder):
     """A checkpoint written by one process; returns its global tensors."""
-    model = Gpt(config, build_mesh(resolve(1)))
+    model = GPT(config, build_mesh(resolve(1)))
     model.initialize(seed=3)
     weights = {spec_of(p).name: p.data[: spec_of(p).shape[0]] for p in model.parameters()}
     tensors = {f"model.{name}": ShardedTensor(t.shape, [((0,) * t.ndim, t)], t.dtype) for name, t in weights.items()}

@@ -15,8 +15,8 @@ from megatron5d.autograd.offload import HostCopy
 from megatron5d.autograd.recompute import ActivationPolicy, RecomputedParts
 from megatron5d.config.schema import MoeConfig, RecomputeConfig
 from megatron5d.expert_parallel import experts
-from megatron5d.expert_parallel.dispatcher import DirectTrip
-from megatron5d.model.gpt import Gpt
+from megatron5d.expert_parallel.dispatcher import DirectDispatch
+from megatron5d.model.gpt import GPT
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.tensor_parallel import linear
 from megatron5d.topology.axis import Axis
@@ -39,7 +39,7 @@ def configured(moe: bool, parts=()):
 
 
 def stage_of(config):
-    model = Gpt(config, build_mesh(sizes_of(config, 1)))
+    model = GPT(config, build_mesh(sizes_of(config, 1)))
     model.initialize(1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -117,13 +117,13 @@ def test_what_a_part_made_is_not_kept():
 def test_permuted_rows_are_not_kept_but_sent_once_more(recipe, dispatch, beside, monkeypatch):
     """Of a layer r = 2t rows of h = 32: 8 bytes each, in 8 bits one and a scale a row; for the same gradients."""
     counts: Counter[str] = Counter()
-    again = DirectTrip.again
+    again = DirectDispatch.redispatch
 
     def counted(self, x):
         counts["again"] += 1
         return again(self, x)
 
-    monkeypatch.setattr(DirectTrip, "again", counted)
+    monkeypatch.setattr(DirectDispatch, "redispatch", counted)
     plain, config = (
         dataclasses.replace(eight_bits(True, recipe, parts), moe=MoeConfig(fp8_dispatch=dispatch))
         for parts in (beside, (*beside, "permute"))
@@ -168,7 +168,7 @@ def test_operands_in_8_bits_go_with_the_part_they_were_made_of(moe, recipe, monk
         held, grads = held_on(config, [])
         with monkeypatch.context() as patch:
             for room in (linear, experts):
-                patch.setattr(room, "recomputable", lambda x, fn: fn(x))
+                patch.setattr(room, "recomputable", lambda x, fn: tuple(part.clone() for part in fn(x)))
             more, theirs = held_on(config, [])
         assert more - held == LAYERS * num_bytes, parts
         assert all(map(torch.equal, grads, theirs)), parts

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import Config, OptimConfig, PrecisionConfig
 from megatron5d.data_parallel.bucket import Bucket
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.optim import muon
 from megatron5d.optim.muon import orthogonalize
 from megatron5d.optim.optimizer import build_optimizer
@@ -46,8 +46,8 @@ def test_a_matrix_of_zeros_stays_zero_and_bf16_comes_near():
     assert values.min() > 0.6 and values.max() < 1.25
 
 
-def layers_of(config: Config) -> Gpt:
-    return Gpt(config, build_mesh(sizes_of(config, 1), num_kv_heads=config.model.num_kv_heads))
+def layers_of(config: Config) -> GPT:
+    return GPT(config, build_mesh(sizes_of(config, 1), num_kv_heads=config.model.num_kv_heads))
 
 
 def test_layers_matrices_are_muons_and_the_rest_is_not():
@@ -93,7 +93,7 @@ def test_ranks_come_to_their_groups_in_one_order_whatever_that_of_their_layers()
     mesh = build_mesh(sizes_of(config, 1), num_kv_heads=model.num_kv_heads)
     buckets = [
         b
-        for b in build_sync(config, mesh, Gpt(config, mesh)).buckets
+        for b in build_sync(config, mesh, GPT(config, mesh)).buckets
         if muon.takes_muon(spec_of(b.parameters[0]), config.optim)
     ]
     orders = [
@@ -153,7 +153,7 @@ def count_work(rank: int, world: int, config: Config):
     """Sizes of the matrices that this rank makes orthogonal, and bytes that the optimiser sends by axis."""
     ledger = Ledger()
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, recorder=ledger)
-    model = Gpt(config, mesh)
+    model = GPT(config, mesh)
     sync = build_sync(config, mesh, model)
     worked, original = Counter(), muon.orthogonalize
 

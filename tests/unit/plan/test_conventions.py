@@ -109,7 +109,7 @@ def test_megatrons_terms():
         parallel=ParallelConfig(tp=2, pp=2, vpp=2),
         train=TrainConfig(mbs=3, seq_len=64),
     )
-    memory = RankMemory(1, 2, 3, peak=Peak({"Mlp": 10}, in_flight=5))
+    memory = RankMemory(1, 2, 3, peak=Peak({"MLP": 10}, in_flight=5))
     masks, softmax = "as megatron/dropout masks", "as megatron/softmax in fp32"
     terms = megatron_terms(config, memory, 4, last=True, options=("dropout",))
     assert terms == {softmax: 4 * 192 * 50, masks: 2 * 192 * 16 * 5 * 2}, "tp alone leaves the residual stream whole"

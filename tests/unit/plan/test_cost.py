@@ -13,7 +13,7 @@ from megatron5d.config.schema import LogConfig, PipelineConfig, PrecisionConfig,
 from megatron5d.data.batch import SequenceSharding
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.flops import core_flops, flops_per_token
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.planning.clusters import cluster_called, cluster_of
 from megatron5d.planning.dp_traffic import Sharding, carried_bytes, rounds
 from megatron5d.planning.memory_forecast import Target
@@ -50,7 +50,7 @@ def sent_on_rank(rank: int, world: int, config) -> tuple[int, dict[str, int]]:
         sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, pairs=plan.shared != "none",
         recorder=ledger,
     )  # fmt: skip
-    model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
+    model = GPT(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
     model.initialize(1)
     sync, _, trainer = build_trainer(config, mesh, model, plan)
     t, sharding = config.train, SequenceSharding(config, mesh)

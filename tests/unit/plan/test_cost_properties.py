@@ -6,8 +6,7 @@ import random
 import pytest
 from parity_configs import config_of
 
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import Config, PrecisionConfig
 from megatron5d.planning.clusters import cluster_called
@@ -43,7 +42,7 @@ def model() -> Config:
 
 
 def lawful(config: Config) -> bool:
-    if broken_laws(config, WORLD, without=FILE_LAWS):
+    if run_checks(config, WORLD, files=False):
         return False
     try:
         planned_pipeline(config, WORLD)

@@ -17,7 +17,7 @@ from megatron5d.autograd.offload import HostCopy
 from megatron5d.config.schema import DataConfig, PipelineConfig, RecomputeConfig
 from megatron5d.data.batch import SequenceSharding
 from megatron5d.data.sample_order import micro_batch_samples
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.meta_run import MemoryWatch
@@ -113,7 +113,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
     with MemoryWatch() as watch:
-        model = Gpt(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
+        model = GPT(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
         model.initialize(1)
         sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
         time.sleep(0.02)  # gloo's threads let go of what ranks have told each other a moment later

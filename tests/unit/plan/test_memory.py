@@ -125,7 +125,7 @@ def test_receives_are_posted_before_a_slot_knows_what_has_arrived():
 
 
 def test_kinds_add_up_to_what_is_needed():
-    peak = Peak({"Attention": 50, "Mlp": 70}, stash=3, messages=4, workspace=5)
+    peak = Peak({"SelfAttention": 50, "MLP": 70}, stash=3, messages=4, workspace=5)
     memory = RankMemory(10, 20, 60, 1, 2, peak, end_of_step=9, setup=95, library=8, outside=100)
     assert memory.allocated == 10 + 20 + 60 + 1 + 2 + 132 + 8
     both = dataclasses.replace(memory, host_optimizer=5, peak=dataclasses.replace(peak, host=7))
@@ -162,7 +162,7 @@ def test_activations_fall_as_one_over_cp():
             assert count * cp == pytest.approx(kept[1][1][kind], rel=0.01), kind
     million = llama("train.seq_len=1048576", "parallel.cp=64", "parallel.zero=1", "model.num_layers=8")
     rank = Forecaster(million, 64, H100).rank(0)
-    assert rank.peak.activations["Attention"] > 0 and rank.needed < 80e9
+    assert rank.peak.activations["SelfAttention"] > 0 and rank.needed < 80e9
 
 
 def test_the_busiest_rank_of_unevenly_chosen_experts():
@@ -171,7 +171,7 @@ def test_the_busiest_rank_of_unevenly_chosen_experts():
     for load in (1.0, 2.0, 100.0):
         forecaster = Forecaster(config, 4, Target("sm_90", load))
         forecaster.rank(0)
-        kept[load] = forecaster.activations(0)["MoeExperts"]
+        kept[load] = forecaster.activations(0)["MoEExperts"]
     assert kept[1.0] < kept[2.0] < kept[100.0] < 5 * kept[1.0], "at most every choice of all four ranks"
 
 

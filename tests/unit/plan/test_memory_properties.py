@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 from parity_configs import config_of
 
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import Config, PrecisionConfig
 from megatron5d.planning.memory_forecast import Forecaster, Target
@@ -42,7 +41,7 @@ def model() -> Config:
 
 
 def lawful(config: Config, world: int = WORLD) -> bool:
-    return not broken_laws(config, world, without=FILE_LAWS) and not pipeline_faults(config, world)
+    return not run_checks(config, world, files=False) and not pipeline_faults(config, world)
 
 
 def drawn(seed: int) -> Config:

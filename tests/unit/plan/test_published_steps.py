@@ -22,8 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.checks import run_checks
 from megatron5d.config.schema import (
     Config,
     ModelConfig,
@@ -105,7 +104,7 @@ def errors():
     found = []
     for run in RUNS:
         config, world = config_of(run), int(run["world"])
-        assert not broken_laws(config, world, without=FILE_LAWS)
+        assert not run_checks(config, world, files=False)
         cluster = dataclasses.replace(cluster_called(run["device"]), network_rate=float(run["network_gbps"]) * 1e9 / 8)
         key = run["device"], is_old(run)
         if key not in estimators:

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from parity_configs import config_of
 
-from megatron5d.config.checks import broken_laws
-from megatron5d.config.checks.files import FILE_LAWS
+from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import changed
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.partition import stage_specs
@@ -57,7 +56,7 @@ def test_layouts_are_lawful_fit_and_keep_what_is_fixed():
     for each in found:
         laid = changed(given, search.overrides(each))
         assert laid == changed(given, each.change) and (laid.parallel.tp, laid.train.mbs) == (2, 1)
-        assert not broken_laws(laid, world, without=FILE_LAWS) and not pipeline_faults(laid, world)
+        assert not run_checks(laid, world, files=False) and not pipeline_faults(laid, world)
         careful = Target("sm_90", given.moe.planned_imbalance)  # as the run itself forecasts it
         needed = max(memory.needed for memory in Forecaster(laid, world, careful).ranks().values())
         assert needed == each.needed <= have

@@ -8,10 +8,9 @@ import torch
 from megatron5d.config.derived import matrices, quantised_matrices
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_recipes as fp8
-from megatron5d.precision.fp8_weights import forget_quantized
-from megatron5d.precision.gemm import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, gemms_of
+from megatron5d.precision.gemm import PLAIN, PLAIN_EXPERTS, Gemms, expert_gemms_of, forget_copies, gemms_of
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
@@ -155,7 +154,7 @@ def test_weights_are_quantised_once_until_they_change():
     pairs.append(gemms.copies(weight))
     weight.data.mul_(2)  # through its memory: must be said
     assert gemms.copies(weight) is pairs[2]
-    forget_quantized([weight])
+    forget_copies([weight])
     pairs.append(gemms.copies(weight))
     assert made == [True]
     for factor, pair in zip((2, 4), pairs[2:]):
@@ -175,7 +174,7 @@ MODELS = {
 def test_every_matrix_of_the_layers_and_no_other(model):
     precision = PrecisionConfig(fp8="blockwise", fp8_skip_last=1, fp8_exclude=["*.attention.out", "layers.0.*.up"])
     config = Config(model=ModelConfig(num_layers=3, **MODELS[model]), precision=precision)
-    gpt = Gpt(config, build_mesh(resolve(1), 0), device="meta")
+    gpt = GPT(config, build_mesh(resolve(1), 0), device="meta")
     names = {spec_of(p).name.removesuffix(".weight") for p in gpt.parameters() if p.ndim >= 2}
     layers = {name for name in names if name.startswith("layers.") and not name.endswith("router")}
     if not config.model.latents_travel:  # what tp sums before these is not rounded
@@ -193,7 +192,7 @@ def test_every_matrix_of_the_layers_and_no_other(model):
     left_out |= {name for name in layers if name.startswith("layers.0.") and name.endswith(".up")}
     assert chosen == layers - left_out and chosen
     plain = dataclasses.replace(config, precision=PrecisionConfig())
-    assert all(not hasattr(p, "gemms") for p in Gpt(plain, build_mesh(resolve(1), 0), device="meta").parameters())
+    assert all(not hasattr(p, "gemms") for p in GPT(plain, build_mesh(resolve(1), 0), device="meta").parameters())
 
 
 def test_rows_past_the_last_expert_are_padding():
@@ -209,5 +208,5 @@ def test_an_experts_scale_is_that_of_all_its_parts():
     weight = torch.nn.Parameter(torch.randn(2 * 128, 128))
     here, everywhere = (fp8.TensorwiseExpertGemms(True, lambda amax, n=n: amax * n) for n in (1, 4))
     ours = here.copies(weight, 2).plain.scales
-    forget_quantized([weight])
+    forget_copies([weight])
     assert torch.equal(everywhere.copies(weight, 2).plain.scales, 4 * ours)

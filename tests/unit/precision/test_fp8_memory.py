@@ -6,7 +6,7 @@ import pytest
 
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import PrecisionConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import resolve
@@ -23,7 +23,7 @@ def test_copies_stay_and_activations_shrink(recipe, architecture):
         forecaster = Forecaster(run, 1, Target(architecture))
         known[fp8] = forecaster.rank(0), forecaster.activations(0)
     (plain, wide), (eight, narrow) = known["none"], known[recipe]
-    model = Gpt(run, build_mesh(resolve(1), 0, num_kv_heads=run.model.num_kv_heads), "meta")
+    model = GPT(run, build_mesh(resolve(1), 0, num_kv_heads=run.model.num_kv_heads), "meta")
     eight_bits = list(filter(is_quantized, model.parameters()))
     copies = sum(part.nbytes for parameter in eight_bits for part in quantized_copies(parameter).parts)
     matrices = sum(parameter.numel() for parameter in eight_bits)
@@ -31,4 +31,4 @@ def test_copies_stay_and_activations_shrink(recipe, architecture):
     assert eight.weights - plain.weights == pytest.approx(copies, abs=4 * 512 * len(eight_bits))
     assert (eight.gradients, eight.optimizer) == (plain.gradients, plain.optimizer)
     assert sum(narrow.values()) < sum(wide.values())
-    assert narrow["MoeExperts"] < wide["MoeExperts"]
+    assert narrow["MoEExperts"] < wide["MoEExperts"]

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from kernels.fp8.quantize import quantize_rows
 from megatron5d.comm.all_to_all import Exchange
 from megatron5d.comm.ledger import Ledger
-from megatron5d.precision.fp8_tensor import EightBitRows
+from megatron5d.precision.fp8_tensor import Fp8DispatchCodec
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -17,7 +17,7 @@ from megatron5d.topology.mesh import build_mesh
 def test_a_row_is_its_values_and_a_byte_a_group(shape, dtype):
     rows = (torch.randn(shape) * torch.logspace(-20, 20, shape[1])).to(dtype)
     rows[:1, :1] = 0
-    codec = EightBitRows()
+    codec = Fp8DispatchCodec()
     wire = codec.encode(rows)
     assert wire.dtype == torch.uint8 and wire.shape == (shape[0], shape[1] + -(-shape[1] // 128))
     back = codec.decode(wire, dtype)
@@ -29,7 +29,7 @@ def test_a_row_is_its_values_and_a_byte_a_group(shape, dtype):
 def test_what_is_not_finite_arrives_so():
     rows = torch.ones(2, 256)
     rows[1, 200] = torch.inf
-    back = EightBitRows().decode(EightBitRows().encode(rows), torch.float32)
+    back = Fp8DispatchCodec().decode(Fp8DispatchCodec().encode(rows), torch.float32)
     assert back[1, 128:].isnan().all() and torch.equal(back[0], rows[0]) and torch.equal(back[1, :128], rows[1, :128])
 
 
@@ -38,7 +38,7 @@ def test_an_exchange_sends_the_bytes_and_gives_gradients_as_they_are():
         ledger = Ledger()
         ep = build_mesh(resolve(world, ep=world), rank, recorder=ledger)["ep"]
         rows = torch.randn(5, 256, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
-        exchange = Exchange(ep, [2, 3] if rank == 0 else [1, 4], [2, 1] if rank == 0 else [3, 4], EightBitRows())
+        exchange = Exchange(ep, [2, 3] if rank == 0 else [1, 4], [2, 1] if rank == 0 else [3, 4], Fp8DispatchCodec())
         arrived = exchange.finish(exchange.start(rows))
         there = ledger.totals["ep", "all_to_all"].num_bytes
         arrived.backward(arrived.detach())

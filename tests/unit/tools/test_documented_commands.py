@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.config.checks.files import FILE_LAWS
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.load import load_config
 
@@ -47,7 +46,7 @@ COMMANDS = [
 
 
 def follow_laws(overrides, world):
-    load_config(overrides, world=world, model_from_hf=lambda folder: {}, without=FILE_LAWS)
+    load_config(overrides, world=world, model_from_hf=lambda folder: {}, files=False)
 
 
 def parsed(name, arguments, monkeypatch):

@@ -10,7 +10,7 @@ from megatron5d.checkpoint.load import PREFIX, SavedWeights
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import spec_of
@@ -29,7 +29,7 @@ MODELS = {
 def dense(request, tmp_path_factory):
     """A checkpoint of a random dense model in fp64."""
     config = Config(model=MODELS[request.param], precision=PrecisionConfig(dtype="fp64"))
-    model = Gpt(config, build_mesh(resolve(1)))
+    model = GPT(config, build_mesh(resolve(1)))
     model.initialize(7)
     tensors = {}
     for weight in model.weights():

@@ -8,7 +8,7 @@ from parity_configs import config_of
 from ranks import run_ranks
 
 from megatron5d.config.schema import PrecisionConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.topology import init_weights as rng
@@ -43,7 +43,7 @@ def test_each_rank_fills_what_it_keeps(monkeypatch):
             with MemoryWatch() as watch:
                 run = build_run(config, Process(rank, world, rank, torch.device("cpu")))
                 live, peak, largest = watch.live_bytes, watch.peak_bytes, watch.largest
-            plain = Gpt(config, run.mesh, "cpu")
+            plain = GPT(config, run.mesh, "cpu")
             plain.initialize(config.train.seed)
             with run.sync.whole_weights():
                 pairs = [(spec_of(a).name, torch.equal(a, b)) for a, b in zip(run.model.weights(), plain.weights())]
@@ -77,7 +77,7 @@ def test_the_setup_of_many_ranks_is_predicted_without_a_whole_model():
 def test_parameters_without_memory_are_not_written_unnoticed():
     config = large()
     with without_memory():
-        model = Gpt(config, build_mesh(sizes_of(config, 1), num_kv_heads=2))
+        model = GPT(config, build_mesh(sizes_of(config, 1), num_kv_heads=2))
     assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) < 1024
     with pytest.raises(RuntimeError, match="more than one element"):
         model.initialize(1)

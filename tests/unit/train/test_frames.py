@@ -9,7 +9,7 @@ import torch
 
 from megatron5d.config.schema import Config, ModelConfig, RecomputeConfig, TrainConfig
 from megatron5d.data.batch import make_micro_batch
-from megatron5d.model.attention import Attention
+from megatron5d.model.attention import SelfAttention
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
 
@@ -23,7 +23,7 @@ def test_a_layer_is_few_frames_below_a_step(monkeypatch, recompute):
         num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, ffn_hidden_size=48, vocab_size=64
     )
     config = Config(model=model, train=TrainConfig(gbs=1, mbs=1, seq_len=16), recompute=RecomputeConfig(recompute))
-    run, forward, chains = build_run(config, Process(0, 1, 0, torch.device("cpu"))), Attention.forward, []
+    run, forward, chains = build_run(config, Process(0, 1, 0, torch.device("cpu"))), SelfAttention.forward, []
 
     def traced(*args):
         frame, names = sys._getframe(1), []
@@ -35,7 +35,7 @@ def test_a_layer_is_few_frames_below_a_step(monkeypatch, recompute):
         chains.append(names[::-1])
         return forward(*args)
 
-    monkeypatch.setattr(Attention, "forward", traced)
+    monkeypatch.setattr(SelfAttention, "forward", traced)
     run.trainer.step([make_micro_batch(torch.randint(64, (1, 17)))], 1e-3)
     assert len(chains) == (1 if recompute == "none" else 2)
     assert all(len(names) + 1 <= MOST for names in chains), chains  # and the layer's own

@@ -31,7 +31,7 @@ from megatron5d.train.build import build_run
 
 ROOT = Path(__file__).parents[3]
 LAYERS, MICROBATCHES = 2, 3
-AGREE, SPLITS, NODES = ("step.py", "_agree"), ("dispatcher.py", "_trip"), ("hierarchical_dispatcher.py", "send")
+AGREE, SPLITS, NODES = ("step.py", "_agree"), ("dispatcher.py", "_state"), ("hierarchical_dispatcher.py", "dispatch")
 READS = {Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
          Tensor.__index__, torch.equal, torch.allclose}  # fmt: skip
 SHAPED_BY_VALUES = {Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select, torch.unique,

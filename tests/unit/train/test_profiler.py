@@ -70,7 +70,7 @@ def test_laps_fill_the_step(profiled):
     passes = {(lap["what"], lap["pass"]) for lap in laps if lap["pass"]}
     layer = ("forward", "recompute", "backward", "wgrad")
     ends = {("Embedding", "forward"), ("Embedding", "backward"), ("Embedding", "wgrad")}
-    assert passes == {(kind, each) for kind in ("Attention", "Mlp") for each in layer} | ends
+    assert passes == {(kind, each) for kind in ("SelfAttention", "MLP") for each in layer} | ends
     assert all(lap["seconds"] > 0 for lap in laps if lap["pass"])
 
 
@@ -84,9 +84,9 @@ def test_a_trace_has_a_range_for_every_phase_of_every_pass(profiled):
         events = json.load(file)["traceEvents"]
     counts = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
     expected = {
-        f"layers.{layer}.{place} {kind} {each}": MICRO_BATCHES
+        f"layers.{layer}.{phase} {kind} {each}": MICRO_BATCHES
         for layer in range(LAYERS // 2, LAYERS)
-        for place, kind in enumerate(("Attention", "Mlp"))
+        for phase, kind in (("attention", "SelfAttention"), ("mlp", "MLP"))
         for each in ("forward", "recompute", "backward", "wgrad")
     } | {f"head Head {each}": MICRO_BATCHES for each in ("forward", "backward", "wgrad")}
     assert {name: count for name, count in counts.items() if name in expected} == expected

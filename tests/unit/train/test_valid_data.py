@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import records, write_corpus
 
-from megatron5d.config.checks import broken_laws
+from megatron5d.config.checks import run_checks
 from megatron5d.config.schema import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, TrainConfig
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megatron5d.topology.mesh import build_mesh
@@ -64,7 +64,7 @@ def test_illegal_weights_and_splits_are_told_once_and_open_nothing(corpus, data)
     """Files are judged although the configuration is refused already: their faults shall stand beside the others."""
     train = [entry.format(corpus) for entry in data.pop("train", ["{}"])]
     config = Config(data=DataConfig(train, **data))
-    assert len(broken_laws(config, 1)) == 1 and data_faults(config, 1) == []
+    assert len(run_checks(config, 1)) == 1 and data_faults(config, 1) == []
 
 
 @pytest.mark.parametrize("order", ["shuffled", "megatron"])

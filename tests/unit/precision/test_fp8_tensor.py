@@ -1,4 +1,4 @@
-"""SwiGLU and norms made in 8 bits at once: the bits of making them wide and quantising them, in whole models too."""
+"""SwiGLU and norms made in FP8 at once: the bits of making them wide and quantising them, in whole models too."""
 
 import dataclasses
 
@@ -12,9 +12,10 @@ import kernels
 from kernels.activation import weighted_activation
 from megatron5d.autograd import recompute as activations
 from megatron5d.config.schema import RecomputeConfig
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
+from megatron5d.planning.meta_run import MemoryWatch
 from megatron5d.precision import fp8_recipes as fp8
-from megatron5d.precision.fp8_tensor import carried_by
+from megatron5d.precision.fp8_tensor import Fp8Tensor
 from megatron5d.precision.gemm import PLAIN, ExpertGemms, Gemms, gemms_of
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
@@ -37,7 +38,7 @@ def test_operations_alone(dtype, powers_of_two):
         (gemms.layer_norm(x, weight, bias, 1e-5), PLAIN.layer_norm(x, weight, bias, 1e-5), (x, weight, bias)),
     ]
     for (eight, *ours_beside), (wide, *theirs_beside), inputs in cases:
-        assert (eight.shape, eight.dtype) == (wide.shape, wide.dtype) and eight.untyped_storage().nbytes() <= 8
+        assert isinstance(eight, Fp8Tensor) and (eight.shape, eight.dtype) == (wide.shape, wide.dtype)
         for got, want in zip(gemms.operand(eight.detach()), gemms.operand(wide.detach()), strict=True):
             assert got.shape == want.shape and torch.equal(got.double(), want.double())
         assert all(map(torch.equal, ours_beside, theirs_beside)), "the stream that a norm hands on is its input"
@@ -46,8 +47,25 @@ def test_operations_alone(dtype, powers_of_two):
         assert all(map(torch.equal, ours, theirs))
         ours = torch.autograd.grad([eight, *ours_beside], inputs, dy)
         torch.testing.assert_close(ours, torch.autograd.grad([wide, *theirs_beside], inputs, dy))
-        assert (eight + 1).isnan().all(), "nobody mistakes it for a tensor unnoticed"
-    assert carried_by(gemms.activate(x, "gelu")) is None and carried_by(of_experts.activate(row, probs, "gelu")) is None
+        for mistake in (lambda y: y + 1, torch.clone, lambda y: y[0], lambda y: y.view(-1), lambda y: y.mT, list):
+            with pytest.raises(RuntimeError, match="only FP8 GEMMs read it"):
+                mistake(eight.detach())
+    assert type(gemms.activate(x, "gelu")) is type(of_experts.activate(row, probs, "gelu")) is torch.Tensor
+
+
+def test_views_and_detached_copies_share_the_memory():
+    y = fp8.BlockwiseGemms(True).rms_norm(torch.randn(5, 3, 400), torch.ones(400), 1e-5)[0]
+    with MemoryWatch() as watch:
+        flat = y.view(15, 400).detach()
+        assert (flat.shape, flat.scales.shape) == ((15, 400), (15, 4)) and watch.peak_bytes == 0
+        for name in ("qdata", "scales"):
+            assert getattr(flat, name).data_ptr() == getattr(y, name).data_ptr()
+        more = fp8.BlockwiseGemms(True).rms_norm(
+            torch.empty(4, 256, device="meta"), torch.ones(256, device="meta"), 1e-5
+        )
+        kept = watch.live_bytes
+        del more
+    assert kept >= 4 * 256 + 4 * 2 * 4, "the inner tensors are counted"
 
 
 def test_products_of_one_input_agree_or_take_it_wide():
@@ -72,7 +90,7 @@ KEPT = {
 
 
 def loss_and_gradients(config):
-    model = Gpt(config, build_mesh(sizes_of(config, 1)))
+    model = GPT(config, build_mesh(sizes_of(config, 1)))
     model.initialize(1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -87,7 +105,7 @@ def loss_and_gradients(config):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models_are_those_of_two_passes(model, monkeypatch):
-    """With bf16 around, whatever is recomputed or waits on the host; and stand-ins are there at all."""
+    """With bf16 around, whatever is recomputed or waits on the host; and Fp8Tensors are there at all."""
     base = config_of("llama_gqa", gbs=2, mbs=2)
     config = dataclasses.replace(
         base,
@@ -102,9 +120,9 @@ def test_models_are_those_of_two_passes(model, monkeypatch):
         patch.setattr(fp8.BlockwiseExpertGemms, "activate", ExpertGemms.activate)
         wide = loss_and_gradients(config)
     assert all(each.isfinite().all() for each in wide)
-    carriers, start = [], activations._Carrier.__init__
-    monkeypatch.setattr(activations._Carrier, "__init__", lambda *args: (carriers.append(1), start(*args))[1])
+    wrapped, start = [], activations._Wrapper.__init__
+    monkeypatch.setattr(activations._Wrapper, "__init__", lambda *args: (wrapped.append(1), start(*args))[1])
     for name, recompute in KEPT.items():
         eight = loss_and_gradients(dataclasses.replace(config, recompute=recompute))
         assert all(map(torch.equal, wide, eight)), name
-    assert carriers, "a part around a product keeps the 8 bits that it reads"
+    assert wrapped, "a part around a GEMM keeps the FP8 tensor that it reads"

@@ -1,4 +1,4 @@
-"""Every law fires on a configuration made to break it, stays silent on a sound one, and is healed by its own fix."""
+"""Every check refuses a configuration made to fail it, stays silent on a sound one, and is healed by its own fix."""
 
 import json
 import re
@@ -9,14 +9,14 @@ from random import Random
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megatron5d.config.checks import LAWS, broken_laws
+from megatron5d.config.checks import CHECKS, run_checks
 from megatron5d.config.convert import from_dict, keys, kind_of, leaves, to_dict
 from megatron5d.config.schema import Config
 
-# lines of `law: the values that break it, as JSON`, for 8 ranks
-BREAKS = (Path(__file__).parent / "broken_laws.txt").read_text()
+# lines of `id: the values that fail the check, as JSON`, for 8 ranks
+BREAKS = (Path(__file__).parent / "refused_by_checks.txt").read_text()
 CASES = {line.split(": ")[0]: line.split(": ", 1)[1] for line in BREAKS.splitlines()}
-BY_ID = {law.id: law for law in LAWS}
+BY_ID = {check.id: check for check in CHECKS}
 
 
 @pytest.fixture(autouse=True)
@@ -59,19 +59,19 @@ def parsed(text: str) -> dict[str, object]:
 
 
 def broken_ids(values: dict[str, object], world: int = 8) -> list[str]:
-    return [fault.id for fault in broken_laws(changed(values), world)]
+    return [fault.id for fault in run_checks(changed(values), world)]
 
 
-def test_each_law_has_one_case_and_each_case_a_law():
-    assert sorted(CASES) == sorted(law.id for law in LAWS)
-    assert len(BY_ID) == len(LAWS)
+def test_each_check_has_one_case_and_each_case_a_check():
+    assert sorted(CASES) == sorted(check.id for check in CHECKS)
+    assert len(BY_ID) == len(CHECKS)
 
 
 def test_ids_are_kebab_case_and_knobs_are_keys():
-    for law in LAWS:
-        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", law.id)
-        assert law.knobs and set(law.knobs) <= set(leaves())
-        assert set(law.needs) <= set(BY_ID)
+    for check in CHECKS:
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", check.id)
+        assert check.knobs and set(check.knobs) <= set(leaves())
+        assert set(check.needs) <= set(BY_ID)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_ids_are_kebab_case_and_knobs_are_keys():
 )
 def test_paths_that_are_in_each_others_way(values, told):
     Path("link").symlink_to("released")
-    (fault,) = broken_laws(changed(values), 1)
+    (fault,) = run_checks(changed(values), 1)
     assert fault.id == "paths-apart" and re.search(told, fault.reason), fault
     key, _, path = fault.fix.partition("=")
     assert broken_ids({**values, key: path}, 1) == []
@@ -102,27 +102,27 @@ def test_paths_that_are_in_each_others_way(values, told):
 def test_a_link_whose_target_is_gone_is_called_so(knob):
     Path("dangling").symlink_to("gone")
     for path in ("dangling", "dangling/inside"):
-        (fault,) = broken_laws(changed({knob: path}), 1)
+        (fault,) = run_checks(changed({knob: path}), 1)
         assert re.search(r"dangling is in its way, a link whose target gone does not exist", fault.reason), fault
         assert broken_ids({knob: fault.fix.partition("=")[2].removesuffix(", or null")}, 1) == []
 
 
 def test_a_device_is_neither_replaced_nor_a_folder():
-    (fault,) = broken_laws(changed({"log.jsonl": "/dev/null"}), 1)
+    (fault,) = run_checks(changed({"log.jsonl": "/dev/null"}), 1)
     assert fault.id == "log-jsonl-path" and "neither a file nor a folder" in fault.reason
     assert broken_ids({"checkpoint.dir": "/dev/null/inside"}) == ["checkpoint-dir-path"]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_no_law_fires_on_the_defaults(world):
+def test_no_check_refuses_the_defaults(world):
     assert broken_ids({}, world) == []
 
 
 @pytest.mark.parametrize("id", CASES)
-def test_law_fires_and_names_its_knob(id):
+def test_check_refuses_and_names_its_knob(id):
     values = parsed(CASES[id])
-    faults = {fault.id: fault for fault in broken_laws(changed(values), 8)}
-    assert id in faults, f"{values} broke only {sorted(faults)}"
+    faults = {fault.id: fault for fault in run_checks(changed(values), 8)}
+    assert id in faults, f"{values} failed only {sorted(faults)}"
     fault = faults[id]
     written = [knob for knob in BY_ID[id].knobs if knob in values]
     assert any(knob.rpartition(".")[2] in fault.reason for knob in written), fault.reason
@@ -140,27 +140,27 @@ def healing(fix: str) -> dict[str, object] | None:
 
 
 @pytest.mark.parametrize("id", CASES)
-def test_fix_heals_its_law_and_breaks_no_other(id):
+def test_fix_passes_its_check_and_fails_no_other(id):
     values = parsed(CASES[id])
-    before = broken_laws(changed(values), 8)
+    before = run_checks(changed(values), 8)
     fix = healing(next(fault.fix for fault in before if fault.id == id))
     if fix is not None:
         after = broken_ids({**values, **fix})
         assert id not in after, fix
         # Values first: what a single illegal value hid may come to light, but nothing about the fixed knobs themselves.
         new = set(after) - {fault.id for fault in before}
-        assert not [law for law in new if set(BY_ID[law].knobs) <= set(fix)], (fix, new)
+        assert not [id for id in new if set(BY_ID[id].knobs) <= set(fix)], (fix, new)
 
 
-def test_several_broken_laws_are_told_at_once():
+def test_several_failed_checks_are_told_at_once():
     found = broken_ids(
         {"train.gbs": 13, "optim.lr": -1.0, "model.norm": "rms", "parallel.reduce": "per_step", "data.train": []}
     )
     assert {"gbs-splits", "optim-lr", "model-norm", "reduce-needs-sharded-gradients", "data-train-given"} <= set(found)
 
 
-def test_a_law_is_not_asked_about_a_value_that_is_illegal_by_itself():
-    """tp = 0 would divide by zero in every law about tp."""
+def test_a_check_is_not_run_on_a_value_that_is_illegal_by_itself():
+    """tp = 0 would divide by zero in every check of tp."""
     assert broken_ids({"parallel.tp": 0}) == ["parallel-tp"]
     assert broken_ids({"parallel.zero": 7}) == ["parallel-zero"]
 
@@ -184,17 +184,17 @@ def test_a_law_is_not_asked_about_a_value_that_is_illegal_by_itself():
     ],
 )  # fmt: skip
 def test_fix_is_the_nearest_legal_value(values, world, fix):
-    assert fix in [fault.fix for fault in broken_laws(changed(values), world)]
+    assert fix in [fault.fix for fault in run_checks(changed(values), world)]
 
 
 def test_a_data_file_with_its_ending_is_understood(tmp_path):
     (tmp_path / "web.bin").touch()
-    broken = broken_laws(changed({"data.train": [f"0.5 {tmp_path}/web.bin"]}), 1)
+    broken = run_checks(changed({"data.train": [f"0.5 {tmp_path}/web.bin"]}), 1)
     (fix,) = [fault.fix for fault in broken if fault.id == "data-train-files"]
     assert fix == f"data.train=[{tmp_path}/web]"
 
 
-LAWFUL = {
+VALID = {
     "sequence-splits-over-tp": {"parallel.tp": 4, "train.seq_len": 126},  # whole on every rank without sp
     "sequence-splits-over-cp": {"parallel.cp": 4, "parallel.cp_method": "ulysses", "train.seq_len": 132},  # no zigzag
     "top2-needs-two": {"model.num_experts": 1, "model.top_k": 1, "model.group_score": "top2_sum"},  # of one group
@@ -207,10 +207,10 @@ LAWFUL = {
 }
 
 
-@pytest.mark.parametrize("id", LAWFUL)
-def test_what_a_law_does_not_forbid(id):
+@pytest.mark.parametrize("id", VALID)
+def test_what_a_check_does_not_refuse(id):
     """What lies just beside what it does."""
-    assert id not in broken_ids(LAWFUL[id] | {"train.gbs": 8})
+    assert id not in broken_ids(VALID[id] | {"train.gbs": 8})
 
 
 @pytest.mark.parametrize("implementation", ["torch", "kernel"])
@@ -273,21 +273,21 @@ def anything(random: Random, key: str) -> object:
     return random.choice({int: SMALL, float: FLOATS, bool: [True, False], str: TEXTS}[kind_of(key)])
 
 
-def test_no_configuration_of_the_right_types_makes_a_law_stumble():
-    """Zero sizes, empty lists and odd words, many at once: laws answer and explain, and never raise."""
+def test_no_configuration_of_the_right_types_makes_a_check_stumble():
+    """Zero sizes, empty lists and odd words, many at once: checks answer and explain, and never raise."""
     seen = set()
     for seed in range(300):
         random = Random(seed)
         share = random.choice([0.05, 0.3, 1.0])
         values = {key: anything(random, key) for key in leaves() if random.random() < share}
-        for fault in broken_laws(changed(values), random.choice([1, 2, 3, 8, 64])):
+        for fault in run_checks(changed(values), random.choice([1, 2, 3, 8, 64])):
             assert fault.reason and fault.fix and fault.knobs
             seen.add(fault.id)
-    assert len(seen) > 0.8 * len(LAWS), set(BY_ID) - seen
+    assert len(seen) > 0.8 * len(CHECKS), set(BY_ID) - seen
 
 
 def test_what_a_resumed_run_has_behind_it_is_not_judged(tmp_path):
-    """A ramp that is over, and where the first weights came from; a ramp under way keeps its law, with another fix."""
+    """A ramp that is over, and where the first weights came from; a ramp under way keeps its check with another fix."""
     ramp = {"train.gbs_ramp": [4, 4, 8], "train.gbs": 8, "init.from_hf": "gone", "checkpoint.dir": "saved"}
     known = {"ramp-splits", "init-from-hf-folder"}
     assert known <= set(broken_ids(ramp))
@@ -295,7 +295,7 @@ def test_what_a_resumed_run_has_behind_it_is_not_judged(tmp_path):
         folder = tmp_path / "saved" / f"step-{step:08d}"
         folder.mkdir(parents=True)
         (folder / "run.json").write_text(json.dumps({"progress": {"step": step, "consumed_samples": consumed}}))
-        faults = {fault.id: fault for fault in broken_laws(changed(ramp), 8)}
+        faults = {fault.id: fault for fault in run_checks(changed(ramp), 8)}
         assert faults.keys() & known == broken
         if broken:
             assert "fewer data-parallel ranks until 8 samples are taken (4 are)" in faults["ramp-splits"].fix

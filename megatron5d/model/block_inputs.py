@@ -1,0 +1,100 @@
+"""What the modules of one rank are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.context_parallel.attention import ContextAttention
+from megatron5d.expert_parallel.load_balancing import Balancer
+from megatron5d.expert_parallel.router import Jitter
+from megatron5d.model.norm import Norm
+from megatron5d.model.rope import RotaryTables, rotary_dim
+from megatron5d.model.token_share import TokenShare
+from megatron5d.topology.axis import Axis
+from megatron5d.topology.mesh import Mesh
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """The configuration, this rank's axes, and what its layers use in common.
+
+    Args:
+        config: of the whole run.
+        mesh: this rank's axes.
+        device: of the parameters.
+        balancer: of this rank's MoE layers; None for a dense model.
+    """
+
+    config: Config
+    mesh: Mesh
+    device: torch.device | str
+    balancer: Balancer | None = None
+
+    @property
+    def model(self) -> ModelConfig:
+        """The architecture."""
+        return self.config.model
+
+    @property
+    def tp(self) -> Axis:
+        """The axis that cuts heads, features and the vocabulary."""
+        return self.mesh["tp"]
+
+    @property
+    def sp(self) -> bool:
+        """Whether activations between tp regions are cut along the sequence."""
+        return self.config.parallel.sp
+
+    @property
+    def factory(self) -> dict[str, Any]:
+        """The dtype and the device of parameters."""
+        return {"dtype": DTYPES[self.config.precision.dtype], "device": self.device}
+
+    @cached_property
+    def rope(self) -> RotaryTables | None:
+        """The tables of cos and sin; None without rotary positions."""
+        model = self.model
+        if model.position != "rope":
+            return None
+        return RotaryTables(rotary_dim(model), model.rope_theta, model.rope_scaling, **self.factory)
+
+    @cached_property
+    def context(self) -> ContextAttention | None:
+        """The attention over cp; None where sequences are whole."""
+        if self.mesh["cp"].size == 1:
+            return None
+        return ContextAttention(self.config.parallel.cp_method, self.mesh["cp_outer"], self.mesh["cp_inner"])
+
+    @cached_property
+    def token_share(self) -> TokenShare:
+        """The tokens that this rank routes."""
+        return TokenShare(self.tp, self.sp)
+
+    @cached_property
+    def jitter(self) -> Jitter | None:
+        """The jitter of what routers read in training."""
+        amount, train = self.config.moe.jitter, self.config.train
+        return Jitter(amount, train.seed, train.seq_len) if amount else None
+
+    def norm(
+        self, name: str, size: int | None = None, kind: str | None = None, partial_grad: bool | None = None
+    ) -> Norm:
+        """Builds a norm.
+
+        Args:
+            name: global name.
+            size: of the last dim; None = the hidden size.
+            kind: None = as `model.norm` says.
+            partial_grad: as in Norm; None = with sp.
+        """
+        partial_grad = self.sp if partial_grad is None else partial_grad
+        size = size or self.model.hidden_size
+        eps = self.model.norm_eps
+        return Norm(kind or self.model.norm, size, name, self.tp, partial_grad=partial_grad, eps=eps, **self.factory)
