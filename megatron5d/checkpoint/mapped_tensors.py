@@ -10,7 +10,6 @@ import io
 import mmap
 import pickle
 import struct
-import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
@@ -26,6 +25,7 @@ from megatron5d.checkpoint.storage import Reader
 from megatron5d.checkpoint.tensor_file import HEADER_BYTES, Save, Window, check_item, header, save_of
 
 Offset = tuple[int, ...]
+VALUES = "data/0"  # the record of an archive that holds them
 _STORAGES = {  # as pickles of torch name dtypes
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -183,18 +183,31 @@ class MappedTensors:
 
 
 def _view(window: Window, mapped: mmap.mmap, start: int) -> Tensor:
-    """The tensor of an archive of torch.save, in the mapped memory of its file. Nothing that it names is called."""
-    with zipfile.ZipFile(cast(IO[bytes], window)) as archive:
-        record = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
-        described = archive.read(record.filename.removesuffix("data/0") + "data.pkl")
-    dtype, offset, shape, stride = _Described(io.BytesIO(described)).load()
+    """The tensor of an archive of torch.save, in the mapped memory of its file. Nothing that it names is called.
+
+    Raises:
+        ValueError, RuntimeError: torch.load would not read the archive.
+    """
+    archive: Any = torch._C.PyTorchFileReader(cast(IO[bytes], window))
+    records = {name: archive.get_record(name) for name in archive.get_all_records() if name != VALUES}
+    dtype, offset, shape, stride = _Described(io.BytesIO(records["data.pkl"])).load()
     if not prod(shape):
         return torch.empty(shape, dtype=dtype)
-    local = start + record.header_offset  # a header of 30 bytes, a name and padding; then the values
-    name, padding = struct.unpack("<HH", mapped[local + 26 : local + 30])
-    values = local + 30 + name + padding
-    flat = torch.frombuffer(mapped, dtype=dtype, count=record.file_size // dtype.itemsize, offset=values)
+    first = _name_and_content(mapped, start)[0]
+    name, values = _name_and_content(mapped, start + archive.get_record_header_offset(VALUES))
+    if name != first.replace(b"data.pkl", VALUES.encode()) or values != start + archive.get_record_offset(VALUES):
+        raise ValueError("the header of the values is damaged")
+    count = archive.get_record_size(VALUES) // dtype.itemsize
+    flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=values)
     return flat.as_strided(shape, stride, offset)
+
+
+def _name_and_content(mapped: mmap.mmap, header: int) -> tuple[bytes, int]:
+    """The name of a record of a zip archive, and where its content begins, by the record's own header."""
+    name, padding = struct.unpack("<HH", mapped[header + 26 : header + 30])
+    if mapped[header : header + 4] != b"PK\3\4":
+        raise ValueError("the header of a record is damaged")
+    return mapped[header + 30 : header + 30 + name], header + 30 + name + padding
 
 
 class _Described(pickle.Unpickler):

@@ -45,7 +45,7 @@ from megatron5d.config.errors import ConfigError, Fault
 from megatron5d.config.json_file import read_json
 from megatron5d.config.load import keys_given, load_config
 from megatron5d.config.schema import Config
-from megatron5d.model.gpt import Gpt
+from megatron5d.model.gpt import GPT
 from megatron5d.optim.optimizer import build_optimizer
 from megatron5d.parity.variants import faults_of
 from megatron5d.topology.mesh import planned_mesh
@@ -205,7 +205,7 @@ def rank_tensors(config: Config, world: int, plan: PipelinePlan, rank: int) -> d
     kv_heads = config.model.num_kv_heads
     mesh = planned_mesh(sizes_of(config, world), rank, num_kv_heads=kv_heads, pairs=plan.shared != "none")
     with without_memory():
-        model = Gpt(config, mesh, "meta", plan.stage_specs(mesh["pp"].rank), plan.shared)
+        model = GPT(config, mesh, "meta", plan.stage_specs(mesh["pp"].rank), plan.shared)
     sync = build_sync(config, mesh, model)
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
     return run_tensors(sync, optimizer, model.weights(), writing=True)
