@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron5d.train.signals import EndOnSignals
+from megatron5d.train.signals import EndOnSignals, StopFlag
 
 if __name__ == "__main__":
     EndOnSignals().__enter__()  # until the process ends: the imports below, and torch's later, take seconds
@@ -22,6 +22,7 @@ from megatron5d.pipeline_parallel.registry import schedule_faults
 from megatron5d.topology.launcher import Environment, rank_0_listens, read_environment, speaks_for_node
 
 if TYPE_CHECKING:
+    from megatron5d.topology.process import Process
     from megatron5d.train.meeting import Meeting
 
 if __name__ == "__main__":
@@ -92,8 +93,8 @@ def _model_from_hf(folder: str) -> Mapping[str, Any]:
 
 def _late_faults(config: Config, world: int) -> list[Fault]:
     """What is checked with torch, of a configuration whose model and layout are legal."""
-    from megatron5d.train.monitoring.memory import memory_faults
-    from megatron5d.train.pipeline_layout import pipeline_faults
+    from megatron5d.planning.auto_schedule import pipeline_faults
+    from megatron5d.planning.fit import memory_faults
     from megatron5d.train.preflight import data_faults, device_faults, glob_faults
     from megatron5d.train.state import checkpoint_faults
 
@@ -106,23 +107,49 @@ def _run(config: Config, meeting: Meeting) -> int:
     from torch import OutOfMemoryError
 
     from megatron5d.pipeline_parallel.executor import PipelineError
+    from megatron5d.planning.fit import ways_out
     from megatron5d.topology.process import start_process, stop_process
-    from megatron5d.train.crash import crash_message
-    from megatron5d.train.loop import train
+    from megatron5d.train.crash import add_note, crash_message, ran_out_of_memory
 
     environment = meeting.environment
     try:
         config = meeting.agree(config)
         process = start_process(config.parallel.timeout_s, environment, meeting.store)
         try:
-            return train(config, process, meeting.notes)
+            return plan_and_train(config, process, meeting.notes)
         finally:
             stop_process()
     except (OSError, ValueError, ArithmeticError, OutOfMemoryError, PipelineError) as error:
+        if ran_out_of_memory(error):
+            add_note(error, ways_out(config, environment.world))
         said = None if config.log.traceback else crash_message(error, environment.rank, environment.world)
         if said is None:
             raise
         raise SystemExit(said) from error
+
+
+def plan_and_train(config: Config, process: Process, notes: Sequence[str] = ()) -> int:
+    """Obtains the pipeline's layout and the predictions, and trains with them.
+
+    Args:
+        config: a valid configuration.
+        process: this rank.
+        notes: for the log.
+
+    Returns:
+        Exit code, as of `train`.
+
+    Comm: that of `agreed_layout` and `train`.
+    """
+    from megatron5d.planning.auto_schedule import agreed_layout
+    from megatron5d.planning.predict import prediction_of
+    from megatron5d.topology.all_ranks import on_every_rank
+    from megatron5d.train.loop import train
+
+    with StopFlag() as stop:
+        layout = agreed_layout(config, process)
+        predicted = on_every_rank(lambda: prediction_of(config, process, layout))
+        return train(config, process, layout, predicted, stop, notes)
 
 
 class _Undecided(Exception):
@@ -156,8 +183,8 @@ def before_fork(argv: Sequence[str], world: int) -> None:
 
 def import_training() -> None:
     """Imports torch and all that trains, which takes seconds."""
-    for name in ("loop", "meeting", "preflight", "monitoring.memory"):
-        importlib.import_module(f"megatron5d.train.{name}")
+    for name in ("train.loop", "train.meeting", "planning.predict"):
+        importlib.import_module(f"megatron5d.{name}")
 
 
 if __name__ == "__main__":

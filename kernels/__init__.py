@@ -18,10 +18,9 @@ from kernels.norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
-    layer_norm_backward,
     layer_norm_reference,
+    norm_backward,
     rms_norm,
-    rms_norm_backward,
     rms_norm_reference,
 )
 from kernels.rope import apply_rope, apply_rope_reference, apply_rope_to_ends, apply_rope_to_projection
@@ -53,10 +52,9 @@ __all__ = [
     "gelu",
     "gelu_reference",
     "layer_norm",
-    "layer_norm_backward",
     "layer_norm_reference",
     "rms_norm",
-    "rms_norm_backward",
+    "norm_backward",
     "rms_norm_reference",
     "swiglu",
     "swiglu_backward",

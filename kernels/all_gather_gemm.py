@@ -1,9 +1,9 @@
-"""A product whose rows come from several ranks and are multiplied as they arrive.
+"""A GEMM fused with the all_gather of its rows, which are multiplied as they arrive.
 
     y[source] = x[source] Wᵀ     for the own chunk, then rank - 1, rank - 2, ...: the order in which ranks send
 Each tile waits for the flag of its chunk only, and tiles start in the order of arrival: while the tiles of one chunk
-multiply, the copy engines bring the next. One launch keeps every processor busy across chunks, where a product per
-chunk ends in tiles that do not fill the last wave.
+multiply, the copy engines receive the next. One launch keeps every multiprocessor busy across chunks; a GEMM per chunk
+would end in tiles that do not fill the last wave.
 Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs" (arXiv:2406.06858), sec. 3.3.
 """
 
@@ -17,10 +17,12 @@ from kernels.symm_mem_flags import Arrivals, wait_flag, wait_for
 from kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
 
 
-def gather_matmul_reference(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, turned: bool = False) -> Tensor:
-    """One product of plain torch per chunk, in the order of arrival."""
+def all_gather_gemm_reference(
+    x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, transposed: bool = False
+) -> Tensor:
+    """Computes one GEMM of plain torch per chunk, in the order of arrival."""
     size, rows, _ = x.shape
-    matrix = weight.t() if not turned else weight
+    matrix = weight.t() if not transposed else weight
     y = torch.empty(size, rows, matrix.shape[1], dtype=x.dtype, device=x.device)
     for step in range(size):
         source = (rank - step) % size
@@ -31,10 +33,10 @@ def gather_matmul_reference(x: Tensor, weight: Tensor, arrivals: Arrivals, rank:
 
 @jit
 def weight_matrix(
-    w_tiles, n, k, TURNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, POINTERS: tl.constexpr
+    w_tiles, n, k, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, POINTERS: tl.constexpr
 ):
-    """W `[n, k]`, or `[k, n]` when turned, for `weight_tile`."""
-    if TURNED:
+    """Makes W `[n, k]`, or `[k, n]` when transposed, for `weight_tile`."""
+    if TRANSPOSED:
         weight = matrix(w_tiles, k, n, BLOCK_K, BLOCK_N, POINTERS)
     else:
         weight = matrix(w_tiles, n, k, BLOCK_N, BLOCK_K, POINTERS)
@@ -42,23 +44,23 @@ def weight_matrix(
 
 
 @jit
-def weight_tile(weight, start, tile_n, TURNED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`[BLOCK_K, BLOCK_N]` of Wᵀ, from column `start` of W on; turned: of W, from that row on."""
-    if TURNED:
+def weight_tile(weight, start, tile_n, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Loads `[BLOCK_K, BLOCK_N]` of Wᵀ, from column `start` of W on; transposed: of W, from that row on."""
+    if TRANSPOSED:
         tile = weight.load([start, tile_n * BLOCK_N])
     else:
         tile = weight.load([tile_n * BLOCK_N, start]).T
     return tile
 
 
-def weight_tiles(weight: Tensor, config: dict, turned: bool):
-    """What a kernel gives to `weight_matrix`."""
-    block = [config["BLOCK_K"], config["BLOCK_N"]] if turned else [config["BLOCK_N"], config["BLOCK_K"]]
+def weight_tiles(weight: Tensor, config: dict, transposed: bool):
+    """Makes the argument of `weight_matrix`."""
+    block = [config["BLOCK_K"], config["BLOCK_N"]] if transposed else [config["BLOCK_N"], config["BLOCK_K"]]
     return tiles_of(weight, block)
 
 
 @jit(do_not_specialize=["epoch", "rank"])
-def _gather_matmul_kernel(
+def _all_gather_gemm_kernel(
     x_ptr,
     w_tiles,
     y_ptr,
@@ -71,7 +73,7 @@ def _gather_matmul_kernel(
     n,
     k,
     x_stride,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -84,51 +86,51 @@ def _gather_matmul_kernel(
     tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     wait_for(flags_ptr, source, epoch, patience)
-    # Ordinary loads, not the copy engine: it reads by a proxy of its own, which the flag's acquire does not order.
+    # Ordinary loads, not the copy engine: it reads by its own proxy, which the flag's acquire does not order.
     x_row = x_ptr + source.to(tl.int64) * x_stride + row.to(tl.int64)[:, None] * k
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    weight = weight_matrix(w_tiles, n, k, TURNED, BLOCK_N, BLOCK_K, POINTERS)
-    tl.assume(k > 0)  # a way round the loop would make the assembler wait for each product
+    weight = weight_matrix(w_tiles, n, k, TRANSPOSED, BLOCK_N, BLOCK_K, POINTERS)
+    tl.assume(k > 0)  # a branch around the loop would make the assembler wait for each MMA
     for start in range(0, k, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_row + column[None, :], (row < rows)[:, None] & (column < k)[None, :], other=0.0)
-        total = tl.dot(x, weight_tile(weight, start, tile_n, TURNED, BLOCK_N), total)
+        total = tl.dot(x, weight_tile(weight, start, tile_n, TRANSPOSED, BLOCK_N), total)
     out = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     at = (source.to(tl.int64) * rows + row)[:, None] * n + out[None, :]
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), (row < rows)[:, None] & (out < n)[None, :])
 
 
 def fast(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels take this product: narrow floats, whose rows the copy engine can read."""
+    """Says whether the kernels take this GEMM: 16- or 32-bit floats whose rows the copy engine can read."""
     return dispatch.runs_triton(x) and x.dtype == weight.dtype and x.dtype in DTYPES and readable(weight)
 
 
-def gather_matmul(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, turned: bool = False) -> Tensor:
-    """`x[source] Wᵀ` for every source, each as soon as its rows are there.
+def all_gather_gemm(x: Tensor, weight: Tensor, arrivals: Arrivals, rank: int, transposed: bool = False) -> Tensor:
+    """Computes `x[source] Wᵀ` for every source, each as soon as its rows have arrived.
 
     Args:
         x: `[size, rows, k]`, chunks contiguous, written by the other ranks while this runs.
-        weight: `[n, k]`; turned: `[k, n]`.
+        weight: `[n, k]`; transposed: `[k, n]`.
         arrivals: of the rows of each source.
         rank: whose chunk comes first.
-        turned: the product is `x[source] W`.
+        transposed: the GEMM is `x[source] W`.
 
     Returns:
         `[size, rows, n]` in the dtype of x.
 
     Raises:
-        TimeoutError: a chunk has not come within the patience of `arrivals`; on a GPU a later call tells.
+        TimeoutError: a chunk did not arrive within the patience of `arrivals`; on a GPU a later call raises it.
     """
     if not fast(x, weight) or x.stride()[1:] != (x.shape[2], 1):
-        return gather_matmul_reference(x, weight, arrivals, rank, turned)
+        return all_gather_gemm_reference(x, weight, arrivals, rank, transposed)
     size, rows, k = x.shape
-    n = weight.shape[1 if turned else 0]
+    n = weight.shape[1 if transposed else 0]
     y = torch.empty(size, rows, n, dtype=x.dtype, device=x.device)
-    config = tuning.select("gather_matmul", x.device)
+    config = tuning.select("all_gather_gemm", x.device)
     grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
     patience, sizes = arrivals.patience, (arrivals.epoch, rank, size, rows, n, k, x.stride(0))
     waiting = (arrivals.flags, patience.kernel_arguments)
-    flags = {"TURNED": turned, "POINTERS": by_pointers(x.device)}
-    _gather_matmul_kernel[grid](x, weight_tiles(weight, config, turned), y, *waiting, *sizes, **flags, **config)
+    flags = {"TRANSPOSED": transposed, "POINTERS": by_pointers(x.device)}
+    _all_gather_gemm_kernel[grid](x, weight_tiles(weight, config, transposed), y, *waiting, *sizes, **flags, **config)
     patience.check()
     return y

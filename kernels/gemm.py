@@ -85,7 +85,7 @@ def _rows_kernel(
     k,
     w_rows,
     SCALED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     CUT: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -104,7 +104,7 @@ def _rows_kernel(
         return
     base = expert * w_rows
     x_matrix = matrix(x_tiles, rows, k, BLOCK_M, BLOCK_K, POINTERS)
-    if TURNED:
+    if TRANSPOSED:
         w_matrix = matrix(w_tiles, num_experts * w_rows, n, BLOCK_K, BLOCK_N, POINTERS)
     else:
         w_matrix = matrix(w_tiles, num_experts * w_rows, k, BLOCK_N, BLOCK_K, POINTERS)
@@ -119,7 +119,7 @@ def _rows_kernel(
             blocks = tl.cdiv(n, BLOCK_K)
             block = (expert.to(tl.int64) * blocks + column // BLOCK_K) * groups + step
             total += part * (scale * tl.load(w_scales_ptr + block))[:, None]
-        elif TURNED:
+        elif TRANSPOSED:
             w = w_matrix.load([base + step * BLOCK_K, column])
             if CUT:  # the last tile ends in the next expert's rows: zeros of x times their infinities are not zero
                 w = tl.where((step * BLOCK_K + tl.arange(0, BLOCK_K) < k)[:, None], w, tl.zeros_like(w))
@@ -170,18 +170,18 @@ def _weight_grad_kernel(
     tl.store(grad_ptr + at, tl.load(grad_ptr + at, live, other=0.0) + total, live)
 
 
-def launch_rows(x, weight, offsets, n: int, k: int, turned: bool, scales: tuple | None, out_dtype) -> Tensor:
-    """y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when turned."""
+def launch_rows(x, weight, offsets, n: int, k: int, transposed: bool, scales: tuple | None, out_dtype) -> Tensor:
+    """y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when transposed."""
     rows, experts = x.shape[0], weight.shape[0]
     config = tuning.select("grouped_matmul_fp8" if scales else "grouped_matmul", x.device)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     y = torch.empty(rows, n, dtype=out_dtype, device=x.device)
-    w_tile = [block_k, block_n] if turned else [block_n, block_k]
+    w_tile = [block_k, block_n] if transposed else [block_n, block_k]
     operands = tiles_of(x, [block_m, block_k]), tiles_of(weight.flatten(0, 1), w_tile)
     num_tiles = cdiv(rows, block_m) + experts
     x_scales, w_scales = scales or (offsets, offsets)
     sizes = (num_tiles, experts, rows, n, k, weight.shape[1])
-    flags = {"SCALED": scales is not None, "TURNED": turned, "CUT": turned and k % block_k != 0}
+    flags = {"SCALED": scales is not None, "TRANSPOSED": transposed, "CUT": transposed and k % block_k != 0}
     flags["EXPERTS"] = next_power_of_2(experts + 1)  # a lane for the rows past the last offset
     flags |= {"SETTLE": settles(x.device), "POINTERS": by_pointers(x.device)}
     grid = (num_tiles * cdiv(n, block_n),)

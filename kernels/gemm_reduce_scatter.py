@@ -1,9 +1,9 @@
-"""A product whose rows belong to several ranks and are sent to them tile by tile, and the sum of what arrives.
+"""A GEMM fused with its reduce_scatter: tiles are sent to the ranks that own their rows, which sum what they receive.
 
-    box of rank at owner = x[owner] Wᵀ     for rank + 1, rank + 2, ..., the own chunk last
-    y = sum over sources of their boxes    in the order of the sources, in float32, rounded once
-Tiles are stored where their owner reads them, in its memory. The last tile of a chunk to finish tells the owner, who
-adds up the terms while later chunks are multiplied elsewhere.
+    buffer of rank at owner = x[owner] Wᵀ      for rank + 1, rank + 2, ..., the own chunk last
+    y = sum over sources of their buffers      in the order of the sources, in float32, rounded once
+Tiles are stored in their owner's memory. The last tile of a chunk to finish raises the owner's flag, and the owner adds
+up the terms while later chunks are multiplied elsewhere.
 Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on GPUs" (arXiv:2406.06858), sec. 3.2.
 """
 
@@ -21,37 +21,39 @@ from kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
 
 
 @dataclass(frozen=True)
-class Outboxes:
-    """Where one rank writes in the memory of each rank of an axis, in the order of the axis.
+class PeerBuffers:
+    """The memory of each rank of an axis into which one rank writes, in the order of the axis.
 
     Args:
-        boxes: `[rows, n]` each, contiguous.
-        flags: one int32 each, told when the box is full.
-        box_addresses, flag_addresses: `[size]` int64 on the device, of the same.
+        buffers: `[rows, n]` each, contiguous.
+        flags: one int32 each, raised when the buffer is full.
+        buffer_addresses, flag_addresses: `[size]` int64 on the device, of the same.
         finished: `[size]` int32 on this rank, zero between uses: tiles that are done.
     """
 
-    boxes: Sequence[Tensor]
+    buffers: Sequence[Tensor]
     flags: Sequence[Tensor]
-    box_addresses: Tensor
+    buffer_addresses: Tensor
     flag_addresses: Tensor
     finished: Tensor
 
 
-def matmul_scatter_reference(x: Tensor, weight: Tensor, out: Outboxes, epoch: int, rank: int, turned: bool) -> None:
-    """One product of plain torch per owner."""
+def gemm_reduce_scatter_reference(
+    x: Tensor, weight: Tensor, out: PeerBuffers, epoch: int, rank: int, transposed: bool
+) -> None:
+    """Computes one GEMM of plain torch per owner."""
     size = x.shape[0]
     for step in range(size):
         owner = (rank + 1 + step) % size
-        out.boxes[owner].copy_(x[owner] @ (weight if turned else weight.t()))
+        out.buffers[owner].copy_(x[owner] @ (weight if transposed else weight.t()))
         raise_flags([out.flags[owner]], out.flag_addresses[owner : owner + 1], epoch)
 
 
 @jit(do_not_specialize=["epoch", "rank"])
-def _matmul_scatter_kernel(
+def _gemm_reduce_scatter_kernel(
     x_tiles,
     w_tiles,
-    box_addresses_ptr,
+    buffer_addresses_ptr,
     flag_addresses_ptr,
     finished_ptr,
     epoch,
@@ -60,7 +62,7 @@ def _matmul_scatter_kernel(
     rows,
     n,
     k,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -74,16 +76,16 @@ def _matmul_scatter_kernel(
     tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     x_matrix = matrix(x_tiles, size * rows, k, BLOCK_M, BLOCK_K, POINTERS)
-    weight = weight_matrix(w_tiles, n, k, TURNED, BLOCK_N, BLOCK_K, POINTERS)
-    tl.assume(k > 0)  # a way round the loop would make the assembler wait for each product
+    weight = weight_matrix(w_tiles, n, k, TRANSPOSED, BLOCK_N, BLOCK_K, POINTERS)
+    tl.assume(k > 0)  # a branch around the loop would make the assembler wait for each MMA
     for start in range(0, k, BLOCK_K):
         x = x_matrix.load([owner * rows + tile_m * BLOCK_M, start])
-        total = tl.dot(x, weight_tile(weight, start, tile_n, TURNED, BLOCK_N), total)
+        total = tl.dot(x, weight_tile(weight, start, tile_n, TRANSPOSED, BLOCK_N), total)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    box_ptr = tl.multiple_of(tl.load(box_addresses_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
+    buffer_ptr = tl.multiple_of(tl.load(buffer_addresses_ptr + owner).to(tl.pointer_type(DTYPE)), 16)
     at = row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(box_ptr + at, total.to(DTYPE), (row < rows)[:, None] & (column < n)[None, :])
+    tl.store(buffer_ptr + at, total.to(DTYPE), (row < rows)[:, None] & (column < n)[None, :])
     # The last program of the chunk has seen every other's count, and with it their tiles; its release covers them all.
     tl.debug_barrier()
     if tl.atomic_add(finished_ptr + owner, 1, sem="acq_rel", scope="sys") == chunk_tiles - 1:
@@ -103,51 +105,53 @@ def _sum_kernel(terms_ptr, y_ptr, flags_ptr, patience, epoch, size, count, strid
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), at < count)
 
 
-def matmul_scatter(x: Tensor, weight: Tensor, out: Outboxes, epoch: int, rank: int, turned: bool = False) -> None:
+def gemm_reduce_scatter(
+    x: Tensor, weight: Tensor, out: PeerBuffers, epoch: int, rank: int, transposed: bool = False
+) -> None:
     """Writes `x[owner] Wᵀ` into the owner's memory and raises its flag there, for every owner.
 
     Args:
         x: `[size, rows, k]`.
-        weight: `[n, k]`; turned: `[k, n]`.
-        out: boxes of `[rows, n]` in the dtype of x.
+        weight: `[n, k]`; transposed: `[k, n]`.
+        out: buffers of `[rows, n]` in the dtype of x.
         epoch: what the flags are raised to.
         rank: of the writer, whose own chunk comes last.
-        turned: the product is `x[owner] W`.
+        transposed: the GEMM is `x[owner] W`.
     """
     size, rows, k = x.shape
     flat = x.reshape(size * rows, k)
     if not (fast(x, weight) and readable(flat)):
-        matmul_scatter_reference(x, weight, out, epoch, rank, turned)
+        gemm_reduce_scatter_reference(x, weight, out, epoch, rank, transposed)
         return
-    n = weight.shape[1 if turned else 0]
-    config = tuning.select("matmul_scatter", x.device)
-    operands = tiles_of(flat, [config["BLOCK_M"], config["BLOCK_K"]]), weight_tiles(weight, config, turned)
+    n = weight.shape[1 if transposed else 0]
+    config = tuning.select("gemm_reduce_scatter", x.device)
+    operands = tiles_of(flat, [config["BLOCK_M"], config["BLOCK_K"]]), weight_tiles(weight, config, transposed)
     grid = (size * cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
-    tables = (out.box_addresses, out.flag_addresses, out.finished)
+    tables = (out.buffer_addresses, out.flag_addresses, out.finished)
     sizes = (epoch, rank, size, rows, n, k)
-    flags = {"TURNED": turned, "DTYPE": TRITON_DTYPES[x.dtype], "POINTERS": by_pointers(x.device)}
-    _matmul_scatter_kernel[grid](*operands, *tables, *sizes, **flags, **config)
+    flags = {"TRANSPOSED": transposed, "DTYPE": TRITON_DTYPES[x.dtype], "POINTERS": by_pointers(x.device)}
+    _gemm_reduce_scatter_kernel[grid](*operands, *tables, *sizes, **flags, **config)
 
 
 def sum_arrived_reference(terms: Tensor, arrivals: Arrivals) -> Tensor:
-    """The sum in plain torch."""
+    """Sums in plain torch."""
     for source in range(terms.shape[0]):
         wait_flag(arrivals, source)
     return terms.to(statistics_dtype(terms.dtype)).sum(0).to(terms.dtype)
 
 
 def sum_arrived(terms: Tensor, arrivals: Arrivals) -> Tensor:
-    """The sum of the boxes of all sources, once they are full.
+    """Sums the buffers of all sources, each once it is full.
 
     Args:
         terms: `[size, ...]`, each contiguous, written by the other ranks.
-        arrivals: of the boxes.
+        arrivals: of the buffers.
 
     Returns:
         `[...]` in the dtype of terms, added in float32 (float64 for float64) in the order of the sources.
 
     Raises:
-        TimeoutError: a box has not been filled within the patience of `arrivals`; on a GPU a later call tells.
+        TimeoutError: a buffer was not filled within the patience of `arrivals`; on a GPU a later call raises it.
     """
     if not (dispatch.runs_triton(terms) and terms[0].is_contiguous()):
         return sum_arrived_reference(terms, arrivals)

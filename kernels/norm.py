@@ -6,17 +6,22 @@ LayerNorm   y = w · (x - mean x) / sqrt(var x + eps) + b          Ba, Kiros & H
 With n = the normalised row and g = w · dy:
     dx = (g - n mean(g n)) / sqrt(...)       and for LayerNorm also minus mean(g)
     dw = sum over rows of dy n,   db = sum over rows of dy
-and what arrives for x (or x + residual) itself is added to dx before it is stored.
+and the gradient of x (or x + residual) itself is added to dx before it is stored.
 The backward is bound by memory: each program walks many rows and keeps its share of dw in registers, so that x and dy
 are read once; the shares of all programs are summed at the end.
+
+Rows too wide for the registers of a program (those with a CHUNK in the tables) are walked twice, the second time from
+the second-level cache, through which the backward also adds up its float32 share of dw. It takes two rows at a time
+where the cache holds the rows of all programs.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
 from kernels.dispatch import cdiv, first_order, jit, next_power_of_2, rows_of, statistics_dtype, tl
-from kernels.wide_normalization import wide_backward_kernel, wide_forward_kernel
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,27 +41,47 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
     return y.to(x.dtype)
 
 
+def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool) -> Tensor:
+    """`layer_norm_reference` if `centred`, else `rms_norm_reference`."""
+    return layer_norm_reference(x, weight, bias, eps) if centred else rms_norm_reference(x, weight, eps)
+
+
+@jit
+def stored_sum(x, added, total_at, live):
+    """x + added, stored and rounded: the backward reads it back and must see the numbers of the statistics."""
+    total = (x + added.to(tl.float32)).to(total_at.dtype.element_ty)
+    tl.store(total_at, total, live)
+    return total.to(tl.float32)
+
+
+@jit
+def normalised(x, live, width, eps, statistics, row_is_live, CENTRED: tl.constexpr):
+    """Whole rows x of float32 without their mean and scale, which are stored at `statistics`."""
+    if CENTRED:
+        mean = tl.sum(x, 1) / width
+        x = tl.where(live, x - mean[:, None], 0.0)
+        tl.store(statistics[0], mean, row_is_live)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+    tl.store(statistics[1], scale, row_is_live)
+    return x * scale[:, None]
+
+
+@jit
+def scaled(x, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS: tl.constexpr):
+    """Rows x times the weight, plus the bias."""
+    y = x * tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
 @jit
 def _forward_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    total_ptr,
-    mean_ptr,
-    scale_ptr,
-    num_rows,
-    width,
-    x_stride,
-    residual_stride,
-    eps,
-    CENTRED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, scale_ptr, num_rows, width, x_stride,
+    residual_stride, eps,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     row_is_live = row < num_rows
@@ -64,46 +89,21 @@ def _forward_kernel(
     live = row_is_live[:, None] & column_is_live[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], live, other=0.0).to(tl.float32)
-        # The statistics are of the sum as stored: the backward reads it back and must see the same numbers.
-        total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row[:, None] * width + column[None, :], total, live)
-        x = total.to(tl.float32)
-    if CENTRED:
-        mean = tl.sum(x, 1) / width
-        x = tl.where(live, x - mean[:, None], 0.0)
-        tl.store(mean_ptr + row, mean, row_is_live)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
-    tl.store(scale_ptr + row, scale, row_is_live)
-    y = x * scale[:, None] * tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+        added = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], live, other=0.0)
+        x = stored_sum(x, added, total_ptr + row[:, None] * width + column[None, :], live)
+    statistics = mean_ptr + row, scale_ptr + row
+    y = normalised(x, live, width, eps, statistics, row_is_live, CENTRED)
+    y = scaled(y, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS)
     tl.store(y_ptr + row[:, None] * width + column[None, :], y.to(y_ptr.dtype.element_ty), live)
 
 
 @jit
 def _backward_kernel(
-    dy_ptr,
-    dtotal_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    scale_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    num_rows,
-    width,
-    dy_stride,
-    dtotal_stride,
-    x_stride,
-    CENTRED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, scale_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, width,
+    dy_stride, dtotal_stride, x_stride,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, WIDTH)
     column_is_live = column < width
     weight = tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
@@ -137,6 +137,104 @@ def _backward_kernel(
         tl.store(dbias_ptr + mine, tl.sum(dbias, 0), column_is_live)
 
 
+@jit
+def _wide_forward_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, scale_ptr, width, x_stride,
+    residual_stride, eps,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One row a program.
+
+    LayerNorm keeps, for each lane, the mean of what it has seen and the squares about it, and joins the lanes at the
+    end: one walk finds both, without the cancellation of mean(x²) - mean(x)² (Chan, Golub & LeVeque 1983, sec. 2).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, CHUNK)
+    lane_mean = tl.zeros((CHUNK,), tl.float32)
+    squares = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, width, CHUNK):
+        column = start + lane
+        live = column < width
+        x = tl.load(x_ptr + row * x_stride + column, live, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            added = tl.load(residual_ptr + row * residual_stride + column, live, other=0.0)
+            x = stored_sum(x, added, total_ptr + row * width + column, live)
+        if CENTRED:
+            step = x - lane_mean
+            grown = lane_mean + step / (start // CHUNK + 1)
+            squares += tl.where(live, step * (x - grown), 0.0)
+            lane_mean = tl.where(live, grown, lane_mean)
+        else:
+            squares += x * x
+    mean = 0.0
+    if CENTRED:
+        count = (width - lane + CHUNK - 1) // CHUNK  # columns that the lane has seen
+        mean = tl.sum(lane_mean * count, 0) / width
+        squares += count * (lane_mean - mean) * (lane_mean - mean)
+        tl.store(mean_ptr + row, mean)
+    scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + eps)
+    tl.store(scale_ptr + row, scale)
+    again_ptr = x_ptr + row * x_stride
+    if HAS_RESIDUAL:
+        again_ptr = total_ptr + row * width
+        tl.debug_barrier()  # what other threads of the program have stored is read
+    for start in range(0, width, CHUNK):
+        column = start + lane
+        live = column < width
+        x = tl.load(again_ptr + column, live, other=0.0).to(tl.float32)
+        y = (x - mean) * scale * tl.load(weight_ptr + column, live, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + column, live, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), live)
+
+
+@jit
+def _wide_backward_kernel(
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, scale_ptr, dx_ptr, dweight_ptr, dbias_ptr, num_rows, width,
+    dy_stride, dtotal_stride, x_stride,
+    CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program walks many rows, some at a time, and keeps its share of dw and db in memory."""
+    mine = tl.program_id(0).to(tl.int64) * width
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        row = (tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+        row_is_live = row < num_rows
+        scale = tl.load(scale_ptr + row, row_is_live, other=0.0)
+        mean = tl.load(mean_ptr + row, row_is_live, other=0.0) if CENTRED else 0.0
+        g_normal = tl.zeros((ROWS, CHUNK), tl.float32)
+        g_total = tl.zeros((ROWS, CHUNK), tl.float32)
+        for start in range(0, width, CHUNK):
+            column = start + tl.arange(0, CHUNK)
+            column_is_live = column < width
+            live = row_is_live & column_is_live[None, :]
+            x = tl.load(x_ptr + row * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+            g = tl.load(dy_ptr + row * dy_stride + column[None, :], live, other=0.0).to(tl.float32)
+            g *= tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+            g_normal += g * ((x - mean) * scale)
+            g_total += g
+        mean_g_normal = tl.sum(g_normal, 1)[:, None] / width
+        mean_g = tl.sum(g_total, 1)[:, None] / width if CENTRED else 0.0
+        for start in range(0, width, CHUNK):
+            column = start + tl.arange(0, CHUNK)
+            column_is_live = column < width
+            live = row_is_live & column_is_live[None, :]
+            x = tl.load(x_ptr + row * x_stride + column[None, :], live, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + row * dy_stride + column[None, :], live, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
+            normal = (x - mean) * scale
+            dx = (dy * weight - normal * mean_g_normal - mean_g) * scale
+            if HAS_DTOTAL:
+                arrived = tl.load(dtotal_ptr + row * dtotal_stride + column[None, :], live, other=0.0)
+                dx += arrived.to(tl.float32)
+            tl.store(dx_ptr + row * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), live)
+            dweight = tl.load(dweight_ptr + mine + column, column_is_live, other=0.0)
+            tl.store(dweight_ptr + mine + column, dweight + tl.sum(dy * normal, 0), column_is_live)
+            if HAS_BIAS:
+                dbias = tl.load(dbias_ptr + mine + column, column_is_live, other=0.0)
+                tl.store(dbias_ptr + mine + column, dbias + tl.sum(dy, 0), column_is_live)
+
+
 def _tile(operation: str, x: Tensor) -> dict:
     """ROWS, WIDTH and warps for rows of this width, narrow ones (heads) sharing a program; CHUNK for wide rows."""
     config = tuning.select(operation, x.device, width=x.shape[-1])
@@ -164,7 +262,7 @@ def launch_forward(
     flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
     sizes = (width, x.stride(0), added.stride(0), eps)
     if "CHUNK" in tile:
-        wide_forward_kernel[(num_rows,)](*pointers, *sizes, **flags, **tile)
+        _wide_forward_kernel[(num_rows,)](*pointers, *sizes, **flags, **tile)
     else:
         _forward_kernel[(cdiv(num_rows, tile["ROWS"]),)](*pointers, num_rows, *sizes, **flags, **tile)
     return y, total, mean, scale
@@ -175,9 +273,9 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, centred):
-        y, total, mean, scale = launch_forward(x, residual, weight, bias, eps, centred)
-        ctx.save_for_backward(total, weight, bias, mean, scale)
-        ctx.flags, ctx.has_residual = {"CENTRED": centred, "HAS_BIAS": bias is not None}, residual is not None
+        y, total, *statistics = launch_forward(x, residual, weight, bias, eps, centred)
+        ctx.save_for_backward(total, weight, bias, *statistics)
+        ctx.eps, ctx.centred, ctx.has_residual = eps, centred, residual is not None
         ctx.set_materialize_grads(False)  # where one of the two results is not used, nothing is read in its place
         return y, x if residual is None else total.view(x.shape)
 
@@ -186,17 +284,35 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, dy, dtotal):
         if dy is None:
             return dtotal, dtotal if ctx.has_residual else None, None, None, None, None
-        x, weight, bias, mean, scale = ctx.saved_tensors
-        dx, dweight, dbias = _launch_backward(dy, dtotal, (x, weight, mean, scale), ctx.flags)
-        bias_grad = None if bias is None else dbias.to(bias.dtype)
-        return dx, dx if ctx.has_residual else None, dweight.to(weight.dtype), bias_grad, None, None
+        x, weight, bias, *statistics = ctx.saved_tensors
+        dx, *others = norm_backward(dy, x, weight, bias, ctx.eps, statistics, dtotal, centred=ctx.centred)
+        return dx, dx if ctx.has_residual else None, *others, None, None
 
 
-def _launch_backward(
-    dy: Tensor, dtotal: Tensor | None, kept: tuple[Tensor, Tensor, Tensor, Tensor], flags: dict[str, bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradients and what the forward has kept: dx, and dw and db in float32 (db = dw without a bias)."""
-    x, weight, mean, scale = kept
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, statistics: Sequence[Tensor],
+    dtotal: Tensor | None = None, *, centred: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of `rms_norm`, or with `centred` of `layer_norm`.
+
+    Args:
+        dy, x: `[..., h]`.
+        weight: `[h]`.
+        bias: `[h]` or None.
+        eps: added to the mean of squares.
+        statistics: mean and 1 / scale of each row of x, `[rows]`; the plain path makes them again.
+        dtotal: `[..., h]`, the gradient of x beside its norm.
+        centred: the norm is LayerNorm.
+
+    Returns:
+        dx `[..., h]`, dw and db `[h]` (None without a bias), in the dtypes of x, weight and bias.
+    """
+    if not dispatch.runs_triton(x):
+        leaves = (x, weight) if bias is None else (x, weight, bias)
+        dx, dweight, *rest = dispatch.gradients_of(
+            lambda *leaves: norm_reference(*leaves, eps=eps, centred=centred), dy, *leaves
+        )
+        return dx if dtotal is None else dx + dtotal, dweight, rest[0] if rest else None
     shape, dy, x = dy.shape, rows_of(dy), rows_of(x)
     num_rows, width = x.shape
     tile = _tile("norm_backward", x)
@@ -205,14 +321,15 @@ def _launch_backward(
     dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     shares = torch.zeros if "CHUNK" in tile else torch.empty  # wide rows' are added to from the first row on
     dweight = shares(programs, width, dtype=torch.float32, device=x.device)
-    dbias = shares(programs, width, dtype=torch.float32, device=x.device) if flags["HAS_BIAS"] else dweight
+    dbias = dweight if bias is None else shares(programs, width, dtype=torch.float32, device=x.device)
     arrived = dy if dtotal is None else rows_of(dtotal)
     strides = (dy.stride(0), arrived.stride(0), x.stride(0))
-    pointers = (dy, arrived, x, weight, mean, scale, dx, dweight, dbias)
-    kernel = wide_backward_kernel if "CHUNK" in tile else _backward_kernel
-    kernel[(programs,)](*pointers, num_rows, width, *strides, **flags, HAS_DTOTAL=dtotal is not None, **tile)
-    dweight = dweight.sum(0)
-    return dx.view(shape), dweight, dbias.sum(0) if flags["HAS_BIAS"] else dweight
+    pointers = (dy, arrived, x, weight.contiguous(), *statistics, dx, dweight, dbias)
+    flags = {"CENTRED": centred, "HAS_BIAS": bias is not None, "HAS_DTOTAL": dtotal is not None}
+    kernel = _wide_backward_kernel if "CHUNK" in tile else _backward_kernel
+    kernel[(programs,)](*pointers, num_rows, width, *strides, **flags, **tile)
+    bias_grad = None if bias is None else dbias.sum(0).to(bias.dtype)
+    return dx.view(shape), dweight.sum(0).to(weight.dtype), bias_grad
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -242,33 +359,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     Returns:
         The norm of the sum, and the sum, both `[..., h]` in the dtype of `x`.
     """
-    if not dispatch.runs_triton(x):
-        total = x if residual is None else x + residual
-        return rms_norm_reference(total, weight, eps), total
-    return _Norm.apply(x, residual, weight.contiguous(), None, eps, False)
-
-
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, eps: float, inverse: Tensor, dtotal: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The gradients of what went into `rms_norm`.
-
-    Args:
-        dy, x: `[..., h]`.
-        weight: `[h]`.
-        eps: added to the mean of squares.
-        inverse: `[rows]`, 1 / root mean square of each row of x; the plain path makes it again.
-        dtotal: `[..., h]`, what arrives for x beside its norm.
-
-    Returns:
-        dx `[..., h]` and dw `[h]`, in the dtypes of x and weight.
-    """
-    if not dispatch.runs_triton(x):
-        dx, dweight = dispatch.gradients_of(lambda x, weight: rms_norm_reference(x, weight, eps), dy, x, weight)
-        return dx if dtotal is None else dx + dtotal, dweight
-    kept = x, weight.contiguous(), inverse, inverse
-    dx, dweight, _ = _launch_backward(dy, dtotal, kept, {"CENTRED": False, "HAS_BIAS": False})
-    return dx, dweight.to(weight.dtype)
+    return _add_norm(x, residual, weight, None, eps, centred=False)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -290,34 +381,13 @@ def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The LayerNorm of `x + residual`, and that sum: as `add_rms_norm`."""
+    return _add_norm(x, residual, weight, bias, eps, centred=True)
+
+
+def _add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor]:
     if not dispatch.runs_triton(x):
         total = x if residual is None else x + residual
-        return layer_norm_reference(total, weight, bias, eps), total
-    return _Norm.apply(x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, True)
-
-
-def layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    statistics: tuple[Tensor, Tensor],
-    dtotal: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of what went into `layer_norm`, its bias too.
-
-    Args:
-        dy, x, weight, eps, dtotal: as in `rms_norm_backward`.
-        bias: `[h]`.
-        statistics: mean and 1 / standard deviation of each row of x, `[rows]`; the plain path makes them again.
-
-    Returns:
-        dx `[..., h]`, dw and db `[h]`, in the dtypes of x, weight and bias.
-    """
-    if not dispatch.runs_triton(x):
-        plain = dispatch.gradients_of(lambda x, w, b: layer_norm_reference(x, w, b, eps), dy, x, weight, bias)
-        return plain[0] if dtotal is None else plain[0] + dtotal, plain[1], plain[2]
-    kept = x, weight.contiguous(), *statistics
-    dx, dweight, dbias = _launch_backward(dy, dtotal, kept, {"CENTRED": True, "HAS_BIAS": True})
-    return dx, dweight.to(weight.dtype), dbias.to(bias.dtype)
+        return norm_reference(total, weight, bias, eps=eps, centred=centred), total
+    return _Norm.apply(x, residual, weight.contiguous(), None if bias is None else bias.contiguous(), eps, centred)

@@ -1,6 +1,6 @@
 """Rotary position embedding, of q and k together.
 
-Each pair (x1, x2) of a head turns by its token's angle to (x1 cos - x2 sin, x1 sin + x2 cos):
+Each pair (x1, x2) of a head is rotated by its token's angle to (x1 cos - x2 sin, x1 sin + x2 cos):
 Su et al., arXiv:2104.09864, eq. 34.
 Half-split (Llama): the pair is (x[j], x[j + dr/2]). Interleaved (GPT-J, DeepSeek): the pair is (x[2j], x[2j + 1]).
 The gradient is the rotation by the negative angle.
@@ -17,14 +17,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dr = 2 * cos.shape[-1]
     wide = statistics_dtype(x.dtype)
     cos, sin = cos.unsqueeze(2).to(wide), sin.unsqueeze(2).to(wide)  # [s, b|1, 1, dr/2]
-    turning, rest = x[..., :dr].to(wide), x[..., dr:]
+    rotary, rest = x[..., :dr].to(wide), x[..., dr:]
     if interleaved:
-        x1, x2 = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).flatten(-2)
+        x1, x2 = rotary[..., 0::2], rotary[..., 1::2]
+        rotated = torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).flatten(-2)
     else:
-        x1, x2 = turning.chunk(2, dim=-1)
-        turned = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+        x1, x2 = rotary.chunk(2, dim=-1)
+        rotated = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
 def apply_rope_reference(
@@ -35,7 +35,7 @@ def apply_rope_reference(
 
 
 @jit
-def _turn_heads(
+def _rotate_heads(
     x_ptr,
     y_ptr,
     cos,
@@ -72,7 +72,7 @@ def _turn_heads(
 
 @jit
 def _angles(cos_ptr, sin_ptr, half, BACKWARD: tl.constexpr, HALF: tl.constexpr):
-    """`[1, HALF]` cosines and sines of one token, turning back for the gradient."""
+    """`[1, HALF]` cosines and sines of one token, of the inverse rotation for the gradient."""
     j = tl.arange(0, HALF)[None, :]
     cos = tl.load(cos_ptr + j, j < half, other=0.0)
     sin = tl.load(sin_ptr + j, j < half, other=0.0)
@@ -123,8 +123,8 @@ def _rope_kernel(
     q_out = q_out_ptr + s * q_out_stride_s + b * q_out_stride_b
     k_out = k_out_ptr + s * k_out_stride_s + b * k_out_stride_b
     # Perhaps in place: both numbers of a pair are loaded before either is stored, and no other thread touches them.
-    _turn_heads(q, q_out, cos, sin, q_heads, q_dim, q_stride_a, half, INTERLEAVED, HEADS, HALF, Q_REST)
-    _turn_heads(k, k_out, cos, sin, k_heads, k_dim, k_stride_a, half, INTERLEAVED, HEADS, HALF, K_REST)
+    _rotate_heads(q, q_out, cos, sin, q_heads, q_dim, q_stride_a, half, INTERLEAVED, HEADS, HALF, Q_REST)
+    _rotate_heads(k, k_out, cos, sin, k_heads, k_dim, k_stride_a, half, INTERLEAVED, HEADS, HALF, K_REST)
 
 
 def _rest(head_dim: int, half: int) -> int:
@@ -167,7 +167,9 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _launch_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     outputs = _like(q), _like(k)
     _launch((q, k), outputs, cos, sin, backward, interleaved)
     return outputs
@@ -178,13 +180,13 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turned(q, k, cos, sin, False, interleaved)
+        return _launch_pair(q, k, cos, sin, False, interleaved)
 
     @staticmethod
     @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        return (*_turned(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
+        return (*_launch_pair(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -208,7 +210,7 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
         interleaved: pairs are neighbours instead of half a rotary dim apart.
 
     Returns:
-        The turned q and k, in their own dtypes.
+        The rotated q and k, in their own dtypes.
 
     Raises:
         ValueError: the rotary dim exceeds a head dim, or the tables do not fit q.
@@ -219,8 +221,8 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     return _Rope.apply(q, k, cos, sin, interleaved)
 
 
-def _turn_ends(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> Tensor:
-    """Turns the last dims of q's heads where they lie; returns k turned."""
+def _rotate_ends(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> Tensor:
+    """Turns the last dims of q's heads where they lie; returns k rotated."""
     ends = q[..., -k.shape[-1] :]
     if dispatch.runs_triton(q) and q.stride(-1) == 1:
         k_out = _like(k)
@@ -234,25 +236,25 @@ def _turn_ends(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, i
 class _RopeOfEnds(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, interleaved):
-        turned = q.detach()
-        k_out = _turn_ends(turned, k, cos, sin, False, interleaved)
+        rotated = q.detach()
+        k_out = _rotate_ends(rotated, k, cos, sin, False, interleaved)
         torch.autograd.graph.increment_version(q)  # whoever has kept it for a backward is refused
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return turned, k_out
+        return rotated, k_out
 
     @staticmethod
     @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
         dq = dq.clone(memory_format=torch.contiguous_format)
-        dk = _turn_ends(dq, dk, cos, sin, True, ctx.interleaved)
+        dk = _rotate_ends(dq, dk, cos, sin, True, ctx.interleaved)
         return dq, dk, None, None, None
 
 
 def _check_overwritten(x: Tensor, name: str) -> None:
     if x.is_leaf and x.requires_grad:
-        raise ValueError(f"the leaf {tuple(x.shape)} would be overwritten by its turned heads: clone it first")
+        raise ValueError(f"the leaf {tuple(x.shape)} would be overwritten by its rotated heads: clone it first")
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
         raise ValueError(
             f"{name} {tuple(x.shape)} with strides {x.stride()} shares memory between elements: clone it first"
@@ -272,7 +274,7 @@ def apply_rope_to_ends(
         cos, sin, interleaved: as in `apply_rope`.
 
     Returns:
-        q, the same memory, and the turned k.
+        q, the same memory, and the rotated k.
 
     Raises:
         ValueError: k is not as wide as the rotary dim, it exceeds q's head dim, the tables do not fit, q is a leaf, or
@@ -280,7 +282,7 @@ def apply_rope_to_ends(
     """
     _check(q, k, cos, sin)
     if k.shape[-1] != 2 * cos.shape[-1]:
-        raise ValueError(f"k {tuple(k.shape)} is turned whole: its heads have the rotary dim, {2 * cos.shape[-1]}")
+        raise ValueError(f"k {tuple(k.shape)} is rotated whole: its heads have the rotary dim, {2 * cos.shape[-1]}")
     _check_overwritten(q, "q")
     return _RopeOfEnds.apply(q, k, cos, sin, interleaved)
 
@@ -315,8 +317,8 @@ def _join_kernel(
     dq_out = out_ptr + token * (q_heads + 2 * k_heads) * dim
     dk_out = dq_out + q_heads * dim
     dv_out = dk_out + k_heads * dim
-    _turn_heads(dq, dq_out, cos, sin, q_heads, dim, strides[0][2], half, INTERLEAVED, HEADS, HALF, REST)
-    _turn_heads(dk, dk_out, cos, sin, k_heads, dim, strides[1][2], half, INTERLEAVED, HEADS, HALF, REST)
+    _rotate_heads(dq, dq_out, cos, sin, q_heads, dim, strides[0][2], half, INTERLEAVED, HEADS, HALF, REST)
+    _rotate_heads(dk, dk_out, cos, sin, k_heads, dim, strides[1][2], half, INTERLEAVED, HEADS, HALF, REST)
     column = tl.arange(0, DIM)[None, :]
     for start in range(0, k_heads, HEADS):
         head = (start + tl.arange(0, HEADS))[:, None]
@@ -325,7 +327,7 @@ def _join_kernel(
         tl.store(dv_out + head.to(tl.int64) * dim + column, value, live)
 
 
-def _turn_in_place(qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+def _rotate_in_place(qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     a, g = heads
     q, k = qkv[:, :, :a], qkv[:, :, a : a + g]
     if dispatch.runs_triton(qkv) and qkv.stride(-1) == 1:
@@ -335,8 +337,8 @@ def _turn_in_place(qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor
         part.copy_(_rotate(part, cos, sin, interleaved))
 
 
-def _join_turned_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """dq and dk turned back, and dv, side by side."""
+def _join_rotated_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """dq and dk rotated back, and dv, side by side."""
     if not all(map(dispatch.runs_triton, gradients)):
         dq, dk, dv = gradients
         return torch.cat((_rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved), dv), 2)
@@ -357,7 +359,7 @@ class _RopeOfProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, heads, cos, sin, interleaved):
         a, g = heads
-        _turn_in_place(qkv.detach(), heads, cos, sin, interleaved)
+        _rotate_in_place(qkv.detach(), heads, cos, sin, interleaved)
         torch.autograd.graph.increment_version(qkv)  # whoever has kept it for a backward is refused
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
@@ -367,7 +369,7 @@ class _RopeOfProjection(torch.autograd.Function):
     @first_order
     def backward(ctx, *gradients):
         cos, sin = ctx.saved_tensors
-        return _join_turned_back(gradients, cos, sin, ctx.interleaved), None, None, None, None
+        return _join_rotated_back(gradients, cos, sin, ctx.interleaved), None, None, None, None
 
 
 def apply_rope_to_projection(
@@ -375,7 +377,7 @@ def apply_rope_to_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turns the heads of q and k where a projection has put them, and splits it; the backward is one pass too.
 
-    `apply_rope` instead writes turned copies, and a v that is kept for the backward keeps all of qkv beside them.
+    `apply_rope` instead writes rotated copies, and a v that is kept for the backward keeps all of qkv beside them.
     The old qkv is gone: autograd refuses a backward that needs it.
 
     Args:

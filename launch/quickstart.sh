@@ -36,6 +36,7 @@ bash launch/local.sh 16 experiment=quickstart log.dir=$run "$@"
 
 echo "== the result"
 "$python" tools/visualize.py loss $run --out $run/loss.png
+"$python" tools/visualize.py report $run --out $run/report.html
 echo "== a sample"
 "$python" tools/generate.py --checkpoint $run/checkpoints --prompt 'def ' --max-tokens 100 --temperature 0.7
 cat <<DONE
@@ -43,6 +44,7 @@ cat <<DONE
    config.yaml       the whole configuration
    metrics.jsonl     one JSON object a step
    loss.png          the loss curve
+   report.html       the run on one page: what each dimension cuts and sends, ranks, memory, pipeline, curves
    checkpoints/      resume: bash launch/local.sh 16 experiment=quickstart log.dir=$run train.steps=300
    wandb/            an offline W&B run: wandb sync $run/wandb/offline-run-*
 DONE

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import load_tensors
+from megatron5d.checkpoint.storage import Reader
 from megatron5d.config.schema import Config
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.topology.process import Process
-from megatron5d.train.loop import train
+from pretrain import plan_and_train
 
 
 def write_corpus(prefix: Path, *, vocab_size: int, documents: int = 60, seed: int = 0) -> str:
@@ -38,7 +37,7 @@ def train_on_ranks(config: Config, world: int, timeout: float = 120) -> list[int
     """Runs the training loop; returns each rank's exit code."""
 
     def one(rank: int, world: int) -> int:
-        return train(config, Process(rank, world, rank, torch.device("cpu")))
+        return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
 
     return run_ranks(one, world, timeout=timeout)
 
@@ -54,11 +53,8 @@ def curve(path: Path) -> list[tuple[int, float, float, float]]:
 
 def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, read in this process."""
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    full = {}
-    for key, entry in entries.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        full[key] = torch.full(entry.size, float("nan"), dtype=entry.properties.dtype)
+    entries = Reader(folder).tensors()
+    full = {key: torch.full(entry.size, float("nan"), dtype=entry.dtype) for key, entry in entries.items()}
     parts = {key: ShardedTensor(t.shape, [((0,) * t.ndim, t)], t.dtype) for key, t in full.items()}
     load_tensors(folder, parts)
     return full

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron5d.comm.ledger import Exposure
-from megatron5d.comm.p2p import Form, open_channels
+from megatron5d.comm.p2p import TensorMeta, open_channels
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.executor import Executor
 from megatron5d.pipeline_parallel.messages import flows
 from megatron5d.pipeline_parallel.program import OPS, Action, Program
 from megatron5d.topology.axis import Axis
 
-FORM = Form((4,), torch.float64)
+FORM = TensorMeta((4,), torch.float64)
 
 
 class Timing(NamedTuple):

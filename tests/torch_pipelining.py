@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from megatron5d.comm.p2p import Form, open_channels
+from megatron5d.comm.p2p import TensorMeta, open_channels
 from megatron5d.pipeline_parallel.executor import Executor
 from megatron5d.pipeline_parallel.messages import flows
 from megatron5d.pipeline_parallel.program import Program
@@ -33,7 +33,7 @@ _SENDS_TO_ITSELF = pytest.mark.skipif(
 NAMES = [pytest.param(name, marks=_SENDS_TO_ITSELF if is_v else ()) for name, (_, _, is_v) in SCHEDULES.items()]
 HIDDEN = 4
 DTYPE = torch.float64
-FORM = Form((2, HIDDEN), DTYPE)
+FORM = TensorMeta((2, HIDDEN), DTYPE)
 
 
 def weight_of(layer: int) -> Tensor:

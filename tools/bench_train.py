@@ -32,6 +32,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
+from megatron5d.planning.fit import device_bytes, target_here
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 CASES = {
     "1b": ["model=llama3_1b", "train.seq_len=8192", "train.mbs=2"],
@@ -74,10 +76,10 @@ from megatron5d.config.schema import Config
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.flops import flops_per_token, parameter_count
 from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.predict import peak_tflops
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
-from megatron5d.train.monitoring.memory import device_bytes, target_here
-from megatron5d.train.monitoring.writers import memory_gb, peak_tflops
+from megatron5d.train.monitoring.writers import memory_gb
 from tools.bench.harness import device_is_lost, in_turn, write_whole
 
 LEARNING_RATE = 1e-4
@@ -134,7 +136,7 @@ def tokens(config: Config) -> Iterator[torch.Tensor]:
 
 def ours(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:
     """A function that trains one step and returns its loss."""
-    run = build_run(config, Process(0, 1, 0, device))
+    run = build_run(config, Process(0, 1, 0, device), pipeline_layout(config, 1))
     return lambda rows: run.trainer.step([make_micro_batch(rows)], LEARNING_RATE).losses["loss"]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 
 def _arguments() -> argparse.Namespace:
@@ -47,7 +48,6 @@ from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
 
 RECIPES = ("none", "blockwise", "tensorwise")
 BOUNDS = {"blockwise": 0.005, "tensorwise": 0.01}  # how far from bf16 a recipe may end, relative
@@ -83,7 +83,7 @@ def rows_of(config: Config) -> torch.Tensor:
 
 def losses(config: Config) -> list[float]:
     """The loss of every step of one run in this process."""
-    plan = plan_pipeline(config, 1)
+    plan = pipeline_layout(config, 1)
     mesh = build_mesh(sizes_of(config, 1), 0, num_kv_heads=config.model.num_kv_heads)
     model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(config.train.seed)

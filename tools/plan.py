@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
+from megatron5d.planning.fit import shortage
+from megatron5d.train.pipeline_layout import micro_batch_counts
 
 
 def _parser() -> OptionParser:
@@ -102,15 +104,12 @@ from megatron5d.config.load import keys_given
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.planning.fit import fit_text, nearest_fit
-from megatron5d.planning.layout_search import LayoutSearch
-from megatron5d.planning.layout_table import layout_record, layouts_table, step_record, step_table
+from megatron5d.planning.layout_search import Candidate, LayoutSearch, layouts_table
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
 from megatron5d.planning.predict import Estimator, planned_config, unplanned_config
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
-from megatron5d.train.monitoring.memory import shortage
-from megatron5d.train.pipeline_layout import micro_batch_counts
 from megatron5d.train.preflight import eight_bit_faults
 
 TOLD_EVERY_S = 10.0
@@ -170,9 +169,9 @@ def _step(options: argparse.Namespace) -> int:
     _check_eight_bits(config, cluster.architecture)
     cost = Estimator(cluster, options.imbalance or 1.0).step(config, options.world)
     if options.json:
-        print(json.dumps({"world": options.world, "device": asdict(cluster), **step_record(cost)}, indent=2))
+        print(json.dumps({"world": options.world, "device": asdict(cluster), **cost.record()}, indent=2))
     else:
-        print(step_table(cost, cluster))
+        print(cost.table(cluster))
     return 0
 
 
@@ -193,7 +192,7 @@ def _search(options: argparse.Namespace) -> int:
         found = search.best(candidates, have, options.count, count)
     layouts = [(each, override_text(search.overrides(each))) for each in found]
     if options.json:
-        records = [layout_record(each, line) | {"command": _command(options, cluster, line)} for each, line in layouts]
+        records = [_record(each, line, _command(options, cluster, line)) for each, line in layouts]
         print(json.dumps({"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2))
     elif found:
         print(layouts_table(layouts))
@@ -208,6 +207,12 @@ def _search(options: argparse.Namespace) -> int:
             words = override_text(search.overrides(least)) or "as given"
             print(f"The smallest of them needs {gigabytes(least.needed)} or more: {words}")
     return 0 if found else 1
+
+
+def _record(found: Candidate, overrides: str, command: str) -> dict[str, Any]:
+    """A layout as a JSON object."""
+    assert found.cost is not None
+    return {"overrides": overrides, "needed_bytes": found.needed, **found.cost.record(), "command": command}
 
 
 @contextmanager
@@ -355,7 +360,7 @@ def _ranks(config: Config, world: int, target: Target, convention: str) -> dict[
     forecaster = Forecaster(config, world, target)
     ranks = forecaster.ranks()
     if name == "megatron":
-        stages = forecaster.plan.placement
+        stages = forecaster.layout.placement
         for rank, memory in ranks.items():
             last = any(stage == stages.num_stages - 1 for _, stage in stages.stages_of(rank))
             terms = megatron_terms(config, memory, stages.num_stages, last=last, options=said)

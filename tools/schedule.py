@@ -34,7 +34,7 @@ from megatron5d.pipeline_parallel.search.command import (
 )
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
-from megatron5d.planning.auto_schedule import LayerCosts
+from megatron5d.planning.stage_costs import LayerCosts
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from megatron5d.config.command_line import print_anywhere
 from megatron5d.config.errors import names_file
+from megatron5d.data.bpe_files import PATTERNS
 from megatron5d.data.corpus import kinds_of, list_files, units
 from megatron5d.data.documents import BadLine, documents
-from megatron5d.data.tiktoken_ranks import PATTERNS
 from megatron5d.data.tokenizer import changes_text, load_tokenizer
 from megatron5d.data.tokenizer_training import train_byte_level, train_sentencepiece
 

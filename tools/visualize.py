@@ -1,5 +1,8 @@
-"""Draw the losses of runs, and any other figure of their records.
+"""Show a layout, a run or a schedule: as one page, or as a picture.
 
+    python tools/visualize.py report --world 64 --device h100 experiment=llama3_8b -o report.html
+    python tools/visualize.py report runs/first                            a finished run, with its layout
+    python tools/visualize.py report --world 64 experiment=llama3_8b --against 'parallel.tp=2 parallel.cp=2'
     python tools/visualize.py loss RUN_DIR [RUN_DIR...] --out loss.png     loss over tokens, training and validation
     python tools/visualize.py loss runs --smooth 20 --panels grad_norm,lr,mfu,memory_gb,'moe/layer_*/load'
 
@@ -139,8 +142,15 @@ def drawable(name: str, number: int) -> str:
     return f"run {number}"
 
 
-def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth: int = 1) -> None:
-    """Writes the picture, losses above and a panel for each field below; its format follows from the name."""
+def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth: int | None = None) -> None:
+    """Writes the picture, losses above and a panel for each field below; its format follows from the name.
+
+    Args:
+        curves: runs.
+        out: file.
+        fields: of records, to draw below.
+        smooth: records of a mean; None = a fortieth of the run.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed, or asked for
@@ -158,16 +168,19 @@ def draw(curves: Sequence[Curve], out: Path, fields: Sequence[str] = (), smooth:
             f"C{number % 10}",
             1 + 3 * (1 - (number + 1) / len(curves)),
         )  # what lies on top leaves an edge free
-        if smooth > 1:
-            axes.plot(*zip(*curve.train), color=color, alpha=0.2, linewidth=width)
-        shown = smoothed(curve.train, smooth)
+        mean_of = smooth or max(1, len(curve.train) // 40)
+        if mean_of > 1:
+            axes.plot(*zip(*curve.train), color=color, alpha=0.25, linewidth=width)
+        shown = smoothed(curve.train, mean_of)
         axes.plot(*zip(*shown), color=color, alpha=0.6, linewidth=width, label=f"{name}, training")
         for (field, points), style in zip(sorted(curve.valid.items()), cycle(("-", "--", ":", "-."))):
             label = f"{name}, validation{of_set(field)}"
-            axes.plot(*zip(*points), color=color, linestyle=style, marker="o", markersize=4 + width, label=label)
+            few = len(points) < 10  # straight lines between few points would look like a curve
+            axes.plot(*zip(*points), color=color, linestyle="none" if few else style, marker="o", markersize=4 + width,
+                      markeredgecolor="black", label=label)  # fmt: skip
         for panel, field in zip(panels, fields):
             if points := curve.fields.get(field, []):
-                panel.plot(*zip(*smoothed(points, smooth)), color=color, alpha=0.6, linewidth=width)
+                panel.plot(*zip(*smoothed(points, mean_of)), color=color, alpha=0.6, linewidth=width)
     axes.set(ylabel="loss (nats per token)")
     for panel, field in zip(panels, fields):
         panel.set(ylabel=field)
@@ -195,7 +208,7 @@ def summary(curve: Curve) -> dict[str, Any]:
 
 
 def run_loss(args: argparse.Namespace) -> None:
-    if args.smooth < 1:
+    if args.smooth is not None and args.smooth < 1:
         raise ValueError(f"--smooth {args.smooth}: a mean is of at least 1 record")
     curves = [read_curve(path) for run in args.runs for path in find_records(run)]
     draw(curves, args.out, chosen_fields(curves, args.panels), args.smooth)
@@ -214,9 +227,46 @@ def run_loss(args: argparse.Namespace) -> None:
     print(f"wrote {args.out}")
 
 
+def run_report(args: argparse.Namespace) -> None:
+    from tools.report.report import Question, write_report
+
+    question = Question(
+        overrides=[word for word in args.words if "=" in word],
+        runs=[Path(word) for word in args.words if "=" not in word],
+        world=args.world, device=args.device, against=args.against,
+    )  # fmt: skip
+    sentence = write_report(question, args.out, args.json)
+    print(sentence)
+    print(f"wrote {args.out}" + (f" and {args.json}" if args.json else ""))
+
+
+def run_docs(args: argparse.Namespace) -> None:
+    from tools.report.dimensions import write_docs
+
+    for file in write_docs(args.out):
+        print(f"wrote {file}")
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pictures = parser.add_subparsers(required=True)
+    report = pictures.add_parser("report", help="one page: the layer, the ranks, memory, pipeline, step time, runs")
+    report.add_argument("--world", type=int, metavar="N", help="number of ranks (default: that of the run)")
+    report.add_argument(
+        "--device", metavar="NAME", help="as plan.py takes it, or cpu (default h100; cpu for a run on CPUs)"
+    )
+    report.add_argument("--against", metavar="OVERRIDES", help="a second layout: the first with these overrides")
+    report.add_argument(
+        "-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="default report.html"
+    )
+    report.add_argument("--json", type=Path, metavar="FILE", help="write the page's numbers, too")
+    report.add_words(
+        "words", nargs="*", metavar="OVERRIDE|RUN_DIR", help="overrides of pretrain.py, and folders of runs"
+    )
+    report.set_defaults(run=run_report)
+    docs = pictures.add_parser("docs", help="write the generated tables and pictures of the documentation")
+    docs.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default docs")
+    docs.set_defaults(run=run_docs)
     loss = pictures.add_parser("loss", help="loss over tokens, one colour a run")
     loss.add_words(
         "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, its .jsonl file, or a folder of runs"
@@ -225,7 +275,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     loss.add_argument(
         "--panels", default="", metavar="FIELDS", help="fields of a record to draw below, with commas; * is any text"
     )
-    loss.add_argument("--smooth", type=int, default=1, metavar="N", help="draw means of N records")
+    loss.add_argument("--smooth", type=int, metavar="N", help="draw means of N records (default: 1/40 of the run)")
     loss.add_argument("--json", action="store_true", help="print the first and last losses as JSON")
     loss.set_defaults(run=run_loss)
     return parser.parse_args(argv)

@@ -9,7 +9,7 @@ The three products of experts in 8 bits, over tokens sorted by expert; counts st
 
     forward          y[r] = W[e] x[r]                                     1×128 groups of x, 128×128 blocks of W
     input gradient   dx[r] = W[e]ᵀ dy[r]                                  the same with the transposed weight
-    weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ      both turned: 1×128 groups of tokens
+    weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ      both transposed: 1×128 groups of tokens
 Every 128 terms the product leaves the tensor cores, is scaled and added in float32 (see gemm.py). The groups of
 the weight gradient begin anew with every expert (quantize.py), so no group mixes tokens of two.
 """
@@ -247,13 +247,13 @@ def grouped_weight_grad_fp8(dy: Quantized, x: Quantized, offsets: Tensor, main_g
     """`main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
 
     Args:
-        dy: from `turn` with these offsets: values `[n, G·128]`, scales `[n, G]`.
+        dy: from `fp8_transpose` with these offsets: values `[n, G·128]`, scales `[n, G]`.
         x: the same, values `[k, G·128]`.
         offsets: as in `grouped_matmul`.
         main_grad: `[E, n, k]` contiguous, float32 or bfloat16; float64 takes the plain path.
 
     Raises:
-        ValueError: operands that were not turned alike.
+        ValueError: operands that were not transposed alike.
     """
     if dy.values.shape[1] != x.values.shape[1] or main_grad.shape[1:] != (dy.values.shape[0], x.values.shape[0]):
         shapes = f"dy {tuple(dy.values.shape)}, x {tuple(x.values.shape)}, main_grad {tuple(main_grad.shape)}"

@@ -12,7 +12,7 @@ from kernels import dispatch, tuning
 from kernels.activation import swiglu_reference, weighted_activation_reference
 from kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, tl
 from kernels.fp8.quantize import E4M3, GROUP, Quantized, largest, quantize_reference, quantize_rows, quantized
-from kernels.norm import launch_forward, layer_norm_reference, rms_norm_reference
+from kernels.norm import launch_forward, norm_reference, normalised, scaled
 
 MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is written, and quantised from memory
 
@@ -76,15 +76,9 @@ def _norm_kernel(
     column = tl.arange(0, WIDTH)
     live = (row < rows)[:, None] & (column < width)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], live, other=0.0).to(tl.float32)
-    if CENTRED:
-        mean = tl.sum(x, 1) / width
-        x = tl.where(live, x - mean[:, None], 0.0)
-        tl.store(mean_ptr + row, mean, row < rows)
-    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
-    tl.store(inverse_ptr + row, inverse, row < rows)
-    y = x * inverse[:, None] * tl.load(weight_ptr + column, column < width, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + column, column < width, other=0.0).to(tl.float32)[None, :]
+    statistics = mean_ptr + row, inverse_ptr + row
+    y = normalised(x, live, width, eps, statistics, row < rows, CENTRED)
+    y = scaled(y, weight_ptr, bias_ptr, column, column < width, HAS_BIAS)
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP))
     amax = largest(groups, 2)[:, :, None]
@@ -139,15 +133,38 @@ def swiglu_quantized(
     return Quantized(values, scales, 1)
 
 
-def _norm_quantized(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype, powers_of_two: bool
-) -> tuple[Quantized, Tensor, Tensor]:
-    """Rows `[rows, h]` on a GPU: their norm, and what its backward needs, mean and 1 / scale."""
+def norm_quantized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype = E4M3, *, centred: bool,
+    powers_of_two: bool = False,
+) -> tuple[Quantized, tuple[Tensor, Tensor]]:  # fmt: skip
+    """`quantize_rows(rms_norm(x))`, or with `centred` of `layer_norm`, in one pass; not differentiable.
+
+    Args:
+        x: `[..., h]`, any floating dtype.
+        weight: `[h]`, any floating dtype.
+        bias: `[h]` or None.
+        eps: added to the mean of squares.
+        dtype: float8_e4m3fn or float8_e5m2.
+        centred: the norm is LayerNorm.
+        powers_of_two: round the scales up to powers of two.
+
+    Returns:
+        values `[rows, h]` with scales `[rows, ceil(h/128)]`, and what the backward of the norm needs: mean (without
+        `centred`, nothing) and 1 / scale `[rows]`, float32 (float64 for float64).
+    """
+    x = rows_of(x)
     rows, width = x.shape
+    if not dispatch.runs_triton(x):
+        wide = x.to(dispatch.statistics_dtype(x.dtype))
+        mean = wide.mean(-1) if centred else None
+        squares = (wide if mean is None else wide - mean[:, None]).square()
+        inverse = torch.rsqrt(squares.mean(-1) + eps)
+        y = norm_reference(x, weight, bias, eps=eps, centred=centred)
+        return quantize_reference(y, 1, dtype, powers_of_two), (inverse if mean is None else mean, inverse)
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     if width > MAX_WIDTH:
         y, _, mean, inverse = launch_forward(x, None, weight, bias, eps, centred)
-        return quantize_rows(y, dtype, powers_of_two=powers_of_two), mean, inverse
+        return quantize_rows(y, dtype, powers_of_two=powers_of_two), (mean, inverse)
     values, scales = _outputs(rows, width, dtype, x.device)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(inverse) if centred else inverse
@@ -159,56 +176,4 @@ def _norm_quantized(
     sizes = (rows, width, x.stride(0), eps)
     grid = (cdiv(rows, config["ROWS"]),)
     _norm_kernel[grid](*pointers, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config)
-    return Quantized(values, scales, 1), mean, inverse
-
-
-def rms_norm_quantized(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
-) -> tuple[Quantized, Tensor]:
-    """`quantize_rows(rms_norm(x))` in one pass; not differentiable, as nothing in 8 bits is.
-
-    Args:
-        x: `[..., h]`, any floating dtype.
-        weight: `[h]`, any floating dtype.
-        eps: added to the mean of squares.
-        dtype: float8_e4m3fn or float8_e5m2.
-        powers_of_two: round the scales up to powers of two.
-
-    Returns:
-        values `[rows, h]` with scales `[rows, ceil(h/128)]`, and 1 / root mean square `[rows]`, float32 (float64 for
-        float64), which the backward of the norm needs.
-    """
-    x = rows_of(x)
-    if not dispatch.runs_triton(x):
-        inverse = torch.rsqrt(x.to(dispatch.statistics_dtype(x.dtype)).square().mean(-1) + eps)
-        return quantize_reference(rms_norm_reference(x, weight, eps), 1, dtype, powers_of_two), inverse
-    q, _, inverse = _norm_quantized(x, weight, None, eps, False, dtype, powers_of_two)
-    return q, inverse
-
-
-def layer_norm_quantized(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype = E4M3,
-    *,
-    powers_of_two: bool = False,
-) -> tuple[Quantized, tuple[Tensor, Tensor]]:
-    """`quantize_rows(layer_norm(x))` in one pass, as `rms_norm_quantized`.
-
-    Args:
-        bias: `[h]` or None.
-
-    Returns:
-        values with scales, and mean and 1 / standard deviation, `[rows]` each.
-    """
-    x = rows_of(x)
-    if not dispatch.runs_triton(x):
-        wide = x.to(dispatch.statistics_dtype(x.dtype))
-        mean = wide.mean(-1)
-        inverse = torch.rsqrt((wide - mean[:, None]).square().mean(-1) + eps)
-        q = quantize_reference(layer_norm_reference(x, weight, bias, eps), 1, dtype, powers_of_two)
-        return q, (mean, inverse)
-    q, *statistics = _norm_quantized(x, weight, bias, eps, True, dtype, powers_of_two)
-    return q, (statistics[0], statistics[1])
+    return Quantized(values, scales, 1), (mean, inverse)

@@ -18,9 +18,9 @@ tokens, while forward and input gradient have kept them as `[tokens, features]` 
 below the smallest number of the new group.
 
 Where all tokens of an expert share one scale (tensorwise), the transpose keeps values and scale as they are. Where they
-all do, or the scales are of whole blocks, only values move (`transposed`).
+all do, or the scales are of whole blocks, only values move (`transpose_values`).
 
-Tokens sorted by expert are turned expert by expert: each begins a new group, and the rest of its last group is zeros.
+Tokens sorted by expert are transposed expert by expert: each begins a new group, whose rest is zeros at its end.
 Group t holds the tokens that tile t of 128 would hold in `grouped_matmul`, so where an expert's groups begin follows
 from the offsets, on the device.
 """
@@ -125,15 +125,15 @@ def _quantize_kernel(
     x_ptr,
     values_ptr,
     scales_ptr,
-    turned_ptr,
-    turned_scales_ptr,
+    transposed_ptr,
+    transposed_scales_ptr,
     rows,
     columns,
     x_stride,
     row_groups,
     column_groups,
     BLOCKS: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     GROUP: tl.constexpr,
@@ -143,13 +143,13 @@ def _quantize_kernel(
     matrix = tl.program_id(2).to(tl.int64)
     x_ptr += matrix * rows * x_stride
     values_ptr += matrix * rows * columns
-    turned_ptr += matrix * rows * columns
+    transposed_ptr += matrix * rows * columns
     row = row_group * GROUP + tl.arange(0, GROUP)
     column = column_group * GROUP + tl.arange(0, GROUP)
     live = (row < rows)[:, None] & (column < columns)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     at = row[:, None] * columns + column[None, :]
-    turned_at = column[None, :] * rows + row[:, None]
+    transposed_at = column[None, :] * rows + row[:, None]
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     if BLOCKS:
         groups = matrix * row_groups * column_groups
@@ -157,21 +157,23 @@ def _quantize_kernel(
         values, scale = quantized(x, amax, LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
         tl.store(scales_ptr + groups + row_group * column_groups + column_group, scale)
-        if TURNED:
-            tl.store(turned_ptr + turned_at, values, live)
-            tl.store(turned_scales_ptr + groups + column_group * row_groups + row_group, scale)
+        if TRANSPOSED:
+            tl.store(transposed_ptr + transposed_at, values, live)
+            tl.store(transposed_scales_ptr + groups + column_group * row_groups + row_group, scale)
     else:
         values, scale = quantized(x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
         tl.store(scales_ptr + row[:, None] * column_groups + column_group, scale, (row < rows)[:, None])
-        if TURNED:
+        if TRANSPOSED:
             values, scale = quantized(x, largest(x, 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
-            tl.store(turned_ptr + turned_at, values, live)
-            tl.store(turned_scales_ptr + column[None, :] * row_groups + row_group, scale, (column < columns)[None, :])
+            tl.store(transposed_ptr + transposed_at, values, live)
+            tl.store(
+                transposed_scales_ptr + column[None, :] * row_groups + row_group, scale, (column < columns)[None, :]
+            )
 
 
 def _launch(
-    x: Tensor, rows_per_scale: int, dtype: torch.dtype, powers_of_two: bool, turned: bool
+    x: Tensor, rows_per_scale: int, dtype: torch.dtype, powers_of_two: bool, transposed: bool
 ) -> tuple[Quantized, Quantized | None]:
     """x `[rows, columns]`, or `[matrices, rows, columns]` contiguous where blocks are wanted."""
     *matrices, rows, columns = x.shape
@@ -180,19 +182,19 @@ def _launch(
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     shape = (*matrices, row_groups if blocks else rows, column_groups)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-    turned_values, turned_scales = values, scales
-    if turned:
-        turned_values = torch.empty((*matrices, columns, rows), dtype=dtype, device=x.device)
-        turned_shape = (*matrices, column_groups if blocks else columns, row_groups)
-        turned_scales = torch.empty(turned_shape, dtype=torch.float32, device=x.device)
-    outputs = (values, scales, turned_values, turned_scales)
+    transposed_values, transposed_scales = values, scales
+    if transposed:
+        transposed_values = torch.empty((*matrices, columns, rows), dtype=dtype, device=x.device)
+        transposed_shape = (*matrices, column_groups if blocks else columns, row_groups)
+        transposed_scales = torch.empty(transposed_shape, dtype=torch.float32, device=x.device)
+    outputs = (values, scales, transposed_values, transposed_scales)
     sizes = (rows, columns, x.stride(-2), row_groups, column_groups)
-    flags = {"BLOCKS": blocks, "TURNED": turned, "POWERS_OF_TWO": powers_of_two}
+    flags = {"BLOCKS": blocks, "TRANSPOSED": transposed, "POWERS_OF_TWO": powers_of_two}
     config = tuning.select("fp8_quantize", x.device)
     grid = (row_groups, column_groups, matrices[0] if matrices else 1)
     _quantize_kernel[grid](x, *outputs, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config)
     quantized_x = Quantized(values, scales, rows_per_scale)
-    return quantized_x, Quantized(turned_values, turned_scales, rows_per_scale) if turned else None
+    return quantized_x, Quantized(transposed_values, transposed_scales, rows_per_scale) if transposed else None
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False) -> Quantized:
@@ -225,9 +227,9 @@ def quantize_rows_both_ways(
         x with scales `[rows, ceil(columns/128)]`, and xᵀ `[columns, rows]` with scales `[columns, ceil(rows/128)]`.
     """
     if dispatch.runs_triton(x):
-        straight, turned = _launch(rows_of(x), 1, dtype, powers_of_two, True)
-        assert turned is not None
-        return straight, turned
+        straight, transposed = _launch(rows_of(x), 1, dtype, powers_of_two, True)
+        assert transposed is not None
+        return straight, transposed
     return quantize_reference(x, 1, dtype, powers_of_two), quantize_reference(x.t(), 1, dtype, powers_of_two)
 
 
@@ -245,17 +247,17 @@ def quantize_blocks(
         x with scales `[..., ceil(rows/128), ceil(columns/128)]`, and xᵀ with those scales transposed.
     """
     if dispatch.runs_triton(x):
-        straight, turned = _launch(rows_of(x) if x.ndim == 2 else x.contiguous(), GROUP, dtype, powers_of_two, True)
-        assert turned is not None
-        return straight, turned
+        straight, transposed = _launch(rows_of(x) if x.ndim == 2 else x.contiguous(), GROUP, dtype, powers_of_two, True)
+        assert transposed is not None
+        return straight, transposed
     straight = quantize_reference(x, GROUP, dtype, powers_of_two)
     return straight, Quantized(straight.values.mT.contiguous(), straight.scales.mT.contiguous(), GROUP)
 
 
-def turn_reference(
+def fp8_transpose_reference(
     x: Quantized, offsets: Tensor | None = None, *, powers_of_two: bool = False, keep: bool = False
 ) -> Quantized:
-    """`turn` in plain torch; asks the host for the offsets."""
+    """`fp8_transpose` in plain torch; asks the host for the offsets."""
     rows, columns = x.values.shape
     ends = [0, rows] if offsets is None else ends_of(offsets, rows)
     num_groups = groups_of(rows, offsets)
@@ -266,11 +268,11 @@ def turn_reference(
         mine = Quantized(x.values[first:last], x.scales[first:last], 1)
         size = cdiv(last - first, GROUP)
         if size and keep:
-            turned = Quantized(mine.values.t(), mine.scales[:1, :1].expand(columns, size), 1)
+            transposed = Quantized(mine.values.t(), mine.scales[:1, :1].expand(columns, size), 1)
         else:
-            turned = quantize_reference(mine.dequantize().t(), 1, x.values.dtype, powers_of_two)
-        values[:, group * GROUP : group * GROUP + last - first] = turned.values
-        scales[:, group : group + size] = turned.scales
+            transposed = quantize_reference(mine.dequantize().t(), 1, x.values.dtype, powers_of_two)
+        values[:, group * GROUP : group * GROUP + last - first] = transposed.values
+        scales[:, group : group + size] = transposed.scales
         group += size
     return Quantized(values, scales, 1)
 
@@ -281,11 +283,11 @@ def groups_of(rows: int, offsets: Tensor | None) -> int:
 
 
 @jit(do_not_specialize=["rows", "groups"])
-def _turn_kernel(
+def _fp8_transpose_kernel(
     values_ptr,
     scales_ptr,
-    turned_ptr,
-    turned_scales_ptr,
+    transposed_ptr,
+    transposed_scales_ptr,
     offsets_ptr,
     rows,
     columns,
@@ -314,14 +316,14 @@ def _turn_kernel(
     else:
         x = values.to(tl.float32)
         x *= tl.load(scales_ptr + row * column_groups + column_group, row < last, other=0.0)[:, None]
-        DTYPE: tl.constexpr = turned_ptr.dtype.element_ty
+        DTYPE: tl.constexpr = transposed_ptr.dtype.element_ty
         values, scale = quantized(x, largest(x, 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
     place = group.to(tl.int64) * GROUP + tl.arange(0, GROUP)
     # The tile's dead rows are stored too: they are the zeros that fill the group. A mask with `row` in it, where an
     # expert's rows begin anywhere, would have every byte stored by itself.
     known = (column < columns)[None, :]
-    tl.store(turned_ptr + column[None, :] * (groups * GROUP) + place[:, None], values, known)
-    tl.store(turned_scales_ptr + group.to(tl.int64) * columns + column[None, :], scale, known)
+    tl.store(transposed_ptr + column[None, :] * (groups * GROUP) + place[:, None], values, known)
+    tl.store(transposed_scales_ptr + group.to(tl.int64) * columns + column[None, :], scale, known)
 
 
 @jit
@@ -336,8 +338,8 @@ def _transpose_kernel(x_ptr, out_ptr, rows, columns, TILE: tl.constexpr):
     tl.store(out_ptr + matrix + column[None, :] * rows + row[:, None], x, live)
 
 
-def transposed(values: Tensor) -> Tensor:
-    """Matrices in 8 bits, transposed.
+def transpose_values(values: Tensor) -> Tensor:
+    """Matrices in FP8, transposed.
 
     Args:
         values: `[rows, columns]`, or a stack `[E, rows, columns]`.
@@ -349,14 +351,16 @@ def transposed(values: Tensor) -> Tensor:
         return values.mT.contiguous()
     *matrices, rows, columns = values.shape
     out = torch.empty(*matrices, columns, rows, dtype=values.dtype, device=values.device)
-    config = tuning.select("fp8_turn", values.device)
+    config = tuning.select("fp8_transpose", values.device)
     grid = (cdiv(rows, GROUP) * cdiv(columns, GROUP), matrices[0] if matrices else 1)
     sides = (values.contiguous().view(torch.uint8), out.view(torch.uint8))
     _transpose_kernel[grid](*sides, rows, columns, TILE=GROUP, **config)
     return out
 
 
-def turn(x: Quantized, offsets: Tensor | None = None, *, powers_of_two: bool = False, keep: bool = False) -> Quantized:
+def fp8_transpose(
+    x: Quantized, offsets: Tensor | None = None, *, powers_of_two: bool = False, keep: bool = False
+) -> Quantized:
     """`xᵀ` with a scale for each group of 128 tokens.
 
     Args:
@@ -372,15 +376,17 @@ def turn(x: Quantized, offsets: Tensor | None = None, *, powers_of_two: bool = F
     """
     rows, columns = x.values.shape
     if not dispatch.runs_triton(x.scales) or not x.values.numel():
-        return turn_reference(x, offsets, powers_of_two=powers_of_two, keep=keep)
+        return fp8_transpose_reference(x, offsets, powers_of_two=powers_of_two, keep=keep)
     groups = groups_of(rows, offsets)
     values = torch.empty(columns, groups * GROUP, dtype=x.values.dtype, device=x.values.device)
     scales = torch.empty(groups, columns, device=x.values.device).t()
     experts = 0 if offsets is None else offsets.numel() - 1
     flags = {"EXPERTS": next_power_of_2(experts) if experts else 0, "POWERS_OF_TWO": powers_of_two, "KEEP": keep}
     pointers = (x.values, x.scales, values, scales, x.scales if offsets is None else offsets)
-    config = tuning.select("fp8_turn", values.device)
+    config = tuning.select("fp8_transpose", values.device)
     grid = (groups, cdiv(columns, GROUP))
     largest = torch.finfo(values.dtype).max
-    _turn_kernel[grid](*pointers, rows, columns, groups, experts, **flags, LARGEST=largest, GROUP=GROUP, **config)
+    _fp8_transpose_kernel[grid](
+        *pointers, rows, columns, groups, experts, **flags, LARGEST=largest, GROUP=GROUP, **config
+    )
     return Quantized(values, scales, 1)

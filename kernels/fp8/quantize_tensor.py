@@ -78,12 +78,12 @@ def _cast_kernel(
     x_ptr,
     amax_ptr,
     values_ptr,
-    turned_ptr,
+    transposed_ptr,
     scale_ptr,
     rows,
     columns,
     x_stride,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     TILE: tl.constexpr,
@@ -94,8 +94,8 @@ def _cast_kernel(
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     values, scale = quantized(x, tl.load(amax_ptr), LARGEST, POWERS_OF_TWO, DTYPE)
     tl.store(values_ptr + row[:, None] * columns + column[None, :], values, live)
-    if TURNED:
-        tl.store(turned_ptr + column[None, :] * rows + row[:, None], values, live)
+    if TRANSPOSED:
+        tl.store(transposed_ptr + column[None, :] * rows + row[:, None], values, live)
     tl.store(scale_ptr, scale, tl.program_id(0) == 0)
 
 
@@ -138,14 +138,14 @@ def _amax(x: Tensor, by_row: bool) -> Tensor:
 
 
 def _cast(
-    x: Tensor, dtype: torch.dtype, powers_of_two: bool, amax: Tensor, turned: bool
+    x: Tensor, dtype: torch.dtype, powers_of_two: bool, amax: Tensor, transposed: bool
 ) -> tuple[Quantized, Quantized]:
     """x `[..., columns]`, and its transpose `[columns, rows]`, which holds nothing unless it is asked for."""
     flat = rows_of(x)
     rows, columns = flat.shape
     values, scale = torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(1, 1, device=x.device)
-    other = torch.empty(columns, rows, dtype=dtype, device=x.device) if turned else values
-    flags = {"TURNED": turned, "LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two}
+    other = torch.empty(columns, rows, dtype=dtype, device=x.device) if transposed else values
+    flags = {"TRANSPOSED": transposed, "LARGEST": torch.finfo(dtype).max, "POWERS_OF_TWO": powers_of_two}
     config = tuning.select("fp8_tensor", x.device)
     grid = (_tiles(rows, columns, config["TILE"]),)
     _cast_kernel[grid](flat, amax, values, other, scale, rows, columns, flat.stride(0), **flags, **config)
@@ -217,7 +217,7 @@ def quantize_tensor_both_ways(
         ValueError: x is not a matrix, or an amax of another form.
     """
     if x.ndim != 2:
-        raise ValueError(f"x {tuple(x.shape)} must be a matrix to be turned")
+        raise ValueError(f"x {tuple(x.shape)} must be a matrix to be transposed")
     amax = _maximum(x, amax)
     if dispatch.runs_triton(x):
         return _cast(x, dtype, powers_of_two, amax, True)

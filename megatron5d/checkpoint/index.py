@@ -11,19 +11,11 @@ import io
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from megatron5d.checkpoint.tensor_file import Save
+from megatron5d.checkpoint.tensor_file import Save, SavedItem
 from megatron5d.config.json_file import parse_json
 
 INDEX = "index.json"
@@ -32,14 +24,22 @@ FORMAT = 1  # raised when an older reader would misread the file
 Tensors = dict[str, tuple[str, list[int], list[list[Any]]]]
 
 
+class SavedTensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    size: torch.Size  # global shape
+    items: dict[tuple[int, ...], SavedItem]  # by offset
+
+
 def write_index(folder: Path, save: Save, tensors: str) -> None:
     """Writes index.json; `tensors` is the JSON of Tensors, which seldom changes from save to save."""
     text = f'{{"format": {FORMAT}, "save": "{save.id}", "step": {save.step}, "tensors": {tensors}}}\n'
     (folder / INDEX).write_text(text)
 
 
-def read_index(content: bytes) -> tuple[Save, Metadata]:
-    """DCP's metadata and the save, from the content of index.json.
+def read_index(content: bytes) -> tuple[Save, dict[str, SavedTensor]]:
+    """Returns the save and its tensors by key, from the content of index.json.
 
     Raises:
         ValueError: it is damaged, or a newer version wrote it.
@@ -48,47 +48,45 @@ def read_index(content: bytes) -> tuple[Save, Metadata]:
     if found.get("format") != FORMAT:
         raise ValueError(f"it has format {found.get('format')!r}, this version reads {FORMAT}; upgrade megatron5d")
     try:
-        return Save(str(found["save"]), int(found["step"])), metadata_of(found["tensors"])
+        return Save(str(found["save"]), int(found["step"])), _saved_tensors(found["tensors"])
     except (KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
         raise ValueError(f"an entry is missing or of another kind: {type(error).__name__} {error}") from error
 
 
-def read_pickled(content: bytes) -> Metadata:
-    """DCP's metadata from the content of a `.metadata`; executes nothing that it names.
+def read_pickled(content: bytes) -> dict[str, SavedTensor]:
+    """Returns the tensors by key from the content of a `.metadata`; executes nothing that it names.
 
     Raises:
         ValueError: it is damaged, or names something that no metadata of DCP consists of.
     """
     try:
-        return metadata_of(_tensors_of(_Unpickler(io.BytesIO(content)).load().state))
+        return _saved_tensors(_tensors_of(_Unpickler(io.BytesIO(content)).load().state))
     except Exception as error:  # a damaged pickle may raise anything
         if type(error) is ValueError:  # raised below, in words of ours
             raise
         raise ValueError(f"it is no metadata of DCP: {type(error).__name__} {error}") from error
 
 
-def metadata_of(tensors: Tensors) -> Metadata:
-    """DCP's form of the index.
+def _saved_tensors(tensors: Tensors) -> dict[str, SavedTensor]:
+    """Returns the tensors of an index.
 
     Raises:
         ValueError: an entry makes no sense.
     """
-    entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    found = {}
     for key, (name, shape, rows) in tensors.items():
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{key} has dtype {name!r}")
-        chunks = []
+        items = {}
         for offset, extent, file, start, length in rows:
             if not isinstance(file, str) or "/" in file or file in ("", ".", ".."):
                 raise ValueError(f"{key} lies in {file!r}, which is no file of the folder")
             if not len(offset) == len(extent) == len(shape) or min(start, length, *offset, *extent, 0) < 0:
                 raise ValueError(f"{key} has a part of {extent} at {offset}, bytes {start} and on")
-            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(extent)))
-            places[MetadataIndex(key, torch.Size(offset))] = _StorageInfo(file, start, length)
-        entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
-    return Metadata(entries, storage_data=places)
+            items[tuple(offset)] = SavedItem(tuple(offset), tuple(extent), file, start, length)
+        found[key] = SavedTensor(dtype, torch.Size(shape), items)
+    return found
 
 
 def _tensors_of(metadata: dict[str, Any]) -> Tensors:

@@ -1,30 +1,25 @@
 """The tensors of a checkpoint in global coordinates, as rectangles that one rank holds.
 
-A ShardedTensor has the global shape of a tensor, and the rectangles that this rank holds of it as views of its memory.
-torch.distributed.checkpoint (DCP) reads and writes it through the protocol of checkpointable tensors, so every layout
-can load what any other has saved.
+A ShardedTensor has the global shape of a tensor, and the rectangles that this rank holds of it as views of its memory,
+so every layout can load what any other has saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron5d.topology.shard_spec import Piece, ShardSpec, rectangles, spec_of
 
-if TYPE_CHECKING:  # DCP is slow to import, and a run that neither saves nor loads does not need it
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
-
 Rectangle = tuple[tuple[int, ...], Tensor]  # first index in the global tensor, local view
 
 
-class ShardedTensor(torch.Tensor):
-    """A tensor of the global shape without storage; `parts` are the rectangles that this rank reads or writes.
+class ShardedTensor:
+    """The rectangles of a tensor that this rank reads or writes.
 
     Args:
         shape: global shape.
@@ -32,53 +27,37 @@ class ShardedTensor(torch.Tensor):
         dtype: of the views; also given on a rank without any.
     """
 
-    parts: dict[tuple[int, ...], Tensor]
+    def __init__(self, shape: Sequence[int], parts: Iterable[Rectangle], dtype: torch.dtype) -> None:
+        self.shape, self.parts, self.dtype = torch.Size(shape), dict(parts), dtype
 
-    @staticmethod
-    def __new__(cls, shape: Sequence[int], parts: Sequence[Rectangle], dtype: torch.dtype) -> ShardedTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
-        tensor.parts = dict(parts)
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise TypeError(f"a ShardedTensor has no storage to run {func} on; use its parts")
-
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"ShardedTensor({tuple(self.shape)}, {[(o, tuple(v.shape)) for o, v in self.parts.items()]})"
 
-    def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+    def values(self, offset: tuple[int, ...]) -> Tensor:
+        """Returns the part at an offset, to be written."""
+        return self.parts[offset]
 
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(offset)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offset), view.size()),
-                    properties=TensorProperties(dtype=view.dtype),
-                    size=self.size(),
-                ),
-            )
-            for offset, view in self.parts.items()
-        ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+class HostCopies:
+    """Copies of tensors in host memory, which is kept for the next ones; pinned where they come from a GPU."""
 
-        return [ChunkStorageMetadata(torch.Size(offset), view.size()) for offset, view in self.parts.items()]
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self.parts[tuple(index.offset)]
-
-    def staged(self) -> ShardedTensor:
-        """A copy with its parts on the CPU, to be saved in the background."""
-        parts = [(offset, view.to("cpu", copy=True)) for offset, view in self.parts.items()]
-        return ShardedTensor(self.shape, parts, self.dtype)
+    def take(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+        """Copies tensors, and returns the copies. They are valid until the next call."""
+        last, self._copies, taken = self._copies, {}, {}
+        for key, tensor in tensors.items():
+            for offset, view in tensor.parts.items():
+                copy = last.pop((key, offset), None)
+                if copy is None or (copy.shape, copy.dtype) != (view.shape, view.dtype):
+                    copy = torch.empty(view.shape, dtype=view.dtype, pin_memory=view.is_cuda)
+                self._copies[key, offset] = copy.copy_(view.detach(), non_blocking=True)
+            parts = [(offset, self._copies[key, offset]) for offset in tensor.parts]
+            taken[key] = ShardedTensor(tensor.shape, parts, tensor.dtype)
+        if any(copy.is_pinned() for copy in self._copies.values()):
+            torch.cuda.current_stream().synchronize()
+        return taken
 
 
 class HeldSlice(Protocol):
@@ -96,18 +75,23 @@ class HeldSlice(Protocol):
     def pieces(self) -> list[tuple[Piece, tuple[int, int]]]: ...
 
 
-def sharded_slice(segment: HeldSlice, flat: Tensor, *, writing: bool) -> ShardedTensor:
+def sharded_slice(
+    segment: HeldSlice, flat: Tensor, *, writing: bool, share: tuple[int, int] | None = None
+) -> ShardedTensor:
     """The part of a parameter that a flat slice holds, in global coordinates.
 
     Args:
         segment: the part of the parameter in the slice.
         flat: the slice, of weights, master weights or a moment.
         writing: leave out pieces that another rank writes.
+        share: range of the slice that is wanted; None = all of it.
     """
+    low, high = (0, flat.numel()) if share is None else share
     parts: list[Rectangle] = []
     shift = segment.owned[0] - segment.local[0]
-    for piece, (start, stop) in segment.pieces():
-        if writing and not piece.owner:
+    for piece, (first, last) in segment.pieces():
+        start, stop = max(first, low), min(last, high)
+        if start >= stop or (writing and not piece.owner):
             continue
         origin = piece.flat[0] + shift  # index in the slice at which the piece begins; may be negative
         at = start

@@ -9,7 +9,7 @@ import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron5d.checkpoint.folder import MANIFEST, fault_of, faults_of_newer, named_steps, newest, read_run, step_folder
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_parameter
+from megatron5d.checkpoint.storage import Reader, read
 from megatron5d.topology.all_ranks import first_failure, of_any_rank, on_rank_0
 from megatron5d.topology.shard_spec import spec_of
 
@@ -174,8 +175,6 @@ def load_tensors(
 
     Comm: a broadcast of `.metadata`; twice that of `first_failure`.
     """
-    from megatron5d.checkpoint.storage import Reader, read  # DCP: a second that not every run pays
-
     reader = Reader(folder, alone=not dist.is_initialized())
     saved = reader.tensors()
     sources = {key: widest_source(key, twin(key), tensor.dtype, saved) for key, tensor in tensors.items()}
@@ -192,7 +191,7 @@ def load_tensors(
     own = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
     twins = {source: tensors[key] for key, source in sources.items() if source is not None and source != key}
     read(reader, [part for part in (own, twins) if part])
-    return {key: (source, saved[source].properties.dtype) for key, source in sources.items() if source is not None}
+    return {key: (source, saved[source].dtype) for key, source in sources.items() if source is not None}
 
 
 def widest_source(key: str, twin: str | None, wanted: torch.dtype, saved: Mapping[str, Any]) -> str | None:
@@ -208,13 +207,10 @@ def widest_source(key: str, twin: str | None, wanted: torch.dtype, saved: Mappin
         None where neither is saved.
     """
     found = [each for each in (key, twin) if each is not None and each in saved]
-    width = {each: saved[each].properties.dtype.itemsize for each in found}
+    width = {each: saved[each].dtype.itemsize for each in found}
     enough = (each for each in found if width[each] >= wanted.itemsize)
     return next(enough, max(found, key=lambda each: width[each], default=None))
 
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
 
 PREFIX = "model."  # the key of a weight in a checkpoint is this and its global name
 
@@ -247,12 +243,10 @@ class SavedWeights:
     def __init__(
         self, folder: Path, wanted: torch.dtype | None = None, twin: Callable[[str], str | None] = lambda key: None
     ) -> None:
-        from megatron5d.checkpoint.storage import Reader, read
-
-        self._reader, self._read = Reader(folder), read
+        self._reader = Reader(folder)
         saved = self._reader.tensors()
         self._keys = {
-            key.removeprefix(PREFIX): widest_source(key, twin(key), wanted or entry.properties.dtype, saved) or key
+            key.removeprefix(PREFIX): widest_source(key, twin(key), wanted or entry.dtype, saved) or key
             for key, entry in saved.items()
             if key.startswith(PREFIX)
         }
@@ -261,9 +255,9 @@ class SavedWeights:
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Reads the rectangle of `shape` at `offset` of a global tensor, in the dtype in which it is saved."""
         entry = self.tensors[name]
-        values = torch.empty(tuple(shape), dtype=entry.properties.dtype)
+        values = torch.empty(tuple(shape), dtype=entry.dtype)
         tensor = ShardedTensor(entry.size, [(tuple(offset), values)], values.dtype)
-        self._read(self._reader, [{self._keys[name]: tensor}])
+        read(self._reader, [{self._keys[name]: tensor}])
         return values
 
 
@@ -272,9 +266,8 @@ class LazyTensor(ShardedTensor):
 
     make: Callable[[tuple[int, ...]], Tensor]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self.make(tuple(index.offset))
+    def values(self, offset: tuple[int, ...]) -> Tensor:
+        return self.make(offset)
 
 
 def lazy_tensor(

@@ -20,16 +20,20 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import RUN, commit, leave_later, step_folder
-from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.layout import HostCopies, ShardedTensor
 from megatron5d.checkpoint.lock_file import LockFile
+from megatron5d.checkpoint.storage import write
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_0
 from megatron5d.topology.rendezvous import default_store, ranks_text, wait_until
+
+if TYPE_CHECKING:
+    from megatron5d.checkpoint.index_writer import IndexWriter
 
 _PART_BYTES = 4 << 20  # of a message in one request: TCPStore takes no more than 8 MiB
 _MESSAGES_PER_REQUEST = 1024
@@ -191,10 +195,13 @@ class Saver:
         self.directory, self.keep, self.background, self._lock = Path(directory), keep, background, lock
         self._pinned, self._began = pinned, began
         self._id, self._num_saves = _check_shared(self.directory), 0
-        from megatron5d.checkpoint.storage import Index, write  # at the start of a run that saves, not hours later
-
-        self._write_tensors, self._index = write, Index()
         self._group = StoreGroup(timeout_s)
+        self._index: IndexWriter | None = None
+        if self._group.rank == 0:
+            from megatron5d.checkpoint.index_writer import IndexWriter  # at the start of the run, not hours later
+
+            self._index = IndexWriter()
+        self._copies = HostCopies()
         self._written = b""  # what this rank wrote at its last save, as in `storage.write`
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -217,8 +224,8 @@ class Saver:
         if not self.background:
             self._write(step, tensors, run)
             return
-        staged = {key: tensor.staged() for key, tensor in tensors.items()}
-        self._thread = threading.Thread(target=self._write_noting_errors, args=(step, staged, run))
+        copies = self._copies.take(tensors)
+        self._thread = threading.Thread(target=self._write_noting_errors, args=(step, copies, run))
         self._thread.start()
 
     @property
@@ -251,7 +258,7 @@ class Saver:
         try:
             group.on_rank_0(lambda: self._begin(temporary, run))
             try:
-                written = self._write_tensors(temporary, tensors, group.rank, save)
+                written = write(temporary, tensors, group.rank, save)
                 message = _DONE + (b"" if written == known else written)
             except Exception as error:  # noqa: BLE001 - rank 0 raises it on all ranks
                 message = _described(error).encode()
@@ -283,6 +290,7 @@ class Saver:
         failed = failure_among([None if each.startswith(_DONE) else each.decode() for each in messages])
         if failed:
             raise OSError(str(failed))
+        assert self._index is not None
         self._index.write(temporary, [each.removeprefix(_DONE) for each in messages], save)
         commit(temporary, self.keep, self._pinned)
 

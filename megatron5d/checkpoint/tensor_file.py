@@ -1,11 +1,26 @@
-"""A file of tensors: the name of the save that wrote it, then an archive of torch.save for each part of a tensor."""
+"""A file of tensors: the save that wrote it, an archive of torch.save for each part of a tensor, and their checksums.
+
+Each archive is one that torch.load reads, so that torch.distributed.checkpoint (DCP) does, too. It is written here
+rather than by torch.save, which copies the values twice. The checksum of every block is computed while the block is in
+the processor's cache, before it is written and after it is read: no byte is read twice. Checksums are CRC-32 over all
+bytes of the archive's values up to the end of the block, so that the last one is that of the archive, and a block
+can be checked without those before it.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import pickle
 import zipfile
 import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from struct import pack
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +28,24 @@ from torch import Tensor
 
 from megatron5d.config.json_file import parse_json
 
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # where it has no wheel: the same checksum at a fifth of the speed
+    from zlib import crc32
+
 HEADER_BYTES = 256  # at the start of the file: JSON, then spaces
-_FORMAT = 1
+BLOCK = 1 << 19  # bytes that are read or written at once, and have a checksum; a multiple of every element's size
+_FORMAT = 2  # 1: without a table of checksums
+
+
+class SavedItem(NamedTuple):
+    """A rectangle of a saved tensor: its place in the tensor, and the place of its archive in a file."""
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    file: str
+    start: int  # byte
+    length: int  # bytes
 
 
 class Save(NamedTuple):
@@ -32,78 +63,286 @@ class Save(NamedTuple):
         return f"step {self.step}, save {self.id}"
 
 
-def header(save: Save) -> bytes:
-    """What a tensor file begins with. DCP reads items by their places, so that it passes over it."""
-    text = json.dumps({"megatron5d": _FORMAT, "save": save.id, "step": save.step})
+class Part(NamedTuple):
+    """A part of a tensor to be written.
+
+    Args:
+        key: of the tensor.
+        offset: first index in the global tensor.
+        shape: of the part.
+        dtype: of the part.
+        values: returns the part at an offset, when it is written.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: Callable[[tuple[int, ...]], Tensor]
+
+
+def _header(save: Save, *table: int) -> bytes:
+    """The first bytes of a file; `table` is the first byte of the table of checksums, its length and its CRC-32."""
+    text = json.dumps({"megatron5d": _FORMAT, "save": save.id, "step": save.step, "table": table})
     return text.encode().ljust(HEADER_BYTES - 1) + b"\n"
 
 
-def save_of(start: bytes) -> Save | None:
-    """The save that the first bytes of a tensor file name; None where they are no header."""
-    try:
-        found = parse_json(start[:HEADER_BYTES])
-        return Save(str(found["save"]), int(found["step"]))
-    except (ValueError, KeyError, TypeError):
-        return None
+def write_file(path: Path, parts: Iterable[Part], save: Save) -> list[tuple[int, int]]:
+    """Writes a file of tensors, and waits until it is on disk.
 
-
-def check_item(item: Window, values: Tensor | None) -> None:
-    """Compares an item with the checksums in it.
-
-    Args:
-        item: an archive of torch.save.
-        values: what was read from it, which is not read again; None = unknown.
+    Returns:
+        First byte and length of the archive of each part.
 
     Raises:
-        ValueError, zipfile.BadZipFile: it is damaged.
+        OSError: it cannot be written; names the file.
     """
-    with zipfile.ZipFile(item) as archive:
-        for record in archive.infolist():
-            if values is None or not record.filename.endswith("/data/0"):
-                archive.read(record)  # raises where the checksum is another
-                continue
-            storage = values.untyped_storage()
-            content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            if record.file_size != storage.nbytes() or zlib.crc32(content.data) != record.CRC:
-                raise ValueError(f"the CRC-32 of {record.filename} is another")
+    places, table, at = [], [], HEADER_BYTES
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            for part in parts:
+                content = as_bytes(part.values(part.offset))
+                pickled = _pickled(part.dtype, part.shape)
+                data = at + len(_archive(pickled, len(content), 0)[0])
+                checksums = write_blocks(file, content, data)
+                before, after = _archive(pickled, len(content), checksums[-1] if checksums else 0)
+                _write_at(file, before, at)
+                _write_at(file, after, data + len(content))
+                places.append((at, data + len(content) + len(after) - at))
+                table.append([part.key, part.offset, at, data, len(content), checksums])
+                at = sum(places[-1])
+            content = memoryview(json.dumps(table, separators=(",", ":")).encode())
+            _write_at(file, content, at)
+            _write_at(file, _header(save, at, len(content), crc32(content)), 0)
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from error
+    return places
 
 
-class Window(io.RawIOBase):
-    """A stretch of an open file as a file of its own. It is not copied, because an item may be large.
+def as_bytes(values: Tensor) -> memoryview:
+    """The memory of a tensor, of which a copy is made only where it is not contiguous on the CPU."""
+    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
-    Args:
-        file: open for reading.
-        start: first byte.
-        length: bytes.
+
+def write_blocks(file: int, content: memoryview, at: int) -> list[int]:
+    """Writes bytes at a place of an open file; returns the CRC-32 of all bytes up to the end of each block."""
+    checksums, running = [], 0
+    for start in range(0, len(content), BLOCK):
+        block = content[start : start + BLOCK]
+        running = crc32(block, running)
+        _write_at(file, block, at + start)
+        checksums.append(running)
+    return checksums
+
+
+def _write_at(file: int, content: memoryview | bytes, at: int) -> None:
+    done = 0
+    while done < len(content):  # a disk that is getting full takes a part, and raises at the rest
+        done += os.pwrite(file, content[done:] if done else content, at + done)
+
+
+class _Rebuilt:
+    """Pickled as torch pickles a contiguous tensor that fills its storage."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+        self.num_bytes = torch.Size(shape).numel() * dtype.itemsize
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides = _strides(self.shape)
+        return torch._utils._rebuild_tensor_v3, (
+            *(_Storage(self.num_bytes), 0, self.shape, strides, False, OrderedDict(), self.dtype),
+        )
+
+
+class _Storage(NamedTuple):
+    num_bytes: int
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return ("storage", torch.UntypedStorage, "0", "cpu", obj.num_bytes) if isinstance(obj, _Storage) else None
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+@lru_cache(1024)
+def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """What torch.save writes about a tensor, without its values."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=2).dump(_Rebuilt(dtype, shape))
+    return file.getvalue()
+
+
+def _archive(pickled: bytes, num_bytes: int, checksum: int) -> tuple[bytes, bytes]:
+    """What is before and after the values in an archive of torch.save (a zip without compression, in zip64)."""
+    small = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
+    records = [(f"archive/{name}".encode(), len(content), zlib.crc32(content), content) for name, content in small]
+    records.append((b"archive/data/0", num_bytes, checksum, b""))
+    before, directory, full = b"", b"", 0xFFFFFFFF
+    for name, size, crc, content in records:
+        # version, flags, method, time, date (1 January 1980), CRC-32; then sizes, which stand in the zip64 field
+        about = pack("<5HI2I", 45, 0, 0, 0, 33, crc, full, full)
+        extra = pack("<2H3Q", 1, 24, size, size, len(before))
+        directory += b"PK\1\2" + pack("<H", 45) + about + pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, full)
+        directory += name + extra
+        before += b"PK\3\4" + about + pack("<2H", len(name), 20) + name + pack("<2H2Q", 1, 16, size, size) + content
+    at, num = len(before) + num_bytes, len(records)
+    end = b"PK\6\6" + pack("<Q2H2I4Q", 44, 45, 45, 0, 0, num, num, len(directory), at)
+    end += b"PK\6\7" + pack("<IQI", 0, at + len(directory), 1)
+    return before, directory + end + b"PK\5\6" + pack("<4H2IH", 0, 0, num, num, len(directory), full, 0)
+
+
+class Damaged(ValueError):
+    """A file is not what was saved."""
+
+
+class TensorFile:
+    """A file of tensors, open for reading; a context manager.
+
+    Attributes:
+        save: which wrote it; None where the file does not say, as DCP's and those of the first versions.
+
+    Raises:
+        OSError: it cannot be opened.
     """
 
-    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._at = file, start, length, 0
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+        self.save: Save | None = None
+        self._where: list[int] | None = None  # the table of checksums: first byte, length, CRC-32
+        self._table: dict[int, list[Any]] | None = None  # by first byte of the archive
+        self._old: tuple[int, Tensor] | None = None  # the last archive of a file without a table
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        try:
+            found = parse_json(bytes(self._read(0, HEADER_BYTES)))
+            self.save, self._where = Save(str(found["save"]), int(found["step"])), found.get("table")
+        except (ValueError, KeyError, TypeError):
+            pass
 
-    def seekable(self) -> bool:
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._file)
+
+    def fill(self, key: str, dtype: torch.dtype, item: SavedItem, offset: Sequence[int], target: Tensor) -> None:
+        """Reads the rectangle at `offset` of an archive into a tensor of its shape, and no block beyond.
+
+        Args:
+            key: of the tensor that the archive is part of.
+            dtype: of the archive.
+            item: its place.
+            offset: first index within the archive.
+            target: any dtype, device and strides.
+
+        Raises:
+            Damaged: the bytes are not those that were saved.
+            OSError: the file cannot be read.
+        """
+        try:
+            if self._where is None:
+                self._fill_from_old(item, offset, target)
+            elif not self._fill(self._row(key, item), dtype, item.extent, offset, target.detach()):
+                raise Damaged
+        except Damaged:
+            where = f"bytes {item.start} to {item.start + item.length}, part of {key}"
+            raise Damaged(f"is damaged: {where}, are not what was saved (CRC-32)") from None
+
+    def check_around(self, key: str, dtype: torch.dtype, item: SavedItem) -> None:
+        """Compares every byte of the file's header and of an archive but its values, which `fill` checks.
+
+        Args:
+            key, dtype, item: as in `fill`.
+
+        Raises:
+            Damaged: they are not those that were saved.
+        """
+        if self._where is None:
+            return  # `fill` has checked the archive
+        *_, data, num_bytes, checksums = self._row(key, item)
+        before, after = _archive(_pickled(dtype, item.extent), num_bytes, checksums[-1] if checksums else 0)
+        assert self.save is not None
+        around = self._read(item.start, len(before)) + self._read(data + num_bytes, len(after))
+        if around != before + after or self._read(0, HEADER_BYTES) != _header(self.save, *self._where):
+            raise Damaged(f"is damaged: its header, or the archive of {key} from byte {item.start} on")
+
+    def _row(self, key: str, item: SavedItem) -> list[Any]:
+        """The entry of an archive in the table of checksums: key, offset, first byte, the values' place, checksums."""
+        if self._table is None:
+            at, length, checksum = self._where or (0, 0, 0)
+            content = self._read(at, length)
+            if crc32(content) != checksum:
+                raise Damaged
+            self._table = {row[2]: row for row in parse_json(bytes(content), list)}
+        row = self._table.get(item.start)
+        if row is None or (row[0], tuple(row[1])) != (key, item.offset):
+            raise Damaged
+        return row
+
+    def _fill(
+        self, row: list[Any], dtype: torch.dtype, extent: Sequence[int], offset: Sequence[int], target: Tensor
+    ) -> bool:
+        """`fill` for a file with a table; False where the file is damaged."""
+        *_, data, num_bytes, checksums = row
+        strides, itemsize = _strides(extent), dtype.itemsize
+        if num_bytes != prod(extent) * itemsize:
+            return False
+        first = sum(at * stride for at, stride in zip(offset, strides))
+        last = first + sum((size - 1) * stride for size, stride in zip(target.shape, strides))
+        begin, end = first * itemsize // BLOCK * BLOCK, min(num_bytes, -(-(last + 1) * itemsize // BLOCK) * BLOCK)
+        direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
+        if direct and target.nbytes == num_bytes:
+            return self._read_blocks(data, 0, checksums, as_bytes(target))
+        if self._scratch.numel() < end - begin:
+            self._scratch = torch.empty(end - begin, dtype=torch.uint8)
+        scratch = self._scratch[: end - begin]
+        intact = self._read_blocks(data, begin, checksums, as_bytes(scratch))
+        target.copy_(scratch.view(dtype).as_strided(target.shape, strides, first - begin // itemsize))
+        return intact
+
+    def _read_blocks(self, data: int, begin: int, checksums: Sequence[int], target: memoryview) -> bool:
+        """Reads whole blocks of values, beginning `begin` bytes after `data`; False where one is damaged."""
+        number = begin // BLOCK
+        running = checksums[number - 1] if number else 0
+        for at in range(0, len(target), BLOCK):
+            block = target[at : at + BLOCK]
+            self._read_into(block, data + begin + at)
+            running = crc32(block, running)
+            if running != checksums[number]:
+                return False
+            number += 1
         return True
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if at < 0:  # where a damaged archive may point
-            raise ValueError(f"byte {at} is before the window")
-        self._at = at
-        return at
+    def _fill_from_old(self, item: SavedItem, offset: Sequence[int], target: Tensor) -> None:
+        """`fill` for a file whose archives torch.save has written: their own checksums are checked."""
+        if self._old is None or self._old[0] != item.start:
+            content = self._read(item.start, item.length)
+            try:
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                    intact = archive.testzip() is None
+            except Exception:  # whatever a damaged directory leads to
+                intact = False
+            if not intact:
+                raise Damaged
+            self._old = item.start, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        values = self._old[1]
+        if values.shape != item.extent:
+            raise ValueError(f"{tuple(values.shape)} where {item.extent} is described")
+        target.copy_(values[tuple(slice(at, at + size) for at, size in zip(offset, target.shape))])
 
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        found = self._file.readinto(view)
-        self._at += found
-        return found
+    def _read(self, at: int, length: int) -> bytearray:
+        content = bytearray(length)
+        return content[: self._read_into(memoryview(content), at)]
 
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._start + self._at)
-        found = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(found)
-        return found
+    def _read_into(self, target: memoryview, at: int) -> int:
+        done = 0
+        while done < len(target) and (found := os.preadv(self._file, [target[done:]], at + done)):
+            done += found
+        return done

@@ -86,14 +86,14 @@ def upcycled_weights(
             def same(offset: tuple[int, ...], name=name, shape=shape) -> Tensor:
                 return saved.read(name, offset, shape)
 
-            made[PREFIX + name] = lazy_tensor(shape, {zero: shape}, entry.properties.dtype, same)
+            made[PREFIX + name] = lazy_tensor(shape, {zero: shape}, entry.dtype, same)
     h, inner = sparse.hidden_size, sparse.expert_hidden_size
     slices, parts = dense.ffn_hidden_size // inner, 2 if dense.activation == "swiglu" else 1
     shapes = {"up": (parts * inner, h), "down": (h, inner)}
     for i in (i for i in blocks(dense) if is_moe(sparse, i)):
         for part, shape in shapes.items():
             source, name = f"layers.{i}.mlp.{part}.weight", f"layers.{i}.experts.{part}.weight"
-            dtype = saved.tensors[source].properties.dtype
+            dtype = saved.tensors[source].dtype
 
             def expert(offset: tuple[int, ...], source=source, name=name, shape=shape, part=part) -> Tensor:
                 e, matrix = offset[0], saved.read(source, (0, 0), tuple(saved.tensors[source].size))

@@ -1,18 +1,16 @@
-"""All-to-all over an axis; its transpose is the all-to-all back.
+"""All-to-all over an axis, uneven all-gather and reduce-scatter, and all-to-all between two phases.
 
-All-gather and reduce-scatter along dim 0 whose shares differ in size, each the other's transpose.
+Shares along dim 0 that differ in size are gathered and reduce-scattered by one all-to-all, recorded as that: it takes
+uneven shares on every backend, and the terms are added in one fixed order. A rank sends as many bytes as in a ring.
 
-Both run as one all-to-all, and are recorded as that: it takes uneven shares on every backend, and the terms are added
-up in one fixed order. A rank sends as many bytes as a ring would.
-
-An all-to-all between two phases: one starts it, a later one waits for it. The gradient goes back in the same way.
+An `Exchange` starts in one phase and ends in a later one. Its gradient travels back in the same way.
 
             phase A                          phase B
-forward     start(x) -> ticket               finish(ticket) -> rows
-backward    waits for the gradient of x      sends the gradient of the rows on its way
+forward     start(x) -> handle               finish(handle) -> rows
+backward    waits for the gradient of x      starts sending the gradient of the rows
 
 A tensor that is still being received must not be in the autograd graph, whose engine could read it too early. So the
-graph carries a ticket of one element, and the rows are kept here.
+graph holds a handle of one element, and the rows are kept in the Exchange.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from megatron5d.topology.axis import Axis
 
 
 def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None) -> Pending:
-    """Deals the rows of `x` out over the axis and collects what the others deal to this rank.
+    """Starts sending rows of `x` to every rank of the axis and receiving rows from each.
 
     Args:
         x: `[n, ...]`, rows for rank 0 first.
@@ -93,7 +91,7 @@ def _reduce_scatter(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
 
 
 class Codec(Protocol):
-    """Encodes rows for the way there; gradients are sent as they are."""
+    """Encodes the rows that are sent; gradients are sent as they are."""
 
     def encode(self, rows: Tensor) -> Tensor: ...
 
@@ -107,7 +105,7 @@ class Exchange:
         axis: among whom.
         send: rows for each rank.
         receive: rows from each rank.
-        codec: of the rows on their way there, and also of those that stay here, for the same numbers on any layout.
+        codec: of the rows that are sent, and also of those that stay here, for the same numbers on any layout.
     """
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int], codec: Codec | None = None) -> None:
@@ -124,30 +122,30 @@ class Exchange:
             x: `[sum(send), ...]`, rows for rank 0 first.
 
         Returns:
-            The ticket for `finish`, one element.
+            The handle for `finish`, one element.
 
-        Comm: all_to_all of the rows that are not this rank's own / waits for what `finish` sends back.
+        Comm: all_to_all of the rows that are not this rank's own / waits for the gradient of `finish`.
         """
         return _Start.apply(x, self)
 
-    def finish(self, ticket: Tensor) -> Tensor:
+    def finish(self, handle: Tensor) -> Tensor:
         """Waits for the rows.
 
         Args:
-            ticket: from `start`, perhaps detached since.
+            handle: from `start`, perhaps detached since.
 
         Returns:
             `[sum(receive), ...]`, rows of rank 0 first.
 
         Comm: none / all_to_all back.
         """
-        rows = _Finish.apply(ticket, self)
+        rows = _Finish.apply(handle, self)
         if torch.is_grad_enabled():
-            self._rows = None  # without a graph they stay: a recomputation will ask again
+            self._rows = None  # without a graph they stay: a recomputation needs them
         return rows
 
     def repeat(self, x: Tensor) -> Tensor:
-        """The rows that `finish` returns, from what `start` was given; without a gradient. Comm: all_to_all."""
+        """Returns the rows of `finish` once more, from the input of `start`; no gradient. Comm: all_to_all."""
         return self._decoded(self._sent(x).wait())
 
     def _start(self, x: Tensor) -> None:
@@ -161,7 +159,7 @@ class Exchange:
         return start_all_to_all(rows, self.axis, self.send, self.receive)
 
     def _wait(self) -> Tensor:
-        assert self._rows is not None, "rows are fetched once where gradients are recorded"
+        assert self._rows is not None, "rows are received once where gradients are recorded"
         return self._decoded(self._rows.wait().detach())
 
     def _decoded(self, rows: Tensor) -> Tensor:
@@ -194,7 +192,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ticket, exchange):
+    def forward(ctx, handle, exchange):
         ctx.exchange = exchange
         return exchange._wait()
 

@@ -9,10 +9,8 @@ slice                all_gather           split_to
 all_gather           slice                join_from
 
 All of them are the identity on an axis of size 1. Gathers and scatters run along dim 0, the sequence of `[s, b, h]`.
-On tensors of the meta device, which have no values, they allocate what they would and send nothing
+`start_shift` passes a tensor around a ring. On the meta device they allocate their outputs and send nothing
 (planning/memory_trace.py).
-
-Passing a tensor one rank on, around an axis.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Pending:
         result: of the collective, once it has ended.
         work: its handle; None = it has ended.
         keep: its input.
-        of: what is done over which axis, for the message where it fails.
+        of: the collective and its axis, for the message if it fails.
     """
 
     def __init__(
@@ -56,10 +54,10 @@ class Pending:
         self._keep = keep  # the input must outlive the transfer
 
     def wait(self) -> Tensor:
-        """The result, once it is there; may be called again.
+        """Waits for the result; may be called again.
 
         Raises:
-            LineLost: a rank of the line is dead or hangs.
+            CollectiveError: a rank of the axis is dead or hangs.
         """
         if self._work is not None:
             assert self._of is not None
@@ -69,7 +67,7 @@ class Pending:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """8-bit floats as bytes: no backend sends them as they are."""
+    """Views FP8 as bytes: no backend sends it."""
     return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else x
 
 
@@ -138,7 +136,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 
 def gather_objects(mine: Any, axis: Axis) -> list[Any]:
-    """An object of each rank of the axis, in their order, for set-up; without a group all are taken to give `mine`.
+    """Gathers an object of each rank of the axis, in their order, for set-up; without a group all are `mine`.
 
     Comm: all_gather_object, outside the ledger.
     """
@@ -150,11 +148,11 @@ def gather_objects(mine: Any, axis: Axis) -> list[Any]:
 
 
 def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> str:
-    """A text of one rank of the axis, cut to `TEXT_BYTES` bytes, on all of them; for messages.
+    """Broadcasts a text of one rank of the axis, cut to `TEXT_BYTES` bytes, for messages.
 
     Args:
-        source: its position.
-        text: of this rank; only that of the source counts.
+        source: its position on the axis.
+        text: of this rank; only the source's is sent.
         axis: whose ranks receive it.
         device: on which collectives run.
 
@@ -168,12 +166,12 @@ def broadcast_text(source: int, text: str, axis: Axis, device: torch.device) -> 
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """`start_all_reduce` and its end: `x`, overwritten. Comm: all_reduce, 2·(n-1)/n·numel elements per rank."""
+    """Runs `start_all_reduce` to its end: `x`, overwritten. Comm: all_reduce, 2·(n-1)/n·numel elements per rank."""
     return start_all_reduce(x, axis, op).wait()
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """`start_all_gather` and its end: `[n, ...]` -> `[size·n, ...]`.
+    """Runs `start_all_gather` to its end: `[n, ...]` -> `[size·n, ...]`.
 
     Comm: all_gather, (size-1)·numel elements per rank.
     """
@@ -181,7 +179,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """`start_reduce_scatter` and its end: `[n, ...]` -> `[n/size, ...]`.
+    """Runs `start_reduce_scatter` to its end: `[n, ...]` -> `[n/size, ...]`.
 
     Comm: reduce_scatter, (size-1)/size·numel elements per rank.
     """
@@ -189,7 +187,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def local_slice(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's equal share of dim 0; no communication."""
+    """Returns this rank's equal share of dim 0; no communication."""
     n = axis.divide(x.shape[0], "dim 0 of a slice")
     return x[axis.rank * n : (axis.rank + 1) * n]
 
@@ -215,7 +213,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def differentiable(x: Tensor, axis: Axis, op: Op, transpose: Op) -> Tensor:
-    """`op(x, axis)`, whose backward is `transpose`; x itself on an axis of size 1."""
+    """Applies `op(x, axis)`, whose backward is `transpose`; x itself on an axis of size 1."""
     return x if axis.size == 1 else _Differentiable.apply(x, axis, op, transpose)
 
 
@@ -232,46 +230,46 @@ def _own_rows(x: Tensor, axis: Axis) -> Tensor:
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """The same `x` for every rank's own part of the work. Comm: none / all_reduce of the gradient."""
+    """Passes `x` to every rank's own part of the work. Comm: none / all_reduce of the gradient."""
     return differentiable(x, axis, _same, _summed)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum of every rank's partial `x`. Comm: all_reduce / none."""
+    """Sums every rank's partial `x`. Comm: all_reduce / none."""
     return differentiable(x, axis, _summed, _same)
 
 
 def gather_from(x: Tensor, axis: Axis) -> Tensor:
-    """`[n, ...]` -> `[size·n, ...]`. Comm: all_gather / reduce_scatter."""
+    """Gathers `[n, ...]` -> `[size·n, ...]`. Comm: all_gather / reduce_scatter."""
     return differentiable(x, axis, all_gather, reduce_scatter)
 
 
 def reduce_scatter_to(x: Tensor, axis: Axis) -> Tensor:
-    """Partial `[n, ...]` -> summed `[n/size, ...]`. Comm: reduce_scatter / all_gather."""
+    """Sums and scatters `[n, ...]` -> `[n/size, ...]`. Comm: reduce_scatter / all_gather."""
     return differentiable(x, axis, reduce_scatter, all_gather)
 
 
 def split_to(x: Tensor, axis: Axis) -> Tensor:
-    """Replicated `[n, ...]` -> this rank's `[n/size, ...]`. Comm: none / all_gather."""
+    """Slices a replicated `[n, ...]` -> `[n/size, ...]`. Comm: none / all_gather."""
     return differentiable(x, axis, _own_rows, all_gather)
 
 
 def join_from(x: Tensor, axis: Axis) -> Tensor:
-    """`[n, ...]` -> `[size·n, ...]` for work that every rank repeats. Comm: all_gather / none."""
+    """Gathers `[n, ...]` -> `[size·n, ...]` for work that every rank repeats. Comm: all_gather / none."""
     return differentiable(x, axis, all_gather, _own_rows)
 
 
 class Shift:
-    """A transfer under way: our tensor to the next rank, the previous rank's to us."""
+    """A pending ring shift: this rank's tensor is sent to the next rank, the previous rank's received."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list, axis: Axis) -> None:
         self._sent, self._received, self._works, self._axis = sent, received, works, axis
 
     def wait(self) -> Tensor:
-        """The previous rank's tensor; ours may be overwritten from now on.
+        """Waits for the previous rank's tensor; the one sent may be overwritten from now on.
 
         Raises:
-            LineLost: a rank of the ring is dead or hangs.
+            CollectiveError: a rank of the ring is dead or hangs.
         """
         for work in self._works:
             finish(work, "shift", self._axis)
@@ -279,13 +277,13 @@ class Shift:
 
 
 def start_shift(x: Tensor, axis: Axis, tag: int = 0, distance: int = 1) -> Shift:
-    """Sends `x` to the next rank of the ring, or one further on, and receives that of the rank as far before.
+    """Starts sending `x` to the rank `distance` ahead in the ring, and receiving that of the rank as far behind.
 
     Args:
         x: contiguous, the same shape on every rank; must not change until `wait`.
         axis: the ring; at least 2 ranks.
-        tag: tells apart transfers that are under way at once; every rank starts them in the same order.
-        distance: ranks that it goes on, back if negative; the same on every rank, no multiple of the axis' size.
+        tag: distinguishes concurrent shifts; every rank starts them in the same order.
+        distance: negative = backwards; the same on every rank, no multiple of the axis' size.
 
     Comm: point to point, numel elements per rank.
     """

@@ -1,7 +1,4 @@
-"""Counts what every collective sends, per axis and operation, and how long this rank waits for the others.
-
-How long something takes on the device's clock, such as waits for what others send.
-"""
+"""Counts what every collective sends, per axis and operation, and measures how long this rank waits for the others."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ T = TypeVar("T")
 
 
 class Exposure:
-    """Adds up how long its calls take: on a GPU the time of the stream, by events, elsewhere that of the host.
+    """Adds up how long its calls take: on a GPU the time of the stream, by events; elsewhere the host's.
 
     Args:
         device: where the calls do their work.
@@ -32,7 +29,7 @@ class Exposure:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Times what is done inside."""
+        """Times the work inside the context."""
         if not self._cuda:
             since = time.perf_counter()
             yield
@@ -45,18 +42,18 @@ class Exposure:
         self._events.append((begin, end))
 
     def during(self, act: Callable[[], T]) -> T:
-        """`act()`, timed."""
+        """Times `act()` and returns its result."""
         with self.timed():
             return act()
 
     def clear(self) -> None:
-        """Forgets all that was measured."""
+        """Drops all measurements."""
         self._host_s = 0.0
         self._free += self._events
         self._events.clear()
 
     def take(self) -> float:
-        """Seconds since the last call or `clear`; on a GPU what the stream has not done yet counts in the next call."""
+        """Returns the seconds since the last call or `clear`; on a GPU, unfinished work counts in the next call."""
         seconds, self._host_s = self._host_s, 0.0
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
@@ -97,20 +94,20 @@ class Ledger:
         traffic.num_bytes += num_elements * element_bytes
 
     def bytes_by_axis(self) -> dict[str, int]:
-        """Bytes sent per axis since the last `clear`."""
+        """Returns the bytes sent per axis since the last `clear`."""
         sums: defaultdict[str, int] = defaultdict(int)
         for (axis, _), traffic in self.totals.items():
             sums[axis] += traffic.num_bytes
         return dict(sums)
 
     def wait(self, axis: str, act: Callable[[], T]) -> T:
-        """`act()`, which waits for other ranks of an axis."""
+        """Runs `act()`, which waits for other ranks of an axis, and times it while `timing` is set."""
         return self._waits[axis].during(act) if self.timing else act()
 
     def take_waits(self) -> dict[str, float]:
-        """Seconds waited on each axis since the last call, where `timing` was set; see `Exposure.take`."""
+        """Returns the seconds waited on each axis since the last call; see `Exposure.take`."""
         return {axis: exposure.take() for axis, exposure in self._waits.items()}
 
     def clear(self) -> None:
-        """Forgets what was sent."""
+        """Resets the totals."""
         self.totals.clear()

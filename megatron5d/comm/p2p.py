@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron5d.comm.failures import PeerLost
+from megatron5d.comm.failures import P2PError
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import group_settings
 
@@ -25,8 +25,8 @@ Link = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Form:
-    """What every message of a channel looks like; sender and receiver know it beforehand."""
+class TensorMeta:
+    """Shape, dtype and device of every message of a channel; sender and receiver know it beforehand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Form:
 
 
 class _End:
-    """What both ends of a channel know."""
+    """One end of a channel."""
 
     def __init__(self, axis: Axis, peer: int, group: Any, tag: int) -> None:
         self.axis, self.peer, self._tag = axis, peer, tag
@@ -45,8 +45,8 @@ class _End:
         return f"{type(self).__name__}({self.axis}, rank {self.peer_rank}, tag {self._tag})"
 
 
-class Outbox(_End):
-    """The sending end. What was sent lives until its transfer is known to be over."""
+class SendChannel(_End):
+    """The sending end. A message is kept until its transfer has completed."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -57,10 +57,10 @@ class Outbox(_End):
         """Starts sending.
 
         Args:
-            x: of the form that the other end expects; not to be changed before `settle` or `finish`.
+            x: as the peer expects it; not to be changed before `settle` or `finish`.
 
         Raises:
-            PeerLost: the other end is dead or hangs.
+            P2PError: the peer is dead or hangs.
 
         Comm: one message of numel elements.
         """
@@ -69,16 +69,16 @@ class Outbox(_End):
         try:
             work = self._group.send([x], self.peer, self._tag)
         except RuntimeError as error:
-            raise PeerLost("sending to", self.peer_rank, error) from error
+            raise P2PError("sending to", self.peer_rank, error) from error
         self._under_way.append((work, x))
 
     def settle(self, count: int) -> None:
-        """Lets go of the first `count` messages since the last `finish`: the peer has used them."""
+        """Releases the first `count` messages since the last `finish`: the peer has used them."""
         while self._settled < count:
             self._wait_first()
 
     def keep(self, most: int) -> None:
-        """Lets go of all but the last `most` messages, once they have been sent."""
+        """Releases all but the last `most` messages, once they have been sent."""
         while len(self._under_way) > most:
             self._wait_first()
 
@@ -93,50 +93,50 @@ class Outbox(_End):
         try:
             self.axis.wait(work.wait)
         except RuntimeError as error:
-            raise PeerLost("sending to", self.peer_rank, error) from error
+            raise P2PError("sending to", self.peer_rank, error) from error
         self._settled += 1
 
 
-class Inbox(_End):
+class ReceiveChannel(_End):
     """The receiving end."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
         self._posted: deque[tuple[Any, Tensor]] = deque()
 
-    def post(self, form: Form) -> None:
+    def post(self, form: TensorMeta) -> None:
         """Starts receiving the channel's next message into memory of its own.
 
         Raises:
-            PeerLost: the other end is dead or hangs; here, or where the message is taken.
+            P2PError: the peer is dead or hangs; here, or in `take`.
         """
         x = torch.empty(form.shape, dtype=form.dtype, device=form.device)
         try:
             work = self._group.recv([x], self.peer, self._tag)
         except RuntimeError as error:
-            raise PeerLost("receiving from", self.peer_rank, error) from error
+            raise P2PError("receiving from", self.peer_rank, error) from error
         self._posted.append((work, x))
 
     def take(self) -> Tensor:
-        """The oldest message that was posted and not yet taken, once it is there.
+        """Waits for the oldest message that was posted and not yet taken, and returns it.
 
         Raises:
-            PeerLost: the other end is dead or hangs.
+            P2PError: the peer is dead or hangs.
         """
         work, x = self._posted.popleft()
         try:
             self.axis.wait(work.wait)
         except RuntimeError as error:
-            raise PeerLost("receiving from", self.peer_rank, error) from error
+            raise P2PError("receiving from", self.peer_rank, error) from error
         return x
 
     def finish(self) -> None:
-        """Checks that nothing was posted in vain."""
+        """Asserts that every posted message has been taken."""
         assert not self._posted, f"{len(self._posted)} receives of {self} were posted and never taken"
 
 
 def colours(links: Sequence[Link]) -> list[int]:
-    """A group for every link, so that no two links between the same two ranks share one; as few as can be."""
+    """Numbers a group for every link, as few as possible, such that links between the same two ranks share none."""
     used: dict[frozenset[int], int] = {}
     found = []
     for link in links:
@@ -148,20 +148,20 @@ def colours(links: Sequence[Link]) -> list[int]:
 
 def open_channels(
     links: Sequence[Link], axis: Axis, device: torch.device | str = "cpu", timeout_s: float | None = None
-) -> list[Outbox | Inbox | None]:
-    """This rank's end of every channel, ready for use.
+) -> list[SendChannel | ReceiveChannel | None]:
+    """Opens this rank's end of every channel.
 
-    Every rank of the axis must call it with the same links. One element travels over each channel, in the order of the
-    links, so that connections are made here and never first, each rank waiting for another, in the middle of a step.
+    Every rank of the axis must call it with the same links. One element is sent over each channel, in the order of the
+    links, so that connections are made here and not in the middle of a step, where ranks could wait for each other.
 
     Args:
         links: the channels.
         axis: on which they run.
         device: on which messages will lie.
-        timeout_s: seconds after which a message is given up, as in `build_mesh`.
+        timeout_s: seconds after which a message fails, as in `build_mesh`.
 
     Returns:
-        One entry per link; None where this rank stands at neither end.
+        One entry per link; None if this rank is at neither end.
 
     Comm: creation of one group (with NCCL, of as many as channels join the same two ranks); one element per channel.
     """
@@ -174,19 +174,19 @@ def open_channels(
     groups = [
         dist.new_group(list(axis.ranks), group_desc="p2p", **group_settings(timeout_s)) for _ in range(max(colour) + 1)
     ]
-    ends: list[Outbox | Inbox | None] = []
-    first = Form((1,), torch.float32, device)
+    ends: list[SendChannel | ReceiveChannel | None] = []
+    first = TensorMeta((1,), torch.float32, device)
     for tag, ((source, destination), index) in enumerate(zip(links, colour)):
         if axis.rank == source:
-            outbox = Outbox(axis, destination, groups[index], tag)
-            outbox.send(torch.zeros(first.shape, dtype=first.dtype, device=device))
-            outbox.finish()
-            ends.append(outbox)
+            send_channel = SendChannel(axis, destination, groups[index], tag)
+            send_channel.send(torch.zeros(first.shape, dtype=first.dtype, device=device))
+            send_channel.finish()
+            ends.append(send_channel)
         elif axis.rank == destination:
-            inbox = Inbox(axis, source, groups[index], tag)
-            inbox.post(first)
-            inbox.take()
-            ends.append(inbox)
+            receive_channel = ReceiveChannel(axis, source, groups[index], tag)
+            receive_channel.post(first)
+            receive_channel.take()
+            ends.append(receive_channel)
         else:
             ends.append(None)
     return ends

@@ -1,14 +1,14 @@
-"""Boxes in each other's memory: a rank writes into another's, and a flag says that the content has arrived.
+"""Symmetric-memory buffers of an axis: a rank writes into another's memory, and a flag signals that the data arrived.
 
-An exchange is one use: every rank fills a box at every rank and reads the boxes that were filled for it.
-    sender r, to p      write p's box r; p: arrived[r] = epoch
-    receiver p          wait until arrived[r] >= epoch; read box r
-Epochs count the exchanges from 1, and flags are never reset: one that is left from an earlier exchange does not count.
+In an exchange every rank fills a buffer at every rank and reads the buffers that were filled for it.
+    sender r, to p      write p's buffer r; p: arrived[r] = epoch
+    receiver p          wait until arrived[r] >= epoch; read buffer r
+Epochs count the exchanges from 1, and flags are never reset: one of an earlier exchange does not count.
 
-There are two sets of boxes, for odd and for even exchanges, so that no rank has to report that it has read a box: r
-writes for exchange e + 2 when it has received the boxes of e + 1, which p sent after it had read those of e.
+Odd and even exchanges use different buffers, so no rank has to acknowledge that it has read one: r writes for exchange
+e + 2 after it has received the buffers of e + 1, which p sent after it had read those of e.
 
-Memory of every rank of an axis that all its ranks can write: files in shared memory, or symmetric memory of GPUs.
+The memory is that of GPUs' symmetric memory, or on the CPU files in shared memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _KNOB = "parallel.tp_overlap=fused"
 
 
 def open_segments(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
-    """Allocates a segment on each rank and maps those of all.
+    """Allocates a segment on each rank and maps those of all ranks.
 
     Args:
-        axis: its ranks call this together.
+        axis: all its ranks call this.
         num_bytes: of one segment, the same on every rank.
-        device: cpu, cuda, or meta (this rank's own segment alone is counted).
+        device: cpu, cuda, or meta (only this rank's segment is counted).
 
     Returns:
         The segments in the order of the axis, uint8, zero.
@@ -68,7 +68,7 @@ def _refuse(axis: Axis, reasons: list[str]) -> None:
 
 
 def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
-    """Files in memory, mapped by every rank and unlinked at once: the kernel frees them with the last process."""
+    """Maps files in shared memory on every rank and unlinks them at once: they are freed with the last process."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     handle, name = tempfile.mkstemp(prefix="megatron5d-segment-", dir=folder)
     try:
@@ -89,7 +89,7 @@ def _in_files(axis: Axis, num_bytes: int) -> list[Tensor]:
 
 
 def _without_room(handle: int, name: str, num_bytes: int) -> list[str]:
-    """Gives a new file its memory and closes it; the reason why it has none, if so."""
+    """Allocates a new file and closes it; returns the reason if there is no room."""
     try:
         os.posix_fallocate(handle, 0, num_bytes) if hasattr(os, "posix_fallocate") else os.truncate(handle, num_bytes)
     except OSError as error:
@@ -100,7 +100,7 @@ def _without_room(handle: int, name: str, num_bytes: int) -> list[str]:
 
 
 def _on_gpus(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
-    """Symmetric memory: one allocation a rank, mapped by all over NVLink or PCIe."""
+    """Maps one symmetric-memory allocation a rank on all of them, over NVLink or PCIe."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     mine, own = torch.empty(0), torch.cuda.current_device() if device.index is None else device.index
@@ -129,12 +129,12 @@ def _on_gpus(axis: Axis, num_bytes: int, device: torch.device) -> list[Tensor]:
 
 
 def _sees(device: int, peer: int) -> bool:
-    """A peer that this process does not see at all is left to the rendezvous."""
+    """Says whether a peer can be accessed; one that this process does not see is left to the rendezvous."""
     return peer >= torch.cuda.device_count() or torch.cuda.can_device_access_peer(device, peer)
 
 
 _LISTEN_S, _GRACE_S = 1.0, 10.0
-_ALIGNED_BYTES = 256  # of each tensor in a box: what the widest loads ask for, and a cache line of any device
+_ALIGNED_BYTES = 256  # of each tensor in a buffer: alignment of the widest loads, and a cache line of any device
 Layout = Sequence[tuple[torch.Size, torch.dtype]]
 
 
@@ -142,16 +142,16 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-class Mailbox:
-    """The boxes of one axis; grows to the largest exchange.
+class SymmetricBuffers:
+    """The buffers of one axis; they grow to the largest exchange.
 
     Args:
         axis: its ranks make the same exchanges in the same order.
-        device: of the boxes.
-        timeout_s: `parallel.timeout_s`. Half of it is waited for a box: collectives of torch that are stuck behind it
-            give up after the whole, and would not name the rank that has not sent.
+        device: of the buffers.
+        timeout_s: `parallel.timeout_s`. A wait for a buffer ends after half of it: torch's collectives that are stuck
+            behind it end after the whole, and would not name the rank that has not sent.
 
-    Memory: 2·size boxes.
+    Memory: 2·size buffers.
     """
 
     def __init__(self, axis: Axis, device: torch.device, timeout_s: float) -> None:
@@ -161,99 +161,99 @@ class Mailbox:
             threading.Thread(target=end_if_stuck, args=(self.patience,), daemon=True).start()
         self._open(0)
 
-    def _open(self, box_bytes: int) -> None:
-        self.epoch, self.box_bytes = 0, box_bytes
+    def _open(self, buffer_bytes: int) -> None:
+        self.epoch, self.buffer_bytes = 0, buffer_bytes
         self._flag_bytes = _padded(4 * 2 * self.axis.size)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # nobody writes into the old segments any more
+            torch.cuda.synchronize(self.device)  # no rank writes into the old segments any more
         self._segments = open_segments(self.axis, self.num_bytes, self.device)
         self._addresses: dict[object, Tensor] = {}
         self.finished = torch.zeros(self.axis.size, dtype=torch.int32, device=self.device)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's segment: flags and boxes."""
-        return self._flag_bytes + 2 * self.axis.size * self.box_bytes
+        """Bytes of this rank's segment: flags and buffers."""
+        return self._flag_bytes + 2 * self.axis.size * self.buffer_bytes
 
-    def exchange(self, layout: Layout) -> BoxExchange:
-        """The next exchange, of boxes with one tensor per entry of the layout.
+    def exchange(self, layout: Layout) -> BufferExchange:
+        """Begins the next exchange, of buffers with one tensor per entry of the layout.
 
-        Comm: none, but for a larger box than ever before: then `open_segments`.
+        Comm: none, except for a buffer larger than all before: then `open_segments`.
 
         Raises:
-            TimeoutError: a kernel of an earlier one has given up waiting; names the rank that has not sent.
+            TimeoutError: a kernel of an earlier exchange has timed out; names the rank that has not sent.
         """
         self.patience.check()
         wanted = sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout)
-        if wanted > self.box_bytes:
+        if wanted > self.buffer_bytes:
             self._open(wanted)
         self.epoch += 1
-        return BoxExchange(self, layout)
+        return BufferExchange(self, layout)
 
     def flags(self, holder: int, slot: int) -> Tensor:
-        """`[size]` int32 in a rank's memory: the last exchange for which each rank has filled its box there."""
+        """`[size]` int32 in a rank's memory: the last exchange for which each rank has filled its buffer there."""
         every = self._segments[holder][: self._flag_bytes].view(torch.int32)
         return every.narrow(0, slot * self.axis.size, self.axis.size)
 
-    def box(self, holder: int, slot: int, writer: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """One tensor in the box that `writer` fills at `holder`."""
-        start = self._flag_bytes + (slot * self.axis.size + writer) * self.box_bytes + offset
+    def tensor(self, holder: int, slot: int, writer: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """One tensor in the buffer that `writer` fills at `holder`."""
+        start = self._flag_bytes + (slot * self.axis.size + writer) * self.buffer_bytes + offset
         num_bytes = math.prod(shape) * dtype.itemsize
         return self._segments[holder].narrow(0, start, num_bytes).view(dtype).view(shape)
 
     def addresses(self, key: object, tensors: Sequence[Tensor]) -> Tensor:
-        """`addresses_of`, made once for a key."""
+        """Returns `addresses_of(tensors)`, made once for a key."""
         if key not in self._addresses:
             self._addresses[key] = addresses_of(tensors)
         return self._addresses[key]
 
     @cached_property
-    def courier(self) -> torch.cuda.Stream | None:
-        """On a GPU the stream on which chunks travel, under the products of the current one."""
+    def copy_stream(self) -> torch.cuda.Stream | None:
+        """On a GPU the stream on which chunks are copied, under the GEMMs of the current one."""
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
 
-class BoxExchange:
-    """One use of a mailbox: fill a box at every rank, and read those here whose flag has come before the next use."""
+class BufferExchange:
+    """One use of the buffers: fill one at every rank, and read those here before the next exchange."""
 
-    def __init__(self, mailbox: Mailbox, layout: Layout) -> None:
-        self._mailbox, self._layout, self.epoch = mailbox, layout, mailbox.epoch
-        axis, self._slot = mailbox.axis, mailbox.epoch % 2
+    def __init__(self, buffers: SymmetricBuffers, layout: Layout) -> None:
+        self._buffers, self._layout, self.epoch = buffers, layout, buffers.epoch
+        axis, self._slot = buffers.axis, buffers.epoch % 2
         sizes = [_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout]
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.arrivals = Arrivals(mailbox.flags(axis.rank, self._slot), self.epoch, mailbox.patience)
+        self.arrivals = Arrivals(buffers.flags(axis.rank, self._slot), self.epoch, buffers.patience)
 
     def _others(self) -> list[int]:
-        """The ranks in the order in which they are sent to: the next one reads ours first after its own."""
-        axis = self._mailbox.axis
+        """The other ranks in the order of sending: the next one reads this rank's chunk first after its own."""
+        axis = self._buffers.axis
         return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
-    def outboxes(self, part: int) -> list[Tensor]:
-        """Where this rank writes a part at each rank."""
-        mailbox, (shape, dtype) = self._mailbox, self._layout[part]
-        place = mailbox.axis.rank, self._offsets[part], shape, dtype
-        return [mailbox.box(holder, self._slot, *place) for holder in range(mailbox.axis.size)]
+    def send_buffers(self, part: int) -> list[Tensor]:
+        """The memory at each rank into which this rank writes a part."""
+        buffers, (shape, dtype) = self._buffers, self._layout[part]
+        place = buffers.axis.rank, self._offsets[part], shape, dtype
+        return [buffers.tensor(holder, self._slot, *place) for holder in range(buffers.axis.size)]
 
-    def outbox_addresses(self, part: int) -> Tensor:
-        """`[size]` int64: where they lie."""
-        return self._mailbox.addresses((self._slot, self._offsets[part]), self.outboxes(part))
+    def send_buffer_addresses(self, part: int) -> Tensor:
+        """`[size]` int64: the addresses of `send_buffers`."""
+        return self._buffers.addresses((self._slot, self._offsets[part]), self.send_buffers(part))
 
     def signals(self) -> list[Tensor]:
         """`[1]` each: this rank's flag at each rank."""
-        mailbox = self._mailbox
-        rank = mailbox.axis.rank
-        return [mailbox.flags(holder, self._slot)[rank : rank + 1] for holder in range(mailbox.axis.size)]
+        buffers = self._buffers
+        rank = buffers.axis.rank
+        return [buffers.flags(holder, self._slot)[rank : rank + 1] for holder in range(buffers.axis.size)]
 
     def signal_addresses(self) -> Tensor:
-        """`[size]` int64: where they lie."""
-        return self._mailbox.addresses((self._slot, "flags"), self.signals())
+        """`[size]` int64: the addresses of `signals`."""
+        return self._buffers.addresses((self._slot, "flags"), self.signals())
 
-    def inbox(self, part: int) -> Tensor:
-        """`[size, *shape]`: a part of every rank's box here; a source's may be read once its flag has come."""
-        mailbox, (shape, dtype) = self._mailbox, self._layout[part]
-        rank = mailbox.axis.rank
-        first = mailbox.box(rank, self._slot, 0, self._offsets[part], shape, dtype)
-        size, stride = (mailbox.axis.size, *shape), (mailbox.box_bytes // dtype.itemsize, *first.stride())
+    def receive_buffer(self, part: int) -> Tensor:
+        """`[size, *shape]`: a part of every rank's buffer here; a source's may be read once its flag is raised."""
+        buffers, (shape, dtype) = self._buffers, self._layout[part]
+        rank = buffers.axis.rank
+        first = buffers.tensor(rank, self._slot, 0, self._offsets[part], shape, dtype)
+        size, stride = (buffers.axis.size, *shape), (buffers.buffer_bytes // dtype.itemsize, *first.stride())
         return first.as_strided(size, stride, first.storage_offset())
 
     def push(self, operand: Sequence[Tensor]) -> None:
@@ -261,36 +261,36 @@ class BoxExchange:
 
         Comm: point to point, (size-1)·numel elements of each tensor.
         """
-        rank, courier = self._mailbox.axis.rank, self._mailbox.courier
+        rank, copy_stream = self._buffers.axis.rank, self._buffers.copy_stream
         for part in range(len(operand)):
             self.count(part)
         self._write(operand, rank)
         raise_flags([self.signals()[rank]], self.signal_addresses()[rank : rank + 1], self.epoch)
-        if courier is None:
+        if copy_stream is None:
             for holder in self._others():
                 self._send(operand, holder)
             return
-        courier.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(courier):
+        copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copy_stream):
             for holder in self._others():
                 self._write(operand, holder)
-                # Not by a kernel: products that wait for a flag may hold every processor.
+                # Not by a kernel: GEMMs that wait for a flag may hold every processor.
                 flag = self.signals()[holder].view(torch.uint32)
                 torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(flag, 0, self.epoch)
         for tensor in operand:
-            tensor.record_stream(courier)
+            tensor.record_stream(copy_stream)
 
     def count(self, part: int) -> None:
-        """Tells the axis that every other rank is sent a part."""
-        axis, (shape, dtype) = self._mailbox.axis, self._layout[part]
+        """Records in the ledger that a part is sent to every other rank."""
+        axis, (shape, dtype) = self._buffers.axis, self._layout[part]
         axis.record("put", (axis.size - 1) * math.prod(shape), dtype.itemsize)
 
     def send(self, tensors: Sequence[Tensor], holder: int) -> None:
-        """Sends one rank its own tensors, in the order of the current stream.
+        """Sends tensors to one rank, in the order of the current stream.
 
-        Comm: point to point, numel elements of each tensor, but to this rank itself.
+        Comm: point to point, numel elements of each tensor; none to this rank itself.
         """
-        axis = self._mailbox.axis
+        axis = self._buffers.axis
         for tensor in tensors if holder != axis.rank else ():
             axis.record("put", tensor.numel(), tensor.element_size())
         self._send(tensors, holder)
@@ -301,16 +301,16 @@ class BoxExchange:
 
     def _write(self, tensors: Sequence[Tensor], holder: int) -> None:
         for part, tensor in enumerate(tensors):
-            self.outboxes(part)[holder].copy_(tensor)
+            self.send_buffers(part)[holder].copy_(tensor)
 
     def wait(self, source: int) -> tuple[Tensor, ...]:
-        """The tensors of one rank, once they are here; they may change after the next exchange has begun.
+        """Waits for the tensors of one rank; they may change after the next exchange has begun.
 
         Raises:
             TimeoutError: as in `wait_flag`.
         """
-        self._mailbox.axis.wait(partial(wait_flag, self.arrivals, source))
-        return tuple(self.inbox(part)[source] for part in range(len(self._layout)))
+        self._buffers.axis.wait(partial(wait_flag, self.arrivals, source))
+        return tuple(self.receive_buffer(part)[source] for part in range(len(self._layout)))
 
 
 def _complaint(axis: Axis, timeout_s: float, source: int, epoch: int) -> str:
@@ -323,7 +323,7 @@ def _complaint(axis: Axis, timeout_s: float, source: int, epoch: int) -> str:
 
 
 def end_if_stuck(patience: Patience) -> None:
-    """Ends this process with a complaint where a kernel has given up and the host does not raise it.
+    """Ends this process with the message of a kernel that has timed out, if the host does not raise it.
 
     It cannot where it waits for the device itself, and the device for a collective with the rank that is gone.
     """

@@ -11,13 +11,15 @@ import fnmatch
 import json
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.schema import Config, ModelConfig
+from megatron5d.config.schema import Config, ModelConfig, TrainConfig
 
 
 def moe_layers(model: ModelConfig) -> list[int]:
@@ -170,15 +172,66 @@ def resumed_progress(config: Config) -> dict[str, Any]:
         return {}
 
 
+BatchSchedule = Sequence[tuple[int, int]]
+"""(samples taken before it begins, global batch in sequences) of each stage of a run, ascending."""
+STAGE = re.compile(r"(\d+\.?\d*)(|K|M|B|T|steps):([1-9]\d*)")  # of train.gbs_ramp: 250B:1536
+_MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def batch_schedule(train: TrainConfig) -> BatchSchedule:
+    """Return the stages of train.gbs_ramp; one of train.gbs where there is none.
+
+    Source: Megatron-LM, megatron/core/num_microbatches_calculator.py: the ramp of three numbers, and step schedules
+    such as "0:768 250B:1536". A stage begins with the first step before which so many samples have been taken.
+
+    Raises:
+        ValueError: a stage does not begin after the one before it.
+    """
+    words = " ".join(map(str, train.gbs_ramp or [])).split()
+    if not words:
+        return [(0, train.gbs)]
+    if ":" not in words[0]:
+        start, increment, length = map(int, words)
+        count = (train.gbs - start) // increment
+        return [
+            *((-(-k * length // count), start + k * increment) for k in range(count)),
+            (length if count else 0, train.gbs),
+        ]
+    stages: list[tuple[int, int]] = []
+    step, taken, gbs = 0, 0, 1
+    for word in words:
+        number, unit, size = STAGE.fullmatch(word).groups()  # type: ignore[union-attr]  # of this form by a check
+        if unit == "steps":
+            steps = int(float(number)) - step
+        else:
+            steps = -(-(int(float(number) * _MULTIPLES[unit]) // train.seq_len - taken) // gbs)
+        if bool(stages) != (steps > 0):
+            raise ValueError(f"{word} does not begin {'after the stage before it' if stages else 'with the run'}")
+        step, taken, gbs = step + steps, taken + steps * gbs, int(size)
+        stages.append((taken, gbs))
+    return stages
+
+
+def global_batch_size(consumed_samples: int, schedule: BatchSchedule) -> int:
+    """Return the global batch of the step that begins after `consumed_samples`, in sequences."""
+    return schedule[bisect_right(schedule, consumed_samples, key=itemgetter(0)) - 1][1]
+
+
+def samples_of_steps(steps: int, schedule: BatchSchedule, consumed: int = 0) -> int:
+    """Return the sequences that are taken after `steps` more steps, those `consumed` before included."""
+    for begin, _ in schedule[1:]:
+        size = global_batch_size(consumed, schedule)
+        before = min(steps, max(0, -(-(begin - consumed) // size)))
+        steps, consumed = steps - before, consumed + before * size
+    return consumed + steps * schedule[-1][1]
+
+
 def batch_sizes(config: Config) -> list[int]:
-    """The global batch sizes that a run still has before it, ascending: those of a ramp, then train.gbs."""
-    gbs, ramp = config.train.gbs, config.train.gbs_ramp
-    if ramp is None:
-        return [gbs]
-    start, increment, length = ramp
-    increments, behind = (gbs - start) // increment, resumed_progress(config).get("consumed_samples", 0)
-    first = increments if behind >= length else behind * increments // length
-    return [*range(start + first * increment, gbs, increment), gbs]
+    """Return the global batch sizes that a run still has before it, ascending."""
+    schedule = batch_schedule(config.train)
+    behind = resumed_progress(config).get("consumed_samples", 0) if len(schedule) > 1 else 0
+    now = bisect_right(schedule, behind, key=itemgetter(0)) - 1
+    return sorted({size for _, size in schedule[now:]})
 
 
 def in_ranges(number: int, ranges: Sequence[str]) -> bool:

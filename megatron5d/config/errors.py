@@ -37,6 +37,7 @@ ELSEWHERE = {
     "global_batch_size": "train.gbs",
     "micro_batch_size": "train.mbs",
     "rampup_batch_size": "train.gbs_ramp",
+    "step_batch_size_schedule": "train.gbs_ramp",
     "seq_length": "train.seq_len",
     "max_seq_len": "train.seq_len",
     "sequence_length": "train.seq_len",

@@ -165,7 +165,8 @@ class TrainConfig:
     mbs: int = 1  # micro-batch on one data-parallel rank, in sequences
     seq_len: int = 128  # tokens
     seed: int = 1234
-    gbs_ramp: list[int] | None = None  # [start gbs, increment, ramp length in sequences]; None = constant
+    gbs_ramp: list[str] | None = None  # how gbs is reached: [start gbs, increment, ramp length in sequences], or
+    # "0:768 250B:1536", the batch from a number of tokens on (K M B T), or of steps (500steps); None = constant
     z_loss: float = 0.0  # coefficient of mean(logsumexp²) of the logits; 0 = off
     mtp_loss: float = 0.1  # coefficient of the mean loss of the multi-token prediction layers
     eval_every: int = 0  # steps between evaluations; 0 = only at the end of training
@@ -183,6 +184,7 @@ class OptimConfig:
     schedule: str = "cosine"  # cosine | linear | wsd | constant: of the rate after the warm-up
     warmup_steps: int = 0
     decay_steps: int = 0  # wsd: steps of the final decay
+    schedule_by: str = "steps"  # steps | samples: a step counts as much as its batch, whatever train.gbs_ramp says
     weight_decay: float = 0.1
     decay_exclude: list[str] = field(default_factory=list)  # parameter-name globs that are not decayed
     lr_scale: list[str] = field(

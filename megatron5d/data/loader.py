@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from megatron5d.config.derived import BatchSchedule, global_batch_size
 from megatron5d.data.batch import make_micro_batch
-from megatron5d.data.sample_order import global_batch_size, micro_batch_samples
+from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data.samples import Samples
 from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
 
@@ -30,12 +31,11 @@ class Loader:
 
     Args:
         samples: all samples in their global order.
-        gbs: global batch, in sequences.
+        batches: the run's schedule of global batches, as of `batch_schedule`.
         mbs: micro-batch, in sequences.
         dp_rank: this rank's position on the data-parallel axis.
         dp_size: ranks on that axis.
         consumed_samples: sequences that earlier steps have taken.
-        gbs_ramp: [start gbs, increment, ramp length in sequences]; None = constant.
         document_mask: see `make_micro_batch`.
         eod: see `make_micro_batch`.
         eod_mask_loss: see `make_micro_batch`.
@@ -51,12 +51,11 @@ class Loader:
         self,
         samples: Samples,
         *,
-        gbs: int,
+        batches: BatchSchedule,
         mbs: int,
         dp_rank: int = 0,
         dp_size: int = 1,
         consumed_samples: int = 0,
-        gbs_ramp: Sequence[int] | None = None,
         document_mask: bool = False,
         eod: int | None = None,
         eod_mask_loss: bool = False,
@@ -68,7 +67,7 @@ class Loader:
         transform: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
         self.samples, self.consumed_samples = samples, consumed_samples
-        self._sizes = gbs, mbs, dp_rank, dp_size, gbs_ramp
+        self._batches, self._sizes = batches, (mbs, dp_rank, dp_size)
         self._make = partial(
             make_micro_batch, document_mask=document_mask, eod=eod, eod_mask_loss=eod_mask_loss, causal=causal
         )
@@ -129,9 +128,8 @@ class Loader:
                 return
 
     def _read_step(self, consumed: int) -> Step:
-        gbs, mbs, dp_rank, dp_size, ramp = self._sizes
-        size = global_batch_size(consumed, gbs, ramp)
-        numbers = micro_batch_samples(consumed, size, mbs, dp_rank, dp_size)
+        size = global_batch_size(consumed, self._batches)
+        numbers = micro_batch_samples(consumed, size, *self._sizes)
         try:
             return consumed + size, [self._read_micro_batch(each) for each in numbers]
         except (ValueError, OSError) as error:

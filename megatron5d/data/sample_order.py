@@ -20,8 +20,6 @@ r gets the r-th mbs, as in Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron5d.data.indexed_dataset import IndexedDataset
@@ -117,36 +115,6 @@ class PackedStream:
                 self._epoch = epoch, Permutation(self.samples_per_epoch, hash_key(self._key, epoch))
             j = self._epoch[1](j)
         return self.start + j * self.seq_len
-
-
-def global_batch_size(consumed_samples: int, gbs: int, ramp: Sequence[int] | None = None) -> int:
-    """The global batch size of the step that begins after `consumed_samples`, in sequences.
-
-    Args:
-        consumed_samples: sequences of all earlier steps.
-        gbs: final global batch.
-        ramp: [start gbs, increment, ramp length in sequences]; None = constant.
-
-    Returns:
-        The size, which grows by the increment at equal distances of consumed samples.
-    """
-    if ramp is None:
-        return gbs
-    start, increment, length = ramp
-    increments = (gbs - start) // increment
-    if consumed_samples >= length or increments == 0:
-        return gbs
-    return start + consumed_samples * increments // length * increment
-
-
-def samples_of_steps(steps: int, gbs: int, ramp: Sequence[int] | None = None, consumed: int = 0) -> int:
-    """Sequences that are taken after `steps` more steps, those `consumed` before included."""
-    for done in range(steps):
-        size = global_batch_size(consumed, gbs, ramp)
-        if size == gbs:  # the ramp is over: the rest is a product
-            return consumed + (steps - done) * gbs
-        consumed += size
-    return consumed
 
 
 def micro_batch_samples(consumed_samples: int, gbs: int, mbs: int, dp_rank: int, dp_size: int) -> list[range]:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron5d.data.merge_files import PAIRS, byte_level_bpe, pair_of
+from megatron5d.data.bpe_files import PAIRS, byte_level_bpe, looks_like_ranks, pair_of, read_ranks, read_tekken
 from megatron5d.data.special_tokens import (
     FilesBeside,
     asked_for,
@@ -24,7 +24,6 @@ from megatron5d.data.special_tokens import (
     end_of_document,
     special_names,
 )
-from megatron5d.data.tiktoken_ranks import looks_like_ranks, read_ranks, read_tekken
 
 RUN = 25_000  # characters, as in Llama 3's own tokenizer
 _LONG_RUN = re.compile(rf"\s{{{RUN}}}|\S{{{RUN}}}")

@@ -13,9 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron5d.data.merge_files import byte_level_bpe, pair_of
+from megatron5d.data.bpe_files import (
+    Ranks,
+    byte_level,
+    byte_level_bpe,
+    looks_like_ranks,
+    pair_of,
+    read_ranks,
+    read_tekken,
+)
 from megatron5d.data.special_tokens import FilesBeside, read_object, special_names
-from megatron5d.data.tiktoken_ranks import Ranks, looks_like_ranks, read_ranks, read_tekken
 from megatron5d.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
@@ -230,7 +237,7 @@ def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[
 
 def _from_ranks(found: Ranks) -> Any:
     """Byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, models
 
     ranks, pattern, special, normal_form, _ = found
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -242,13 +249,7 @@ def _from_ranks(found: Ranks) -> Any:
 
     merges = [(spelled(a), spelled(b)) for a, b in _merges(dict(ranks), lambda part: ranks[part])]
     ids = {spelled(token): rank for token, rank in ranks.items()} | special
-    backend = Tokenizer(models.BPE(ids, merges, ignore_merges=True))
-    backend.normalizer = normalizers.NFC() if normal_form else None
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_level(models.BPE(ids, merges, ignore_merges=True), pattern, normal_form=normal_form)
     names = sorted(special, key=lambda name: special[name])
     backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
     return backend

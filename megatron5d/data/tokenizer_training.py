@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron5d.data.tiktoken_ranks import PATTERNS
+from megatron5d.data.bpe_files import PATTERNS, byte_level
 
 EOD = "<|endoftext|>"
 LEAST_PIECES = 258  # of a sentencepiece vocabulary without merges: all bytes, unknown and EOD
@@ -85,17 +85,12 @@ def train_byte_level(
             Errors of `texts` are passed on.
     """
     try:
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+        from tokenizers import models, pre_tokenizers, trainers
     except ImportError as error:
         raise ValueError("training a tokenizer.json needs the package tokenizers: pip install tokenizers") from error
     if vocab_size < LEAST_TOKENS:
         raise ValueError(f"--vocab-size {vocab_size} is below {LEAST_TOKENS}: 256 bytes and {EOD}")
-    split = pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated")
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    model.decoder = decoders.ByteLevel()
+    model = byte_level(models.BPE(), PATTERNS[pattern])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=False

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -75,75 +74,6 @@ class PlannedLoad:
         return split.expand(ep.size, etp.size, ep.size, num_local)
 
 
-class DispatchState(Protocol):
-    """Where the rows of one micro-batch go: straight (`DirectDispatch`), or over nodes (`NodeDispatch`)."""
-
-    @property
-    def offsets(self) -> Tensor:
-        """int64 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts begin and end."""
-
-    def enter_node(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DispatchState]:
-        """Starts the second half of the way to the experts, where it has two; returns both handles and the state."""
-
-    def receive(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DispatchState]:
-        """Waits for the rows of this rank's experts and their weights.
-
-        Args:
-            handle, weights: from `enter_node`.
-
-        Returns:
-            `[r, h]` sorted by expert as `offsets` says, `[r]`, and the new state.
-        """
-
-    def redispatch(self, x: Tensor) -> Tensor:
-        """Dispatches once more: the rows that `receive` returned, without a gradient.
-
-        Args:
-            x: `[n, h]`, as `dispatch` was given it.
-
-        Returns:
-            `[r, h]`.
-        """
-
-    def start_combine(self, y: Tensor) -> Tensor:
-        """Starts sending outputs back.
-
-        Args:
-            y: `[r, h]`, weighted, partial over etp.
-
-        Returns:
-            The handle for `combine`.
-        """
-
-    def combine(self, handle: Tensor) -> Tensor:
-        """Waits for the rows and adds up each token's: `[n, h]`.
-
-        Args:
-            handle: from `start_combine`.
-        """
-
-
-class TokenDispatcher(Protocol):
-    """Starts dispatches: `Dispatcher`, or `HierarchicalDispatcher` in hierarchical_dispatcher.py."""
-
-    planned: PlannedLoad  # what forecasts assume instead of counts
-
-    def dispatch(
-        self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
-    ) -> tuple[Tensor, Tensor, DispatchState]:
-        """Starts sending tokens to their experts.
-
-        Args:
-            x: `[n, h]`.
-            experts: int64 `[n, k]`; `num_experts` where the choice is not sent.
-            weights: `[n, k]`.
-            all_sent: every choice is sent.
-
-        Returns:
-            The handles of the rows and of their weights for `enter_node`, and the state.
-        """
-
-
 @dataclass(frozen=True)
 class DirectDispatch:
     """Where the rows of one micro-batch go and how they come back.
@@ -170,7 +100,7 @@ class DirectDispatch:
 
     @property
     def offsets(self) -> Tensor:
-        """As in DispatchState."""
+        """int64 `[E/ep + 1]`, once rows are received: where those of each of this rank's experts begin and end."""
         return (self.received_order or self.sent_order).offsets
 
     def enter_node(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
@@ -178,12 +108,24 @@ class DirectDispatch:
         return handle, weights, self
 
     def receive(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
-        """As in DispatchState. Comm: all_gather etp / reduce_scatter etp, all_to_all ep, of rows and of weights."""
+        """Waits for the rows of this rank's experts and their weights.
+
+        Args:
+            handle, weights: from `enter_node`.
+
+        Returns:
+            `[r, h]` sorted by expert as `offsets` says, `[r]`, and the new state.
+
+        Comm: all_gather etp / reduce_scatter etp, all_to_all ep, of rows and of weights.
+        """
         rows = self._by_expert(self.dispatching.finish(handle))
         return rows, self._by_expert(self.weights.finish(weights)), self
 
     def redispatch(self, x: Tensor) -> Tensor:
-        """As in DispatchState. Comm: all_to_all ep, all_gather etp."""
+        """Dispatches x `[n, h]` once more: the rows `[r, h]` of `receive`, without a gradient.
+
+        Comm: all_to_all ep, all_gather etp.
+        """
         rows = permute(x, self.sent_order)[: self.num_sent]  # [n, h] -> [n·k, h] sorted by expert
         return self._by_expert(self.dispatching.repeat(rows))
 
@@ -196,7 +138,10 @@ class DirectDispatch:
         return _Reorder.apply(rows, arrival, sorted_place)
 
     def start_combine(self, y: Tensor) -> Tensor:
-        """As in DispatchState. Comm: reduce_scatter etp, all_to_all ep / all_gather etp."""
+        """Starts sending outputs y `[r, h]`, weighted, partial over etp, back; returns the handle for `combine`.
+
+        Comm: reduce_scatter etp, all_to_all ep / all_gather etp.
+        """
         rows = y
         if self.received_order is not None:
             arrival, sorted_place = self.received_order.token, self.received_order.place.flatten()
@@ -205,7 +150,10 @@ class DirectDispatch:
         return self.combining.start(own)  # under way  all_to_all ep
 
     def combine(self, handle: Tensor) -> Tensor:
-        """As in DispatchState; choices that were not sent count as zeros. Comm: none / all_to_all ep."""
+        """Waits and adds up each token's outputs, `[n, h]`; choices that were not sent count as zeros.
+
+        Comm: none / all_to_all ep.
+        """
         return unpermute(self.combining.finish(handle), self.sent_order)
 
 
@@ -223,12 +171,21 @@ class Dispatcher:
         self.codec = codec
         self.num_experts, self.ep, self.etp, self.ep_etp = num_experts, ep, etp, ep_etp
         self.num_local = ep.divide(num_experts, "model.num_experts")
-        self.planned = PlannedLoad()
+        self.planned = PlannedLoad()  # what forecasts assume instead of counts
 
     def dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, all_sent: bool = False
     ) -> tuple[Tensor, Tensor, DirectDispatch]:
-        """As in TokenDispatcher.
+        """Starts sending tokens to their experts.
+
+        Args:
+            x: `[n, h]`.
+            experts: int64 `[n, k]`; `num_experts` where the choice is not sent.
+            weights: `[n, k]`.
+            all_sent: every choice is sent.
+
+        Returns:
+            The handles of the rows and of their weights for `enter_node`, and the state.
 
         Comm: all_gather ep_etp of E counts; all_to_all ep of rows, and of weights, that are not for this rank.
         """

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from megatron5d.autograd.recompute import KEEP_ALL, Source, computed_from
 from megatron5d.autograd.wgrad import Defer
 from megatron5d.comm.all_to_all import Codec
-from megatron5d.expert_parallel.dispatcher import Dispatcher, DispatchState, TokenDispatcher
+from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher
 from megatron5d.expert_parallel.experts import Experts
-from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher
+from megatron5d.expert_parallel.hierarchical_dispatcher import HierarchicalDispatcher, NodeDispatch
 from megatron5d.expert_parallel.load_balancing import Tokens
 from megatron5d.expert_parallel.router import Router, round_robin, within_capacity
 from megatron5d.model.block_inputs import BlockInputs
@@ -37,11 +37,11 @@ class MoEState(NamedTuple):
     rows: Tensor  # async handle (comm/all_to_all.py): tokens on their way to experts, later outputs back
     weights: Tensor | None  # async handle of the router's weights, on their way to experts
     shared: Tensor | None  # [s/cp/tp, b, h]: the shared expert's input, then its output; None without one
-    dispatch: DispatchState
+    dispatch: DirectDispatch | NodeDispatch
     source: Source | None  # the tokens, where a recomputed `permute` dispatches them again
 
 
-def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> TokenDispatcher:
+def dispatcher_of(num_experts: int, mesh: Mesh, codec: Codec | None = None) -> Dispatcher | HierarchicalDispatcher:
     """Builds the dispatcher that sends tokens straight to experts, or first to nodes (parallel.ep_inner)."""
     if mesh["ep_inner"].size > 1 and mesh["ep_outer"].size > 1:
         outer, inner, etp, inner_etp = (mesh[name] for name in ("ep_outer", "ep_inner", "etp", "ep_inner_etp"))

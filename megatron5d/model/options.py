@@ -13,14 +13,8 @@ from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.derived import quantised_matrices
 from megatron5d.config.schema import Config, RecomputeConfig
 from megatron5d.model.embedding_head import TIED
-from megatron5d.precision.fp8_recipes import (
-    BlockwiseExpertGemms,
-    BlockwiseGemms,
-    TensorwiseExpertGemms,
-    TensorwiseGemms,
-)
 from megatron5d.precision.gemm import ExpertGemms, Gemms
-from megatron5d.tensor_parallel.overlap import WHOLE, Chunked, Fused, Overlap
+from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Fused, Overlap
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
 
@@ -61,11 +55,18 @@ def mark_replicas(parameters: Iterable[nn.Parameter], replicas: str) -> None:
 
 
 def recipes(config: Config, mesh: Mesh) -> tuple[Gemms, ExpertGemms]:
-    """How 8-bit products are made: of linear layers, and of experts.
+    """Builds the FP8 GEMMs of linear layers, and of experts.
 
-    Comm: later, in every tensorwise product: all_reduce of one number over cp_tp for each input and gradient, and over
+    Comm: later, in every tensorwise GEMM: all_reduce of one number over cp_tp for each input and gradient, and over
         tp for each weight; of one number per expert over etp for experts.
     """
+    from megatron5d.precision.fp8_recipes import (
+        BlockwiseExpertGemms,
+        BlockwiseGemms,
+        TensorwiseExpertGemms,
+        TensorwiseGemms,
+    )
+
     powers_of_two = config.precision.fp8_pow2_scales
     if config.precision.fp8 == "blockwise":
         return BlockwiseGemms(powers_of_two), BlockwiseExpertGemms(powers_of_two)
@@ -94,7 +95,7 @@ def choose_overlap(parameters: Iterable[nn.Parameter], config: Config, mesh: Mes
     """
     mode, tp = config.parallel.tp_overlap, mesh["tp"]
     if mode == "none" or tp.size == 1:
-        return WHOLE
+        return NO_OVERLAP
     parameters = list(parameters)
     overlap: Overlap = Chunked()
     if mode == "fused":

@@ -24,11 +24,12 @@ from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.parity.fixed_routing import Choices, fix_routing
 from megatron5d.parity.local_ranks import run_ranks
 from megatron5d.pipeline_parallel.phase import IGNORED, MicroBatch
+from megatron5d.planning.auto_schedule import searched_layout
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.guard import StepSamples
-from megatron5d.train.pipeline_layout import PipelinePlan, plan_pipeline
+from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.state import run_tensors
 
 ROWS_SEED = 7  # of the random tokens
@@ -159,17 +160,17 @@ def short_run(
     Raises:
         RankFailure: a rank failed.
     """
-    plan = plan_pipeline(config, world)
-    return run_ranks(_train_on_rank, world, config, plan, rows, steps, coarse, choices, timeout=timeout)
+    layout = searched_layout(config, world)
+    return run_ranks(_train_on_rank, world, config, layout, rows, steps, coarse, choices, timeout=timeout)
 
 
 def _train_on_rank(
-    rank: int, world: int, config: Config, plan: PipelinePlan, rows: Tensor, steps: int, coarse: bool,
+    rank: int, world: int, config: Config, layout: PipelineLayout, rows: Tensor, steps: int, coarse: bool,
     choices: Choices | None,
 ) -> RankRecord:  # fmt: skip
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
-    mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
-    model = GPT(config, mesh, "cpu", plan.stage_specs(mesh["pp"].rank), plan.shared)
+    mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=layout.shared != "none")
+    model = GPT(config, mesh, "cpu", layout.stage_specs(mesh["pp"].rank), layout.shared)
     model.initialize(config.train.seed)
     perturb(model.weights(), coarse)
     t, dp, sharding, record = config.train, mesh["dp"], SequenceSharding(config, mesh), RankRecord()
@@ -178,7 +179,7 @@ def _train_on_rank(
     if choices is not None:
         record.choices = fix_routing(model, choices, len(rows), t.seq_len)
     take_hidden = _watch_hidden(model, 1 if config.parallel.sp else mesh["tp"].size)
-    sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
+    sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     finish_reduce = sync.finish_reduce
 
     def finish_reduce_and_note() -> None:

@@ -29,7 +29,7 @@ from megatron5d.config.schema import (
     PrecisionConfig,
     RecomputeConfig,
 )
-from megatron5d.train.pipeline_layout import pipeline_faults
+from megatron5d.planning.auto_schedule import pipeline_faults
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a gradient that is zero by itself
 MIN_RATE = 1e-6  # under a smaller one a wrong update would not be seen

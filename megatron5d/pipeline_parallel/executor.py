@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron5d.comm.ledger import Exposure
-from megatron5d.comm.p2p import Form, Inbox, Outbox, open_channels
+from megatron5d.comm.p2p import ReceiveChannel, SendChannel, TensorMeta, open_channels
 from megatron5d.pipeline_parallel.messages import (
     Flow,
     Message,
@@ -54,9 +54,9 @@ class _Task:
         "op",
         "microbatch",
         "stage",
-        "inbox",
+        "receive_channel",
         "source",
-        "outbox",
+        "send_channel",
         "target",
         "is_last",
         "receipts",
@@ -66,9 +66,9 @@ class _Task:
     def __init__(self, action: Action, stage: Stage, num_stages: int) -> None:
         self.action, self.stage = action, stage
         self.op, index, self.microbatch = action  # index of the stage
-        self.inbox: Inbox | None = None
-        self.outbox: Outbox | None = None
-        self.receipts: list[tuple[Outbox, int]] = []
+        self.receive_channel: ReceiveChannel | None = None
+        self.send_channel: SendChannel | None = None
+        self.receipts: list[tuple[SendChannel, int]] = []
         self.running: Pass | None = None  # while the action is under way
         self.source: Value | None = None  # its input, if that is made on this rank
         self.target: Value | None = None  # its output, if that is used on this rank
@@ -99,7 +99,7 @@ class Executor:
         program: Program,
         rank: int,
         stages: Mapping[tuple[int, int], Stage],
-        channels: Mapping[Flow, Outbox | Inbox],
+        channels: Mapping[Flow, SendChannel | ReceiveChannel],
         name: str = "",
         training: bool = True,
         waits: Exposure | None = None,
@@ -112,10 +112,10 @@ class Executor:
         self._ends = list(channels.values())
         self._values: dict[Value, Tensor] = {}
         proofs = receipts(program, rank)
-        self._slots: list[tuple[tuple[Inbox, ...], tuple[_Task, ...]]] = []
+        self._slots: list[tuple[tuple[ReceiveChannel, ...], tuple[_Task, ...]]] = []
         for receives, slot, _ in slot_messages(program, rank):
             tasks = tuple(self._look_up(action, stages, channels, proofs) for action in slot)
-            self._slots.append((tuple(_end(channels, message, Inbox) for message in receives), tasks))
+            self._slots.append((tuple(_end(channels, message, ReceiveChannel) for message in receives), tasks))
         self._following = _following([tasks for _, tasks in self._slots])
 
     def _look_up(self, action: Action, stages, channels, proofs) -> _Task:
@@ -123,13 +123,13 @@ class Executor:
         task = _Task(action, stages[program.direction[action.microbatch], action.stage], program.num_stages)
         incoming, outgoing = input_of(program, action), output_of(program, action)
         if incoming is not None:
-            task.inbox = _end(channels, incoming, Inbox)
+            task.receive_channel = _end(channels, incoming, ReceiveChannel)
         if outgoing is not None:
-            task.outbox = _end(channels, outgoing, Outbox)
+            task.send_channel = _end(channels, outgoing, SendChannel)
         task.receipts = [(channels[flow], count) for flow, count in proofs.get(action, ())]
         return task
 
-    def run(self, batches: Sequence[MicroBatch], loss: Loss, form: Form) -> None:
+    def run(self, batches: Sequence[MicroBatch], loss: Loss, form: TensorMeta) -> None:
         """Runs the whole Program once, and waits until all its messages have arrived.
 
         Args:
@@ -153,10 +153,10 @@ class Executor:
                         running.remove(task)
         self._finish()
 
-    def _post(self, receives: tuple[Inbox, ...], tasks: tuple[_Task, ...], form: Form) -> None:
+    def _post(self, receives: tuple[ReceiveChannel, ...], tasks: tuple[_Task, ...], form: TensorMeta) -> None:
         try:
-            for inbox in receives:
-                inbox.post(form)
+            for receive_channel in receives:
+                receive_channel.post(form)
         except Exception as error:
             raise self._failure(tasks[0].action, error) from error
 
@@ -184,19 +184,19 @@ class Executor:
 
     def _input(self, task: _Task) -> Tensor | None:
         """The action's input `[s/cp/tp, b, h]`, once it is there; None at the model's beginning.  receive pp"""
-        if task.inbox is None:
+        if task.receive_channel is None:
             return None if task.source is None else self._values.pop(task.source)
-        x = task.inbox.take() if self._waits is None else self._waits.during(task.inbox.take)
-        for outbox, count in task.receipts:
-            outbox.settle(count)
+        x = task.receive_channel.take() if self._waits is None else self._waits.during(task.receive_channel.take)
+        for send_channel, count in task.receipts:
+            send_channel.settle(count)
         return x
 
     def _hand_on(self, task: _Task, y: Tensor, batch: MicroBatch, loss: Loss) -> None:
         """Passes the action's output on: to a channel, to another stage of this rank, or to the loss."""
-        if task.outbox is not None:
-            task.outbox.send(y)  # [s/cp/tp, b, h]  send pp
+        if task.send_channel is not None:
+            task.send_channel.send(y)  # [s/cp/tp, b, h]  send pp
             if self._most_sent is not None:
-                task.outbox.keep(self._most_sent)
+                task.send_channel.keep(self._most_sent)
         elif task.is_last:
             grad = loss(batch, y)
             if self.training:
@@ -248,7 +248,7 @@ def forward_only(program: Program) -> Program:
     return make_program(f"{program.name} (forward)", program.placement, program.direction, lines)
 
 
-def _end(channels: Mapping[Flow, Outbox | Inbox], message: Message, kind: type) -> Any:
+def _end(channels: Mapping[Flow, SendChannel | ReceiveChannel], message: Message, kind: type) -> Any:
     end = channels[message.flow]
     assert isinstance(end, kind), f"{message.flow} ends here as {end}"
     return end
@@ -274,7 +274,7 @@ class Pipeline:
         placement: Placement,
         stages: Mapping[tuple[int, int], Stage],
         axis: Axis,
-        form: Form,
+        form: TensorMeta,
         timeout_s: float | None = None,
     ) -> None:
         self.placement, self.axis, self.form = placement, axis, form

@@ -1,97 +1,46 @@
 """`pipeline.schedule=auto`: the fastest Program found for this model, on the placements that it admits.
 
-What the stages of a model cost, from its FLOPs: for the search, and for schedules that order themselves by times.
-
-Costs of pipeline stages from numbers (`pipeline.costs`): equal layers, and two ends that may weigh more or less.
+And what is wrong with the pipeline of a configuration, whatever its schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron5d.config.derived import blocks, is_moe
-from megatron5d.config.schema import ELEMENT_BYTES, Config
-from megatron5d.model.flops import core_flops, head_flops, layer_flops
-from megatron5d.model.partition import (
-    layers_per_stage,
-    shared_by_mirror,
-    split_layers,
-    stage_specs,
-    two_embeddings_knob,
-)
-from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
-from megatron5d.pipeline_parallel.program import OPS, Placement, Program, loop_placement
+from megatron5d.config.checks import run_checks
+from megatron5d.config.checks.check import divisors
+from megatron5d.config.errors import Fault
+from megatron5d.config.schema import Config
+from megatron5d.model.partition import layers_per_stage, shared_by_mirror, two_embeddings_knob
+from megatron5d.pipeline_parallel.program import Placement, Program, loop_placement
 from megatron5d.pipeline_parallel.registry import build_program
+from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
 from megatron5d.pipeline_parallel.search.problem import candidates, placement_called
 from megatron5d.pipeline_parallel.search.search import SearchResult, best_named
 from megatron5d.pipeline_parallel.simulate import peak_memory, simulate
+from megatron5d.pipeline_parallel.verify import ProgramError
+from megatron5d.planning.stage_costs import run_costs
+from megatron5d.topology.all_ranks import on_rank_0
+from megatron5d.topology.process import Process
+from megatron5d.train.pipeline_layout import (
+    PipelineLayout,
+    micro_batch_counts,
+    named_programs,
+    pipeline_layout,
+    sequences_at_once,
+    verified,
+)
 
-
-@dataclass(frozen=True)
-class ModelCosts:
-    """Costs of the stages of any placement, in forwards through one rank's share of the layers.
-
-    A matrix product costs as much in I and in W as in F; attention between queries, keys and values costs twice in I
-    and nothing in W; full recompute adds the layers' F to their I, and `recompute.logit_tokens` the head's. What a
-    device sends takes as long as `pipeline.flops_per_byte` FLOPs a byte: of a mixture whose experts lie on several
-    ranks, a token's copies on their way to the experts and back, in F and again in I; between stages, hidden states.
-
-    Args:
-        config: the architecture, train.seq_len, recompute, parallel, precision, and how layers are dealt to stages.
-    """
-
-    config: Config
-
-    def of(self, placement: Placement) -> StageCosts:
-        """Returns the costs of every stage.
-
-        Raises:
-            ValueError: the model has too few layers for the placement.
-        """
-        config = self.config
-        model, seq_len = config.model, config.train.seq_len
-        specs = stage_specs(layers_per_stage(config, placement))
-        core = core_flops(model, seq_len) / 3
-        held = [[*spec.layers, *(blocks(model)[model.num_layers :] if spec.head else [])] for spec in specs]
-        layers = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in held])
-        unit = layers.sum() / placement.num_ranks
-        cores = np.array([core * len(mine) for mine in held])
-        head = np.array([head_flops(model) / 3 if spec.head else 0.0 for spec in specs])
-        twice = [self._recomputed(stage, mine) for stage, mine in enumerate(held)]
-        again = np.array([sum(layer_flops(model, i, seq_len) for i in mine) / 3 for mine in twice])
-        again += head if config.recompute.logit_tokens else 0.0
-        f = layers + head
-        compute = {"F": f, "I": f + cores + again, "W": f - cores, "B": 2 * f + again}
-        sent, sent_again = (np.array([sum(self._sent(i) for i in mine) for mine in lists]) for lists in (held, twice))
-        a2a = {"F": sent, "I": sent + sent_again, "W": 0 * sent, "B": sent + sent_again}
-        share = np.array([len(mine) for mine in held]) * (placement.num_ranks / model.num_layers)
-        return StageCosts(
-            compute=np.array([compute[op] for op in OPS]) / unit,
-            a2a=np.array([a2a[op] for op in OPS]) / unit,
-            comm=self._hidden_state() * (1 if config.parallel.sp else config.parallel.tp) / unit,
-            activation=share,
-            stash=share,
-        )
-
-    def _hidden_state(self) -> float:
-        """FLOPs in whose time one token's hidden state is sent, if the ranks of tp share it as they share the FLOPs."""
-        config = self.config
-        return config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype] * config.pipeline.flops_per_byte
-
-    def _sent(self, block: int) -> float:
-        """The same of a token's copies to the experts of a block and back; those of this rank's own stay."""
-        model, ep = self.config.model, self.config.parallel.ep
-        return 2 * model.top_k * (1 - 1 / ep) * self._hidden_state() if is_moe(model, block) else 0.0
-
-    def _recomputed(self, stage: int, held: Sequence[int]) -> Sequence[int]:
-        """Blocks whose forward the backward of a stage, which holds these, runs again."""
-        recompute = self.config.recompute
-        count = recompute.num_layers if recompute.stage_layers is None else recompute.stage_layers[stage]
-        return held[:count] if recompute.mode == "full" else ()
+PIPELINE_KNOBS = (
+    *(f"pipeline.{key}" for key in ("schedule", "layout", "balance", "memory", "costs", "copies")),
+    *("parallel.pp", "parallel.vpp", "model.tie_embeddings", "model.num_mtp_layers"),
+)
 
 
 @dataclass(frozen=True)
@@ -177,6 +126,69 @@ def known_programs(config: Config, counts: Sequence[int]) -> Found:
     return Found(splits[0], found)
 
 
+def quick_layout(config: Config, world: int) -> PipelineLayout:
+    """Lays out the pipeline of a run that is only asked about: `auto` takes the best named schedule, unsearched.
+
+    Args:
+        config: a valid configuration.
+        world: number of ranks.
+
+    Raises:
+        ValueError: as `pipeline_layout`.
+    """
+    return _layout(config, world, known_programs)
+
+
+def searched_layout(config: Config, world: int) -> PipelineLayout:
+    """Lays out the pipeline of a run in one process; `auto` searches, which takes seconds. Raises as `quick_layout`."""
+    return _layout(config, world, searched)
+
+
+def _layout(config: Config, world: int, find: Callable[[Config, Sequence[int]], Found]) -> PipelineLayout:
+    if config.pipeline.schedule != "auto" or config.parallel.pp == 1:
+        return pipeline_layout(config, world)
+    return layout_of(find(config, micro_batch_counts(config, world)), world)
+
+
+def layout_of(found: Found, world: int) -> PipelineLayout:
+    """Lays out the pipeline for Programs that were found."""
+    return pipeline_layout(found.config, world, found.programs.__getitem__)
+
+
+def agreed_layout(config: Config, process: Process) -> PipelineLayout:
+    """Lays out the pipeline of a run. If a schedule must be searched for, rank 0 does so, and all read what it found.
+
+    Args:
+        config: a valid configuration.
+        process: this rank.
+
+    Raises:
+        ValueError: on every rank, if no schedule fits.
+
+    Comm: with `pipeline.schedule = auto` a broadcast of the Programs over the world.
+    """
+    counts = micro_batch_counts(config, process.world)
+    results: dict[int, SearchResult] = {}
+    if config.pipeline.schedule == "auto" and config.parallel.pp > 1:
+
+        def search() -> list[Any]:
+            found = searched(config, counts)
+            results.update(found.results)
+            pipeline = found.config.pipeline
+            texts = [[m, program.name, write_program(program)] for m, program in found.programs.items()]
+            return [pipeline.split, pipeline.balance, texts]
+
+        split, balance, texts = on_rank_0(search)
+        config = replace(config, pipeline=replace(config.pipeline, split=split, balance=balance))
+        programs = {m: verified(read_program(text, name, config.parallel.pp, m)) for m, name, text in texts}
+        layout = layout_of(Found(config, programs), process.world)
+    else:
+        layout = pipeline_layout(config, process.world)
+    if config.parallel.pp == 1 or process.rank != 0:
+        return layout
+    return replace(layout, note=prediction(config, layout.program_of(counts[-1]), results.get(counts[-1])))
+
+
 def prediction(config: Config, program: Program, result: SearchResult | None) -> str:
     """A line for the log: what the schedule is expected to cost, and what the search made of it.
 
@@ -199,20 +211,6 @@ def prediction(config: Config, program: Program, result: SearchResult | None) ->
         name, makespan = result.named
         text += f", {100 * (makespan / found.makespan - 1):.1f} % faster than {name}, the best named one that fits"
     return text if result.compiled else f"{text}; without numba, which would try a hundred times as many"
-
-
-def run_costs(config: Config) -> Costs | ModelCosts:
-    """What the stages cost: as `pipeline.costs` says, else by FLOPs.
-
-    Raises:
-        ValueError: `pipeline.costs` cannot be read.
-    """
-    if not config.pipeline.costs:
-        return ModelCosts(config)
-    try:
-        return parse_costs(config.pipeline.costs)
-    except ValueError as error:
-        raise ValueError(f"pipeline.{error}") from None
 
 
 def _splits(config: Config) -> list[Config]:
@@ -269,57 +267,68 @@ def _cap(config: Config, num_microbatches: int) -> float:
     return config.pipeline.memory * float(held.max())
 
 
-@dataclass(frozen=True)
-class LayerCosts:
-    """Costs of the stages of any placement, where every stage has whole layers.
+def pipeline_faults(config: Config, world: int) -> list[Fault]:
+    """What is wrong with the pipeline of a configuration that breaks no law, before any process group is made."""
+    try:
+        run_costs(config)
+        quick_layout(config, world)
+    except ValueError as error:
+        reason, fix = _reason_and_fix(config, error)
+        knobs = [knob for knob in PIPELINE_KNOBS if knob in str(error)] or ["pipeline.schedule"]
+        if "num_microbatches" in reason:
+            knobs.append("train.gbs")
+            reason = f"{reason} = train.gbs / (train.mbs·dp) = {config.train.gbs} / {sequences_at_once(config, world)}"
+            fix = _nearest_batch(config, world) or fix
+        elif config.pipeline.schedule == "dualpipe" and config.parallel.pp % 2:
+            fix = _pairs_of_ranks(config, world)
+        elif not fix and config.pipeline.schedule.startswith("file:") and knobs != ["pipeline.costs"]:
+            fix = _nearest_batch(config, world) or (
+                "pipeline.schedule=1f1b, or file:PATH of a program that tools/schedule.py verify accepts"
+            )
+        elif not fix and isinstance(error, ProgramError):
+            fix = f"pipeline.schedule={_another_schedule(config)}"
+        return [Fault("pipeline", tuple(knobs), reason, fix or "pipeline.costs=null")]
+    return []
 
-    Sizes below are in shares of a rank: num_layers/pp layers with their compute are 1.
 
-    Args:
-        costs: of such a share, all-to-alls included.
-        num_layers: of the model.
-        embedding: compute on the first stage beside its layers.
-        head: compute on the last stage beside its layers.
-        dense: layers at the bottom that have no all-to-all.
-        balance: what the split evens, one of BALANCES.
-    """
+def _reason_and_fix(config: Config, error: ValueError) -> tuple[str, str]:
+    """Splits a message before its last clause, which is the fix; what is said of a Program has none."""
+    whole, schedule = str(error), config.pipeline.schedule
+    if whole.startswith(schedule.removeprefix("file:")):  # what is said of a program begins with its name, or its path
+        whole = f"pipeline.schedule = {'file:' if schedule.startswith('file:') else ''}{whole}"
+    if isinstance(error, ProgramError) or "; " not in whole:
+        return whole, ""
+    reason, _, fix = whole.rpartition("; ")
+    return reason, fix.removeprefix("set ").removeprefix("nearest legal: ")
 
-    costs: Costs
-    num_layers: int
-    embedding: float = 0.0
-    head: float = 0.0
-    dense: float = 0.0
-    balance: str = "stages"
 
-    def layout(self, placement: Placement) -> list[int]:
-        """Returns the layers of each stage.
+def _another_schedule(config: Config) -> str:
+    """A schedule with a right order, for one of ours that has none."""
+    for name in (name for name in ("1f1b", "gpipe") if name != config.pipeline.schedule):
+        with suppress(ValueError):
+            verified(build_program(name, config.parallel.pp, 2 * config.parallel.pp))
+            return name
+    return "file:PATH of a program that tools/schedule.py verify accepts"
 
-        Raises:
-            ValueError: fewer layers than ranks, or with `stages` than stages.
-        """
-        unit = self.num_layers / placement.num_ranks
-        return split_layers(self.balance, [1.0] * self.num_layers, placement, self.embedding * unit, self.head * unit)
 
-    def of(self, placement: Placement) -> StageCosts:
-        """Returns the costs of every stage; raises as `layout`."""
-        return self.dealt(self.layout(placement), placement)
+def _nearest_batch(config: Config, world: int) -> str | None:
+    """The override that gives the schedule a number of micro-batches it admits; None where none is near."""
+    unit, program_of = sequences_at_once(config, world), named_programs(config)
+    now = config.train.gbs // unit
+    for m in sorted(range(1, now + 4 * config.parallel.pp + 1), key=lambda m: (abs(m - now), m)):
+        with suppress(ValueError):
+            program_of(m)
+            return f"train.gbs={m * unit}"
+    return None
 
-    def dealt(self, layout: Sequence[int], placement: Placement) -> StageCosts:
-        """Returns the costs of every stage for `[num_stages]` layers in each."""
-        unit = self.num_layers / placement.num_ranks
-        above = np.cumsum(layout)  # layers up to the end of each stage
-        layers = np.array(layout) / unit
-        experts = layers - np.diff(np.minimum(above, round(self.dense * unit)), prepend=0) / unit
-        time = layers.copy()
-        time[0] += self.embedding
-        time[-1] += self.head
-        c = self.costs
-        compute = {"F": c.F, "I": c.I, "W": c.W, "B": c.I + c.W}
-        a2a = {"F": c.a2aF, "I": c.a2aB, "W": 0.0, "B": c.a2aB}
-        return StageCosts(
-            compute=np.array([compute[op] * time for op in OPS]),
-            a2a=np.array([a2a[op] * experts for op in OPS]),
-            comm=c.comm,
-            activation=layers,
-            stash=layers,
-        )
+
+def _pairs_of_ranks(config: Config, world: int) -> str:
+    """The override of the nearest even pp with which all else can stay, or of a schedule that takes an odd one."""
+    p, now = config.parallel, config.parallel.pp
+    sizes = [pp for pp in divisors(world // (p.tp * p.cp)) if pp % 2 == 0]
+    for pp in sorted(sizes, key=lambda pp: (abs(pp - now), pp)):
+        paired = replace(config, parallel=replace(p, pp=pp))
+        if not (run_checks(paired, world, files=False) or pipeline_faults(paired, world)):
+            return f"parallel.pp={pp}"
+    folded = replace(config, pipeline=replace(config.pipeline, schedule="dualpipe_v"))
+    return f"pipeline.schedule={'1f1b' if pipeline_faults(folded, world) else 'dualpipe_v'}"

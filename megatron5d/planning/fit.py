@@ -1,15 +1,19 @@
-"""Which overrides make a run fit that does not: from the cheapest to the dearest, tried on the memory forecast."""
+"""Whether a run fits its devices, and which overrides make it fit: the cheapest first, tried on the memory forecast."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import Change, changed, override_text
+from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
+from megatron5d.planning.auto_schedule import pipeline_faults
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.rank_memory import RankMemory, gigabytes
-from megatron5d.train.pipeline_layout import pipeline_faults
+from megatron5d.train.preflight import device_faults
 
 
 def steps(config: Config) -> list[Change]:
@@ -93,3 +97,58 @@ def fit_text(found: tuple[Change, int] | None) -> str:
         )
     change, needed = found
     return f"{override_text(change)}, which needs {gigabytes(needed)}"
+
+
+def device_bytes(config: Config) -> int | None:
+    """What one device has: as configured, else as this process's GPU says; None where nothing is known (a CPU)."""
+    if config.log.device_memory_gb is not None:
+        return round(config.log.device_memory_gb * 1e9)
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def target_here(config: Config) -> Target:
+    """What the ranks of this run are, judged by this process and by what is configured of the device."""
+    if torch.cuda.is_available() and torch.version.cuda:
+        major, minor = torch.cuda.get_device_capability()
+        return Target(f"sm_{major}{minor}", config.moe.planned_imbalance)
+    return Target(None if config.log.device_memory_gb is None else "sm_90", config.moe.planned_imbalance)
+
+
+def memory_faults(config: Config, world: int) -> list[Fault]:
+    """A lawful configuration that cannot fit its devices, where `log.memory_check = refuse` and a device is known."""
+    have = device_bytes(config)
+    if config.log.memory_check != "refuse" or have is None or device_faults(config, world):
+        return []
+    ranks = Forecaster(config, world, target_here(config)).ranks()
+    lack = shortage(ranks, have)
+    if lack is None:
+        return []
+    enough = fit_text(nearest_fit(config, world, target_here(config), have))
+    return [Fault("memory", ("log.memory_check",), lack, f"{enough}; log.memory_check=warn to try all the same")]
+
+
+def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
+    """What is wrong where the devices are too small; None where they are not."""
+    worst = max(ranks, key=lambda rank: ranks[rank].needed)
+    if ranks[worst].needed <= have:
+        return None
+    kinds = sorted(ranks[worst].kinds().items(), key=lambda item: -item[1])[:4]
+    largest = ", ".join(f"{kind} {gigabytes(count)}" for kind, count in kinds)
+    return (
+        f"pipeline rank {worst} needs {gigabytes(ranks[worst].needed)}, the device has {gigabytes(have)}; most of it: "
+        f"{largest}"
+    )
+
+
+def ways_out(config: Config, world: int) -> str:
+    """Returns overrides that lower what a rank needs, the cheapest first; how many of them are enough is not said."""
+    p = config.parallel
+    divides = world > p.tp * p.pp * p.dp_replicate or config.model.num_experts > 0  # ZeRO, over dp_shard·cp or edp
+    ways = [
+        override_text(step)
+        for step in steps(config)
+        if (divides or "parallel.zero" not in step) and not run_checks(changed(config, step), world, files=False)
+    ]
+    return f"ways to need less, the cheapest first: {', '.join([*ways, 'a larger parallel.pp or cp'])}"

@@ -22,15 +22,16 @@ from megatron5d.config.checks.context import recommended
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import find_schedule
-from megatron5d.planning.clusters import Cluster
+from megatron5d.planning.auto_schedule import quick_layout
+from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, check_predictable
 from megatron5d.planning.rank_memory import least_needed
 from megatron5d.planning.step_time import Prices, StepCost
 from megatron5d.planning.work import Unit
-from megatron5d.topology.mesh import lines_of
+from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
-from megatron5d.train.pipeline_layout import PipelinePlan, micro_batch_counts, planned_pipeline
+from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
 
 MODES = ("none", "selective", "full")  # of recompute, the one that keeps most first
 SCHEDULES = (  # (schedule, chunks per rank)
@@ -229,7 +230,7 @@ class LayoutSearch:
         self._estimator = Estimator(cluster, 1.0 if imbalance is None else imbalance)
         self._careful = self._estimator if imbalance == careful else Estimator(cluster, careful)
         self.found_legal = False
-        self._plans: dict[tuple, PipelinePlan | None] = {}
+        self._layouts: dict[tuple, PipelineLayout | None] = {}
 
     def candidates(self, have: int, progress: Callable[[], None] = lambda: None) -> list[Candidate]:
         """Layouts that are not too large at a glance, with a first guess of their time, and the given one.
@@ -302,7 +303,9 @@ class LayoutSearch:
     def _glances(self, shape: Change, have: int) -> Iterator[Candidate]:
         """A first guess of the time of a shape with every micro-batch and schedule: equal ranks, no messages."""
         config = changed(self.config, shape)
-        prices = Prices(self.cluster, config, lines_of(sizes_of(config, self.world), 0, config.model.num_kv_heads))
+        prices = Prices(
+            self.cluster, config, planned_mesh(sizes_of(config, self.world), num_kv_heads=config.model.num_kv_heads)
+        )
         pp, dp = config.parallel.pp, data_parallel(config, self.world)
         for batch in self._proposals.batches(dp):
             laid = changed(config, batch)
@@ -324,36 +327,36 @@ class LayoutSearch:
                 passes = busy + (0.0 if _name(way).startswith("dualpipe") else a2a)  # which it hides
                 yield Candidate({**shape, **batch, **way}, passes * (m + bubble))
 
-    def _plan(self, config: Config) -> PipelinePlan | None:
+    def _layout(self, config: Config) -> PipelineLayout | None:
         """None where the schedule, the layers or a tied embedding do not fit together; many layouts share one."""
         parallel, schedule = config.parallel, config.pipeline.schedule
         key: tuple = parallel.pp, parallel.vpp, schedule, tuple(micro_batch_counts(config, self.world))
         if schedule == "auto":  # it weighs communication against computation
             key += repr(parallel), repr(config.train)
-        if key not in self._plans:
-            self._plans[key] = None
+        if key not in self._layouts:
+            self._layouts[key] = None
             with suppress(ValueError):
-                self._plans[key] = planned_pipeline(config, self.world)
-        return self._plans[key]
+                self._layouts[key] = quick_layout(config, self.world)
+        return self._layouts[key]
 
     def _runs(self, change: Change) -> bool:
         """Whether it is legal, schedule, layers and tied embedding included."""
         config = changed(self.config, change)
-        return not run_checks(config, self.world, files=False) and self._plan(config) is not None
+        return not run_checks(config, self.world, files=False) and self._layout(config) is not None
 
     def _least(self, change: Change) -> list[float]:
         """Bytes that each pipeline rank needs at least."""
         config = changed(self.config, change)
-        return self._careful.least_bytes(config, self.world, self._plan(config))
+        return self._careful.least_bytes(config, self.world, self._layout(config))
 
     def _price(self, change: Change) -> StepCost:
         config = changed(self.config, change)
-        return self._estimator.step(config, self.world, self._plan(config))
+        return self._estimator.step(config, self.world, self._layout(config))
 
     def _need(self, change: Change, have: int) -> int:
         """Bytes of the rank that needs most; the one that looks so is asked first."""
         config, least, most = changed(self.config, change), self._least(change), 0
-        forecaster = Forecaster(config, self.world, self._target, self._plan(config))
+        forecaster = Forecaster(config, self.world, self._target, self._layout(config))
         for rank in sorted(range(config.parallel.pp), key=lambda rank: -least[rank]):
             most = max(most, forecaster.rank(rank).needed)
             if most > have:
@@ -375,3 +378,15 @@ def _seconds(prices: Prices, unit: Unit, count: int) -> tuple[float, float]:
     """One micro-batch's forward and backward of so many units, and their all-to-alls."""
     both = [prices.stage([unit], op) for op in "FB"]
     return count * sum(sum(kinds.values()) for kinds, _ in both), count * sum(a2a for _, a2a in both)
+
+
+def layouts_table(layouts: Sequence[tuple[Candidate, str]]) -> str:
+    """Returns a table of layouts, each given with its overrides as one line; "" = the configuration as given."""
+    lines = [f"{'step':>11}{'tokens/s/GPU':>14}{'MFU':>8}{'bubble':>8}{'memory':>10}  overrides"]
+    for each, overrides in layouts:
+        cost = each.cost
+        assert cost is not None
+        figures = f"{cost.step_s:>9.3f} s{cost.tokens_per_s_per_gpu:>14,.0f}{cost.mfu:>8.1%}"
+        bubble = f"{cost.seconds['bubble'] / cost.step_s:>8.1%}"
+        lines.append(f"{figures}{bubble}{each.needed / GIB:>7.1f} GiB  {overrides or '(as given)'}")
+    return "\n".join(lines)

@@ -28,16 +28,16 @@ from megatron5d.optim.grad_clip import global_square_sum
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
 from megatron5d.pipeline_parallel.executor import passes_of
 from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.planning.auto_schedule import quick_layout
 from megatron5d.planning.memory_peak import Peak, Replay, find_peak
-from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Tracer, empty_trace
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Tracer, empty_trace
 from megatron5d.planning.rank_memory import ALLOCATOR_BLOCK, RankMemory, gemm_workspace, outside_bytes
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 from megatron5d.topology.grid import dense_grid
 from megatron5d.topology.mesh import Mesh, planned_mesh
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
-from megatron5d.train.pipeline_layout import PipelinePlan, boundary_form, micro_batch_counts, planned_pipeline
+from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form, micro_batch_counts
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class Forecaster:
         config: a lawful configuration.
         world: number of ranks.
         target: what is planned for.
-        plan: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
+        layout: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
     """
 
-    def __init__(self, config: Config, world: int, target: Target, plan: PipelinePlan | None = None) -> None:
+    def __init__(self, config: Config, world: int, target: Target, layout: PipelineLayout | None = None) -> None:
         self.config, self.world, self.target = config, world, target
-        self.plan = plan or planned_pipeline(config, world)
+        self.layout = layout or quick_layout(config, world)
         self.sizes = sizes_of(config, world)
         self.num_microbatches = micro_batch_counts(config, world)[-1]
-        self._program = self.plan.program_of(self.num_microbatches)
+        self._program = self.layout.program_of(self.num_microbatches)
         self._traces: dict[int, StageTrace] = {}  # by stage
         self._known: dict[tuple, tuple[StageTrace, int]] = {}  # by what a stage is made of: both
         self._boxes: dict[int, int] = {}  # by stage: bytes of the boxes that its exchanges ask for
@@ -89,7 +89,7 @@ class Forecaster:
         """
         line = dense_grid(self.sizes).line(0, "pp")
         mesh = planned_mesh(
-            self.sizes, line[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.plan.shared != "none"
+            self.sizes, line[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.layout.shared != "none"
         )
         with self.target.paths():
             return self._on(mesh)
@@ -101,21 +101,21 @@ class Forecaster:
     def activations(self, pp_rank: int) -> Counter[str]:
         """Bytes that one micro-batch keeps between forward and backward on a rank asked about before, by phase."""
         kept: Counter[str] = Counter()
-        for _, stage in self.plan.placement.stages_of(pp_rank):
+        for _, stage in self.layout.placement.stages_of(pp_rank):
             for step in self._traces[stage].passes["F"]:
                 if step.kind != BOUNDARY:
                     kept[step.kind] += step.delta
         return kept
 
     def _on(self, mesh: Mesh) -> RankMemory:
-        config, plan, rank = self.config, self.plan, mesh["pp"].rank
+        config, layout, rank = self.config, self.layout, mesh["pp"].rank
         with MemoryWatch(self.target.block) as watch:
             with without_memory():
-                model = GPT(config, mesh, "meta", plan.stage_specs(rank), plan.shared)
+                model = GPT(config, mesh, "meta", layout.stage_specs(rank), layout.shared)
             sync = build_sync(config, mesh, model)
             optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
             away = _on_host(optimizer, watch)
-            apart = away + watch.rounded(model.overlap.box_bytes)
+            apart = away + watch.rounded(model.overlap.buffer_bytes)
             resident, setup = watch.live_bytes - apart, watch.peak_bytes - apart
             weights = _bytes([tensor for bucket in sync.buckets for tensor in bucket.resident_weights], watch)
             gradients = _bytes([bucket.resident_grads for bucket in sync.buckets], watch)
@@ -159,7 +159,7 @@ class Forecaster:
     def _peak(self, model: GPT, sync: GradSync, rank: int) -> tuple[Peak, int]:
         """The worst moment of the passes, and the most that data parallelism holds while it ends its reductions."""
         phases = {stage: model.phases_of(stage) for stage in model.stages}
-        held = {(direction, stage): phases[stage] for direction, stage in self.plan.placement.stages_of(rank)}
+        held = {(direction, stage): phases[stage] for direction, stage in self.layout.placement.stages_of(rank)}
         sync.drop()
         with Replay(sync, phases, passes_of(self._program, held), self.target.block) as replay:
             peak = find_peak(self._program, rank, self._traces, self._message_bytes(), replay)
@@ -184,7 +184,7 @@ class Forecaster:
                 rehearse=config.precision.fp8 != "none" or config.parallel.tp_overlap == "fused",
             )  # fmt: skip
             trace = tracer.trace(units, signatures, first=spec.embedding, last=spec.head)
-            self._known[key] = trace, model.overlap.box_bytes
+            self._known[key] = trace, model.overlap.buffer_bytes
         return self._known[key]
 
 

@@ -24,8 +24,7 @@ from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.pipeline_parallel.messages import Flow, input_of, output_of, receipts, slot_messages
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
 from megatron5d.pipeline_parallel.stage import Stage
-from megatron5d.planning.memory_trace import BOUNDARY, StageTrace, Step
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Step
 from megatron5d.precision.fp8_recipes import is_quantized, quantized_copies
 
 

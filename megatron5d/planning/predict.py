@@ -1,40 +1,40 @@
 """The expected time of a step of a run: its layers' work, its Program and its axes, priced on a cluster.
 
-What a step is expected to take and to send, shown beside what the first steps have taken and sent.
+What a run is told of its first steps (`prediction_of`), to show it beside what they have taken and sent.
 
 Configurations of runs that are only asked about, for tools/plan.py and tools/parity.py.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from megatron5d.checkpoint.hf.weights import model_config_from_hf
-from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.load import load_config
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import Config, LogConfig
 from megatron5d.model.flops import flops_per_token
 from megatron5d.model.partition import stage_specs
 from megatron5d.pipeline_parallel.program import Program
 from megatron5d.pipeline_parallel.registry import schedule_faults
 from megatron5d.pipeline_parallel.simulate import kept_between_slots, simulate, waiting_shares
-from megatron5d.planning.auto_schedule import run_costs
+from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import Cluster, cluster_of
 from megatron5d.planning.dp_traffic import Sharding
-from megatron5d.planning.memory_forecast import Target
-from megatron5d.planning.rank_memory import least_needed
+from megatron5d.planning.fit import device_bytes, shortage, target_here
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.rank_memory import least_needed, table
+from megatron5d.planning.stage_costs import run_costs
 from megatron5d.planning.step_time import Prices, StepCost, sent_bytes, step_cost
 from megatron5d.planning.workload import Workloads
-from megatron5d.topology.mesh import lines_of, pair_lines_of
-from megatron5d.train.build import Run, sizes_of
-from megatron5d.train.pipeline_layout import PipelinePlan, micro_batch_counts, pipeline_faults, planned_pipeline
-from megatron5d.train.step import StepResult
+from megatron5d.topology.mesh import Mesh, planned_mesh
+from megatron5d.topology.process import Process
+from megatron5d.train.build import sizes_of
+from megatron5d.train.monitoring.prediction import Prediction
+from megatron5d.train.pipeline_layout import PipelineLayout, micro_batch_counts
 
 
 class Estimator:
@@ -49,26 +49,31 @@ class Estimator:
         self.cluster = cluster
         self.workloads = Workloads(Target(cluster.architecture, imbalance))
 
-    def step(self, config: Config, world: int, plan: PipelinePlan | None = None) -> StepCost:
+    def step(self, config: Config, world: int, layout: PipelineLayout | None = None) -> StepCost:
         """The time of a step.
 
         Args:
             config: a lawful configuration.
             world: number of ranks.
-            plan: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
+            layout: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
 
         Raises:
             ValueError: it has something of which nothing is known (`check_predictable`).
         """
         check_predictable(config)
-        plan = plan or planned_pipeline(config, world)
-        program = plan.program_of(micro_batch_counts(config, world)[-1])
-        lines = _lines(config, world, plan)
-        stages = self.workloads.stages(config, stage_specs(plan.layout), plan.shared)
+        layout = layout or quick_layout(config, world)
+        program = layout.program_of(micro_batch_counts(config, world)[-1])
+        stages = self.workloads.stages(config, stage_specs(layout.layers), layout.shared)
         flops = flops_per_token(config.model, config.train.seq_len)
-        return step_cost(Prices(self.cluster, config, lines, plan.shared), program, stages, world, flops)
+        return step_cost(
+            Prices(self.cluster, config, _mesh(config, world, layout.shared), layout.shared),
+            program,
+            stages,
+            world,
+            flops,
+        )
 
-    def least_bytes(self, config: Config, world: int, plan: PipelinePlan | None = None) -> list[float]:
+    def least_bytes(self, config: Config, world: int, layout: PipelineLayout | None = None) -> list[float]:
         """For each pipeline rank, bytes that it needs at least: its state, and what passes keep between two slots.
 
         What the forecast counts besides, temporary tensors and messages above all, is left out.
@@ -76,13 +81,12 @@ class Estimator:
         Args:
             config: a lawful configuration.
             world: number of ranks.
-            plan: as in `step`.
+            layout: as in `step`.
         """
-        plan = plan or planned_pipeline(config, world)
-        program = plan.program_of(micro_batch_counts(config, world)[-1])
-        lines = _lines(config, world, plan)
-        sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, plan.shared)
-        stages = self.workloads.stages(config, stage_specs(plan.layout), plan.shared)
+        layout = layout or quick_layout(config, world)
+        program = layout.program_of(micro_batch_counts(config, world)[-1])
+        sharding = Sharding(config, _mesh(config, world, layout.shared), layout.shared)
+        stages = self.workloads.stages(config, stage_specs(layout.layers), layout.shared)
         kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
         allocated = kept_between_slots(program, kept)
         for rank in range(program.num_ranks):
@@ -91,26 +95,23 @@ class Estimator:
         return [least_needed(each) for each in allocated.tolist()]
 
 
-def bytes_on(config: Config, world: int, plan: PipelinePlan) -> tuple[Mapping[str, int], ...]:
+def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mapping[str, int], ...]:
     """For each pipeline rank: axis -> bytes that it sends in a step, of experts that are evenly loaded.
 
     Args:
         config: a lawful configuration.
         world: number of ranks.
-        plan: of its pipeline.
+        layout: of its pipeline.
     """
-    program = plan.program_of(micro_batch_counts(config, world)[-1])
-    lines = _lines(config, world, plan)
-    sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, plan.shared)
-    stages = Workloads(Target()).stages(config, stage_specs(plan.layout), plan.shared)
+    program = layout.program_of(micro_batch_counts(config, world)[-1])
+    sharding = Sharding(config, _mesh(config, world, layout.shared), layout.shared)
+    stages = Workloads(Target()).stages(config, stage_specs(layout.layers), layout.shared)
     return sent_bytes(config, sharding, program, stages)
 
 
-def _lines(config: Config, world: int, plan: PipelinePlan) -> dict[str, tuple[int, ...]]:
-    """Those of rank 0 by axis; of pairs, too, where mirrored pipeline ranks hold parameters together."""
-    sizes = sizes_of(config, world)
-    lines = lines_of(sizes, 0, config.model.num_kv_heads)
-    return lines | pair_lines_of(sizes, 0) if plan.shared != "none" else lines
+def _mesh(config: Config, world: int, shared: str = "none") -> Mesh:
+    """Returns the axes of rank 0; of pairs, too, where mirrored pipeline ranks hold parameters together."""
+    return planned_mesh(sizes_of(config, world), num_kv_heads=config.model.num_kv_heads, pairs=shared != "none")
 
 
 def check_predictable(config: Config) -> None:
@@ -125,134 +126,84 @@ def check_predictable(config: Config) -> None:
         )
 
 
-def step_on(device: str, config: Config, world: int, plan: PipelinePlan) -> StepCost | str | None:
-    """The time of a step of a run that begins, for its log.
+def prediction_of(config: Config, process: Process, layout: PipelineLayout) -> Prediction:
+    """Predicts what `train` writes beside its measurements; all but the peak on rank 0 alone.
+
+    Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes that take as long as
+    their FLOPs. Where the batch grows, memory alone is predicted.
 
     Args:
-        device: as CUDA calls it.
-        config: of the run.
-        world: number of ranks.
-        plan: of its pipeline.
-
-    Returns:
-        The time, with MFU of `log.peak_tflops` where that is given, as it is measured; why there is no time; or None
-        where the device is not known, the batch grows or parameters are frozen.
+        config: of a run that begins.
+        process: this rank.
+        layout: of its pipeline.
     """
-    cluster = cluster_of(device)
-    if cluster is None or config.train.gbs_ramp is not None or config.optim.freeze:
-        return None
-    try:
-        cost = Estimator(cluster).step(config, world, plan)
-    except Exception as error:  # a layer that needs values cannot be counted; it trains all the same
-        return f"the time of a step is not predicted: {error}"
-    peak = config.log.peak_tflops
-    return cost if peak is None else replace(cost, mfu=cost.tflops_per_gpu / peak)
-
-
-_SMALL = 1e-3  # of all bytes: an axis that carries less carries counts and norms, which nobody predicts
-
-
-class Expectation:
-    """Predicts steps, and compares.
-
-    Args:
-        run: whose steps are meant.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.cost: StepCost | None = None
-        self.bubble: Sequence[float] = ()  # by pipeline rank, see `waiting_shares`
-        self.sent: Sequence[Mapping[str, int]] = ()  # by pipeline rank: axis -> bytes
-
-    def predict(self) -> str | None:
-        """Predicts a step; what to tell of it. On rank 0; nothing where the batch grows or parameters are frozen.
-
-        Times are predicted of GPUs that planning/clusters.py knows; elsewhere the bubble is of passes that take as long
-        as their FLOPs.
-        """
-        run, config = self.run, self.run.config
-        if config.train.gbs_ramp is not None or config.optim.freeze:
-            return None
-        program = run.plan.program_of(micro_batch_counts(config, run.process.world)[-1])
-        if config.parallel.pp > 1:
-            self.bubble = expected_bubble(config, run.plan, program)
-        try:
-            self.sent = bytes_on(config, run.process.world, run.plan)
-        except Exception as error:  # a layer that needs values cannot be counted; it trains all the same
-            return f"what a step sends is not predicted: {type(error).__name__}: {error}"
-        if run.process.device.type != "cuda":
-            return None
-        cost = step_on(torch.cuda.get_device_name(run.process.device), config, run.process.world, run.plan)
-        if not isinstance(cost, StepCost):
-            return cost
-        self.cost, self.bubble = cost, cost.bubble
-        return f"predicted: {cost.step_s:.3g} s a step, MFU {cost.mfu:.1%}; experts evenly loaded (docs/planning.md)"
-
-    def record(self) -> dict[str, Any]:
-        """What stands in every record beside what is measured."""
-        found: dict[str, Any] = {}
-        if self.cost is not None:
-            found |= {"step_time_predicted_s": self.cost.step_s, "mfu_predicted": self.cost.mfu}
-        if self.bubble and self.run.config.parallel.pp > 1:
-            found["bubble_predicted"] = self.bubble[self.run.mesh["pp"].rank]
+    cluster = _cluster_here(process.device)
+    found = Prediction(peak_tflops(config.log, process.device))
+    if process.rank != 0:
         return found
-
-    def beside(self, result: StepResult, sent: Mapping[str, int]) -> str | None:
-        """What one step has taken and sent, beside what was predicted; None where nothing was. On every rank.
-
-        Args:
-            result: of the step.
-            sent: axis -> bytes that this rank has sent in it.
-
-        Comm: all_reduce over the world of a number for every pipeline rank, where there are several.
-        """
-        run, pp = self.run, self.run.mesh["pp"]
-        bubble = torch.zeros(pp.size, dtype=torch.float64, device=run.process.device)
-        if pp.size > 1:
-            bubble[pp.rank] = result.bubble * pp.size / run.process.world
-            bubble = all_reduce(bubble, run.mesh["world"])
-        lines = []
-        if self.sent and (axes := _told(sent, self.sent[pp.rank])):
-            lines.append(f"  bytes that rank 0 sent: {axes}")
-        if self.bubble and pp.size > 1:
-            each = ", ".join(f"{found:.1%} ({told:.1%})" for found, told in zip(bubble.tolist(), self.bubble))
-            lines.append(f"  bubble by pipeline rank: {each}{self._in_turns()}")
-        return "\n".join([f"measured of step {run.progress.step} (predicted):", *lines]) if lines else None
-
-    def _in_turns(self) -> str:
-        """Why ranks on a CPU wait longer than their schedule makes them."""
-        cores, process = os.cpu_count() or 1, self.run.process
-        if process.device.type == "cuda" or cores >= process.world:
-            return ""
-        return f"; {process.world} ranks take turns on {cores} core{'' if cores == 1 else 's'}"
+    if config.train.gbs_ramp is None:
+        found = _with_step(found, config, process.world, layout, cluster)
+    return found if config.log.memory_check == "off" else _with_memory(found, config, process.world, layout)
 
 
-def expected_bubble(config: Config, plan: PipelinePlan, program: Program) -> list[float]:
+def peak_tflops(log: LogConfig, device: torch.device) -> float | None:
+    """Returns the peak of one device for MFU; None where it is not known (a CPU)."""
+    cluster = _cluster_here(device)
+    return log.peak_tflops or (None if cluster is None else cluster.flops / 1e12)
+
+
+def _cluster_here(device: torch.device) -> Cluster | None:
+    return cluster_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def _with_step(
+    found: Prediction, config: Config, world: int, layout: PipelineLayout, cluster: Cluster | None
+) -> Prediction:
+    bubble: Sequence[float] = ()
+    if config.parallel.pp > 1:
+        bubble = expected_bubble(config, layout, layout.program_of(micro_batch_counts(config, world)[-1]))
+    try:
+        sent = bytes_on(config, world, layout)
+    except Exception as error:  # a layer that needs values cannot be counted; it trains all the same
+        return replace(found, bubble=bubble, report=[f"what a step sends is not predicted: {_named(error)}"])
+    found = replace(found, bubble=bubble, sent=sent)
+    if cluster is None:
+        return found
+    try:
+        cost = Estimator(cluster).step(config, world, layout)
+    except Exception as error:
+        return replace(found, report=[f"the time of a step is not predicted: {error}"])
+    mfu = cost.tflops_per_gpu / (found.peak_tflops or cluster.flops / 1e12)
+    said = f"predicted: {cost.step_s:.3g} s a step, MFU {mfu:.1%}; experts evenly loaded (docs/planning.md)"
+    return replace(found, step_s=cost.step_s, mfu=mfu, bubble=cost.bubble, report=[said])
+
+
+def _with_memory(found: Prediction, config: Config, world: int, layout: PipelineLayout) -> Prediction:
+    try:
+        ranks = Forecaster(config, world, target_here(config), layout).ranks()
+    except Exception as error:  # as above
+        return replace(found, report=[*found.report, f"memory could not be predicted: {_named(error)}"])
+    have = device_bytes(config)
+    lack = None if have is None else shortage(ranks, have)
+    report = [*found.report, f"predicted memory of each rank, by pipeline rank:\n{table(ranks)}"]
+    report += [] if lack is None else [f"WARNING: this will not fit: {lack}"]
+    return replace(found, memory=[ranks[rank].allocated for rank in range(len(ranks))], report=report)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def expected_bubble(config: Config, layout: PipelineLayout, program: Program) -> list[float]:
     """Of every pipeline rank, see `waiting_shares`.
 
     Args:
         config: of the run.
-        plan: deals the layers; `pipeline.schedule=auto` may have found another split than the configuration has.
+        layout: deals the layers; `pipeline.schedule=auto` may have found another split than the configuration has.
         program: of a step.
     """
-    dealt = replace(config, pipeline=replace(config.pipeline, layout=list(plan.layout)))
+    dealt = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
     return waiting_shares(program, simulate(program, run_costs(dealt).of(program.placement)))
-
-
-def _told(sent: Mapping[str, int], predicted: Mapping[str, int]) -> str:
-    """Axis by axis, the one that carries the most first."""
-    least = _SMALL * sum(sent.values())
-    axes = [axis for axis in {*sent, *predicted} if max(sent.get(axis, 0), predicted.get(axis, 0)) > least]
-    axes.sort(key=lambda axis: (-sent.get(axis, 0), axis))
-    return ", ".join(f"{axis} {_size(sent.get(axis, 0))} ({_size(predicted.get(axis, 0))})" for axis in axes)
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes} B"
 
 
 def planned_config(overrides: Sequence[str], world: int, files: bool = False) -> Config:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,6 @@ from megatron5d.pipeline_parallel.simulate import Simulation, simulate, waiting_
 from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.dp_traffic import (
     Sharding,
-    assembled,
     carried_bytes,
     gathered_bytes,
     mean_gathered,
@@ -40,6 +40,7 @@ from megatron5d.planning.dp_traffic import (
     rounds,
 )
 from megatron5d.planning.work import Unit, Work, together
+from megatron5d.topology.mesh import Mesh
 
 
 def message_bytes(config: Config) -> int:
@@ -73,12 +74,8 @@ def sent_bytes(
     for rank in range(program.num_ranks):
         sums = _of_passes(config, sharding, program, stages, rank, counts[rank])
         units = [unit for _, stage in program.placement.stages_of(rank) for unit in stages[stage]]
-        ends = (
-            sharding.reduced(units),
-            sharding.gathered(units),
-            assembled(units, sharding),
-        )
-        for sent in ends:
+        muon = [each.sent(sharding.weight) for each in rounds(units, sharding)]
+        for sent in (sharding.reduced(units), sharding.gathered(units), *muon):
             for (axis, _), num_bytes in sent.items():
                 sums[axis] += round(num_bytes)
         ranks.append({axis: num_bytes for axis, num_bytes in sums.items() if num_bytes})
@@ -111,11 +108,27 @@ def _of_passes(
 
 
 KINDS = ("products", "attention", "memory", "tp", "cp", "host", "dp")  # of a pass
-REST = ("ep", "p2p", "bubble", "optimizer", "muon", "muon_sent")  # of the step besides
 EXPERTS = ("ep", "ep_outer", "ep_inner", "ep_etp", "ep_inner_etp")  # axes over which tokens travel
 # Shares of tp's bytes in flight under products, (with sp, without): a column's input is gathered under dx, and its
 # gradient is summed under dW where that runs in the same pass (tensor_parallel/linear.py).
 HIDDEN_TP = {"F": (0.0, 0.0), "B": (2 / 3, 1.0), "I": (1 / 3, 0.0), "W": (0.0, 0.0)}
+
+
+_TOLD = {
+    "products": "products of matrices",
+    "attention": "attention between queries, keys and values",
+    "memory": "what passes through memory: norms, activations, copies",
+    "tp": "exposed communication of tp",
+    "cp": "exposed communication of cp",
+    "ep": "exposed all-to-alls of ep",
+    "p2p": "waits for messages between stages",
+    "bubble": "bubble of the pipeline",
+    "dp": "exposed reductions and gathers of dp and ZeRO",
+    "host": "exposed copies to the host and back",
+    "optimizer": "optimiser",
+    "muon": "Muon's iterations on whole matrices",
+    "muon_sent": "Muon's all-to-alls, to whole matrices and back",
+}
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,9 @@ class StepCost:
         mfu: those of the device's peak in 16 bits.
         sent: for each pipeline rank, axis -> bytes that it sends in a step.
         bubble: for each pipeline rank, `waiting_shares` of the step's Program.
+        program: of the step.
+        costs: seconds of its passes, and bytes of activations that a micro-batch keeps of each stage.
+        simulation: of the Program under these costs.
     """
 
     seconds: Mapping[str, float]
@@ -137,10 +153,36 @@ class StepCost:
     mfu: float
     sent: tuple[Mapping[str, int], ...]
     bubble: tuple[float, ...]
+    program: Program
+    costs: StageCosts
+    simulation: Simulation
 
     @property
     def step_s(self) -> float:
+        """Seconds of a step."""
         return sum(self.seconds.values())
+
+    def record(self) -> dict[str, Any]:
+        """Returns the cost as a JSON object, in seconds and bytes."""
+        rates = {name: getattr(self, name) for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")}
+        seconds, sent = dict(self.seconds), [dict(sent) for sent in self.sent]
+        return {"step_time_s": self.step_s, **rates, "seconds": seconds, "sent_bytes": sent}
+
+    def table(self, cluster: Cluster) -> str:
+        """Returns the time by kind on the busiest pipeline rank, and the bytes that a rank sends, as text."""
+        lines = [f"{'a step of':<56}{self.step_s:>9.3f} s"]
+        for kind, told in _TOLD.items():
+            if self.seconds[kind] > 0:
+                lines.append(f"  {told:<54}{self.seconds[kind]:>9.3f} s{self.seconds[kind] / self.step_s:>8.1%}")
+        most = {axis: max(each.get(axis, 0) for each in self.sent) for each in self.sent for axis in each}
+        if most:
+            sizes = ", ".join(f"{axis} {most[axis] / 1e9:,.2f}" for axis in sorted(most))
+            lines.append(f"GB that a rank sends in a step, at most: {sizes}")
+        lines.append(
+            f"{self.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {self.tflops_per_gpu:,.0f} TFLOP/s/GPU, MFU "
+            f"{self.mfu:.1%} of {cluster.flops / 1e12:,.0f} TFLOP/s on {cluster.name}, {cluster.node} in a node"
+        )
+        return "\n".join(lines)
 
 
 class Prices:
@@ -149,17 +191,15 @@ class Prices:
     Args:
         cluster: on which.
         config: of the run.
-        lines: axis name -> ranks, of rank 0.
+        mesh: axes of rank 0.
         shared: which parameters mirrored pipeline ranks hold together: all, tied or none.
     """
 
-    def __init__(
-        self, cluster: Cluster, config: Config, lines: Mapping[str, Sequence[int]], shared: str = "none"
-    ) -> None:
+    def __init__(self, cluster: Cluster, config: Config, mesh: Mesh, shared: str = "none") -> None:
         self.cluster, self.config = cluster, config
-        self.lines = {name: cluster.line(ranks) for name, ranks in lines.items()}
-        self.neighbours = cluster.line(lines["pp"][:2])
-        self.sharding = Sharding(config, {name: len(ranks) for name, ranks in lines.items()}, shared)
+        self.lines = {name: cluster.line(axis.ranks) for name, axis in mesh.items()}
+        self.neighbours = cluster.line(mesh["pp"].ranks[:2])
+        self.sharding = Sharding(config, mesh, shared)
 
     def compute(self, work: Work) -> tuple[float, float, float]:
         """Seconds of products, of attention, and of what passes through memory."""
@@ -236,8 +276,9 @@ def step_cost(
         for op in used:
             kinds, a2a[OPS.index(op), stage] = prices.stage(units, op, gathered.get((op, stage)))
             spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
-    share = np.ones(program.num_stages)
-    found = simulate(program, StageCosts(spent.sum(0), a2a, prices.message(), share, share))
+    kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
+    costs = StageCosts(spent.sum(0), a2a, prices.message(), kept, np.zeros(program.num_stages))
+    found = simulate(program, costs)
     busiest = int(found.work.argmax())
     seconds = dict(zip(KINDS, (spent * pass_counts(program)[busiest]).sum((1, 2)).tolist()))
     seconds |= _waiting(found, busiest)
@@ -248,7 +289,8 @@ def step_cost(
     rate = config.train.gbs * config.train.seq_len / sum(seconds.values()) / world
     flops = rate * token_flops
     sent = sent_bytes(config, prices.sharding, program, stages)
-    return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent, tuple(waiting_shares(program, found)))
+    waiting = tuple(waiting_shares(program, found))
+    return StepCost(seconds, rate, flops / 1e12, flops / cluster.flops, sent, waiting, program, costs, found)
 
 
 def _waiting(found: Simulation, rank: int) -> dict[str, float]:
@@ -290,6 +332,5 @@ def _update(prices: Prices, units: Sequence[Unit]) -> dict[str, float]:
         found["host"] = carried_bytes(units, sharding) / (cluster.host_rate * share.links)
     for each in rounds(units, sharding):
         found["muon"] += sum(prices.compute(each.matrices[0].work))
-        sent = each.sent(sharding.sizes[each.cut], sharding.weight)
-        found["muon_sent"] += prices.transfers(sent, 2)
+        found["muon_sent"] += prices.transfers(each.sent(sharding.weight), 2)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from megatron5d.comm.ledger import Traffic
 
@@ -94,43 +95,57 @@ class Matrix:
     work: Work
 
 
+class Elements(NamedTuple):
+    """Something of each kind of parameters: those that dp and cp share, routed experts' (edp), a tied embedding's
+    that the mirrored pipeline rank holds too."""
+
+    dense: Any = 0
+    expert: Any = 0
+    tied: Any = 0
+
+
 @dataclass(frozen=True)
 class Unit:
     """What is reduced, sharded and gathered together: the embedding, a block, the head.
 
     Args:
         passes: op -> its work for one micro-batch.
-        dense: parameters of this rank that dp and cp share.
-        expert: those of routed experts, which edp shares.
-        tied: those of a tied embedding that the mirrored pipeline rank holds too.
+        held: parameters of this rank.
+        frozen: those among them that are never updated (optim.freeze).
+        fp8: those among them that are multiplied in FP8.
         read: of what other units read as well (the embedding, the head's matrix) name -> elements.
         borrowed: names among them that an earlier unit counts.
+        fixed: names among them that are frozen.
         copied: axis -> those of which its ranks hold copies whose gradients are added up (norms under sp).
-        matrices: among them those that Muon updates.
-        eight_bits: elements of dense and experts' matrices that are multiplied in 8 bits.
+        matrices: those that Muon updates.
     """
 
     passes: Mapping[str, Work]
-    dense: int
-    expert: int
-    tied: int = 0
+    held: Elements = Elements()
+    frozen: Elements = Elements()
+    fp8: Elements = Elements()
     read: Mapping[str, int] = field(default_factory=dict)
     borrowed: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
     copied: Mapping[str, int] = field(default_factory=dict)
     matrices: tuple[Matrix, ...] = ()
-    eight_bits: tuple[int, int] = (0, 0)
 
     @property
-    def borrowed_elements(self) -> int:
-        """Elements of what it reads and an earlier unit counts."""
-        return sum(self.read[name] for name in self.borrowed)
+    def trained(self) -> Elements:
+        """Parameters that are updated."""
+        return Elements(*(held - frozen for held, frozen in zip(self.held, self.frozen)))
+
+    def borrowed_elements(self, *, trained: bool = False) -> int:
+        """Returns the elements of what it reads and an earlier unit counts; all, or those that are updated."""
+        return sum(self.read[name] for name in self.borrowed if not (trained and name in self.fixed))
 
     @property
     def lent_elements(self) -> int:
         """Elements of what it counts and other units read."""
-        return sum(self.read.values()) - self.borrowed_elements
+        return sum(self.read.values()) - self.borrowed_elements()
 
     def times(self, sequences: int) -> Unit:
+        """Returns the unit with its work on a micro-batch of a number of sequences."""
         return replace(self, passes={op: work.times(sequences) for op, work in self.passes.items()})
 
 

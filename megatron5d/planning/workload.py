@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import gcd, prod
 
 import torch
@@ -31,20 +32,20 @@ from megatron5d.optim.matrix_gather import whole_shape
 from megatron5d.optim.muon import replace_by_update, takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
-from megatron5d.planning.meta_run import MemoryWatch
-from megatron5d.planning.work import Matrix, Product, Unit, Work, together
+from megatron5d.planning.memory_trace import MemoryWatch
+from megatron5d.planning.work import Elements, Matrix, Product, Unit, Work, together
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms_of
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.build import sizes_of
 from megatron5d.train.pipeline_layout import boundary_form
+from megatron5d.train.preflight import parameter_names
 
 EMBEDDING, HEAD, LAYERS = "embedding", "head", ("dense", "moe")
 
-
-Kind = tuple[str, frozenset[str], bool]
-"""Of a unit: what it is, which of its matrices are multiplied in 8 bits, and whether the backward computes it again."""
+Kind = tuple[str, bool, frozenset[str], frozenset[str]]
+"""Of a unit: what it is, whether the backward recomputes it, which matrices are multiplied in FP8, which are frozen."""
 
 
 class _Counter(MemoryWatch):
@@ -102,10 +103,12 @@ class Workloads:
         Args:
             config: a lawful configuration.
             specs: what each stage holds.
-            shared: which parameters mirrored pipeline ranks hold together (`PipelinePlan.shared`).
+            shared: which parameters mirrored pipeline ranks hold together (`PipelineLayout.shared`).
         """
+        frozen = _frozen_names(config)
         stages = [
-            [self._unit(config, kind) for kind in _kinds(config, stage, spec)] for stage, spec in enumerate(specs)
+            [self._unit(config, kind) for kind in _kinds(config, stage, spec, frozen)]
+            for stage, spec in enumerate(specs)
         ]
         if shared == "tied":
             _part_ends(stages[0], stages[-1])
@@ -113,16 +116,30 @@ class Workloads:
 
     def counted(self, config: Config) -> list[tuple[Unit, int, bool]]:
         """The units of the whole model: of each kind one, how many there are, and whether it is a layer or an end."""
-        kinds = Counter(_kinds(config, 0, StageSpec(range(config.model.num_layers), True, True)))
+        spec = StageSpec(range(config.model.num_layers), True, True)
+        kinds = Counter(_kinds(config, 0, spec, _frozen_names(config)))
         return [(self._unit(config, kind), count, kind[0] in LAYERS) for kind, count in kinds.items()]
 
+    def block(
+        self, config: Config, before: Callable[[GPT], None]
+    ) -> tuple[list[nn.Module], dict[str, dict[nn.Module, Work]]]:
+        """Returns the phases of the model's mixture block, or of its dense one, and op -> phase -> its work.
+
+        Args:
+            config: a valid configuration.
+            before: called with the model on the meta device, before a sequence passes it.
+        """
+        model, kinds, passes = _run_alone(_alone(config, config.recompute.mode != "none"), self.target, before)
+        names = [kind[0] for kind in kinds]
+        return model.units[names.index("moe" if "moe" in names else "dense")], passes
+
     def _unit(self, config: Config, kind: Kind) -> Unit:
-        alone = _alone(config, kind[2])
+        alone = _alone(config, kind[1])
         known = self._known.setdefault(repr(alone), {})
         if kind not in known:
             known |= _traced(alone, self.target)
         unit = known[kind].times(config.train.mbs)
-        return _sharing(unit, config.recompute.group_layers) if kind[2] and kind[0] in LAYERS else unit
+        return _sharing(unit, config.recompute.group_layers) if kind[1] and kind[0] in LAYERS else unit
 
 
 def _sharing(unit: Unit, layers: int) -> Unit:
@@ -137,23 +154,34 @@ def _sharing(unit: Unit, layers: int) -> Unit:
 def _part_ends(first: list[Unit], last: list[Unit]) -> None:
     """Gives the last stage the embedding that it shares with the first; traced on one rank, they have one."""
     place = next(place for place, unit in enumerate(last) if TIED in unit.borrowed)
-    tied, borrowed = last[place].read[TIED], last[place].borrowed - {TIED}
-    first[0] = dataclasses.replace(first[0], dense=first[0].dense - tied, tied=tied)
-    last[place] = dataclasses.replace(last[place], tied=tied, borrowed=borrowed)
+    tied, unit = last[place].read[TIED], first[0]
+    fixed = tied if TIED in last[place].fixed else 0
+    held, frozen = Elements(unit.held.dense - tied, 0, tied), Elements(unit.frozen.dense - fixed, 0, fixed)
+    first[0] = dataclasses.replace(unit, held=held, frozen=frozen)
+    last[place] = dataclasses.replace(
+        last[place], held=last[place].held._replace(tied=tied), frozen=last[place].frozen._replace(tied=fixed),
+        borrowed=last[place].borrowed - {TIED},
+    )  # fmt: skip
 
 
-def _kinds(config: Config, stage: int, spec: StageSpec) -> Iterator[Kind]:
-    model, recompute = config.model, config.recompute
+def _frozen_names(config: Config) -> frozenset[str]:
+    """Returns the names of the parameters that are never updated, of the whole model."""
+    names = parameter_names(config) if config.optim.freeze else []
+    return frozenset(name for glob in config.optim.freeze for name in fnmatch.filter(names, glob))
+
+
+def _kinds(config: Config, stage: int, spec: StageSpec, frozen: frozenset[str]) -> Iterator[Kind]:
+    model, recompute, none = config.model, config.recompute, frozenset[str]()
     if spec.embedding:
-        yield EMBEDDING, frozenset(), _slices(config)
+        yield EMBEDDING, _slices(config), none, none
     for place, i in enumerate(spec.layers):
-        yield _block(config, i, is_recomputed(recompute, stage, place))
+        yield _block(config, i, is_recomputed(recompute, stage, place), frozen)
     if spec.head:
-        yield HEAD, frozenset(), _slices(config)
+        yield HEAD, _slices(config), none, none
         for depth in range(model.num_mtp_layers):
             again = is_recomputed(recompute, stage, len(spec.layers) + depth)
-            name, matrices, _ = _block(config, model.num_layers + depth, again)
-            yield f"ahead {depth} {name}", matrices, again
+            name, _, fp8, fixed = _block(config, model.num_layers + depth, again, frozen)
+            yield f"ahead {depth} {name}", again, fp8, fixed
 
 
 def _slices(config: Config) -> bool:
@@ -161,10 +189,13 @@ def _slices(config: Config) -> bool:
     return config.recompute.mode != "none"
 
 
-def _block(config: Config, i: int, again: bool) -> Kind:
+def _block(config: Config, i: int, again: bool, frozen: frozenset[str]) -> Kind:
     start = f"layers.{i}."
-    matrices = frozenset(name.removeprefix(start) for name in quantised_matrices(config) if name.startswith(start))
-    return "moe" if is_moe(config.model, i) else "dense", matrices, again
+    fp8, fixed = (
+        frozenset(name.removeprefix(start) for name in names if name.startswith(start))
+        for names in (quantised_matrices(config), frozen)
+    )
+    return "moe" if is_moe(config.model, i) else "dense", again, fp8, fixed
 
 
 def _alone(config: Config, again: bool) -> Config:
@@ -183,47 +214,22 @@ def _alone(config: Config, again: bool) -> Config:
         train=dataclasses.replace(config.train, mbs=1, gbs=1, gbs_ramp=None),
         precision=config.precision, recompute=recompute, moe=config.moe, data=config.data,
         optim=OptimConfig(
-            name=config.optim.name, ns_steps=config.optim.ns_steps, muon_exclude=config.optim.muon_exclude
+            name=config.optim.name, ns_steps=config.optim.ns_steps, muon_exclude=config.optim.muon_exclude,
+            freeze=config.optim.freeze,
         ),
     )  # fmt: skip
 
 
-def _window(config: Config) -> range:
-    """The fewest neighbouring layers with one of each kind."""
-    kinds = [_block(config, i, False) for i in range(config.model.num_layers)]
-    wanted, start = set(kinds), 0
-    best, seen = range(len(kinds)), defaultdict[Kind, int](int)
-    for stop, kind in enumerate(kinds, 1):
-        seen[kind] += 1
-        while seen[kinds[start]] > 1:
-            seen[kinds[start]] -= 1
-            start += 1
-        if len([each for each in seen.values() if each]) == len(wanted) and stop - start < len(best):
-            best = range(start, stop)
-    return best
+def _window(config: Config, frozen: frozenset[str]) -> range:
+    """Returns the fewest neighbouring layers with one of each kind."""
+    kinds = [_block(config, i, False, frozen) for i in range(config.model.num_layers)]
+    spans = (range(at, at + size) for size in range(1, len(kinds) + 1) for at in range(len(kinds) - size + 1))
+    return next(span for span in spans if set(kinds[span.start : span.stop]) == set(kinds))
 
 
 def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
     """Every kind of unit of a configuration of `_alone`, for one sequence."""
-    parallel, model_config = config.parallel, config.model
-    experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
-    world = dense * (experts // gcd(experts, dense))
-    ledger, window = Ledger(), _window(config)
-    mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
-    spec = StageSpec(window, True, True)
-    kinds = list(_kinds(config, 0, spec))
-    with target.paths():
-        with without_memory():
-            model = GPT(config, mesh, "meta", {0: spec})
-        set_load(model, target.imbalance, config.moe.capacity_factor)
-        batch = planned_batch(config, mesh, model, world // dense)
-        with _Counter(ledger) as counter:
-            _count_products(model, counter)
-            watched = WATCH.set(counter.copied)
-            try:
-                passes = _passes(config, model, batch, counter)
-            finally:
-                WATCH.reset(watched)
+    model, kinds, passes = _run_alone(config, target)
     counted: set[nn.Parameter] = set()
     readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
     found = {}
@@ -231,24 +237,62 @@ def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
         read = {parameter for phase in unit for parameter in phase.parameters()}
         several = {spec_of(p).name: p.numel() for p in read if readers[p] > 1}
         borrowed = frozenset(spec_of(p).name for p in read & counted)
-        own = read - counted
+        own, fixed = read - counted, {parameter for parameter in read if getattr(parameter, "frozen", False)}
         counted |= own
         works = {op: together(each[phase] for phase in unit if phase in each) for op, each in passes.items()}
         for op in "BI":  # what went there comes back, begun in the backward of another unit (autograd/offload.py)
             works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
         found[kind] = Unit(
-            works, *_elements(own), read=several, borrowed=borrowed, copied=_copied(own),
-            matrices=tuple(_matrices(own, config.optim)), eight_bits=_elements(filter(is_quantized, own)),
+            works, _elements(own), _elements(own & fixed), _elements(filter(is_quantized, own)), several, borrowed,
+            frozenset(spec_of(p).name for p in fixed), _copied(own - fixed),
+            tuple(_matrices(own - fixed, config.optim)),
         )  # fmt: skip
     return found
 
 
-def _elements(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """(dense, experts') elements."""
+def _run_alone(
+    config: Config, target: Target, before: Callable[[GPT], None] = lambda model: None
+) -> tuple[GPT, list[Kind], dict[str, dict[nn.Module, Work]]]:
+    """Builds a configuration of `_alone` on the meta device and passes one sequence through it.
+
+    Args:
+        config: as `_alone` returns it.
+        target: whose paths the layers take.
+        before: called with the model before the sequence passes.
+
+    Returns:
+        The model, the kind of each of its units, and op -> phase -> its work.
+    """
+    parallel, model_config = config.parallel, config.model
+    experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
+    world = dense * (experts // gcd(experts, dense))
+    ledger, frozen = Ledger(), _frozen_names(config)
+    mesh = planned_mesh(sizes_of(config, world), num_kv_heads=model_config.num_kv_heads, recorder=ledger)
+    spec = StageSpec(_window(config, frozen), True, True)
+    with target.paths():
+        with without_memory():
+            model = GPT(config, mesh, "meta", {0: spec})
+        for parameter in model.parameters():
+            if spec_of(parameter).name in frozen:
+                parameter.frozen = True  # type: ignore[attr-defined]  # as data_parallel/bucket.py does
+        set_load(model, target.imbalance, config.moe.capacity_factor)
+        batch = planned_batch(config, mesh, model, world // dense)
+        before(model)
+        with _Counter(ledger) as counter:
+            _count_products(model, counter)
+            watched = WATCH.set(counter.copied)
+            try:
+                passes = _passes(config, model, batch, counter)
+            finally:
+                WATCH.reset(watched)
+    return model, list(_kinds(config, 0, spec, frozen)), passes
+
+
+def _elements(parameters: Iterable[nn.Parameter]) -> Elements:
     sums = [0, 0]
     for parameter in parameters:
         sums[spec_of(parameter).expert] += parameter.numel()
-    return sums[0], sums[1]
+    return Elements(*sums)
 
 
 def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterator[Matrix]:

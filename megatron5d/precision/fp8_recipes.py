@@ -29,7 +29,16 @@ import torch
 from torch import Tensor
 
 from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8.quantize import E4M3, E5M2, GROUP, Quantized, quantize_blocks, quantize_rows, transposed, turn
+from kernels.fp8.quantize import (
+    E4M3,
+    E5M2,
+    GROUP,
+    Quantized,
+    fp8_transpose,
+    quantize_blocks,
+    quantize_rows,
+    transpose_values,
+)
 from kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
@@ -38,7 +47,7 @@ from kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
 )
 from megatron5d.autograd.wgrad import grad_buffer
-from megatron5d.precision.fp8_tensor import Fp8Tensor, LayerNormFp8, RmsNormFp8, SwigluFp8
+from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, SwigluFp8
 from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_of
 from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.topology.shard_spec import spec_of
@@ -92,10 +101,10 @@ class BlockwiseGemms(Gemms):
         return SwigluFp8.apply(x, None, self.powers_of_two, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return RmsNormFp8.apply(x, weight, eps, self.powers_of_two)
+        return NormFp8.apply(x, weight, None, eps, False, self.powers_of_two)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return LayerNormFp8.apply(x, weight, bias, eps, self.powers_of_two)
+        return NormFp8.apply(x, weight, bias, eps, True, self.powers_of_two)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
         return self._product(x, self.copies(weight).plain, weight.dtype)
@@ -104,7 +113,7 @@ class BlockwiseGemms(Gemms):
         return self._product(dy, self.copies(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        a, b = (turn(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two) for each in (dy, x))
+        a, b = (fp8_transpose(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two) for each in (dy, x))
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
@@ -154,7 +163,7 @@ class TensorwiseGemms(Gemms):
         return self._product(dy, self.copies(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        a, b = (Quantized(transposed(values), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
+        a, b = (Quantized(transpose_values(values), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
@@ -211,7 +220,7 @@ class BlockwiseExpertGemms(ExpertGemms):
         return grouped_matmul_fp8(self._grouped(dy), weight, offsets, parameter.dtype)
 
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
-        a, b = (self._turned(self._grouped(each), offsets) for each in (dy, x))
+        a, b = (self._transposed(self._grouped(each), offsets) for each in (dy, x))
         grouped_weight_grad_fp8(a, b, offsets, by_expert(grad_buffer(parameter), num_local))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
@@ -230,8 +239,8 @@ class BlockwiseExpertGemms(ExpertGemms):
         values, scales = x
         return Quantized(values, scales, 1)
 
-    def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
-        return turn(x, offsets, powers_of_two=self.powers_of_two)
+    def _transposed(self, x: Quantized, offsets: Tensor) -> Quantized:
+        return fp8_transpose(x, offsets, powers_of_two=self.powers_of_two)
 
     def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
         """As in BlockwiseGemms."""
@@ -282,8 +291,8 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         values, scales = x
         return Quantized(values, scales.expand(-1, -(-values.shape[1] // GROUP)).contiguous(), 1)
 
-    def _turned(self, x: Quantized, offsets: Tensor) -> Quantized:
-        return turn(x, offsets, keep=True)
+    def _transposed(self, x: Quantized, offsets: Tensor) -> Quantized:
+        return fp8_transpose(x, offsets, keep=True)
 
     def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
         def make() -> QuantizedPair:
@@ -293,7 +302,7 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
             eight, each = quantize_by_row(rows, amax, powers_of_two=self.powers_of_two)
             values, scales = eight.view(stack.shape), each.view(num_local, height, 1)[:, :1]
             blocks = scales.expand(-1, *(-(-n // GROUP) for n in stack.shape[1:])).contiguous()
-            other = Quantized(transposed(values), blocks.mT.contiguous(), GROUP)
+            other = Quantized(transpose_values(values), blocks.mT.contiguous(), GROUP)
             return QuantizedPair(Quantized(values, blocks, GROUP), other)
 
         return quantized_weight(parameter, make)

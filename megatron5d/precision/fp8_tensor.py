@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import layer_norm_backward, rms_norm_backward, swiglu_backward
+from kernels import norm_backward, swiglu_backward
 from kernels.activation import weighted_activation_backward
 from kernels.dispatch import first_order
-from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import E4M3, GROUP, Quantized, quantize_rows
 
 _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
@@ -88,33 +88,13 @@ class SwigluFp8(torch.autograd.Function):
         return *weighted_activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite), None, None
 
 
-class RmsNormFp8(torch.autograd.Function):
-    """`add_rms_norm` without a residual: the norm as an Fp8Tensor in 1×128 groups of e4m3, and x."""
+class NormFp8(torch.autograd.Function):
+    """`add_rms_norm`, or with `centred` `add_layer_norm`, of x alone: the norm as such an Fp8Tensor, and x."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps: float, powers_of_two: bool):
-        q, inverse = rms_norm_quantized(x, weight, eps, powers_of_two=powers_of_two)
-        ctx.eps = eps
-        ctx.save_for_backward(x, weight, inverse)
-        ctx.set_materialize_grads(False)
-        return _fp8_tensor(q, x.shape, x.dtype), x
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dy, dx):
-        if dy is None:
-            return dx, None, None, None
-        x, weight, inverse = ctx.saved_tensors
-        return *rms_norm_backward(dy, x, weight, ctx.eps, inverse, dx), None, None
-
-
-class LayerNormFp8(torch.autograd.Function):
-    """`RmsNormFp8` for LayerNorm."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps: float, powers_of_two: bool):
-        q, statistics = layer_norm_quantized(x, weight, bias, eps, powers_of_two=powers_of_two)
-        ctx.eps = eps
+    def forward(ctx, x, weight, bias, eps: float, centred: bool, powers_of_two: bool):
+        q, statistics = norm_quantized(x, weight, bias, eps, centred=centred, powers_of_two=powers_of_two)
+        ctx.eps, ctx.centred = eps, centred
         ctx.save_for_backward(x, weight, bias, *statistics)
         ctx.set_materialize_grads(False)
         return _fp8_tensor(q, x.shape, x.dtype), x
@@ -123,9 +103,10 @@ class LayerNormFp8(torch.autograd.Function):
     @first_order
     def backward(ctx, dy, dx):
         if dy is None:
-            return dx, None, None, None, None
+            return dx, None, None, None, None, None
         x, weight, bias, *statistics = ctx.saved_tensors
-        return *layer_norm_backward(dy, x, weight, bias, ctx.eps, statistics, dx), None, None
+        grads = norm_backward(dy, x, weight, bias, ctx.eps, statistics, dx, centred=ctx.centred)
+        return *grads, None, None, None
 
 
 _MANTISSA_BITS = 23  # of float32; the bits above them are the exponent

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kernels.fp8.quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of, transposed
+from kernels.fp8.quantize import E4M3, GROUP, Quantized, cast_scaled, magnitude_of, transpose_values
 from megatron5d.topology.shard_spec import spec_of
 
 _CHUNK = 1 << 22  # elements quantised at a time, so that float32 temporaries take some tens of MB
@@ -36,7 +36,7 @@ class QuantizedPair:
     def transposed(self) -> Quantized:
         """The transpose, which input gradients are computed with."""
         if self._transposed is None:
-            values, scales = transposed(self.plain.values), self.plain.scales.mT.contiguous()
+            values, scales = transpose_values(self.plain.values), self.plain.scales.mT.contiguous()
             self._transposed = Quantized(values, scales, self.plain.rows_per_scale)
         return self._transposed
 

@@ -6,10 +6,10 @@ Column, no sp       y = x·Wᵀ                                  dx = dy·W; all
 Row, sp             y = x·Wᵀ; reduce_scatter y                all_gather dy; dx = dy·W          dW = dyᵀ·x
 Row, no sp          y = x·Wᵀ; all_reduce y                    dx = dy·W                         dW = dyᵀ·x
 
-W is handed to `defer`, which runs it at once, while dx's collective is under way, or keeps it for a schedule that
+`defer` takes W: it runs it at once, while dx's collective is under way, or keeps it for a schedule that
 splits the backward. With sp only the sharded x is kept for the backward, and gathered again while dx's GEMM runs.
-The weight says how products are made, and in what form x and dy are kept and gathered (`gemms_of`,
-precision/gemm.py); also whether a product and its collective overlap (`overlap_of`, overlap.py).
+The weight carries its GEMMs, and in what form x and dy are kept and gathered (`gemms_of`,
+precision/gemm.py); also whether a GEMM and its collective overlap (`overlap_of`, overlap.py).
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
@@ -31,7 +31,7 @@ from megatron5d.comm.collectives import (
     start_reduce_scatter,
 )
 from megatron5d.precision.gemm import gemms_of
-from megatron5d.tensor_parallel.overlap import WHOLE, Product, overlap_of
+from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Gemm, overlap_of
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter, whole
 
@@ -46,7 +46,7 @@ class _ColumnLinear(torch.autograd.Function):
         if not sp:
             return gemms.forward(operand, weight)  # [s/cp, b, in] -> [s/cp, b, out/tp]
         # [s/cp/tp, b, in] -> [s/cp, b, in] -> [s/cp, b, out/tp]  all_gather tp
-        return overlap_of(weight).gather_product(operand, Product(weight), tp, keep=False)[0]
+        return overlap_of(weight).all_gather_gemm(operand, Gemm(weight), tp, keep=False)[0]
 
     @staticmethod
     @first_order
@@ -56,9 +56,9 @@ class _ColumnLinear(torch.autograd.Function):
         # [s/cp/tp, b, in] -> [s/cp, b, in]  all_gather tp
         gathering = [start_all_gather(part, tp) if ctx.sp else Pending(part) for part in ctx.saved_tensors]
         dy = gemms.operand(dy, gradient=True)
-        if ctx.sp and overlap_of(weight) is not WHOLE:
+        if ctx.sp and overlap_of(weight) is not NO_OVERLAP:
             # [s/cp, b, out/tp] -> [s/cp/tp, b, in]  reduce_scatter tp
-            reducing = Pending(overlap_of(weight).product_scatter(dy, Product(weight, backward=True), tp))
+            reducing = Pending(overlap_of(weight).gemm_reduce_scatter(dy, Gemm(weight, backward=True), tp))
         else:
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out/tp] -> partial [s/cp, b, in]
             # partial [s/cp, b, in] -> [s/cp/tp, b, in]  reduce_scatter tp; without sp [s/cp, b, in]  all_reduce tp
@@ -106,7 +106,7 @@ class _RowLinear(torch.autograd.Function):
         operand = recomputable(x, gemms.operand)
         ctx.save_for_backward(*operand)
         if sp:  # [s/cp, b, in/tp] -> [s/cp/tp, b, out]  reduce_scatter tp
-            return overlap_of(weight).product_scatter(operand, Product(weight), tp)
+            return overlap_of(weight).gemm_reduce_scatter(operand, Gemm(weight), tp)
         return all_reduce(gemms.forward(operand, weight), tp)  # [s/cp, b, in/tp] -> [s/cp, b, out]  all_reduce tp
 
     @staticmethod
@@ -116,8 +116,7 @@ class _RowLinear(torch.autograd.Function):
         gemms = gemms_of(weight)
         dy = gemms.operand(dy, gradient=True)
         if ctx.sp:  # [s/cp/tp, b, out] -> [s/cp, b, in/tp]  all_gather tp
-            product = Product(weight, backward=True)
-            dx, dy = overlap_of(weight).gather_product(dy, product, ctx.tp, keep=True)
+            dx, dy = overlap_of(weight).all_gather_gemm(dy, Gemm(weight, backward=True), ctx.tp, keep=True)
         else:
             dx = gemms.input_grad(dy, weight)  # [s/cp, b, out] -> [s/cp, b, in/tp]
         defer_weight_grad(weight, ctx.defer, lambda: gemms.weight_grad(weight, dy, x))  # dW [out, in/tp]

@@ -1,43 +1,39 @@
-"""A linear layer's product and its collective: one after the other, or in chunks, so that one hides the other.
+"""A linear layer's GEMM and its collective: one after the other, or in chunks, so that one hides the other.
 
-                     whole (`none`)                     in chunks of one rank's tokens (`chunked`, `fused`)
-    gather_product   all_gather x, then one product     products of own x, the previous rank's, ... as they arrive
-    product_scatter  one product, then reduce_scatter   products for the other ranks first, own chunk last; their sums
+                         whole (`none`)                   in chunks of one rank's tokens (`chunked`, `fused`)
+    all_gather_gemm      all_gather x, then one GEMM      GEMMs of own x, the previous rank's, ... as they arrive
+    gemm_reduce_scatter  one GEMM, then reduce_scatter    GEMMs for the other ranks first, own chunk last; their sums
 
-In chunks there are tp products, each of 1/tp of the rows. Either way (tp-1)/tp of the whole travels. `chunked` passes
-chunks around a ring of ranks and adds up in that order; `fused` (overlap.py) writes them into the memory of the rank
-that wants them. Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition" (ASPLOS
-2023).
+In chunks there are tp GEMMs, each of 1/tp of the rows. Either way (tp-1)/tp of the whole travels. `chunked` passes
+chunks around a ring of ranks and adds up in that order. With `fused` ranks write into each other's memory:
 
-`parallel.tp_overlap=fused`: ranks write into each other's memory, and products work on whatever has arrived.
+    all_gather_gemm      chunks are pushed to all ranks; one kernel multiplies each chunk once its flag is set
+    gemm_reduce_scatter  one kernel stores each tile in its owner's memory, where it is added up; the last tile of a
+                         chunk sets the flag
 
-    gather_product   chunks are pushed to all ranks; one kernel multiplies each chunk once its flag is set
-    product_scatter  one kernel stores each tile in its owner's memory, where it is added up; the last tile of a chunk
-                     sets the flag
-
-On a GPU, in 16-bit floats, each is one launch; other products are made chunk by chunk through the same boxes and flags.
-On the CPU the boxes lie in shared memory (comm/symmetric_memory.py).
+On a GPU, in 16-bit floats, each is one launch; other GEMMs run chunk by chunk through the same buffers and flags.
+On the CPU the buffers lie in shared memory (comm/symmetric_memory.py).
+Source: Wang et al. 2022, "Overlap communication with dependent computation via decomposition" (ASPLOS 2023).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.all_gather_gemm import gather_matmul
-from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
+from kernels.all_gather_gemm import all_gather_gemm
+from kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
 from megatron5d.comm.collectives import all_gather, reduce_scatter, start_shift
-from megatron5d.comm.symmetric_memory import BoxExchange, Mailbox
+from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
 from megatron5d.precision.gemm import PLAIN, Operand, gemms_of
 from megatron5d.topology.axis import Axis
 
 
 @dataclass(frozen=True)
-class Product:
-    """A linear layer's product for some of the tokens, forward or backward.
+class Gemm:
+    """A linear layer's GEMM for some of the tokens, forward or backward.
 
     Args:
         weight: `[out, in]`.
@@ -54,82 +50,59 @@ class Product:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one product with the weight as it is, not in 8 bits, so that a fused kernel can make it."""
+        """Whether it multiplies with the weight as it is, not in FP8, so that a fused kernel can do it."""
         return gemms_of(self.weight) is PLAIN
 
 
-class Overlap(Protocol):
-    """How a product and its collective are combined."""
+class Overlap:
+    """Combines a GEMM and its collective; `parallel.tp_overlap=none`: one after the other."""
 
-    @property
-    def box_bytes(self) -> int:
-        """Bytes of this rank's memory that other ranks write into."""
-        ...
+    buffer_bytes = 0  # of this rank's memory that other ranks write into
 
-    def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
-        """product(all_gather(operand)), and what was gathered.
+    def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
+        """gemm(all_gather(operand)), and what was gathered.
 
         Args:
             operand: tensors `[s/tp, ...]`, this rank's tokens.
-            product: `[n, b, ...]` -> `[n, b, out]`.
+            gemm: `[n, b, ...]` -> `[n, b, out]`.
             tp: ranks that hold a share of the tokens each, in their order.
             keep: also return what was gathered.
 
         Returns:
             `[s, b, out]`, and with keep the operand of all tokens.
 
-        Comm: (tp-1)·numel elements of the operand.
+        Comm: (tp-1)·numel elements of the operand: all_gather tp.
         """
-        ...
+        whole = tuple(all_gather(part, tp) for part in operand)
+        return gemm(whole), whole if keep else ()
 
-    def product_scatter(self, operand: Operand, product: Product, tp: Axis) -> Tensor:
-        """reduce_scatter(product(operand)).
+    def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
+        """reduce_scatter(gemm(operand)).
 
         Args:
             operand: tensors `[s, ...]`, all tokens.
-            product: a term of the sum over tp; `[n, b, ...]` -> `[n, b, out]`.
+            gemm: a term of the sum over tp; `[n, b, ...]` -> `[n, b, out]`.
             tp: ranks that hold a term each.
 
         Returns:
             `[s/tp, b, out]`, this rank's tokens summed.
 
-        Comm: (tp-1)/tp·numel elements of the product.
+        Comm: (tp-1)/tp·numel elements of the output: reduce_scatter tp.
         """
-        ...
+        return reduce_scatter(gemm(operand), tp)
 
     def check(self) -> None:
         """To be called before results are used for good, once the device has computed them.
 
         Raises:
-            TimeoutError: a rank has not sent its share; names it.
+            TimeoutError: a rank has not sent its share; names it. Collectives time out by themselves.
         """
-        ...
 
 
-class Whole:
-    """`parallel.tp_overlap=none`: the collective before or after the product."""
-
-    box_bytes = 0
-
-    def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
-        """Comm: all_gather tp of the operand."""
-        whole = tuple(all_gather(part, tp) for part in operand)
-        return product(whole), whole if keep else ()
-
-    def product_scatter(self, operand: Operand, product: Product, tp: Axis) -> Tensor:
-        """Comm: reduce_scatter tp of the product."""
-        return reduce_scatter(product(operand), tp)
-
-    def check(self) -> None:
-        """Nothing to do: collectives time out by themselves."""
-
-
-class Chunked:
+class Chunked(Overlap):
     """`parallel.tp_overlap=chunked`: chunks go around the ring of ranks."""
 
-    box_bytes = 0
-
-    def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
+    def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """Comm: tp-1 shifts of the operand."""
         outputs: list[Tensor] = [operand[0]] * tp.size
         chunks: list[Operand] = [operand] * tp.size
@@ -138,39 +111,36 @@ class Chunked:
             last = step + 1 == tp.size
             shifts = [] if last else [start_shift(part, tp, tag) for tag, part in enumerate(chunk)]
             owner = (tp.rank - step) % tp.size
-            outputs[owner], chunks[owner] = product(chunk), chunk  # [s/tp, b, out] of the rank `step` behind
+            outputs[owner], chunks[owner] = gemm(chunk), chunk  # [s/tp, b, out] of the rank `step` behind
             chunk = tuple(shift.wait() for shift in shifts)
         return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*chunks)) if keep else ()
 
-    def product_scatter(self, operand: Operand, product: Product, tp: Axis) -> Tensor:
-        """Comm: tp-1 shifts of 1/tp of the product."""
+    def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
+        """Comm: tp-1 shifts of 1/tp of the output."""
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
         travelling = None
         for step in range(tp.size):
             owner = (tp.rank - step - 1) % tp.size
-            term = product(tuple(part.narrow(0, owner * rows, rows) for part in operand)).contiguous()
+            term = gemm(tuple(part.narrow(0, owner * rows, rows) for part in operand)).contiguous()
             if travelling is not None:
                 term += travelling.wait()
             travelling = start_shift(term, tp) if step + 1 < tp.size else None  # [s/tp, b, out]  shift tp
         return term
 
-    def check(self) -> None:
-        """Nothing to do: shifts time out by themselves."""
 
-
-WHOLE = Whole()
+NO_OVERLAP = Overlap()
 
 
 def overlap_of(weight: Tensor) -> Overlap:
-    """How the products of this weight and their collectives are combined; model/options.py chooses."""
-    return getattr(weight, "overlap", WHOLE)
+    """Returns how this weight's GEMMs and their collectives are combined; model/options.py sets it."""
+    return getattr(weight, "overlap", NO_OVERLAP)
 
 
-class Fused:
-    """The mailbox of one axis, and the products that go through it.
+class Fused(Overlap):
+    """The symmetric-memory buffers of one axis, and the GEMMs that use them.
 
     Args:
-        tp: ranks that share linear layers; together they make the same products in the same order.
+        tp: ranks that share linear layers; together they make the same GEMMs in the same order.
         device: of the activations.
         timeout_s: `parallel.timeout_s`.
 
@@ -179,60 +149,60 @@ class Fused:
     """
 
     def __init__(self, tp: Axis, device: torch.device, timeout_s: float) -> None:
-        self._mailbox = Mailbox(tp, device, timeout_s)
+        self._buffers = SymmetricBuffers(tp, device, timeout_s)
 
     @property
-    def box_bytes(self) -> int:
+    def buffer_bytes(self) -> int:  # type: ignore[override]
         """As large as the largest exchange so far has asked for."""
-        return self._mailbox.num_bytes
+        return self._buffers.num_bytes
 
     def check(self) -> None:
         """Checks what the device has done so far."""
-        self._mailbox.patience.check()
+        self._buffers.patience.check()
 
-    def gather_product(self, operand: Operand, product: Product, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
+    def all_gather_gemm(self, operand: Operand, gemm: Gemm, tp: Axis, keep: bool) -> tuple[Tensor, Operand]:
         """Comm: tp-1 puts of the operand."""
-        exchange = self._mailbox.exchange([(part.shape, part.dtype) for part in operand])
+        exchange = self._buffers.exchange([(part.shape, part.dtype) for part in operand])
         exchange.push(operand)
-        if product.is_plain:
+        if gemm.is_plain:
             s, b, width = operand[0].shape
-            inbox = exchange.inbox(0).view(tp.size, s * b, width)
-            weight, arrivals = product.weight.detach(), exchange.arrivals
-            y = gather_matmul(inbox, weight, arrivals, tp.rank, turned=product.backward).view(tp.size * s, b, -1)
+            gathered = exchange.receive_buffer(0).view(tp.size, s * b, width)
+            weight, arrivals = gemm.weight.detach(), exchange.arrivals
+            y = all_gather_gemm(gathered, weight, arrivals, tp.rank, transposed=gemm.backward).view(tp.size * s, b, -1)
         else:
             outputs: list[Tensor] = [operand[0]] * tp.size
             for step in range(tp.size):
                 source = (tp.rank - step) % tp.size
-                outputs[source] = product(exchange.wait(source))
+                outputs[source] = gemm(exchange.wait(source))
             y = torch.cat(outputs)
-        return y, tuple(_joined(exchange.inbox(part)) for part in range(len(operand) if keep else 0))
+        return y, tuple(_joined(exchange.receive_buffer(part)) for part in range(len(operand) if keep else 0))
 
-    def product_scatter(self, operand: Operand, product: Product, tp: Axis) -> Tensor:
-        """Comm: tp-1 puts of 1/tp of the product."""
+    def gemm_reduce_scatter(self, operand: Operand, gemm: Gemm, tp: Axis) -> Tensor:
+        """Comm: tp-1 puts of 1/tp of the output."""
         rows = tp.divide(operand[0].shape[0], "tokens of a linear layer")
-        scatter = self._scatter_tiles if product.is_plain else self._scatter_chunks
-        exchange = scatter(operand, product, tp, rows)
-        return sum_arrived(exchange.inbox(0), exchange.arrivals)
+        scatter = self._scatter_tiles if gemm.is_plain else self._scatter_chunks
+        exchange = scatter(operand, gemm, tp, rows)
+        return sum_arrived(exchange.receive_buffer(0), exchange.arrivals)
 
-    def _scatter_tiles(self, operand: Operand, product: Product, tp: Axis, rows: int) -> BoxExchange:
+    def _scatter_tiles(self, operand: Operand, gemm: Gemm, tp: Axis, rows: int) -> BufferExchange:
         x = operand[0].unflatten(0, (tp.size, rows)).flatten(1, 2)  # [tp, s/tp·b, features]
-        width = product.weight.shape[1 if product.backward else 0]
+        width = gemm.weight.shape[1 if gemm.backward else 0]
         shape = torch.Size((rows, operand[0].shape[1], width))
-        exchange = self._mailbox.exchange([(shape, operand[0].dtype)])
+        exchange = self._buffers.exchange([(shape, operand[0].dtype)])
         exchange.count(0)
-        boxes = [box.flatten(0, 1) for box in exchange.outboxes(0)]
-        places = exchange.outbox_addresses(0), exchange.signal_addresses(), self._mailbox.finished
-        out = Outboxes(boxes, exchange.signals(), *places)
-        matmul_scatter(x, product.weight.detach(), out, exchange.epoch, tp.rank, turned=product.backward)
+        buffers = [buffer.flatten(0, 1) for buffer in exchange.send_buffers(0)]
+        places = exchange.send_buffer_addresses(0), exchange.signal_addresses(), self._buffers.finished
+        out = PeerBuffers(buffers, exchange.signals(), *places)
+        gemm_reduce_scatter(x, gemm.weight.detach(), out, exchange.epoch, tp.rank, transposed=gemm.backward)
         return exchange
 
-    def _scatter_chunks(self, operand: Operand, product: Product, tp: Axis, rows: int) -> BoxExchange:
+    def _scatter_chunks(self, operand: Operand, gemm: Gemm, tp: Axis, rows: int) -> BufferExchange:
         def term(step: int) -> tuple[int, Tensor]:
             owner = (tp.rank + 1 + step) % tp.size
-            return owner, product(tuple(part.narrow(0, owner * rows, rows) for part in operand))
+            return owner, gemm(tuple(part.narrow(0, owner * rows, rows) for part in operand))
 
         owner, first = term(0)
-        exchange = self._mailbox.exchange([(first.shape, first.dtype)])
+        exchange = self._buffers.exchange([(first.shape, first.dtype)])
         exchange.send([first], owner)
         for step in range(1, tp.size):
             owner, later = term(step)
@@ -241,5 +211,5 @@ class Fused:
 
 
 def _joined(chunks: Tensor) -> Tensor:
-    """`[tp, s/tp, ...]` in a mailbox as `[s, ...]` of its own."""
+    """`[tp, s/tp, ...]` in the buffers as a contiguous `[s, ...]`."""
     return chunks.clone(memory_format=torch.contiguous_format).flatten(0, 1)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.hf.weights import load_hf_shards
 from megatron5d.checkpoint.layout import named
 from megatron5d.checkpoint.load import agreed_checkpoint
 from megatron5d.comm.collectives import all_reduce
@@ -33,7 +32,7 @@ from megatron5d.topology.mesh import Mesh, build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.data import may_hold_padding
-from megatron5d.train.pipeline_layout import PipelinePlan, agreed_plan, boundary_form
+from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
 from megatron5d.train.startup_warnings import broken_checkpoints, checkpoints_ahead, idle_routers, passed_over
 from megatron5d.train.state import Progress, load_other_run, refuse_nonfinite, resume, weight_shards
 from megatron5d.train.step import Trainer
@@ -52,7 +51,7 @@ class Run:
     optimizer: Optimizer
     trainer: Trainer
     progress: Progress
-    plan: PipelinePlan
+    layout: PipelineLayout
     notes: list[str] = field(default_factory=list)  # shown when the run starts
     padded: bool = True  # the files may hold padding
 
@@ -63,34 +62,34 @@ class Run:
         return ends or self.config.data.document_mask or self.config.model.num_experts > 0 or self.padded
 
 
-def build_run(config: Config, process: Process) -> Run:
+def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     """Builds a run and brings it to its first step: new weights, imported ones, or those of a checkpoint.
 
     Args:
-        config: a lawful configuration.
+        config: a valid configuration.
         process: this rank.
+        layout: of the pipeline, the same on every rank.
 
     Raises:
-        ValueError: the pipeline, a checkpoint or an imported model does not fit.
+        ValueError: a checkpoint or an imported model does not fit.
 
     Comm: group creation; the pipeline's channels; loading a checkpoint.
     """
-    plan = agreed_plan(config, process)
     ledger = Ledger(process.device)
     mesh = build_mesh(
         sizes_of(config, process.world),
         process.rank,
         num_kv_heads=config.model.num_kv_heads,
-        pairs=plan.shared != "none",
+        pairs=layout.shared != "none",
         recorder=ledger,
         timeout_s=config.parallel.timeout_s,
     )
     with without_memory():
-        model = GPT(config, mesh, process.device, plan.stage_specs(mesh["pp"].rank), plan.shared)
+        model = GPT(config, mesh, process.device, layout.stage_specs(mesh["pp"].rank), layout.shared)
     _check_globs(config, mesh, model)
-    sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
+    sync, optimizer, trainer = build_trainer(config, mesh, model, layout)
     checkpoint = agreed_checkpoint(config.checkpoint.dir, config.checkpoint.resume, restarted_job())
-    notes, progress = [*idle_routers(config), plan.note, passed_over(config, checkpoint)], Progress()
+    notes, progress = [*idle_routers(config), layout.note, passed_over(config, checkpoint)], Progress()
     if checkpoint is None:
         notes += _first_weights(config, sync, optimizer, model)
     else:
@@ -100,7 +99,7 @@ def build_run(config: Config, process: Process) -> Run:
     notes += on_rank_0(lambda: [*broken_checkpoints(config), *checkpoints_ahead(config, progress.step)])
     padded = on_rank_0(lambda: may_hold_padding(config))
     notes = [note for note in notes if note]
-    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, plan, notes, padded)
+    return Run(config, process, mesh, ledger, model, sync, optimizer, trainer, progress, layout, notes, padded)
 
 
 def _check_globs(config: Config, mesh: Mesh, model: GPT) -> None:
@@ -130,18 +129,20 @@ def _check_globs(config: Config, mesh: Mesh, model: GPT) -> None:
         raise ValueError(f"optim.freeze = {optim.freeze} freezes every parameter, and nothing is left to train")
 
 
-def build_trainer(config: Config, mesh: Mesh, model: GPT, plan: PipelinePlan) -> tuple[GradSync, Optimizer, Trainer]:
+def build_trainer(
+    config: Config, mesh: Mesh, model: GPT, layout: PipelineLayout
+) -> tuple[GradSync, Optimizer, Trainer]:
     """Data parallelism, optimiser and pipeline around a model, whose weights may still have no values.
 
     Comm: the pipeline's channels are opened; that of `build_optimizer`.
     """
     sync = build_sync(config, mesh, model)
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
-    held = plan.placement.stages_of(mesh["pp"].rank)
+    held = layout.placement.stages_of(mesh["pp"].rank)
     phases = {stage: model.phases_of(stage) for _, stage in held}
     stages = {(direction, stage): Stage(phases[stage], sync) for direction, stage in held}
     form = boundary_form(config, sync.buckets[0].weights.device)
-    pipeline = Pipeline(plan.program_of, plan.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
+    pipeline = Pipeline(layout.program_of, layout.placement, stages, mesh["pp"], form, config.parallel.timeout_s)
     terms = loss_terms(config)
     check = model.overlap.check
     masked_by = "data.eod_mask_loss = true, or padding (-100)" if config.data.eod_mask_loss else "padding (-100)"
@@ -179,11 +180,13 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
 
     Comm: below ZeRO-3 an all_gather of the slices; for a checkpoint that of `load_tensors`.
     """
-    init, held, notes = config.init, weight_shards(sync, model.weights(), writing=False), list[str]()
+    init, held, notes = config.init, weight_shards(sync, model.weights()), list[str]()
     if init.from_checkpoint is not None:
         notes = load_other_run(init.from_checkpoint, held, optimizer, config)
     else:
         if (folder := init.from_hf) is not None:
+            from megatron5d.checkpoint.hf.weights import load_hf_shards
+
             notes = on_every_rank(lambda: load_hf_shards(held, config.model, folder, config.train.seed))
             refuse_nonfinite(Path(folder), named("model", held))
         else:

@@ -40,3 +40,13 @@ def crash_message(error: Exception, rank: int, world: int) -> str | None:
 def cause_of(error: Exception) -> BaseException | None:
     """What went wrong, without the pipeline's word of where."""
     return error.__cause__ if isinstance(error, PipelineError) else error
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Returns whether the device's memory ran out, in an action of the pipeline or elsewhere."""
+    return isinstance(cause_of(error), torch.OutOfMemoryError)
+
+
+def add_note(error: Exception, text: str) -> None:
+    """Adds a line to what is printed of an error, as `add_note` of Python 3.11 does."""
+    error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]

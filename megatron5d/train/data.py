@@ -9,15 +9,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron5d.config.derived import named_entries, source_of, split_shares
+from megatron5d.config.derived import (
+    BatchSchedule,
+    batch_schedule,
+    global_batch_size,
+    named_entries,
+    samples_of_steps,
+    source_of,
+    split_shares,
+)
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import SequenceSharding, look_ahead, make_micro_batch
-from megatron5d.data.blend import split_range
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.loader import Loader
-from megatron5d.data.sample_order import global_batch_size, samples_of_steps
-from megatron5d.data.samples import Samples, open_samples
-from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.data.samples import Samples, open_samples, split_range
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.mesh import Mesh
 
@@ -112,6 +117,8 @@ def eod_and_size(tokenizer: str) -> tuple[int | None, int]:
 
     Every evaluation of every set asks, and to read a vocabulary of 128,000 tokens takes a quarter of a second.
     """
+    from megatron5d.data.tokenizer import load_tokenizer
+
     found = load_tokenizer(tokenizer)
     return found.eod, found.vocab_size
 
@@ -146,11 +153,13 @@ def train_loader(
     Comm: that of `_opened`.
     """
     train = config.train
-    end, unit = samples_of_steps(steps_left, train.gbs, train.gbs_ramp, consumed_samples), train.mbs * mesh["dp"].size
-    if (size := global_batch_size(consumed_samples, train.gbs, train.gbs_ramp)) % unit:
+    batches, unit = batch_schedule(train), train.mbs * mesh["dp"].size
+    end = samples_of_steps(steps_left, batches, consumed_samples)
+    if (size := global_batch_size(consumed_samples, batches)) % unit:
         raise ValueError(
-            f"train.gbs_ramp = {train.gbs_ramp}: after {consumed_samples} samples a batch has {size} sequences, no "
-            f"multiple of train.mbs·dp = {unit}; resume on fewer data-parallel ranks, or with train.gbs_ramp=null"
+            f"train.gbs_ramp = {','.join(train.gbs_ramp or [])}: after {consumed_samples} samples a batch has {size} "
+            f"sequences, no multiple of train.mbs·dp = {unit}; resume on fewer data-parallel ranks, or with "
+            "train.gbs_ramp=null"
         )
 
     def open_files() -> Samples:
@@ -166,7 +175,7 @@ def train_loader(
 
     samples = _opened(config, reads, open_files)
     prefetch = config.data.prefetch if reads else 0
-    return _loader(config, mesh, samples, consumed_samples, train.gbs_ramp, prefetch, "data.train")
+    return _loader(config, mesh, samples, consumed_samples, batches, prefetch, "data.train")
 
 
 def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) -> Loader:
@@ -193,7 +202,7 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
             unweighted=data.weights,
         )
 
-    return _loader(config, mesh, _opened(config, reads, open_files), 0, None, 0, part.knob)
+    return _loader(config, mesh, _opened(config, reads, open_files), 0, [(0, train.gbs)], 0, part.knob)
 
 
 def first_rows(config: Config, steps: int) -> torch.Tensor:
@@ -216,7 +225,7 @@ def _train_samples(config: Config) -> Samples:
         seq_len=train.seq_len,
         order=data.order,
         seed=train.seed,
-        num_samples=samples_of_steps(train.steps, train.gbs, train.gbs_ramp),
+        num_samples=samples_of_steps(train.steps, batch_schedule(train)),
         split=data.split,
         part="train",
         cache_dir=data.cache_dir,
@@ -248,19 +257,18 @@ def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> S
 
 
 def _loader(
-    config: Config, mesh: Mesh, samples, consumed: int, ramp: list[int] | None, prefetch: int, knob: str
+    config: Config, mesh: Mesh, samples, consumed: int, batches: BatchSchedule, prefetch: int, knob: str
 ) -> Loader:
     data, train = config.data, config.train
     # with its number: the thread that reads ahead has a current GPU of its own, which is the first
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return Loader(
         samples,
-        gbs=train.gbs,
+        batches=batches,
         mbs=train.mbs,
         dp_rank=mesh["dp"].rank,
         dp_size=mesh["dp"].size,
         consumed_samples=consumed,
-        gbs_ramp=ramp,
         document_mask=data.document_mask,
         eod=end_of_document(config),
         eod_mask_loss=data.eod_mask_loss,

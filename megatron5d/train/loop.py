@@ -17,8 +17,7 @@ from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.save import Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
-from megatron5d.config.derived import in_ranges
-from megatron5d.config.load import to_yaml
+from megatron5d.config.derived import batch_schedule, in_ranges
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
@@ -28,10 +27,12 @@ from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import Part, held_out, train_loader, valid_loader, without_targets
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
+from megatron5d.train.monitoring.prediction import Prediction
 from megatron5d.train.monitoring.profiler import Profiler
 from megatron5d.train.monitoring.report import Reporter
 from megatron5d.train.monitoring.writers import harmless
-from megatron5d.train.provenance import commit, keep_code
+from megatron5d.train.pipeline_layout import PipelineLayout
+from megatron5d.train.provenance import commit, write_provenance
 from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.startup_warnings import epochs, repeated_validation, small_vocabulary, unmarked_documents
 from megatron5d.train.state import Progress, run_record, run_tensors
@@ -84,8 +85,7 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
         folder = Path(config.log.dir)
         on_exit.callback(LockFile(folder / "log.lock", f"log.dir = {folder}").release)
         with harmless(f"log.dir = {folder}, config.yaml and code/", outputs.notes.append):
-            (folder / "config.yaml").write_text(to_yaml(config))
-            keep_code(folder)
+            write_provenance(folder, config)
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:
@@ -97,12 +97,18 @@ def _unlock_checkpoints(outputs: Outputs) -> None:
 OTHERS_SIGNAL = "a signal of another rank"
 
 
-def train(config: Config, process: Process, notes: Sequence[str] = ()) -> int:
+def train(
+    config: Config, process: Process, layout: PipelineLayout, predicted: Prediction, stop: StopFlag,
+    notes: Sequence[str] = (),
+) -> int:  # fmt: skip
     """Trains from where the run stands to its last step.
 
     Args:
-        config: a lawful configuration.
+        config: a valid configuration.
         process: this rank.
+        layout: of the pipeline, the same on every rank.
+        predicted: for the log.
+        stop: set by a signal.
         notes: for the log, of what was found before.
 
     Returns:
@@ -112,14 +118,13 @@ def train(config: Config, process: Process, notes: Sequence[str] = ()) -> int:
         InterruptedError: stopped on a signal without a place for a checkpoint.
         OSError: another run writes to the same places.
     """
-    with StopFlag() as stop, locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
-        outputs.notes += notes
-        return _train(config, process, outputs, snapshots, stop)
+    with locked_outputs(config) as outputs, memory_snapshots(config, process) as snapshots:
+        run = build_run(config, process, layout)
+        run.notes += [*outputs.notes, *notes]
+        return _train(run, predicted, outputs, snapshots, stop)
 
 
-def _train(config: Config, process: Process, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
-    run = build_run(config, process)
-    run.notes += outputs.notes
+def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     config = run.config  # as it is resumed
     run.notes += on_rank_0(lambda: [note for notes in ABOUT_DATA for note in notes(config)])
     if snapshots.note:
@@ -136,10 +141,10 @@ def _train(config: Config, process: Process, outputs: Outputs, snapshots: Memory
             pinned=Path(c.resume),
             began=run.progress.step,
         )
-    reporter = on_every_rank(lambda: Reporter(run))
+    reporter = on_every_rank(lambda: Reporter(run, predicted))
     code = 1
     try:
-        on_every_rank(lambda: _announce(run, reporter))
+        _announce(run, reporter, predicted)
         stopped = _stopped_early(run, reporter, stop) or _steps(run, reporter, saver, stop, snapshots)
         if saver is not None:
             saver.wait()
@@ -155,7 +160,7 @@ def _train(config: Config, process: Process, outputs: Outputs, snapshots: Memory
     return REQUEUE
 
 
-def _announce(run: Run, reporter: Reporter) -> None:
+def _announce(run: Run, reporter: Reporter, predicted: Prediction) -> None:
     s, progress = run.mesh.sizes, run.progress
     reporter.say(
         f"{run.config.model.name}: {parameter_count(run.config.model):,} parameters on {s.world} rank"
@@ -169,10 +174,8 @@ def _announce(run: Run, reporter: Reporter) -> None:
     knob, last = ("stop_after", train_config.stop_after) if train_config.stop_after else ("steps", train_config.steps)
     if progress.step >= last:
         reporter.say(f"nothing is left to train: step {progress.step} is saved, and train.{knob} = {last}")
-    if reporter.active and (expected := reporter.expectation.predict()) is not None:
-        reporter.say(expected)
-    if reporter.active and (memory := reporter.memory.predicted()) is not None:
-        reporter.say(memory)
+    for line in predicted.report:
+        reporter.say(line)
 
 
 def _stopped_early(run: Run, reporter: Reporter, stop: StopFlag) -> bool:
@@ -196,13 +199,14 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left)
     saved_at, profiler = progress.step, Profiler(run, reporter.say)
     stopped = False
+    schedule = batch_schedule(train_config)
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
             consumed = loader.consumed_samples
             batches = next(loader)  # of this dp and cp rank: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens
             where = StepSamples(progress.step + 1, range(consumed, loader.consumed_samples))
-            lr = learning_rate(config.optim, where.step, train_config.steps)
+            lr = learning_rate(config.optim, where.step, train_config.steps, schedule)
             watched = progress.step == 0 or _due(where.step, config.moe.log_every)
             with profiler.step():
                 left_out = in_ranges(where.step, config.data.skip_steps)

@@ -17,8 +17,8 @@ from kernels.dispatch import HAS_TRITON
 from megatron5d.config.convert import value_of
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, OptimConfig, ParallelConfig
-from megatron5d.data.blend import split_range
 from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
+from megatron5d.data.samples import split_range
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -122,6 +122,13 @@ def _tokenizer_faults(config: Config) -> list[Fault]:
     return [Fault("data-tokenizer-eod", knobs, reason, "data.eod=ID of that token, or data.eod_mask_loss=false", True)]
 
 
+def parameter_names(config: Config) -> list[str]:
+    """Returns the global names of a model's weights, which do not depend on the layout."""
+    whole = replace(config, parallel=ParallelConfig())
+    with without_memory():
+        return [spec_of(tensor).name for tensor in GPT(whole, build_mesh(resolve(1)), "meta").weights()]
+
+
 def glob_faults(config: Config, world: int) -> list[Fault]:
     """Globs of parameter names that match none of the model's: what they were to exclude is treated as all else."""
     optim, default = config.optim, OptimConfig()
@@ -130,10 +137,7 @@ def glob_faults(config: Config, world: int) -> list[Fault]:
         asked["muon_exclude"] = optim.muon_exclude
     if not any(asked.values()):
         return []
-    whole = replace(config, parallel=ParallelConfig())
-    with without_memory():  # in one piece, as the names do not depend on the layout
-        names = [spec_of(tensor).name for tensor in GPT(whole, build_mesh(resolve(1)), "meta").weights()]
-    found = []
+    names, found = parameter_names(config), []
     for key, globs in asked.items():
         if lost := [glob for glob in globs if not fnmatch.filter(names, glob)]:
             kept = ",".join(f"'{glob}'" for glob in globs if glob not in lost)

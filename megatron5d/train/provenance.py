@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import megatron5d
+from megatron5d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("kernels", "megatron5d")
@@ -65,14 +66,19 @@ def code_here() -> dict[str, Any]:
     }
 
 
-def keep_code(folder: Path) -> None:
-    """Writes `code/<commit>-<hash>.patch`: the changes since the commit, new source files too; nothing outside of git.
+def write_provenance(folder: Path, config: Config) -> None:
+    """Writes config.yaml, and the changes since the commit, new source files too, as `code/<commit>-<hash>.patch`.
 
-    `git checkout <commit> && git apply FILE` restores the code. A run resumed with other code gets another file.
+    `git checkout <commit> && git apply FILE` restores the code; outside of git there is no patch. A run resumed with
+    other code gets another file.
 
     Raises:
         OSError: it cannot be written.
     """
+    from megatron5d.config.load import to_yaml  # Hydra's, which only a run with a folder needs
+
+    (folder / "code").mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
     if (name := commit()) is None:
         return
     changes = [_git("diff", "--no-ext-diff", "--no-color", "HEAD") or ""]
@@ -80,5 +86,4 @@ def keep_code(folder: Path) -> None:
     changes += [_git("diff", "--no-color", "--no-index", "/dev/null", path, codes=(0, 1)) or "" for path in new]
     patch = "".join(f"{each}\n" for each in changes if each)
     name = f"{name.removesuffix('-dirty')[:12]}-{hashlib.sha256(patch.encode()).hexdigest()[:8]}.patch"
-    (folder / "code").mkdir(parents=True, exist_ok=True)
     (folder / "code" / name).write_text(f"commit {commit()}\nversions {versions()}\n\n{patch}")

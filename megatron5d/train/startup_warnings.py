@@ -6,11 +6,10 @@ import math
 from pathlib import Path
 
 from megatron5d.checkpoint.folder import LEFT, faults_of_newer, faults_of_older, saved_after
-from megatron5d.config.derived import source_of
+from megatron5d.config.derived import batch_schedule, samples_of_steps, source_of
 from megatron5d.config.schema import Config
-from megatron5d.data.blend import mixing_weights, normalised
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.data.sample_order import samples_of_steps
+from megatron5d.data.samples import mixing_weights, normalised
 from megatron5d.train.data import end_of_document, eod_and_size, held_out, read_sources, tokens_of_part
 
 LOOKED_AT = 64  # documents of a file
@@ -113,7 +112,7 @@ def _shares(config: Config, entries: list[str], split: str | None, part: str) ->
 def epochs(config: Config) -> list[str]:
     """How often the run goes through each of its datasets."""
     data, train = config.data, config.train
-    taken = samples_of_steps(train.steps, train.gbs, train.gbs_ramp) * train.seq_len
+    taken = samples_of_steps(train.steps, batch_schedule(train)) * train.seq_len
     told = [
         f"{share * taken / tokens:.3g} epochs of {prefix} ({share:.1%} of the samples, {tokens:,} tokens)"
         for prefix, share, tokens in _shares(config, data.train, data.split, "train")

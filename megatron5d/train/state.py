@@ -17,10 +17,11 @@ from megatron5d.checkpoint.folder import RUN, config_of, read_run
 from megatron5d.checkpoint.layout import ShardedTensor, named, sharded_slice
 from megatron5d.checkpoint.load import SavedWeights, agreed, certainly_none, load_tensors, whole_checkpoint
 from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
+from megatron5d.comm.collectives import all_gather
 from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
-from megatron5d.data_parallel.bucket import Bucket
+from megatron5d.data_parallel.bucket import Bucket, Segment
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.optimizer import Optimizer
@@ -45,28 +46,42 @@ class Progress:
     wandb_id: str | None = None
 
 
-def _written_elsewhere(bucket: Bucket) -> bool:
-    """The first of the ranks that hold the same slice writes it."""
-    return bucket.replicate.rank != 0
+def _share(bucket: Bucket, flat: Tensor) -> tuple[int, int]:
+    """The range of a slice that this rank writes and reads, of the ranks that hold the same slice."""
+    size = -(-flat.numel() // bucket.replicate.size)
+    start = min(bucket.replicate.rank * size, flat.numel())
+    return start, min(start + size, flat.numel())
 
 
-def _weights(buckets: list[Bucket], writing: bool) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
-    for bucket in buckets:
-        if writing and _written_elsewhere(bucket):
-            continue
-        flat = bucket.weight_slice
-        for segment in bucket.segments():
-            yield segment.spec, sharded_slice(segment, flat, writing=writing)
+def _sharded(
+    bucket: Bucket, segments: Iterable[Segment], flat: Tensor, writing: bool, shared: bool
+) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
+    share = _share(bucket, flat) if shared else None
+    for segment in segments:
+        yield segment.spec, sharded_slice(segment, flat, writing=writing, share=share)
 
 
-def _optimizer(optimizer: Optimizer, writing: bool) -> dict[str, list[tuple[ShardSpec, ShardedTensor]]]:
+def _optimizer(optimizer: Optimizer, writing: bool, shared: bool) -> dict[str, list[tuple[ShardSpec, ShardedTensor]]]:
     """By kind: master weights and whichever moments the optimiser keeps of a parameter."""
     found: dict[str, list[tuple[ShardSpec, ShardedTensor]]] = {}
     for kind, flat, state in optimizer.tensors():
-        if not (writing and _written_elsewhere(state.bucket)):
-            held = found.setdefault(kind, [])
-            held += [(segment.spec, sharded_slice(segment, flat, writing=writing)) for segment in state.segments]
+        found.setdefault(kind, []).extend(_sharded(state.bucket, state.segments, flat, writing, shared))
     return found
+
+
+def _gather_shares(sync: GradSync, optimizer: Optimizer) -> None:
+    """Completes the slices of which the ranks that hold the same ones have read a share each.
+
+    Comm: of each slice of weights and of the optimiser an all_gather over `replicate`, of the whole slice.
+    """
+    slices = [(bucket, bucket.weight_slice) for bucket in sync.buckets]
+    slices += [(state.bucket, flat) for _, flat, state in optimizer.tensors()]
+    for bucket, flat in slices:
+        if bucket.replicate.size > 1:
+            start, stop = _share(bucket, flat)
+            sent = bucket.weight_slice.new_zeros(-(-flat.numel() // bucket.replicate.size), dtype=flat.dtype)
+            sent[: stop - start] = flat[start:stop]
+            flat.copy_(all_gather(sent, bucket.replicate)[: flat.numel()])
 
 
 def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
@@ -77,13 +92,20 @@ def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSp
             yield spec, ShardedTensor(spec.shape, [(spec.pieces[0].offset, tensor)], tensor.dtype)
 
 
-def weight_shards(sync: GradSync, weights: Iterable[Tensor], *, writing: bool) -> list[tuple[ShardSpec, ShardedTensor]]:
+def weight_shards(
+    sync: GradSync, weights: Iterable[Tensor], *, writing: bool = False, shared: bool = False
+) -> list[tuple[ShardSpec, ShardedTensor]]:
     """What this rank owns of the model, in global coordinates; arguments as in `run_tensors`."""
-    return [*_weights(sync.buckets, writing), *_buffers(weights, writing)]
+    held = [
+        part
+        for bucket in sync.buckets
+        for part in _sharded(bucket, bucket.segments(), bucket.weight_slice, writing, shared)
+    ]
+    return [*held, *_buffers(weights, writing)]
 
 
 def run_tensors(
-    sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor], *, writing: bool
+    sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor], *, writing: bool, shared: bool = False
 ) -> dict[str, ShardedTensor]:
     """All tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master, exp_avg, ... for kind.
 
@@ -91,10 +113,12 @@ def run_tensors(
         sync: whose buckets hold the weights.
         optimizer: whose slices hold the rest.
         weights: of the model; its parameters are those of the buckets.
-        writing: only what this rank is the one to write; else all it holds.
+        writing: only what this rank is the one to write.
+        shared: of a slice that several ranks hold, only this one's share; implied by `writing`.
     """
-    tensors = named("model", weight_shards(sync, weights, writing=writing))
-    for kind, held in _optimizer(optimizer, writing).items():
+    shared = shared or writing
+    tensors = named("model", weight_shards(sync, weights, writing=writing, shared=shared))
+    for kind, held in _optimizer(optimizer, writing, shared).items():
         tensors |= named(f"optim.{kind}", held)
     return tensors
 
@@ -211,7 +235,7 @@ def resume(
     Raises:
         ValueError: the checkpoint does not fit the model or the optimiser, or a newer version wrote it; on every rank.
 
-    Comm: a broadcast of run.json; that of `load_tensors`; below ZeRO-3 an all_gather of the weights.
+    Comm: a broadcast of run.json; those of `load_tensors` and `_gather_shares`; below ZeRO-3 an all_gather of weights.
     """
     record = on_rank_0(lambda: read_record(folder))
     before = config_of(folder, record["config"], READ)
@@ -239,9 +263,10 @@ def resume(
     if any(line.startswith("optim.muon_exclude ") for line in changed):  # which decides which moments there are
         architecture += [line for line in changed if line.startswith("optim.muon_exclude ")]
         architecture += [f"resume with 'optim.muon_exclude={json.dumps(before.optim.muon_exclude)}', or {alone}"]
-    tensors = run_tensors(sync, optimizer, weights, writing=False)
+    tensors = run_tensors(sync, optimizer, weights, writing=False, shared=True)
     load_tensors(folder, tensors, architecture, twin=twin)
     refuse_nonfinite(folder, tensors)
+    _gather_shares(sync, optimizer)
     progress = Progress(**record["progress"])
     optimizer.take_unsaved_masters()
     optimizer.set_step_count(progress.step - progress.skipped)
@@ -303,7 +328,7 @@ def load_other_run(folder: str, held: Held, optimizer: Optimizer, config: Config
         held = [(spec, tensor) for spec, tensor in held if not spec.name.endswith(".router.bias")]
         for view in (view for tensor in unused for view in tensor.parts.values()):
             view.zero_()
-    masters: Held = _optimizer(optimizer, writing=False).get("master", [])
+    masters: Held = _optimizer(optimizer, writing=False, shared=False).get("master", [])
     held, masters, new = on_every_rank(lambda: _with_new_parts(found, saved, config, held, masters))
     tensors = named("model", held) | named("optim.master", masters)
     read = load_tensors(found, tensors, changed, twin=twin)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field, fields, replace
+from typing import Generic, TypeVar
 
 import torch
 
@@ -19,17 +19,36 @@ from megatron5d.optim.grad_clip import clip_coefficient, global_square_sum
 from megatron5d.optim.optimizer import Optimizer
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.pipeline_parallel.phase import MicroBatch
+from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.train.guard import Guard, StepSamples
+
+T = TypeVar("T", torch.Tensor, list[float])
+
+
+@dataclass(frozen=True)
+class StepTerms(Generic[T]):
+    """A rank's terms of a step's figures, fp64 vectors on its device; or their totals over the world, on the host."""
+
+    grad_squares: T  # [1]: of the elements that this rank counts
+    router_losses: T  # one per balancing loss
+    sums: T  # [terms + counts], as `Trainer.accumulate` returns them
+    stops: T  # [1]: 1 on a rank that was asked to stop
+    cp_balances: T  # [1]: `imbalance_of` its micro-batches
+
+    def total(self: StepTerms[torch.Tensor], world: Axis) -> StepTerms[list[float]]:
+        """Adds up the terms of all ranks, and waits for the device. Comm: all_reduce world of a few numbers."""
+        parts: list[torch.Tensor] = [getattr(self, each.name) for each in fields(self)]
+        numbers = iter(all_reduce(torch.cat(parts), world).tolist())
+        return StepTerms(*([next(numbers) for _ in range(len(part))] for part in parts))
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Figures of one step, the same on every rank unless they say otherwise."""
 
-    losses: dict[
-        str, float
-    ]  # of the global batch: means over target tokens (loss, z_loss), NaN of none; the routers' losses
+    # of the global batch: means over target tokens (loss, z_loss), NaN of none; the routers' losses
+    losses: dict[str, float]
     grad_norm: float  # before clipping
     num_targets: int  # target tokens of the global batch
     stop: bool  # some rank was asked to stop
@@ -113,25 +132,21 @@ class Trainer:
 
         Comm: all_reduce world of a few numbers; more where the guard finds one that is not finite.
         """
-        square_sum = global_square_sum(self.sync.buckets)
-        router_losses = sums[:0] if self.balancer is None else self.balancer.values
+        names, values = ((), sums[:0]) if self.balancer is None else (self.balancer.names, self.balancer.values)
         # not copied from the host, which would wait for the device
-        mine = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
-        parts = square_sum.view(1), router_losses, sums, *mine
-        summed = iter(all_reduce(torch.cat(parts), self.mesh["world"]).tolist())
-        (square_total,), router_totals, totals, (stops,), (balances,) = (
-            list(islice(summed, len(part))) for part in parts
-        )
+        stops, balances = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
+        terms = StepTerms(global_square_sum(self.sync.buckets).view(1), values, sums, stops, balances)
+        total = terms.total(self.mesh["world"])
         self.check_overlap()
-        names = () if self.balancer is None else self.balancer.names
-        num_targets = round(totals[len(self.terms)])
-        losses, grad_norm = self.means(totals) | dict(zip(names, router_totals)), math.sqrt(square_total)
+        num_targets = round(total.sums[len(self.terms)])
+        losses = self.means(total.sums) | dict(zip(names, total.router_losses))
+        grad_norm = math.sqrt(total.grad_squares[0])
         return StepResult(
             losses=losses,
             grad_norm=grad_norm,
             num_targets=num_targets,
-            stop=stops > 0,
-            cp_balance=balances / self.mesh["world"].size,
+            stop=total.stops[0] > 0,
+            cp_balance=total.cp_balances[0] / self.mesh["world"].size,
             zero_exposed_s=self.sync.weights.exposure.take(),
             bubble=self.pipeline.take_bubble(),
             skipped=self.guard.refuses(losses["loss"], grad_norm, sums, num_targets, where),

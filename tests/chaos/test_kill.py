@@ -16,7 +16,7 @@ from runs import records, whole_tensors, write_corpus
 from megatron5d.checkpoint.folder import fault_of, saved_steps, step_folder
 from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
-from megatron5d.train.loop import train
+from pretrain import plan_and_train
 
 STEPS, EVERY, WORLD = 12, 2, 4
 EXPERIMENT = [
@@ -81,7 +81,7 @@ def attempt(arguments, victim=None, killer=None):
     def one(rank, world):
         if rank == victim:
             threading.Thread(target=killer, daemon=True).start()
-        return train(config, Process(rank, world, rank, torch.device("cpu")))
+        return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
 
     try:
         return run_ranks(one, WORLD, timeout=300) == [0] * WORLD

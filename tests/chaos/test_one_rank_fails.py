@@ -15,7 +15,7 @@ from runs import write_corpus
 
 from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
-from megatron5d.train.loop import train
+from pretrain import plan_and_train
 from tools.convert import main
 
 EXPERIMENT = [
@@ -86,7 +86,7 @@ PLANTS = {
     ),
     "reading another run's record": (0, lambda: method_fails("read_bytes", "run.json"), [OTHER], "/a/file"),
     "searching a schedule": (
-        *(0, lambda: raises("megatron5d.train.pipeline_layout.searched")),
+        *(0, lambda: raises("megatron5d.planning.auto_schedule.searched")),
         *(["parallel.pp=2", "pipeline.schedule=auto"], "/a/file"),
     ),
 }
@@ -100,7 +100,7 @@ def test_a_fault_of_one_rank_at_the_start_ends_all_ranks_in_step(tmp_path, monke
         overrides = [f"data.train=[{data}]", f"checkpoint.dir={place}", *overrides]
         return load_config([each.format(folder=tmp_path) for each in [*EXPERIMENT, *overrides]], world=world)
 
-    assert train(config_of([], SAVED, 1), Process(0, 1, 0, torch.device("cpu"))) == 0
+    assert plan_and_train(config_of([], SAVED, 1), Process(0, 1, 0, torch.device("cpu"))) == 0
     assert main(["to-hf", "--checkpoint", str(tmp_path / "saved"), "--out", str(tmp_path / "hf")]) == 0
     configs = [config_of(plant[2], f"{{folder}}/{i}") for i, plant in enumerate(PLANTS.values())]
 
@@ -109,7 +109,7 @@ def test_a_fault_of_one_rank_at_the_start_ends_all_ranks_in_step(tmp_path, monke
         for config, (victim, fault, *_) in zip(configs, PLANTS.values(), strict=True):
             with fault() if rank == victim else nullcontext():
                 try:
-                    told.append(f"ended with {train(config, process)}")
+                    told.append(f"ended with {plan_and_train(config, process)}")
                 except Exception as error:  # noqa: BLE001 - told below
                     told.append(f"{type(error).__name__}: {error}")
         return told

@@ -9,7 +9,7 @@ import pytest
 from megatron5d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLACES = ("", "megatron5d/")  # a file of the package may be named from within it
 GROUPS = {field.name for field in dataclasses.fields(Config)}
 MISSPELLED = {"train.stepz"}  # docs/configuration.md shows how it is refused

@@ -11,22 +11,22 @@ from torch import Tensor
 import kernels
 from kernels import activation as expert_activation
 from kernels import moe
-from kernels.all_gather_gemm import gather_matmul
+from kernels.all_gather_gemm import all_gather_gemm
 from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import (
     E4M3,
     E5M2,
     Quantized,
+    fp8_transpose,
     quantize_blocks,
     quantize_rows,
     quantize_rows_both_ways,
-    transposed,
-    turn,
+    transpose_values,
 )
 from kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row, quantize_tensor, quantize_tensor_both_ways
 from kernels.gemm import grouped_input_grad, grouped_matmul
-from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
+from kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
 from kernels.symm_mem_flags import Arrivals, Patience, raise_flags, wait_flag
 
@@ -114,12 +114,12 @@ def _multi_tensor(grad_dtype: torch.dtype) -> None:
 
 def _fp8() -> None:
     x, weight = meta(4096, 7168), meta(4096, 7168)
-    rows, turned = quantize_rows_both_ways(x)
+    rows, transposed = quantize_rows_both_ways(x)
     blocks, _ = quantize_blocks(weight)
     fp8_matmul(rows, blocks)
     quantize_rows(x, powers_of_two=True)
-    fp8_matmul(turned, turn(rows), accumulate_into=meta(7168, 7168, dtype=torch.float32))
-    transposed(rows.values)
+    fp8_matmul(transposed, fp8_transpose(rows), accumulate_into=meta(7168, 7168, dtype=torch.float32))
+    transpose_values(rows.values)
     whole = Quantized(rows.values, meta(1, 1, dtype=torch.float32), 0)
     fp8_matmul(whole, whole)
     fp8_matmul(Quantized(meta(4096, 7168, dtype=E5M2), whole.scales, 0), whole)  # a gradient
@@ -158,19 +158,19 @@ def _grouped_fp8_weight_grad() -> None:
     x = Quantized(meta(8192, 2048, dtype=E4M3), meta(8192, 16, dtype=torch.float32), 1)
     dy = Quantized(meta(8192, 1408, dtype=E5M2), meta(8192, 11, dtype=torch.float32), 1)
     quantize_blocks(meta(64, 1408, 2048), powers_of_two=True)
-    turned, kept = turn(x, offsets, powers_of_two=True), turn(dy, offsets, keep=True)
-    grouped_weight_grad_fp8(turned, turned, offsets, meta(64, 2048, 2048, dtype=torch.float32))
-    grouped_weight_grad_fp8(kept, turned, offsets, meta(64, 1408, 2048))
+    transposed, kept = fp8_transpose(x, offsets, powers_of_two=True), fp8_transpose(dy, offsets, keep=True)
+    grouped_weight_grad_fp8(transposed, transposed, offsets, meta(64, 2048, 2048, dtype=torch.float32))
+    grouped_weight_grad_fp8(kept, transposed, offsets, meta(64, 1408, 2048))
 
 
-def _overlap(size: int, turned: bool) -> None:
+def _overlap(size: int, transposed: bool) -> None:
     x, flags = meta(size, 1024, 4096), meta(size, dtype=torch.int32)
-    weight = meta(4096, 1792) if turned else meta(1792, 4096)
+    weight = meta(4096, 1792) if transposed else meta(1792, 4096)
     addresses, boxes = meta(size, dtype=torch.int64), [meta(1024, 1792) for _ in range(size)]
     arrivals = Arrivals(flags, 1, Patience(900.0, flags.device))
-    gather_matmul(x, weight, arrivals, 1, turned)
-    out = Outboxes(boxes, list(flags.split(1)), addresses, addresses, flags)
-    matmul_scatter(x, weight, out, 1, 1, turned)
+    all_gather_gemm(x, weight, arrivals, 1, transposed)
+    out = PeerBuffers(boxes, list(flags.split(1)), addresses, addresses, flags)
+    gemm_reduce_scatter(x, weight, out, 1, 1, transposed)
     sum_arrived(meta(size, 1024, 1792), arrivals)
     wait_flag(arrivals, 1)
     raise_flags(out.flags, addresses, 1)
@@ -180,8 +180,8 @@ def _fp8_fused() -> None:
     for weights in (None, meta(4096, dtype=torch.float32)):
         swiglu_quantized(meta(4096, 2 * 2048), weights=weights, powers_of_two=True)
     for width in (2048, 7168, 16384):
-        rms_norm_quantized(meta(4096, width), meta(width), 1e-5, powers_of_two=True)
-        layer_norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, powers_of_two=True)
+        norm_quantized(meta(4096, width), meta(width), None, 1e-5, centred=False, powers_of_two=True)
+        norm_quantized(meta(4096, width), meta(width), meta(width), 1e-5, centred=True, powers_of_two=True)
 
 
 def _moe() -> None:
@@ -253,7 +253,7 @@ CASES: dict[str, Case] = {
         _grouped_fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
     ),
     "overlap": Case(lambda: _overlap(8, False), OVERLAP),
-    "overlap-turned": Case(lambda: _overlap(4, True), OVERLAP),
+    "overlap-transposed": Case(lambda: _overlap(4, True), OVERLAP),
     "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8),
     "moe": Case(_moe),
     "adamw-bfloat16-gradients": Case(lambda: _multi_tensor(torch.bfloat16)),

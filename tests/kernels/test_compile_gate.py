@@ -115,7 +115,7 @@ def test_the_number_of_rows_of_an_expert_compiles_nothing_anew():
 import torch
 from kernels.fp8.quantize import E4M3, Quantized
 from kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
-from kernels.fp8.quantize import turn
+from kernels.fp8.quantize import fp8_transpose
 from kernels.gemm import grouped_matmul
 from kernel_lab.capture import capture
 from kernel_lab.gate_cases import meta
@@ -123,10 +123,10 @@ offsets, weight = meta(65, dtype=torch.int64), meta(64, 1408, 2048)
 with capture("sm_90") as (launches, _):
     for rows in (8192, 8200, 8197, 1):
         grouped_matmul(meta(rows, 2048), weight, offsets)
-        turn(Quantized(meta(rows, 2048, dtype=E4M3), meta(rows, 16, dtype=torch.float32), 1), offsets)
+        fp8_transpose(Quantized(meta(rows, 2048, dtype=E4M3), meta(rows, 16, dtype=torch.float32), 1), offsets)
         quantize_by_row(meta(rows, 2048), amax_of_rows(meta(rows, 2048)))
 print(len({id(launch.compiled) for launch in launches}), len(launches))
-print("st.global.b8" in launches[1].compiled.asm["ptx"])  # of turn: values stored byte by byte
+print("st.global.b8" in launches[1].compiled.asm["ptx"])  # of fp8_transpose: values stored byte by byte
 """
     run = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.stdout.split() == ["4", "16", "False"], run.stdout + run.stderr

@@ -50,17 +50,17 @@ def test_rope_is_a_complex_rotation(interleaved):
     q, k = torch.randn(5, 2, 4, 10).double(), torch.randn(5, 2, 1, 8).double()
     angle = torch.randn(5, 2, 3).double()
 
-    def turn(x):
+    def rotate(x):
         pairs = x[..., :6].unflatten(-1, (3, 2)) if interleaved else x[..., :6].unflatten(-1, (2, 3)).mT
-        turned = torch.view_as_real(
+        rotated = torch.view_as_real(
             torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(1).double(), angle)[:, :, None]
         )
-        flat = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
+        flat = rotated.flatten(-2) if interleaved else rotated.mT.flatten(-2)
         return torch.cat((flat, x[..., 6:]), -1)
 
     got_q, got_k = kernels.apply_rope(q, k, angle.cos(), angle.sin(), interleaved)
-    close(got_q, turn(q), torch.float64)
-    close(got_k, turn(k), torch.float64)
+    close(got_q, rotate(q), torch.float64)
+    close(got_k, rotate(k), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

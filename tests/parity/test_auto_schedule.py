@@ -26,10 +26,11 @@ from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search.problem import candidates
 from megatron5d.pipeline_parallel.search.search import best_named
 from megatron5d.pipeline_parallel.simulate import simulate
-from megatron5d.planning.auto_schedule import known_programs, run_costs, searched
+from megatron5d.planning import auto_schedule as schedule
+from megatron5d.planning.auto_schedule import agreed_layout, known_programs, layout_of, pipeline_faults, searched
+from megatron5d.planning.stage_costs import run_costs
 from megatron5d.topology.process import Process
-from megatron5d.train import pipeline_layout as schedule
-from megatron5d.train.pipeline_layout import agreed_plan, micro_batch_counts, pipeline_faults, plan_pipeline
+from megatron5d.train.pipeline_layout import micro_batch_counts
 
 EXPERTS = "F=1,I=1,W=1,a2aF=0.5,a2aB=0.5,comm=0.05"
 # name: (ranks, micro-batches, pipeline, parallel); evaluations are few, for what is found need not be good here
@@ -81,9 +82,9 @@ def test_the_search_chooses_how_layers_are_dealt(tmp_path):
     """Unless the user does: under one cap, never slower than the best named schedule with any of the splits."""
     config = config_of(tmp_path, "by FLOPs")
     found = searched(config, [5])
-    plan = plan_pipeline(config, 2, found)
+    plan = layout_of(found, 2)
     assert (
-        list(plan.layout) == layers_per_stage(found.config, plan.placement) != layers_per_stage(config, plan.placement)
+        list(plan.layers) == layers_per_stage(found.config, plan.placement) != layers_per_stage(config, plan.placement)
     )
     of_1f1b = simulate(build_program("1f1b", 2, 5), run_costs(config).of(loop_placement(2))).peak_activations
     cap, fits = np.full(2, 1.25 * of_1f1b.max()), []
@@ -96,7 +97,7 @@ def test_the_search_chooses_how_layers_are_dealt(tmp_path):
             assert searched(told, [5]).config == told
     assert len(fits) >= 2 and found.results[5].makespan <= min(fits) + 1e-9
     told = replace(config, pipeline=replace(config.pipeline, layout=[3, 4]))
-    assert plan_pipeline(told, 2, searched(told, [5])).layout == (3, 4)
+    assert layout_of(searched(told, [5]), 2).layers == (3, 4)
 
 
 def test_with_two_copies_the_middle_ranks_may_get_fewer_layers(tmp_path):
@@ -111,8 +112,8 @@ def test_with_two_copies_the_middle_ranks_may_get_fewer_layers(tmp_path):
     )
     found = searched(config, [32])
     assert found.config.pipeline.balance == "late" and found.programs[32].copies == 2
-    plan = plan_pipeline(config, 8, found)
-    assert list(plan.layout) == [3, 4, 4, 4, 5, 5, 5, 0]
+    plan = layout_of(found, 8)
+    assert list(plan.layers) == [3, 4, 4, 4, 5, 5, 5, 0]
     said = schedule.prediction(found.config, found.programs[32], found.results[32])
     assert "pipeline.balance=late" in said
 
@@ -124,8 +125,8 @@ def test_every_rank_runs_the_program_of_rank_0(tmp_path, monkeypatch):
     def plan(rank, world):
         if rank > 0:
             monkeypatch.setattr(schedule, "searched", None)
-        found = agreed_plan(config, Process(rank, world, rank, "cpu"))
-        return found.program_of(5), found.layout, found.note
+        found = agreed_layout(config, Process(rank, world, rank, "cpu"))
+        return found.program_of(5), found.layers, found.note
 
     (program, layout, note), *others = run_ranks(plan, 2)
     assert all(other == (program, layout, "") for other in others)

@@ -18,7 +18,7 @@ from megatron5d.model.gpt import GPT
 from megatron5d.model.rope import inverse_frequencies
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 FULL = os.environ.get("MEGATRON5D_FULL") == "1"
 PACKED = DataConfig(document_mask=True, eod=3, eod_mask_loss=True)
@@ -55,7 +55,7 @@ def test_accumulation_over_documents_of_unlike_length():
 
 
 def evaluated_on_rank(rank: int, world: int, config, rows):
-    plan = plan_pipeline(config, world)
+    plan = pipeline_layout(config, world)
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads)
     model = GPT(config, mesh)
     model.initialize(config.train.seed)

@@ -25,7 +25,7 @@ from megatron5d.config.schema import (
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 FROZEN = ["embedding.*", "layers.0.*", "*.router.*", "*.experts.down.weight", "*.attention.norm.*"]
 
@@ -103,7 +103,7 @@ def what_is_held(rank, world, config):
     mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=2)
     model = GPT(config, mesh)
     model.initialize(1)
-    sync, optimizer, _ = build_trainer(config, mesh, model, plan_pipeline(config, world))
+    sync, optimizer, _ = build_trainer(config, mesh, model, pipeline_layout(config, world))
     stateful = {segment.spec.name for state in optimizer.slices for segment in state.segments}
     return [
         (parameter.spec.name, bucket.resident_grads.numel(), parameter.spec.name in stateful)

@@ -25,7 +25,7 @@ from megatron5d.model.gpt import GPT
 from megatron5d.model.mlp import FeedForward
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 FULL = os.environ.get("MEGATRON5D_FULL") == "1"
 MODELS = {
@@ -143,7 +143,7 @@ def test_an_evaluation_draws_nothing():
         mesh = build_mesh(sizes_of(config, 1))
         model = GPT(config, mesh)
         model.initialize(1)
-        _, _, trainer = build_trainer(config, mesh, model, plan_pipeline(config, 1))
+        _, _, trainer = build_trainer(config, mesh, model, pipeline_layout(config, 1))
         batches = [micro_batch(config, make_rows(config, 1), torch.arange(2))]
         sums[jitter] = trainer.evaluate(batches)[0].item(), trainer.accumulate(batches)[0].item()
     assert sums[0.3][0] == sums[0.0][0] == sums[0.0][1] != sums[0.3][1]

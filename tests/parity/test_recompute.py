@@ -18,7 +18,7 @@ from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 PARTS = ("norm", "qkv", "attention", "activation", "mlp")
 SELECTIVE = [RecomputeConfig("selective", [part]) for part in PARTS]
@@ -54,7 +54,7 @@ def differs(a, b):
 
 def changed_bits(rank, world, config, rows, modes):
     """The modes with other gradients, choices of experts or auxiliary losses than `none` has, here."""
-    plan = plan_pipeline(config, world)
+    plan = pipeline_layout(config, world)
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
     t, dp, sharding = config.train, mesh["dp"], SequenceSharding(config, mesh)

@@ -14,6 +14,8 @@ from megatron5d.checkpoint.save import Saver
 from megatron5d.config.load import load_config
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
+from megatron5d.train.pipeline_layout import pipeline_layout
+from pretrain import plan_and_train
 
 SMALL = [
     *("model=tiny", "model.vocab_size=97", "model.hidden_size=32", "train.gbs=4", "train.mbs=1", "train.seq_len=16"),
@@ -39,7 +41,7 @@ def begun(config, world):
     """Each rank's notes, and by kind the values of its first weights: (name, values of the slice it owns)."""
 
     def fn(rank, world):
-        run = build_run(config, Process(rank, world, rank, torch.device("cpu")))
+        run = build_run(config, Process(rank, world, rank, torch.device("cpu")), pipeline_layout(config, world))
         slices = [("model", state.bucket.weight_slice, state) for state in run.optimizer.slices]
         held = [
             (kind, segment.spec.name, flat[slice(*segment.owned)].clone())
@@ -149,7 +151,7 @@ def test_a_smaller_vocabulary_is_refused(tmp_path, config_of):
     old = tmp_path / "old"
     assert train_on_ranks(config_of(old, 1), 1) == [0]
     with pytest.raises(ValueError, match=r"embedding.weight: saved \(97, 32\), this model has \(96, 32\)"):
-        build_run(
+        plan_and_train(
             config_of(tmp_path / "next", 1, "model.vocab_size=96", init=str(old)), Process(0, 1, 0, torch.device("cpu"))
         )
 

@@ -22,7 +22,9 @@ def reading(config, folder, dice):
     one, two = (write_corpus(folder / name, vocab_size=config.model.vocab_size, seed=i) for i, name in enumerate("ab"))
     train, optim = config.train, config.optim
     if train.gbs % 2 == 0 and dice.random() < 0.4:
-        train = replace(train, gbs_ramp=[train.gbs // 2, train.gbs // 2, train.gbs])
+        half, gbs = train.gbs // 2, train.gbs
+        train = replace(train, gbs_ramp=dice.choice([[str(half), str(half), str(gbs)], [f"0:{half} 2steps:{gbs}"]]))
+        optim = replace(optim, schedule_by=dice.choice(["steps", "samples"]))
     return replace(
         config,
         train=replace(train, steps=STEPS, eval_every=2, eval_batches=1),

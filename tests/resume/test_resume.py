@@ -27,10 +27,11 @@ from megatron5d.parity.run import owned_slices
 from megatron5d.topology.process import Process
 from megatron5d.train import loop
 from megatron5d.train.build import build_run
-from megatron5d.train.loop import train
+from megatron5d.train.pipeline_layout import pipeline_layout
 from megatron5d.train.signals import REQUEUE
 from megatron5d.train.startup_warnings import broken_checkpoints
 from megatron5d.train.step import Trainer
+from pretrain import plan_and_train
 
 STEPS, STOP = 6, 3
 SAVED_ON = {"tp": 2, "sp": True, "zero": 1}  # of 4 ranks
@@ -110,7 +111,7 @@ OTHERS = {
 
 
 def _held_after_loading(rank, world, config):
-    loaded = build_run(config, Process(rank, world, rank, torch.device("cpu")))
+    loaded = build_run(config, Process(rank, world, rank, torch.device("cpu")), pipeline_layout(config, world))
     moments = []
     for kind, flat, state in loaded.optimizer.tensors():
         for segment in state.segments:
@@ -204,10 +205,10 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, corpus, monk
 def test_a_signal_before_the_first_step_stops_all_ranks_as_well(tmp_path, corpus, monkeypatch):
     """Weights are made or loaded meanwhile, for minutes where they are large: a job told to stop is to be requeued."""
 
-    def struck(config, process):
+    def struck(config, process, layout):
         if process.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return build_run(config, process)
+        return build_run(config, process, layout)
 
     monkeypatch.setattr(loop, "build_run", struck)
     assert train_on_ranks(config_of(tmp_path, corpus, parallel={}), 2, timeout=60) == [REQUEUE, REQUEUE]
@@ -219,7 +220,7 @@ def test_a_finished_run_says_that_nothing_is_left(tmp_path, corpus, capsys):
     config = config_of(tmp_path, corpus, parallel={})
     config = dataclasses.replace(config, log=dataclasses.replace(config.log, progress=True))
     for _ in range(2):
-        assert train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
+        assert plan_and_train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
     told = capsys.readouterr()
     told = told.out + told.err
     assert told.count(f"nothing is left to train: step {STEPS} is saved, and train.steps = {STEPS}") == 1

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.all_gather_gemm import gather_matmul
+from kernels.all_gather_gemm import all_gather_gemm
 from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows, turn
+from kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
 from kernels.fp8.quantize_tensor import quantize_tensor
 from kernels.gemm import accumulate_weight_grad, accumulate_weight_grad_triton, grouped_matmul, grouped_weight_grad
-from kernels.gemm_reduce_scatter import Outboxes, matmul_scatter, sum_arrived
+from kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
 from kernels.symm_mem_flags import Arrivals, Patience, addresses_of
 from tools.bench.harness import Benchmark, Calls, random, writing
 
@@ -75,10 +75,10 @@ def grouped_weight(device: str, experts: int, m: int, n: int, k: int) -> Calls:
     """The weight gradient of `grouped`, into float32 main gradients."""
     x, dy, offsets = random(device, m, k), random(device, m, n), _offsets(device, experts, m)
     ends, main = offsets[1:].int(), torch.zeros(experts, n, k, device=device)
-    turned_dy, turned_x = (turn(quantize_rows(each), offsets) for each in (dy, x))
+    transposed_dy, transposed_x = (fp8_transpose(quantize_rows(each), offsets) for each in (dy, x))
     return {
         "ours": writing(lambda: grouped_weight_grad(dy, x, offsets, main), main),
-        "ours, float8": writing(lambda: grouped_weight_grad_fp8(turned_dy, turned_x, offsets, main), main),
+        "ours, float8": writing(lambda: grouped_weight_grad_fp8(transposed_dy, transposed_x, offsets, main), main),
         "torch grouped_mm, bfloat16 out": lambda: F.grouped_mm(dy.t(), x, offs=ends),
     }
 
@@ -104,7 +104,7 @@ def gathered(device: str, size: int, m: int, n: int, k: int) -> Calls:
     """m rows of `size` ranks each."""
     x, weight, arrivals = random(device, size, m, k), random(device, n, k), _arrived(device, size)
     return {
-        "ours": lambda: gather_matmul(x, weight, arrivals, 1),
+        "ours": lambda: all_gather_gemm(x, weight, arrivals, 1),
         "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
         "cuBLAS, a product a chunk": lambda: torch.cat([chunk @ weight.t() for chunk in x]),
     }
@@ -115,9 +115,9 @@ def scattered(device: str, size: int, m: int, n: int, k: int) -> Calls:
     x, weight, arrivals = random(device, size, m, k), random(device, n, k), _arrived(device, size)
     terms, finished = random(device, size, m, n), torch.zeros_like(arrivals.flags)
     boxes, views = list(terms.unbind()), list(arrivals.flags.split(1))
-    out = Outboxes(boxes, views, addresses_of(boxes), addresses_of(views), finished)
+    out = PeerBuffers(boxes, views, addresses_of(boxes), addresses_of(views), finished)
     return {
-        "ours": writing(lambda: matmul_scatter(x, weight, out, 1, 1), terms),
+        "ours": writing(lambda: gemm_reduce_scatter(x, weight, out, 1, 1), terms),
         "ours, the sum": lambda: sum_arrived(terms, arrivals),
         "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
     }
@@ -140,11 +140,11 @@ PRODUCTS = {
     "weight gradient into float32 14336x4096x8192": Benchmark(
         weight_gradient, _product, "TFLOP/s", {"m": 14336, "n": 4096, "k": 8192}, TINY
     ),
-    "gathered product, 8 ranks, 8192x1792x8192": Benchmark(
+    "all-gather GEMM, 8 ranks, 8192x1792x8192": Benchmark(
         gathered, lambda size, m, n, k: _product(size * m, n, k), "TFLOP/s",
         {"size": 8, "m": 1024, "n": 1792, "k": 8192}, OF_TWO,
     ),
-    "scattered product, 8 ranks, 8192x8192x1792": Benchmark(
+    "GEMM reduce-scatter, 8 ranks, 8192x8192x1792": Benchmark(
         scattered, lambda size, m, n, k: _product(size * m, n, k), "TFLOP/s",
         {"size": 8, "m": 1024, "n": 8192, "k": 1792}, OF_TWO,
     ),

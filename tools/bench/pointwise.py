@@ -10,15 +10,15 @@ from torch import Tensor
 
 import kernels
 from kernels.activation import weighted_activation, weighted_activation_reference
-from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import (
+    fp8_transpose,
+    fp8_transpose_reference,
     quantize_blocks,
     quantize_reference,
     quantize_rows,
     quantize_rows_both_ways,
-    transposed,
-    turn,
-    turn_reference,
+    transpose_values,
 )
 from kernels.fp8.quantize_tensor import (
     amax_of,
@@ -114,10 +114,10 @@ def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int)
     tables, whole = (angle.cos(), angle.sin()), torch.cat((angle, angle), -1).transpose(0, 1)
     qh, kh = (x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k))
     compiled = torch.compile(kernels.apply_rope_reference)
-    turned = qkv * 1 if backward else qkv  # a projection, which may be written over
+    transposed = qkv * 1 if backward else qkv  # a projection, which may be written over
     forwards: dict[str, Forward] = {
         "ours": (lambda: kernels.apply_rope(q, k, *tables), (q, k)),
-        "ours, in a projection": (lambda: kernels.apply_rope_to_projection(turned, (a, g), *tables), (qkv,)),
+        "ours, in a projection": (lambda: kernels.apply_rope_to_projection(transposed, (a, g), *tables), (qkv,)),
         "torch.compile": (lambda: compiled(q, k, *tables), (q, k)),
         "Liger": (lambda: liger("liger_rope")(qh, kh, whole.cos(), whole.sin()), (qh, kh)),
     }
@@ -150,13 +150,13 @@ def one_scale(device: str, rows: int, width: int) -> Calls:
     }
 
 
-def turned(device: str, rows: int, width: int) -> Calls:
+def transposed(device: str, rows: int, width: int) -> Calls:
     """8-bit rows as the weight gradient reads them."""
     x = quantize_rows(random(device, rows, width))
     return {
-        "ours": lambda: turn(x, powers_of_two=True),
-        "ours, values only": lambda: transposed(x.values),
-        "torch": lambda: turn_reference(x, powers_of_two=True),
+        "ours": lambda: fp8_transpose(x, powers_of_two=True),
+        "ours, values only": lambda: transpose_values(x.values),
+        "torch": lambda: fp8_transpose_reference(x, powers_of_two=True),
         "torch, values only": lambda: x.values.t().contiguous(),
     }
 
@@ -177,12 +177,16 @@ def swiglu_to_float8(device: str, rows: int, width: int) -> Calls:
 
 def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Calls:
     """RMSNorm, or LayerNorm with a bias; nothing wide is written."""
-    x, *weights = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
-    every: tuple[Callable[..., Any], ...] = (rms_norm_quantized, kernels.rms_norm, kernels.rms_norm_reference)
+    x, weight, bias = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return norm_quantized(x, weight, bias, EPS, centred=centred)[0]
+
     if centred:
-        every = layer_norm_quantized, kernels.layer_norm, kernels.layer_norm_reference
-    ours, kernel, reference = (partial(each, eps=EPS) for each in every)
-    return _to_float8(ours, kernel, reference, x, *weights[: 1 + centred])
+        kernel, reference = partial(kernels.layer_norm, eps=EPS), partial(kernels.layer_norm_reference, eps=EPS)
+        return _to_float8(ours, kernel, reference, x, weight, bias)
+    kernel, reference = partial(kernels.rms_norm, eps=EPS), partial(kernels.rms_norm_reference, eps=EPS)
+    return _to_float8(ours, kernel, reference, x, weight)
 
 
 ROWS, FEED_FORWARD = {"rows": 16384, "width": 4096}, {"rows": 8192, "width": 14336}
@@ -205,7 +209,7 @@ def _rope_row(backward: bool) -> Benchmark:
 POINTWISE = {
     "float8 rows 16384x4096": _row(quantisers, 3, ROWS),
     "float8, one scale, 16384x4096": _row(one_scale, 5, ROWS),
-    "float8 turned 16384x4096": _row(turned, 2, ROWS),
+    "float8 transposed 16384x4096": _row(transposed, 2, ROWS),
     "SwiGLU to float8 8192x14336": _row(swiglu_to_float8, 5, FEED_FORWARD),
     "RMSNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=False), 3, ROWS),
     "LayerNorm to float8 16384x4096": _row(partial(norm_to_float8, centred=True), 3, ROWS),

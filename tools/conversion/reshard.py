@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 import uuid
+import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +34,13 @@ from megatron5d.checkpoint.folder import (
     saved_steps,
     step_folder,
 )
-from megatron5d.checkpoint.index import metadata_of
+from megatron5d.checkpoint.index_writer import IndexWriter
+from megatron5d.checkpoint.inspection import SavedTensors, fault_of_file
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import LazyTensor, lazy_tensor, whole_checkpoint
 from megatron5d.checkpoint.lock_file import LockFile
-from megatron5d.checkpoint.mapped_tensors import MappedTensors, open_checkpoint
-from megatron5d.checkpoint.storage import Index, placed, write
-from megatron5d.checkpoint.tensor_file import Save
+from megatron5d.checkpoint.storage import write
+from megatron5d.checkpoint.tensor_file import Save, SavedItem
 from megatron5d.config.convert import changed, leaves, to_dict, value_of
 from megatron5d.config.errors import ConfigError, Fault
 from megatron5d.config.json_file import read_json
@@ -48,13 +49,15 @@ from megatron5d.config.schema import Config
 from megatron5d.model.gpt import GPT
 from megatron5d.optim.optimizer import build_optimizer
 from megatron5d.parity.variants import faults_of
+from megatron5d.planning.auto_schedule import searched_layout
 from megatron5d.topology.mesh import planned_mesh
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
-from megatron5d.train.pipeline_layout import PipelinePlan, plan_pipeline
+from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.state import run_tensors
 from tools.conversion.forked import in_processes
 
+RESHARDED = "resharded"  # key of run.json: what the checkpoint was made of
 GROUPS = ("parallel", "pipeline", "recompute", "train")  # of a layout, and of what has to fit it
 
 
@@ -65,16 +68,16 @@ class Resharding:
     Args:
         source: the checkpoint that is read.
         config: of its run, on the target layout.
-        world: number of ranks of the target.
-        plan: of their pipeline.
+        made: the source, the number of ranks and the configuration, for run.json.
+        layout: of their pipeline.
         final: the folder of the new checkpoint.
         save: named in each of its files.
     """
 
-    source: MappedTensors
+    source: SavedTensors
     config: Config
-    world: int
-    plan: PipelinePlan
+    made: dict[str, Any]
+    layout: PipelineLayout
     final: Path
     save: Save
 
@@ -94,9 +97,9 @@ class Resharding:
         Raises:
             ValueError: the checkpoint lacks a tensor, or holds one of another shape.
         """
-        saved, found = self.source.entries, dict[str, LazyTensor]()
+        saved, found = self.source.tensors, dict[str, LazyTensor]()
         weights_only = not any(key.startswith("optim.") for key in saved)
-        for key, tensor in rank_tensors(self.config, self.world, self.plan, rank).items():
+        for key, tensor in rank_tensors(self.config, self.made["world"], self.layout, rank).items():
             if weights_only and key.startswith("optim."):
                 continue
             if key not in saved or saved[key].size != tensor.shape:
@@ -106,28 +109,25 @@ class Resharding:
         return found
 
     def _lazy(self, key: str, parts: dict[tuple[int, ...], tuple[int, ...]]) -> LazyTensor:
-        entry = self.source.entries[key]
-        return lazy_tensor(
-            entry.size, parts, entry.properties.dtype, lambda offset: self.source.read(key, offset, parts[offset])
-        )
+        entry = self.source.tensors[key]
+        return lazy_tensor(entry.size, parts, entry.dtype, lambda offset: self.source.read(key, offset, parts[offset]))
 
-    def write_rank(self, rank: int) -> tuple[int, bytes, int]:
-        """Writes the file of a rank, unless it is whole already; returns the rank, where its parts are, and bytes."""
+    def write_rank(self, rank: int) -> tuple[int, bytes]:
+        """Writes the file of a rank, unless it is whole already; returns the rank, and where its parts are."""
         record = self.records / f"rank-{rank}"
         message = record.read_bytes() if record.exists() else b""
         if not (message and self._is_sound(message)):
             message = write(self.temporary, dict(self.parts_of(rank)), rank, self.save)
             record.with_suffix(".new").write_bytes(message)
             record.with_suffix(".new").rename(record)
-        return rank, message, sum(row[-1] for _, _, rows in placed(message).values() for row in rows)
+        return rank, message
 
     def _is_sound(self, message: bytes) -> bool:
         """Whether the file that a record describes is there and whole."""
-        try:
-            written = MappedTensors(self.temporary, self.save, metadata_of(placed(message)))
-        except ValueError:
-            return False
-        return not any(written.check_file(*file) for file in written.files().items())
+        items = _items(message)
+        dtypes = {key: self.source.tensors[key].dtype for key, _ in items}
+        path = self.temporary / (items[0][1].file if items else "")
+        return not items or fault_of_file(path, self.save, items, dtypes) is None
 
     def finish(self, messages: list[bytes]) -> None:
         """Writes the index and gives the checkpoint its name.
@@ -135,15 +135,15 @@ class Resharding:
         Raises:
             ValueError: the ranks do not hold all tensors of the source.
         """
-        tensors = [placed(message) for message in messages]
-        if lost := self.source.entries.keys() - {key for each in tensors for key in each}:
+        items = [each for message in messages for each in _items(message)]
+        if lost := self.source.tensors.keys() - {key for key, _ in items}:
             raise ValueError(f"{self.source.folder} holds {min(lost)}, which its configuration does not describe")
-        files = {row[2] for each in tensors for _, _, rows in each.values() for row in rows}
+        files = {item.file for _, item in items}
         for stray in (path for path in self.temporary.iterdir() if path.name not in files):
             stray.unlink()  # of a process that was killed
-        record = read_run(self.source.folder) | {"config": to_dict(self.config)}
+        record = read_run(self.source.folder) | {"config": self.made["config"], RESHARDED: self.made}
         (self.temporary / RUN).write_text(json.dumps(record, indent=1))
-        Index().write(self.temporary, messages, self.save)
+        IndexWriter().write(self.temporary, messages, self.save)
         commit(self.temporary, keep=0)
         shutil.rmtree(self.records)
 
@@ -157,7 +157,7 @@ def reshard(args: argparse.Namespace) -> int:
         OSError: a file cannot be read or written, or a run is writing to the directory.
     """
     torch.set_num_threads(1)  # of each process; one that has more cannot be forked
-    source = open_checkpoint(whole_checkpoint(args.source, "SRC"))
+    source = SavedTensors(whole_checkpoint(args.source, "SRC"))
     if faults := source.faults_outside():
         raise ValueError(faults[0])
     config = target_config(saved_config(source.folder), args.overrides)
@@ -166,14 +166,15 @@ def reshard(args: argparse.Namespace) -> int:
         raise ConfigError(refused)
     with ExitStack() as stack:
         stack.callback(LockFile(args.out / "run.lock", f"DST = {args.out}").release)
-        job = _begun(source, config, world, args.out)
-        if fault_of(job.final) is not None:
-            job.temporary.mkdir(exist_ok=True)
-            _write(job, args.workers)
+        made = {"source": str(source.folder.resolve()), "save": str(source.save), "world": world}
+        made["config"] = json.loads(json.dumps(to_dict(config)))
+        final = step_folder(args.out, read_run(source.folder)["progress"]["step"])
+        if fault_of(final) is None and read_run(final).get(RESHARDED) == made:  # killed after it had its name
+            point_latest_to(final)
+            shutil.rmtree(final.with_suffix(".reshard"), ignore_errors=True)
         else:
-            point_latest_to(job.final)  # killed after it had its name
-            shutil.rmtree(job.records)
-    print(f"wrote {job.final} for {world} rank{'' if world == 1 else 's'}")
+            _write(_begun(source, config, made, final), args.workers)
+    print(f"wrote {final} for {world} rank{'' if world == 1 else 's'}")
     return 0
 
 
@@ -200,57 +201,53 @@ def smallest_world(config: Config) -> int:
     return next(world for world in range(step, step * experts + 1, step) if world % experts == 0)
 
 
-def rank_tensors(config: Config, world: int, plan: PipelinePlan, rank: int) -> dict[str, ShardedTensor]:
+def rank_tensors(config: Config, world: int, layout: PipelineLayout, rank: int) -> dict[str, ShardedTensor]:
     """What one rank of a run writes to a checkpoint, without memory. No communication."""
     kv_heads = config.model.num_kv_heads
-    mesh = planned_mesh(sizes_of(config, world), rank, num_kv_heads=kv_heads, pairs=plan.shared != "none")
+    mesh = planned_mesh(sizes_of(config, world), rank, num_kv_heads=kv_heads, pairs=layout.shared != "none")
     with without_memory():
-        model = GPT(config, mesh, "meta", plan.stage_specs(mesh["pp"].rank), plan.shared)
+        model = GPT(config, mesh, "meta", layout.stage_specs(mesh["pp"].rank), layout.shared)
     sync = build_sync(config, mesh, model)
     optimizer = build_optimizer(sync.buckets, config.optim, mesh, rounding_seed(config))
     return run_tensors(sync, optimizer, model.weights(), writing=True)
 
 
-def _begun(source: MappedTensors, config: Config, world: int, directory: Path) -> Resharding:
-    """A resharding into a directory: the one that was interrupted there, or a new one.
+def _begun(source: SavedTensors, config: Config, made: dict[str, Any], final: Path) -> Resharding:
+    """The resharding that was interrupted, or a new one.
 
     Raises:
-        ValueError: the directory holds another checkpoint.
+        ValueError: the directory holds a checkpoint.
     """
-    final = step_folder(directory, read_run(source.folder)["progress"]["step"])
+    if steps := saved_steps(final.parent):
+        raise ValueError(
+            f"{final.parent} already holds the checkpoint of step {steps[-1]}; give a directory without any"
+        )
     file, temporary = final.with_suffix(".reshard") / "plan.json", final.with_suffix(".tmp")
-    wanted: dict[str, Any] = {"source": str(source.folder.resolve()), "save": str(source.save), "world": world}
-    wanted = json.loads(json.dumps(wanted | {"config": to_dict(config)}))
     begun = read_json(file) if file.exists() else {}
-    same = {key: begun.get(key) for key in wanted} == wanted
-    if (steps := saved_steps(directory)) and not (same and fault_of(final) is None):
-        raise ValueError(f"{directory} already holds the checkpoint of step {steps[-1]}; give a directory without any")
-    if not same:
+    if begun.get(RESHARDED) != made:
         for old in (temporary, file.parent):
             shutil.rmtree(old, ignore_errors=True)
-        begun = wanted | {"id": uuid.uuid4().hex}
+        begun = {RESHARDED: made, "id": uuid.uuid4().hex}
         file.parent.mkdir(parents=True)
         file.with_suffix(".new").write_text(json.dumps(begun))
         file.with_suffix(".new").rename(file)
-    save = Save(f"{begun['id']}-1", read_run(source.folder)["progress"]["step"])
-    return Resharding(source, config, world, plan_pipeline(config, world), final, save)
+    temporary.mkdir(exist_ok=True)
+    save = Save(begun["id"], int(final.name.removeprefix("step-")))
+    return Resharding(source, config, made, searched_layout(config, made["world"]), final, save)
+
+
+def _items(message: bytes) -> list[tuple[str, SavedItem]]:
+    """The items of a rank's file with the keys of their tensors, from what `write` returns."""
+    rows = json.loads(zlib.decompress(message))
+    return [(whole[0], SavedItem(tuple(offset), tuple(extent), *place)) for whole, (offset, extent, *place) in rows]
 
 
 def _write(job: Resharding, num_workers: int) -> None:
-    """Compares all of the source with its checksums, and writes the files of all ranks."""
-    files = list(job.source.files().items())
-    sizes = [(job.source.folder / name).stat().st_size for name, _ in files]
-
-    def check(number: int) -> tuple[int, str | None]:
-        return sizes[number], job.source.check_file(*files[number], finite=False)
-
-    messages = [b""] * job.world
-    with tqdm(total=2 * sum(sizes), unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        for size, fault in in_processes(check, len(files), num_workers):
-            if fault:
-                raise ValueError(fault)
-            bar.update(size)
-        for rank, message, size in in_processes(job.write_rank, job.world, num_workers):
+    """Writes the files of all ranks. All that is read of the source is compared with its checksums."""
+    total = sum(item.length for items in job.source.files().values() for _, item in items)
+    messages = [b""] * job.made["world"]
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        for rank, message in in_processes(job.write_rank, job.made["world"], num_workers):
             messages[rank] = message
-            bar.update(size)
+            bar.update(sum(item.length for _, item in _items(message)))
     job.finish(messages)

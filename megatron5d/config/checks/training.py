@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from megatron5d.config.checks.check import Faults, check, data_parallel, fault
+from megatron5d.config.checks.check import Faults, check, data_parallel, fault, spelled
 from megatron5d.config.checks.layout import MODEL_AXES
-from megatron5d.config.derived import batch_sizes, resumed_progress
+from megatron5d.config.derived import batch_schedule, batch_sizes, resumed_progress
 from megatron5d.config.schema import Config
 
 MOST_MICRO_BATCHES = 1 << 16  # of a step; each one is several actions of the schedule, which is verified at the start
@@ -22,9 +22,18 @@ def grad_dtype_follows_fp64(c: Config, world: int) -> Faults:
         )
 
 
+def _linear_ramp(c: Config) -> tuple[int, int, int]:
+    """(start, increment, length) of a ramp that is given so; of any other, one that changes nothing."""
+    ramp = c.train.gbs_ramp or []
+    if len(ramp) != 3 or ":" in ramp[0]:
+        return c.train.gbs, 1, 1
+    start, increment, length = map(int, ramp)
+    return start, increment, length
+
+
 @check("train.gbs_ramp", "train.gbs")
 def ramp_starts_below_gbs(c: Config, world: int) -> Faults:
-    start, increment, length = c.train.gbs_ramp or (c.train.gbs, 1, 1)
+    start, increment, length = _linear_ramp(c)
     if start > c.train.gbs:
         yield fault(
             f"train.gbs_ramp starts at {start} sequences, above train.gbs = {c.train.gbs}",
@@ -34,8 +43,7 @@ def ramp_starts_below_gbs(c: Config, world: int) -> Faults:
 
 @check("train.gbs_ramp", "train.gbs")
 def ramp_reaches_gbs(c: Config, world: int) -> Faults:
-    gbs = c.train.gbs
-    start, increment, length = c.train.gbs_ramp or (gbs, 1, 1)
+    gbs, (start, increment, length) = c.train.gbs, _linear_ramp(c)
     if start <= gbs and (gbs - start) % increment:
         below = start + (gbs - start) // increment * increment
         yield fault(
@@ -44,22 +52,40 @@ def ramp_reaches_gbs(c: Config, world: int) -> Faults:
         )
 
 
-@check("train.gbs_ramp", "train.gbs", "train.mbs", *MODEL_AXES, needs=["world-fits", "gbs-splits"])
+@check("train.gbs_ramp", "train.gbs", "train.seq_len")
+def ramp_stages_follow(c: Config, world: int) -> Faults:
+    try:
+        last = batch_schedule(c.train)[-1][1]
+    except ValueError as error:
+        yield fault(f"train.gbs_ramp = {spelled(c.train.gbs_ramp)}: {error}", "train.gbs_ramp=null")
+    else:
+        if last != c.train.gbs:
+            yield fault(
+                f"train.gbs_ramp ends with {last} sequences, and train.gbs = {c.train.gbs}", f"train.gbs={last}"
+            )
+
+
+@check(
+    "train.gbs_ramp", "train.gbs", "train.mbs", *MODEL_AXES, needs=["world-fits", "gbs-splits", "ramp-stages-follow"]
+)
 def ramp_splits(c: Config, world: int) -> Faults:
     dp, mbs, ramp = data_parallel(c, world), c.train.mbs, c.train.gbs_ramp
     if ramp is None or all(size % (mbs * dp) == 0 for size in batch_sizes(c)):
         return
-    fix = f"train.gbs_ramp=[{mbs * dp},{mbs * dp},{ramp[2]}]"
+    start, increment, length = _linear_ramp(c)
+    sizes = f"starts at {start} and grows by {increment}"
+    fix = f"train.gbs_ramp=[{mbs * dp},{mbs * dp},{length}]"
+    if ":" in ramp[0]:
+        stages = [word.split(":") for word in " ".join(ramp).split()]
+        sizes = f"has batches of {', '.join(size for _, size in stages)}"
+        legal = [f"{begin}:{max(mbs * dp, int(size) // (mbs * dp) * mbs * dp)}" for begin, size in stages]
+        fix = f"train.gbs_ramp='{' '.join(legal)}'"
     if behind := resumed_progress(c).get("consumed_samples"):  # another ramp would be another run
         fix = (
-            f"fewer data-parallel ranks until {ramp[2]} samples are taken ({behind} are), or train.gbs_ramp=null, "
-            f"which goes on with {c.train.gbs} sequences"
+            f"fewer data-parallel ranks until {batch_schedule(c.train)[-1][0]} samples are taken ({behind} are), or "
+            f"train.gbs_ramp=null, which goes on with {c.train.gbs} sequences"
         )
-    yield fault(
-        f"train.gbs_ramp starts at {ramp[0]} and grows by {ramp[1]}; each batch must be a multiple of train.mbs·dp = "
-        f"{mbs}·{dp} = {mbs * dp}",
-        fix,
-    )
+    yield fault(f"train.gbs_ramp {sizes}; each batch must be a multiple of train.mbs·dp = {mbs}·{dp} = {mbs * dp}", fix)
 
 
 @check("train.gbs", "train.mbs", *MODEL_AXES, needs=["world-fits", "gbs-splits"])

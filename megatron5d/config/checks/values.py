@@ -9,6 +9,7 @@ from math import inf
 
 from megatron5d.config.checks.check import Check, Faults, check, check_id, fault, nearest, spelled
 from megatron5d.config.convert import kind_of, value_of
+from megatron5d.config.derived import STAGE
 from megatron5d.config.errors import alternatives, closest
 from megatron5d.config.schema import Config
 
@@ -58,6 +59,7 @@ WORDS: dict[str, Sequence[str]] = {
     "parallel.regather": ("per_microbatch", "per_step"),
     "parallel.reduce": ("per_microbatch", "per_step"),
     "optim.name": ("adamw", "muon"),
+    "optim.schedule_by": ("steps", "samples"),
     "optim.schedule": ("cosine", "linear", "wsd", "constant"),
     "optim.on_nonfinite": ("stop", "skip"),
     "optim.implementation": ("auto", "torch", "apex", "kernel"),
@@ -132,8 +134,8 @@ def _are_scales(key: str, c: Config) -> bool:
 
 
 def _ramp_is_shaped(c: Config) -> bool:
-    ramp = c.train.gbs_ramp
-    return ramp is None or (len(ramp) == 3 and min(ramp) >= 1)
+    text = " ".join(c.train.gbs_ramp or ["0:1"])
+    return re.fullmatch(rf"0*[1-9]\d*( 0*[1-9]\d*){{2}}|{STAGE.pattern}( +{STAGE.pattern})*", text) is not None
 
 
 def _known_balances(c: Config) -> list[str]:
@@ -169,7 +171,8 @@ _SHAPES = [
     _shape("recompute.stage_layers",
            lambda c: c.recompute.stage_layers is None or min(c.recompute.stage_layers, default=-1) >= 0,
            "a list of layer counts, each at least 0", lambda c: "null"),
-    _shape("train.gbs_ramp", _ramp_is_shaped, "[start gbs, increment, ramp length in sequences], each at least 1",
+    _shape("train.gbs_ramp", _ramp_is_shaped, '[start gbs, increment, ramp length in sequences], each at least 1,'
+           ' or stages such as "0:8 2B:16"',
            lambda c: "null"),
     _shape("data.skip_steps", lambda c: all(re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", each) for each in c.data.skip_steps),
            "a list of steps from 1 and of ranges such as 120-169", lambda c: "[]"),

@@ -7,17 +7,15 @@ import time
 from collections import deque
 from typing import Any
 
-from megatron5d.config.load import to_yaml
 from megatron5d.model.flops import flops_per_token
-from megatron5d.planning.predict import Expectation
 from megatron5d.topology.rendezvous import wandb_mode
 from megatron5d.train.build import Run
-from megatron5d.train.monitoring.memory import MEASURED_AFTER, MemoryReport
+from megatron5d.train.monitoring.prediction import Prediction, compare_memory, compare_step
 from megatron5d.train.monitoring.stragglers import SlowRanks
-from megatron5d.train.monitoring.trackers import TensorBoard, Wandb, run_facts
-from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Writers, memory_gb, peak_tflops
+from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Writers, memory_gb
 from megatron5d.train.step import StepResult
 
+_MEASURED_AFTER = 3  # steps: by then every buffer has been used
 _MEAN_OF = 20  # steps, whose mean loss stands in the last line
 
 
@@ -26,15 +24,14 @@ class Reporter:
 
     Args:
         run: whose configuration says where to write.
+        predicted: for it.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, predicted: Prediction) -> None:
         config, progress = run.config, run.progress
         self.run = run
         self.active = run.process.rank == 0
-        self._peak = peak_tflops(config.log, run.process.device)
-        self.memory = MemoryReport(run)
-        self.expectation = Expectation(run)
+        self._predicted = predicted
         self._slow_ranks = SlowRanks(run)
         self._steps_here = 0
         self._flops = flops_per_token(config.model, config.train.seq_len)
@@ -50,12 +47,15 @@ class Reporter:
 
     def _add_writers(self) -> None:
         config, progress = self.run.config, self.run.progress
-        log = config.log
+        log, mode = config.log, wandb_mode(config.log.wandb.mode)
         if log.jsonl:
             self._writers.add(f"log.jsonl = {log.jsonl}", JsonLines(log.jsonl, progress.step))
+        if not log.tensorboard and mode == log.wandb.mode == "disabled":
+            return
+        from megatron5d.train.monitoring.trackers import TensorBoard, Wandb, run_facts
+
         if log.tensorboard:
-            self._writers.add(f"log.tensorboard = {log.tensorboard}", TensorBoard(log, progress.step, to_yaml(config)))
-        mode = wandb_mode(log.wandb.mode)
+            self._writers.add(f"log.tensorboard = {log.tensorboard}", TensorBoard(config, progress.step))
         if mode != log.wandb.mode:
             self.say(f"WANDB_MODE={mode} of the environment goes before log.wandb.mode = {log.wandb.mode}")
         if mode != "disabled":
@@ -88,7 +88,7 @@ class Reporter:
     def step(self, result: StepResult, lr: float) -> None:
         """Records one step; written every `log.every` steps, at the first and last, and where there is more to tell.
 
-        Comm: at a record that of SlowRanks; once, after some steps: of MemoryReport and Expectation.
+        Comm: at a record that of SlowRanks; once, after some steps: of `compare_step` and `compare_memory`.
         """
         self._steps_here += 1
         config, step = self.run.config, self.run.progress.step
@@ -105,8 +105,9 @@ class Reporter:
             compared, slow = self._slow_ranks.compare()
             told |= compared
         measured = []
-        if self._steps_here == MEASURED_AFTER:
-            measured = [self.expectation.beside(result, self._sent), self.memory.measured()]
+        if self._steps_here == _MEASURED_AFTER:
+            measured = [compare_step(self.run, self._predicted, result, self._sent)]
+            measured.append(compare_memory(self.run, self._predicted))
         if not self.active:
             return
         record = self._record(result, lr)
@@ -122,7 +123,7 @@ class Reporter:
 
     def _record(self, result: StepResult, lr: float) -> dict[str, Any]:
         run, config = self.run, self.run.config
-        rate = result.num_targets / self._seconds / run.process.world
+        rate, peak = result.num_targets / self._seconds / run.process.world, self._predicted.peak_tflops
         record: dict[str, Any] = {
             "step": run.progress.step,
             "loss": result.losses["loss"],
@@ -131,12 +132,11 @@ class Reporter:
             "tokens": run.progress.tokens,
             "step_time_s": self._seconds,
             "tokens_per_s_per_gpu": rate,
-            "mfu": rate * self._flops / (self._peak * 1e12) if self._peak else None,
+            "mfu": rate * self._flops / (peak * 1e12) if peak else None,
             "memory_gb": memory_gb(run.process.device),
-            "memory_predicted_gb": self.memory.predicted_gb,
+            **self._predicted.record(run.mesh["pp"].rank),
             "consumed_samples": run.progress.consumed_samples,
         }
-        record |= self.expectation.record()
         if config.train.z_loss:
             record["z_loss"] = result.losses["z_loss"]
         record |= {name: value for name, value in result.losses.items() if name not in ("loss", "z_loss")}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.config.convert import to_dict
-from megatron5d.config.schema import Config, LogConfig
+from megatron5d.config.load import to_yaml
+from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.topology.grid import Sizes
 from megatron5d.train.provenance import ROOT, commit, versions
@@ -123,16 +124,15 @@ class TensorBoard:
     """Event files for TensorBoard: every number of a record over the steps, and the configuration as a text.
 
     Args:
-        log: whose `tensorboard` is the folder.
+        config: of the run; `log.tensorboard` is the folder.
         done: steps already done; what an earlier life of the run wrote of later ones is no longer shown.
-        config: the configuration as YAML.
     """
 
-    def __init__(self, log: LogConfig, done: int, config: str) -> None:
+    def __init__(self, config: Config, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # a check: the package tensorboard is installed
 
-        self._writer = SummaryWriter(log.tensorboard, purge_step=done + 1 if done else None)
-        self._writer.add_text("config", f"```\n{config}\n```", done)
+        self._writer = SummaryWriter(config.log.tensorboard, purge_step=done + 1 if done else None)
+        self._writer.add_text("config", f"```\n{to_yaml(config)}\n```", done)
 
     def write(self, record: dict[str, Any]) -> None:
         for key, value in record.items():

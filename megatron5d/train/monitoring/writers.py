@@ -17,20 +17,8 @@ import torch
 from tqdm import tqdm
 
 from megatron5d.config.json_file import parse_json
-from megatron5d.config.schema import LogConfig
-from megatron5d.planning.clusters import cluster_of
 
 LINE_EVERY_S = 10.0  # or somewhat more, where progress goes to a file
-
-
-def peak_tflops(log: LogConfig, device: torch.device) -> float | None:
-    """Peak of one device for MFU; None where it is not known (a CPU)."""
-    if log.peak_tflops is not None:
-        return log.peak_tflops
-    if device.type != "cuda":
-        return None
-    known = cluster_of(torch.cuda.get_device_name(device))
-    return None if known is None else known.flops / 1e12
 
 
 def memory_gb(device: torch.device) -> float:

@@ -7,8 +7,8 @@ import kernels
 from kernels import moe
 from kernels.activation import weighted_activation
 from kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
-from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
-from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows, quantize_rows_both_ways, turn
+from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows, quantize_rows_both_ways
 from kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
 from kernels.gemm import grouped_matmul, grouped_weight_grad
 from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step, squared_norm
@@ -70,23 +70,23 @@ def test_differentiable(name):
 @pytest.mark.eight_bits
 def test_eight_bits():
     x, weight, offsets = torch.zeros(0, 256), torch.randn(130, 256), torch.zeros(3, dtype=torch.int64)
-    rows, (straight, turned) = quantize_rows(x), quantize_rows_both_ways(x)
-    assert rows.values.shape == straight.values.shape == (0, 256) and turned.values.shape == (256, 0)
-    whole, whole_turned = quantize_tensor_both_ways(x)
-    assert whole.values.shape == (0, 256) and whole_turned.values.shape == (256, 0)
+    rows, (straight, transposed) = quantize_rows(x), quantize_rows_both_ways(x)
+    assert rows.values.shape == straight.values.shape == (0, 256) and transposed.values.shape == (256, 0)
+    whole, whole_transposed = quantize_tensor_both_ways(x)
+    assert whole.values.shape == (0, 256) and whole_transposed.values.shape == (256, 0)
     assert amax_of(x) == 0 and whole.scales.item() == 1
     blocks = quantize_blocks(weight)[0]
     assert fp8_matmul(rows, blocks).shape == (0, 130)
-    assert turn(rows).values.shape == (256, 0)
+    assert fp8_transpose(rows).values.shape == (256, 0)
     assert swiglu_quantized(torch.zeros(0, 512)).values.shape == (0, 256)
-    assert rms_norm_quantized(x, torch.ones(256), 1e-5)[0].values.shape == (0, 256)
-    assert layer_norm_quantized(x, torch.ones(256), None, 1e-5)[0].values.shape == (0, 256)
+    for centred in (False, True):
+        assert norm_quantized(x, torch.ones(256), None, 1e-5, centred=centred)[0].values.shape == (0, 256)
     stack = Quantized(torch.stack([blocks.values] * 2), torch.stack([blocks.scales] * 2), 128)
     assert grouped_matmul_fp8(rows, stack, offsets).shape == (0, 130)
     main = torch.ones(2, 130, 256)
     grouped_weight_grad(torch.zeros(0, 130).bfloat16(), x.bfloat16(), offsets, main)
-    dy = turn(quantize_rows(torch.zeros(0, 130)), offsets)
-    grouped_weight_grad_fp8(dy, turn(rows, offsets), offsets, main)
+    dy = fp8_transpose(quantize_rows(torch.zeros(0, 130)), offsets)
+    grouped_weight_grad_fp8(dy, fp8_transpose(rows, offsets), offsets, main)
     assert bool((main == 1).all())
 
 

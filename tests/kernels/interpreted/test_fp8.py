@@ -10,17 +10,17 @@ from kernels.activation import weighted_activation
 from kernels.fp8 import gemm as module
 from kernels.fp8 import norm_swiglu as fp8_fused
 from kernels.fp8.gemm import fp8_matmul
-from kernels.fp8.norm_swiglu import layer_norm_quantized, rms_norm_quantized, swiglu_quantized
+from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import (
     E4M3,
     E5M2,
     Quantized,
+    fp8_transpose,
+    fp8_transpose_reference,
     quantize_blocks,
     quantize_reference,
     quantize_rows,
     quantize_rows_both_ways,
-    turn,
-    turn_reference,
 )
 from kernels.fp8.quantize_tensor import quantize_tensor
 
@@ -58,18 +58,18 @@ def test_quantisers(shape, dtype, powers_of_two):
     x[0, 0] = 0
     how = {"powers_of_two": powers_of_two}
     agree(quantize_rows(x, dtype, **how), x, 1, dtype, **how)
-    straight, turned = quantize_rows_both_ways(x, dtype, **how)
+    straight, transposed = quantize_rows_both_ways(x, dtype, **how)
     agree(straight, x, 1, dtype, **how)
-    agree(turned, x.t(), 1, dtype, **how)
-    straight, turned = quantize_blocks(x, dtype, **how)
+    agree(transposed, x.t(), 1, dtype, **how)
+    straight, transposed = quantize_blocks(x, dtype, **how)
     agree(straight, x, 128, dtype, **how)
-    assert torch.equal(turned.values.float(), straight.values.float().t()) and torch.equal(
-        turned.scales, straight.scales.t()
+    assert torch.equal(transposed.values.float(), straight.values.float().t()) and torch.equal(
+        transposed.scales, straight.scales.t()
     )
-    stack, turned_stack = quantize_blocks(torch.stack([x, 2 * x]), dtype, **how)  # experts
+    stack, transposed_stack = quantize_blocks(torch.stack([x, 2 * x]), dtype, **how)  # experts
     agree(Quantized(stack.values[1], stack.scales[1], 128), 2 * x, 128, dtype, **how)
-    assert torch.equal(turned_stack.values[1].float(), stack.values[1].float().t())
-    assert torch.equal(turned_stack.scales[0], turned.scales)
+    assert torch.equal(transposed_stack.values[1].float(), stack.values[1].float().t())
+    assert torch.equal(transposed_stack.scales[0], transposed.scales)
 
 
 # x (the largest first), the scale and the values by hand: scale = amax / 448, largest e4m3 448, smallest 2^-9
@@ -122,13 +122,13 @@ def test_what_is_not_finite_spoils_its_group_and_no_other(bad, plain):
 
 @pytest.mark.parametrize("counts", [None, [130, 0, 5, 128]])
 @pytest.mark.parametrize("how", [{}, {"powers_of_two": True}, {"keep": True}])
-def test_turned(counts, how):
+def test_transposed(counts, how):
     rows, columns = 263, 150
     offsets = None if counts is None else torch.tensor([0, *counts]).cumsum(0)
     x = quantize_rows(torch.randn(rows, columns) * torch.logspace(-2, 2, columns))
     if "keep" in how:
         x = Quantized(x.values, torch.full_like(x.scales, 0.75), 1)
-    got, want = turn(x, offsets, **how), turn_reference(x, offsets, **how)
+    got, want = fp8_transpose(x, offsets, **how), fp8_transpose_reference(x, offsets, **how)
     assert got.values.shape == want.values.shape == (columns, 128 * got.scales.shape[1])
     bounds, group = [0, rows] if counts is None else offsets.tolist(), 0
     for first, last in zip(bounds, bounds[1:]):
@@ -146,12 +146,12 @@ def test_turned(counts, how):
         group = end
 
 
-def test_powers_of_two_lose_nothing_when_turned():
+def test_powers_of_two_lose_nothing_when_transposed():
     """Values within the 8-bit range of each other survive both groupings: what bfloat16 held in 4 bits stays."""
     x = torch.randint(8, 16, (128, 128)).float() * 2.0 ** torch.randint(-3, 3, (128, 128))
     rows = quantize_rows(x, powers_of_two=True)
     assert torch.equal(rows.dequantize(), x)
-    assert torch.equal(turn(rows, powers_of_two=True).dequantize(), x.t())
+    assert torch.equal(fp8_transpose(rows, powers_of_two=True).dequantize(), x.t())
     again = quantize_rows(rows.dequantize(), powers_of_two=True)
     assert torch.equal(again.dequantize(), x)
 
@@ -173,12 +173,13 @@ def test_fused_is_one_after_the_other(rows, width, dtype, monkeypatch):
         got = swiglu_quantized(gate_up, weights=weights, **how)
         want = quantize_rows(weighted_activation(gate_up, weights, "swiglu"), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
-        (got, inverse), plain = rms_norm_quantized(x, weight, 1e-5, **how), kernels.rms_norm_reference(x, weight, 1e-5)
+        got, (_, inverse) = norm_quantized(x, weight, None, 1e-5, centred=False, **how)
+        plain = kernels.rms_norm_reference(x, weight, 1e-5)
         want = quantize_rows(kernels.rms_norm(x, weight, 1e-5), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
         near(got, quantize_reference(plain, 1, **how))
         torch.testing.assert_close(inverse, torch.rsqrt(x.float().square().mean(1) + 1e-5))
-        got, statistics = layer_norm_quantized(x, weight, bias, 1e-5, **how)
+        got, statistics = norm_quantized(x, weight, bias, 1e-5, centred=True, **how)
         want = quantize_rows(kernels.layer_norm(x, weight, bias, 1e-5), **how)
         assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
         near(got, quantize_reference(kernels.layer_norm_reference(x, weight, bias, 1e-5), 1, **how))
@@ -196,12 +197,16 @@ def test_backwards_without_the_forward_are_those_with_it(rows, width):
     (wanted,) = torch.autograd.grad(kernels.swiglu(gate_up), gate_up, dy)
     assert torch.equal(kernels.swiglu_backward(dy, gate_up.detach()), wanted)
     with torch.no_grad():
-        inverse = rms_norm_quantized(x, weight, 1e-5)[1]
-        statistics = layer_norm_quantized(x, weight, bias, 1e-5)[1]
-        ours = kernels.rms_norm_backward(dy, x, weight, 1e-5, inverse, dx)
-        centred = kernels.layer_norm_backward(dy, x, weight, bias, 1e-5, statistics, dx)
+        biases = {False: None, True: bias}
+        ours, centred = (
+            kernels.norm_backward(
+                dy, x, weight, b, 1e-5, norm_quantized(x, weight, b, 1e-5, centred=c)[1], dx, centred=c
+            )
+            for c, b in biases.items()
+        )
+    assert ours[2] is None
     wanted = torch.autograd.grad(kernels.add_rms_norm(x, None, weight, 1e-5), [x, weight], [dy, dx])
-    torch.testing.assert_close(ours, wanted)  # two compiled kernels need not add in the same order
+    torch.testing.assert_close(ours[:2], wanted)  # two compiled kernels need not add in the same order
     wanted = torch.autograd.grad(kernels.add_layer_norm(x, None, weight, bias, 1e-5), [x, weight, bias], [dy, dx])
     torch.testing.assert_close(centred, wanted)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.fp8.quantize import E4M3, E5M2, transposed
+from kernels.fp8.quantize import E4M3, E5M2, transpose_values
 from kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
@@ -34,10 +34,10 @@ def check(x, dtype=E4M3, **how):
     assert dispatch.runs_triton(x) and torch.equal(amax_of(x), amax_reference(x))
     want = quantize_tensor_reference(x, dtype, **how)
     same(quantize_tensor(x, dtype, **how), want)
-    straight, turned = quantize_tensor_both_ways(x, dtype, **how)
+    straight, transposed = quantize_tensor_both_ways(x, dtype, **how)
     same(straight, want)
-    assert turned.values.is_contiguous() and torch.equal(turned.scales, want.scales)
-    assert torch.equal(turned.values.view(torch.uint8), want.values.view(torch.uint8).t())
+    assert transposed.values.is_contiguous() and torch.equal(transposed.scales, want.scales)
+    assert torch.equal(transposed.values.view(torch.uint8), want.values.view(torch.uint8).t())
     for factor in (0.25, 3.0):
         amax = amax_reference(x) * factor
         same(quantize_tensor(x, dtype, amax=amax, **how), quantize_tensor_reference(x, dtype, amax=amax, **how))
@@ -85,7 +85,7 @@ def test_special_numbers(name, dtype, eight):
 
 
 def test_layouts():
-    """Tokens in several dims; rows apart, turned, every other column, one row repeated; a vector and a number."""
+    """Tokens in several dims; rows apart, transposed, every other column, one row repeated; a vector and a number."""
     x = torch.randn(6, 4, 40)
     want = quantize_tensor_reference(x)
     assert quantize_tensor(x).values.shape == x.shape
@@ -129,8 +129,8 @@ def test_a_maximum_that_is_none_is_refused():
 @pytest.mark.parametrize("shape", [(130, 257), (1, 5), (3, 129, 64)])
 def test_bytes_are_transposed(shape):
     values = torch.randint(256, shape, dtype=torch.uint8).view(E4M3)  # every byte, NaN too
-    got = transposed(values)
+    got = transpose_values(values)
     assert dispatch.runs_triton(values) and got.is_contiguous() and got.dtype == E4M3
     assert torch.equal(got.view(torch.uint8), values.view(torch.uint8).mT)
     part = values[..., 1:]  # a view
-    assert torch.equal(transposed(part).view(torch.uint8), part.view(torch.uint8).mT)
+    assert torch.equal(transpose_values(part).view(torch.uint8), part.view(torch.uint8).mT)

@@ -6,7 +6,7 @@ import torch
 from kernels import gemm as grouped
 from kernels import moe
 from kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
-from kernels.fp8.quantize import Quantized, quantize_blocks, quantize_rows, turn
+from kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
 
 COUNTS = [[5, 0, 130, 1], [0, 0, 0, 7], [64, 64, 64, 64], [1], [0, 200]]
 
@@ -87,7 +87,7 @@ def test_grouped_fp8_weight_grad(counts):
     n, k = 70, 130
     offsets = torch.tensor([0, *counts]).cumsum(0)
     rows = sum(counts) + 2  # two rows of padding, which must count nowhere
-    dy, x = (turn(quantize_rows(torch.randn(rows, width)), offsets) for width in (n, k))
+    dy, x = (fp8_transpose(quantize_rows(torch.randn(rows, width)), offsets) for width in (n, k))
     for main in (torch.randn(len(counts), n, k), torch.randn(len(counts), n, k).bfloat16()):
         want = main.double()
         grouped_weight_grad_fp8_reference(dy, x, offsets, want)

@@ -107,7 +107,7 @@ def test_empty():
     assert kernels.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
 
 
-@pytest.mark.parametrize("kernel, width", [("_forward_kernel", 8), ("wide_forward_kernel", 20000)])
+@pytest.mark.parametrize("kernel, width", [("_forward_kernel", 8), ("_wide_forward_kernel", 20000)])
 def test_the_kernel_really_runs(kernel, width, monkeypatch):
     monkeypatch.setattr(normalization, kernel, None)
     with pytest.raises(TypeError, match="NoneType"):

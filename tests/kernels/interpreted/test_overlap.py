@@ -17,7 +17,7 @@ from kernels import symm_mem_flags as signals
 from kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 
 SIZE, RANK = 2, 1
-SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]  # rows, n, k, turned
+SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]  # rows, n, k, transposed
 
 
 def shared(*shape, dtype=torch.bfloat16):
@@ -76,27 +76,27 @@ def late(boxes, flags, chunk, epoch, done, patience_s=0.1, flag_first=False):
     raise_flags([flags[:1]], flags, epoch)
 
 
-def gathered(module, rows, n, k, turned, epochs=(1, 2), **how):
-    """Largest relative error of `gather_matmul` over uses of the same boxes and flags."""
+def gathered(module, rows, n, k, transposed, epochs=(1, 2), **how):
+    """Largest relative error of `all_gather_gemm` over uses of the same boxes and flags."""
     boxes, flags, done, worst = shared(SIZE, rows, k), *(shared(SIZE, dtype=torch.int32) for _ in range(2)), 0.0
     flags.fill_(epochs[0] - 1)
     for epoch in epochs:
-        x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if turned else (n, k)).bfloat16()
+        x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if transposed else (n, k)).bfloat16()
         boxes[0].fill_(float("nan"))
         boxes[RANK].copy_(x[RANK])
         flags[RANK] = epoch
         done.zero_()
         with beside(lambda x=x, epoch=epoch: late(boxes, flags, x[0], epoch, done, **how)):
-            y = module.gather_matmul(boxes, weight, arrivals(flags, epoch), RANK, turned)
+            y = module.all_gather_gemm(boxes, weight, arrivals(flags, epoch), RANK, transposed)
             done.fill_(1)
-        want = x.double() @ (weight if turned else weight.t()).double()
+        want = x.double() @ (weight if transposed else weight.t()).double()
         worst = max(worst, torch.nan_to_num((y.double() - want).norm() / want.norm(), 9.0).item())
     return worst
 
 
-@pytest.mark.parametrize("rows, n, k, turned", SHAPES)
-def test_gathered(rows, n, k, turned):
-    assert gathered(gather, rows, n, k, turned) < 5e-3
+@pytest.mark.parametrize("rows, n, k, transposed", SHAPES)
+def test_gathered(rows, n, k, transposed):
+    assert gathered(gather, rows, n, k, transposed) < 5e-3
 
 
 def test_gathered_through_boxes_with_gaps_and_without_a_kernel():
@@ -107,8 +107,8 @@ def test_gathered_through_boxes_with_gaps_and_without_a_kernel():
     boxes.copy_(x)
     flags.fill_(3)
     want = x.double() @ weight.double().t()
-    assert (gather.gather_matmul(boxes, weight, arrivals(flags, 3), 0).double() - want).norm() < 5e-3 * want.norm()
-    assert torch.allclose(gather.gather_matmul(x.double(), weight.double(), arrivals(flags, 3), 0), want)
+    assert (gather.all_gather_gemm(boxes, weight, arrivals(flags, 3), 0).double() - want).norm() < 5e-3 * want.norm()
+    assert torch.allclose(gather.all_gather_gemm(x.double(), weight.double(), arrivals(flags, 3), 0), want)
 
 
 def owner(box, flag, seen, epoch):
@@ -117,20 +117,20 @@ def owner(box, flag, seen, epoch):
     seen.copy_(box)
 
 
-def scattered(module, rows, n, k, turned, uses=2):
+def scattered(module, rows, n, k, transposed, uses=2):
     """Largest relative error of what the owner finds, and of the own sum."""
     boxes = [shared(rows, n) for _ in range(SIZE)]
     flags, seen = shared(SIZE, dtype=torch.int32), shared(rows, n)
     finished, worst = torch.zeros(SIZE, dtype=torch.int32), 0.0
     views = list(flags.split(1))
-    out = module.Outboxes(boxes, views, addresses_of(boxes), addresses_of(views), finished)
+    out = module.PeerBuffers(boxes, views, addresses_of(boxes), addresses_of(views), finished)
     for epoch in range(1, uses + 1):
-        x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if turned else (n, k)).bfloat16()
+        x, weight = torch.randn(SIZE, rows, k).bfloat16(), torch.randn((k, n) if transposed else (n, k)).bfloat16()
         for box in boxes:
             box.fill_(float("nan"))
         with beside(lambda epoch=epoch: owner(boxes[0], flags[:1], seen, epoch)), allow_memory(*boxes, flags):
-            module.matmul_scatter(x, weight, out, epoch, RANK, turned)
-        want = x.double() @ (weight if turned else weight.t()).double()
+            module.gemm_reduce_scatter(x, weight, out, epoch, RANK, transposed)
+        want = x.double() @ (weight if transposed else weight.t()).double()
         mine = module.sum_arrived(torch.stack((boxes[RANK], seen)), arrivals(flags, epoch)).double()
         for got, wanted in ((seen.double(), want[0]), (mine, want.sum(0))):
             worst = max(worst, torch.nan_to_num((got - wanted).norm() / wanted.norm(), 9.0).item())
@@ -138,9 +138,9 @@ def scattered(module, rows, n, k, turned, uses=2):
     return worst
 
 
-@pytest.mark.parametrize("rows, n, k, turned", SHAPES)
-def test_scattered(rows, n, k, turned):
-    assert scattered(scatter, rows, n, k, turned) < 1e-2  # terms and their sum are rounded each
+@pytest.mark.parametrize("rows, n, k, transposed", SHAPES)
+def test_scattered(rows, n, k, transposed):
+    assert scattered(scatter, rows, n, k, transposed) < 1e-2  # terms and their sum are rounded each
 
 
 def test_the_sum_waits():
@@ -166,7 +166,7 @@ def test_a_rank_that_never_sends_is_given_up(dtype):
     with beside(lambda: raise_flags([flags[2:]], flags, 7)):
         started = time.monotonic()
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
-            gather.gather_matmul(x, weight, Arrivals(flags, 7, quiet), RANK)
+            gather.all_gather_gemm(x, weight, Arrivals(flags, 7, quiet), RANK)
         assert 0.3 < time.monotonic() - started < 60
     if dtype == torch.bfloat16:
         assert quiet.polls.item() == 0
@@ -205,7 +205,12 @@ FAULTS = {
         "    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)\n"
         "    raise_flag(tl.load(flag_addresses_ptr + owner).to(tl.pointer_type(tl.int32)), epoch)\n",
     ),
-    "another's box": (scatter, scattered, "tl.load(box_addresses_ptr + owner)", "tl.load(box_addresses_ptr + rank)"),
+    "another's box": (
+        scatter,
+        scattered,
+        "tl.load(buffer_addresses_ptr + owner)",
+        "tl.load(buffer_addresses_ptr + rank)",
+    ),
 }
 
 
@@ -227,10 +232,10 @@ def test_a_sender_that_tells_too_early_is_noticed():
 
 
 def test_the_kernels_really_run(monkeypatch):
-    for module, name in ((gather, "_gather_matmul_kernel"), (scatter, "_matmul_scatter_kernel")):
+    for module, name in ((gather, "_all_gather_gemm_kernel"), (scatter, "_gemm_reduce_scatter_kernel")):
         monkeypatch.setattr(module, name, None)
     x, weight, flags = torch.zeros(1, 8, 8).bfloat16(), torch.zeros(8, 8).bfloat16(), torch.ones(1, dtype=torch.int32)
     with pytest.raises(TypeError, match="NoneType"):
-        gather.gather_matmul(x, weight, arrivals(flags, 1), 0)
+        gather.all_gather_gemm(x, weight, arrivals(flags, 1), 0)
     with pytest.raises(TypeError, match="NoneType"):
-        scatter.matmul_scatter(x, weight, scatter.Outboxes([x[0]], [flags], flags, flags, flags), 1, 0)
+        scatter.gemm_reduce_scatter(x, weight, scatter.PeerBuffers([x[0]], [flags], flags, flags, flags), 1, 0)

@@ -92,8 +92,8 @@ def float8(module):
 def float8_tensor(module):
     x = torch.randn(130, 150)
     x[129, 149] = -50
-    want, (straight, turned) = quantize_tensor_reference(x).dequantize(), module.quantize_tensor_both_ways(x)
-    return torch.stack([straight.dequantize(), turned.dequantize().t()]), torch.stack([want, want])
+    want, (straight, transposed) = quantize_tensor_reference(x).dequantize(), module.quantize_tensor_both_ways(x)
+    return torch.stack([straight.dequantize(), transposed.dequantize().t()]), torch.stack([want, want])
 
 
 def float8_rows(module):
@@ -121,7 +121,7 @@ FAULTS = {
         "qkv[:, :, a : a + g]\n",
         "qkv[:, :, a : a + g].clone()\n",
     ),
-    "not turned back": ("rope", rope_of_projection, "half, True, HALF)", "half, False, HALF)"),
+    "not rotated back": ("rope", rope_of_projection, "half, True, HALF)", "half, False, HALF)"),
     "v on top of k": ("rope", rope_of_projection, "dv_out = dk_out + k_heads * dim", "dv_out = dk_out"),
     "wrong padding": (
         "vocab_cross_entropy",
@@ -172,7 +172,7 @@ FAULTS = {
         "largest(largest(x, 1), 0)",
         "tl.max(tl.min(tl.abs(x), 1), 0)",
     ),
-    "turned by columns": (
+    "transposed by columns": (
         "fp8/quantize_tensor",
         float8_tensor,
         "column[None, :] * rows +",

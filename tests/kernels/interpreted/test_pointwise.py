@@ -152,7 +152,7 @@ def test_rope_of_a_projection(interleaved, a, g, d, half, tables):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("a, g, d, half, tables", [(4, 1, 24, 4, 1), (17, 2, 10, 3, 2), (1, 1, 2, 1, 2)])
 def test_rope_of_the_ends(interleaved, a, g, d, half, tables):
-    """The same bits as of a turned copy beside what passes, forward and backward."""
+    """The same bits as of a rotated copy beside what passes, forward and backward."""
     q, k = torch.randn(5, 2, a, d).bfloat16().requires_grad_(), torch.randn(5, 2, g, 2 * half).bfloat16()
     k, angle = k.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(), torch.randn(5, tables, half)
     tables = angle.cos(), angle.sin()
@@ -175,20 +175,20 @@ def test_rope_of_the_ends(interleaved, a, g, d, half, tables):
 def test_rope_of_a_projection_where_it_is_not_allowed():
     angle = torch.randn(5, 1, 4)
     x = torch.randn(5, 2, 3, 8, requires_grad=True)
-    turn = lambda y, heads=(1, 1): kernels.apply_rope_to_projection(y, heads, angle.cos(), angle.sin())  # noqa: E731
+    rotate = lambda y, heads=(1, 1): kernels.apply_rope_to_projection(y, heads, angle.cos(), angle.sin())  # noqa: E731
     with pytest.raises(ValueError, match="leaf"):
-        turn(x)
+        rotate(x)
     held = x * 1
     squares = held * held  # needs held
-    turn(held)
+    rotate(held)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.sum().backward()
     with pytest.raises(ValueError, match="shares memory"):
-        turn(torch.randn(5, 1, 3, 8).expand(5, 2, 3, 8))
+        rotate(torch.randn(5, 1, 3, 8).expand(5, 2, 3, 8))
     k = torch.randn(5, 2, 1, 8)
     with pytest.raises(ValueError, match="leaf"):
         kernels.apply_rope_to_ends(x, k, angle.cos(), angle.sin())
-    with pytest.raises(ValueError, match="is turned whole"):
+    with pytest.raises(ValueError, match="is rotated whole"):
         kernels.apply_rope_to_ends(x * 1, k, angle.cos()[..., :3], angle.sin()[..., :3])
     with pytest.raises(ValueError, match="2 heads of q and 1 each of k and v are not the 3"):
-        turn(x * 1, (2, 1))
+        rotate(x * 1, (2, 1))

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron5d.checkpoint.folder import step_folder, write_manifest
 from megatron5d.checkpoint.hf.safetensors_folder import save_folder
 from megatron5d.checkpoint.index import read_pickled
+from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import load_tensors
 from megatron5d.checkpoint.save import Saver
-from megatron5d.checkpoint.storage import Index
 
 VALUES = {"model.a": torch.randn(6, 4, dtype=torch.float64), "model.b": torch.randn(10).bfloat16()}
 
@@ -136,7 +136,7 @@ def test_no_item_of_tensors_executes_anything(tmp_path):
 
 def test_no_message_of_a_rank_executes_anything(tmp_path):
     with pytest.raises(ValueError):
-        Index()._build([zlib.compress(pickle.dumps(Calls(os.mkdir, str(tmp_path / "executed"))))])
+        IndexWriter()._build([zlib.compress(pickle.dumps(Calls(os.mkdir, str(tmp_path / "executed"))))])
     assert not list(tmp_path.iterdir())
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megatron5d.checkpoint.layout import ShardedTensor, named
+from megatron5d.checkpoint.layout import HostCopies, ShardedTensor, named
 from megatron5d.checkpoint.load import (
     SavedWeights,
     find_checkpoint,
@@ -49,10 +49,13 @@ def test_rows_across_the_parts_they_were_saved_in(tmp_path, whole):
 
 
 def test_what_a_save_in_the_background_writes_is_a_copy(whole):
-    parts = {(0, 0): whole[:4], (4, 0): whole[4:]}
-    staged, before = ShardedTensor((7, 3), list(parts.items()), torch.bfloat16).staged(), whole.clone()
+    tensor, copies = ShardedTensor((7, 3), [((0, 0), whole[:4]), ((4, 0), whole[4:])], torch.bfloat16), HostCopies()
+    before, taken = whole.clone(), copies.take({"w": tensor})["w"].parts
     whole.zero_()
-    assert torch.equal(torch.cat(list(staged.parts.values())), before), "training goes on in its own memory"
+    assert torch.equal(torch.cat(list(taken.values())), before), "training goes on in its own memory"
+    again = copies.take({"w": tensor})["w"].parts
+    assert not torch.cat(list(again.values())).any()
+    assert [one.data_ptr() for one in again.values()] == [one.data_ptr() for one in taken.values()], "memory is kept"
 
 
 def test_lazy_parts_are_made_when_they_are_written(tmp_path, whole):

@@ -4,6 +4,7 @@ DCP would drop what two ranks write alike, after both have planned, copied and a
 """
 
 import dataclasses
+from math import prod
 
 import torch
 from parity_configs import config_of
@@ -13,7 +14,7 @@ from megatron5d.config.schema import MoeConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 from megatron5d.train.state import run_tensors
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 16}
@@ -25,13 +26,13 @@ LAYOUTS = [
 ]
 
 
-def rectangles(config, rank, world, writing):
-    """(key, global shape, first index, extent) of what a rank writes, or holds."""
-    mesh, plan = build_mesh(sizes_of(config, world), rank), plan_pipeline(config, world)
+def rectangles(config, rank, world, **which):
+    """(key, global shape, first index, extent) of what a rank writes, reads, or holds."""
+    mesh, plan = build_mesh(sizes_of(config, world), rank), pipeline_layout(config, world)
     model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(1)
     sync, optimizer, _ = build_trainer(config, mesh, model, plan)
-    tensors = run_tensors(sync, optimizer, model.weights(), writing=writing)
+    tensors = run_tensors(sync, optimizer, model.weights(), **which)
     return [
         (key, tuple(tensor.shape), offset, tuple(view.shape))
         for key, tensor in tensors.items()
@@ -41,7 +42,8 @@ def rectangles(config, rank, world, writing):
 
 def test_every_element_is_written_by_one_rank():
     def on_rank(rank, world):
-        return [[rectangles(config, rank, world, writing) for writing in (True, False)] for config in configs]
+        ways = ({"writing": True}, {"writing": False, "shared": True}, {"writing": False})
+        return [[rectangles(config, rank, world, **way) for way in ways] for config in configs]
 
     configs = []
     for layout in LAYOUTS:
@@ -62,4 +64,12 @@ def test_every_element_is_written_by_one_rank():
         assert any("router.bias" in key for key in written) == ("ep" in layout)
         for key, times in written.items():
             assert bool((times == 1).all()), f"{layout}: {key} is written {times.unique().tolist()} times"
-        assert sum(map(len, (rank[number][1] for rank in ranks))) > sum(map(len, (rank[number][0] for rank in ranks)))
+        written_by, read_by, held_by = ([numel(rank[number][way]) for rank in ranks] for way in range(3))
+        assert sum(held_by) > sum(written_by) and sum(read_by) < 1.1 * sum(written_by), (layout, read_by)
+        if "dp_replicate" in layout:
+            assert read_by == written_by and sum(held_by) == 2 * sum(read_by), "replicas share the reading"
+            assert max(written_by) < 1.1 * min(written_by), "and the writing"
+
+
+def numel(rectangles):
+    return sum(prod(extent) for _, _, _, extent in rectangles)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
 
 from megatron5d.comm.ledger import Ledger
-from megatron5d.comm.p2p import Form, Inbox, Outbox, colours, open_channels
+from megatron5d.comm.p2p import ReceiveChannel, SendChannel, TensorMeta, colours, open_channels
 from megatron5d.topology.axis import Axis
 
-FORM = Form((3,), torch.float32)
+FORM = TensorMeta((3,), torch.float32)
 
 
 def axis_of(rank, world, recorder=None):
@@ -27,8 +27,8 @@ def test_channels_between_the_same_ranks_do_not_wait_for_each_other():
 
     def on_rank(rank, world):
         ends = open_channels(links, axis_of(rank, world))
-        outboxes = [end for end in ends if isinstance(end, Outbox)]
-        inboxes = [end for end in ends if isinstance(end, Inbox)]
+        outboxes = [end for end in ends if isinstance(end, SendChannel)]
+        inboxes = [end for end in ends if isinstance(end, ReceiveChannel)]
         for inbox in reversed(inboxes):
             for _ in range(3):
                 inbox.post(FORM)
@@ -56,7 +56,7 @@ def test_forms_may_change_from_message_to_message_and_are_counted():
             return ledger.totals["pp", "send"]
         got, ledger.timing = [], True
         for shape in shapes:
-            end.post(Form(tuple(reversed(shape)), torch.float64))
+            end.post(TensorMeta(tuple(reversed(shape)), torch.float64))
             got.append(end.take())
         assert ledger.take_waits()["pp"] > 0, "a wait for a message was not timed"
         return [(tuple(x.shape), x.unique().item()) for x in got]

@@ -19,6 +19,7 @@ ELSEWHERE = {
     "train.gbs_ramp": "of the loop: tests of the loop and of resuming",
     "train.eval_*": "as gbs_ramp",
     "train.stop_after": "as gbs_ramp",
+    "optim.schedule_by": "as gbs_ramp",
     "optim.lr": "large enough that weights move: 0.01",
     "optim.on_nonfinite": "of steps that are not made: tests of the guard",
     "optim.skip_norm": "as on_nonfinite",

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron5d.config.derived import Source, source_of
-from megatron5d.data import blend
-from megatron5d.data.blend import megatron_blend, megatron_sizes, mixing_cycle, normalised, split_range
+from megatron5d.data import samples
+from megatron5d.data.samples import megatron_blend, megatron_sizes, mixing_cycle, normalised, split_range
 
 
 def test_sources_are_weight_and_prefix():
@@ -66,9 +66,9 @@ def test_bad_splits_are_refused(split):
 @pytest.mark.parametrize("mix", [lambda w: mixing_cycle(w)[0], lambda w: megatron_blend(w, len(w))[0]])
 def test_more_datasets_than_16_bits_count_keep_their_numbers(mix, monkeypatch):
     monkeypatch.setattr(
-        blend, "_fill_blend", lambda weights, taken, datasets, numbers: datasets.__setitem__(-1, len(weights) - 1)
+        samples, "_fill_blend", lambda weights, taken, datasets, numbers: datasets.__setitem__(-1, len(weights) - 1)
     )
-    monkeypatch.setattr(blend, "COMPILE_ABOVE", 1 << 60)
+    monkeypatch.setattr(samples, "COMPILE_ABOVE", 1 << 60)
     ids = mix([1.0] * 40_000)
     assert ids.min() == 0 and ids.max() == 39_999
     assert megatron_blend([1.0] * 9, 9)[0].dtype == np.int16  # as Megatron stores it
@@ -102,7 +102,7 @@ def test_compiled_blend_is_the_same(monkeypatch):
     pytest.importorskip("numba")
     weights = normalised([0.31, 0.17, 0.29, 0.23])
     plain = megatron_blend(weights, 5000)
-    monkeypatch.setattr(blend, "COMPILE_ABOVE", 0)
+    monkeypatch.setattr(samples, "COMPILE_ABOVE", 0)
     compiled = megatron_blend(weights, 5000)
     assert all((a == b).all() for a, b in zip(plain, compiled))
 

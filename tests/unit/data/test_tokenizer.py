@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.data.tiktoken_ranks import CL100K_PATTERN, GPT2_PATTERN, O200K_PATTERN
+from megatron5d.data.bpe_files import CL100K_PATTERN, GPT2_PATTERN, O200K_PATTERN
 from megatron5d.data.tokenizer import RUN, load_tokenizer
 from megatron5d.data.tokenizer_training import train_sentencepiece
 
@@ -150,6 +150,19 @@ def test_published_tiktoken_vocabularies_are_known_by_their_size(tmp_path, num_r
     assert [piece for piece in cut if piece] == pieces if num_ranks != 50256 else cut[:2] == ["I", "'"]
     if num_ranks == 151643:  # Qwen's own tokenizer composes characters first
         assert tokenizer.encode("e\u0301") == tokenizer.encode("\xe9")
+
+
+@pytest.mark.parametrize("num_ranks", [100256, 128000, 151643])
+def test_a_pattern_of_ones_own_replaces_the_published_one_and_nothing_else(tmp_path, num_ranks):
+    pytest.importorskip("tiktoken")
+    published = load_tokenizer(made_up_ranks(tmp_path / "x.tiktoken", num_ranks))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pattern": r"\S|\s"}))
+    own = load_tokenizer(tmp_path / "x.tiktoken")
+    assert own._model._pat_str == r"\S|\s" != published._model._pat_str
+    for text in ("e\u0301", "\xe9", "\u1100\u1161"):  # Qwen composes characters first, the others do not
+        assert own.encode(text) == published.encode(text)
+    told = ("vocab_size", "eod", "bos", "adds_bos", "_special")
+    assert [getattr(own, name) for name in told] == [getattr(published, name) for name in told]
 
 
 def test_ranks_of_an_unknown_vocabulary_are_refused_with_a_file_that_describes_them(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.data.tiktoken_ranks import PATTERNS
+from megatron5d.data.bpe_files import PATTERNS
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.data.tokenizer_training import train_byte_level, train_sentencepiece
 

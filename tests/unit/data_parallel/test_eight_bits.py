@@ -24,7 +24,7 @@ from megatron5d.precision.fp8_weights import block_maxima, blocks_in, quantize_s
 from megatron5d.precision.gemm import forget_copies
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 
 @pytest.mark.parametrize("stack", [(1, 300, 208), (1, 256, 128), (3, 80, 144), (2, 128, 272)], ids=str)
@@ -76,7 +76,7 @@ def on_rank(rank, world):
         for gather in (False, True):
             config, ledger = config_of(recipe, gather), Ledger()
             mesh = build_mesh(sizes_of(config, world), rank, recorder=ledger)
-            plan = plan_pipeline(config, world)
+            plan = pipeline_layout(config, world)
             model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
             model.initialize(1)
             sync, _, trainer = build_trainer(config, mesh, model, plan)
@@ -122,7 +122,7 @@ def test_the_same_training_at_half_the_bytes():
 def test_after_an_update_weights_are_quantised_anew():
     """Where they stay whole, the optimiser writes past the parameters, and nobody but the gather can tell."""
     config = dataclasses.replace(config_of("blockwise", False), parallel=ParallelConfig())
-    plan = plan_pipeline(config, 1)
+    plan = pipeline_layout(config, 1)
     model = GPT(config, build_mesh(sizes_of(config, 1)), "cpu", plan.stage_specs(0), plan.shared)
     model.initialize(1)
     _, _, trainer = build_trainer(config, build_mesh(sizes_of(config, 1)), model, plan)

@@ -17,13 +17,13 @@ from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 PER_STEP = {"regather": "per_step", "reduce": "per_step"}
 
@@ -34,7 +34,7 @@ class OnRank:
     def __init__(self, config, rank: int, world: int) -> None:
         self.config, self.ledger = config, Ledger()
         mesh = build_mesh(sizes_of(config, world), rank, recorder=self.ledger)
-        plan = plan_pipeline(config, world)
+        plan = pipeline_layout(config, world)
         self.model = GPT(config, mesh, "cpu", plan.stage_specs(0), plan.shared)
         self.model.initialize(1)
         self.sync, _, self.trainer = build_trainer(config, mesh, self.model, plan)

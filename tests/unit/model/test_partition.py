@@ -27,7 +27,7 @@ from megatron5d.model.partition import (
     stage_specs,
 )
 from megatron5d.pipeline_parallel.program import Placement, loop_placement, mirrored_placement, zigzag_placement
-from megatron5d.planning.auto_schedule import ModelCosts
+from megatron5d.planning.stage_costs import ModelCosts
 
 
 def every_layout(num_layers, num_stages, first, last):

@@ -17,7 +17,7 @@ from megatron5d.config.schema import MoeConfig, RecomputeConfig
 from megatron5d.expert_parallel import experts
 from megatron5d.expert_parallel.dispatcher import DirectDispatch
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.tensor_parallel import linear
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh

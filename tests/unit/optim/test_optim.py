@@ -34,6 +34,21 @@ def test_min_lr_is_reached_exactly_at_the_last_step(schedule):
     assert found[7] == pytest.approx(0.55)  # half way down, 4 of 8 steps
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_by_samples_the_rate_is_that_of_a_constant_batch_after_as_many_samples(schedule):
+    batches, by_samples = (
+        [(0, 2), (6, 3), (24, 8)],
+        dataclasses.replace(BASE, schedule=schedule, decay_steps=5, schedule_by="samples"),
+    )
+    taken = [0, 2, 4, 6, 9, 12, 15, 18, 21, 24, 32, 40, 48]  # after each step
+    equal = dataclasses.replace(
+        by_samples, warmup_steps=taken[4], decay_steps=taken[12] - taken[7], schedule_by="steps"
+    )
+    for step in range(1, 13):
+        expected = learning_rate(equal, taken[step], taken[12])
+        assert learning_rate(by_samples, step, 12, batches) == pytest.approx(expected, rel=1e-14)
+
+
 def test_wsd_holds_then_decays_linearly():
     found = rates(schedule="wsd", decay_steps=4)
     assert found[3:8] == [1.0] * 5

@@ -11,7 +11,7 @@ from ranks import RankFailure, run_ranks
 from timed_stages import FORM, last_gradient, run_timed, timed_executor
 from torch_pipelining import OurPipeline, unchecked_axis
 
-from megatron5d.comm.failures import PeerLost
+from megatron5d.comm.failures import P2PError
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.executor import Executor, PipelineError, forward_only
 from megatron5d.pipeline_parallel.messages import Flow, input_of, output_of, receipts
@@ -138,7 +138,7 @@ def test_a_rank_that_dies_is_named_by_the_others(schedule, tmp_path):
         try:
             run_timed(executor, held)
         except PipelineError as error:
-            assert isinstance(error.__cause__, PeerLost)
+            assert isinstance(error.__cause__, P2PError)
             (tmp_path / f"{rank}").write_text(str(error))
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -9,7 +9,7 @@ from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.search.fit import fitted
 from megatron5d.pipeline_parallel.search.search import search_program
 from megatron5d.pipeline_parallel.simulate import simulate
-from megatron5d.planning.auto_schedule import LayerCosts
+from megatron5d.planning.stage_costs import LayerCosts
 
 COSTS = {"experts": "a2aF=0.5,a2aB=0.5", "dear": "a2aF=1,a2aB=1,comm=0.1", "dense": "F=1,I=1.2,W=0.8,comm=0.1"}
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from ranks import run_ranks
@@ -17,13 +18,14 @@ from megatron5d.model.gpt import GPT
 from megatron5d.planning.clusters import cluster_called, cluster_of
 from megatron5d.planning.dp_traffic import Sharding, carried_bytes, rounds
 from megatron5d.planning.memory_forecast import Target
-from megatron5d.planning.predict import Estimator, step_on
-from megatron5d.planning.step_time import Prices, StepCost
-from megatron5d.planning.work import Matrix, Unit, Work
+from megatron5d.planning.predict import Estimator, prediction_of
+from megatron5d.planning.step_time import Prices
+from megatron5d.planning.work import Elements, Matrix, Unit, Work
 from megatron5d.planning.workload import Workloads
-from megatron5d.topology.mesh import build_mesh, lines_of
+from megatron5d.topology.mesh import build_mesh, planned_mesh
+from megatron5d.topology.process import Process
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 # every token chooses every expert: the only routing whose counts are known beforehand
 MOE = {"num_experts": 4, "top_k": 4, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "first_k_dense": 1}
@@ -45,7 +47,7 @@ def layout(*, schedule=None, fields=None, fp8="none", **options):
 
 def sent_on_rank(rank: int, world: int, config) -> tuple[int, dict[str, int]]:
     """(pipeline rank, axis -> bytes) of a step that is not the first."""
-    plan, ledger = plan_pipeline(config, world), Ledger()
+    plan, ledger = pipeline_layout(config, world), Ledger()
     mesh = build_mesh(
         sizes_of(config, world), rank, num_kv_heads=config.model.num_kv_heads, pairs=plan.shared != "none",
         recorder=ledger,
@@ -85,6 +87,10 @@ LAYOUTS = {
     "zero3-dualpipe": (4, {"pp": 2, "zero": 3, "schedule": "dualpipe_v", "fields": MOE, "recompute": FULL, "gbs": 8}),
     "tied-zero3": (2, {"zero": 3, "fields": {"tie_embeddings": True, "num_mtp_layers": 2}}),
     "muon-tp-zero1": (8, {"tp": 2, "sp": True, "cp": 2, "zero": 1, "optim": MUON}),
+    "freeze-zero2": (4, {"zero": 2, "gbs": 8, "fields": MOE, "optim": {"freeze": ["layers.[12].*", "*.router.*"]}}),
+    "freeze-zero3-pp": (4, {"pp": 2, "zero": 3, "gbs": 8, "optim": {"freeze": ["*mlp*", "head.*"]}}),
+    "freeze-tied": (4, {"pp": 2, "zero": 1, "fields": {"tie_embeddings": True}, "optim": {"freeze": ["embedding*"]}}),
+    "freeze-sp-muon": (8, {"tp": 2, "sp": True, "zero": 1, "optim": {**MUON, "freeze": ["*attention*"]}}),
     "muon-moe": (4, {"ep": 2, "zero": 1, "fields": MOE, "optim": MUON}),
 }  # fmt: skip
 
@@ -148,21 +154,21 @@ def test_faster_machines_and_better_ways_cost_less():
     assert more == pytest.approx(bubble, rel=0.2) and many.mfu > few.mfu  # behind four times the work
 
 
-def test_a_run_expects_a_time_where_its_device_is_known():
-    config = layout(pp=2)
-    plan = plan_pipeline(config, 2)
-    found = step_on("NVIDIA H100 80GB HBM3", config, 2, plan)
-    assert isinstance(found, StepCost) and found.step_s == pytest.approx(Estimator(H100).step(config, 2).step_s)
-    assert step_on("Tesla T4", config, 2, plan) is None
+def test_a_run_expects_a_time_where_its_device_is_known(monkeypatch):
+    def predicted(config, name="NVIDIA H100 80GB HBM3"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return prediction_of(config, Process(0, 2, 0, torch.device("cuda")), pipeline_layout(config, 2))
+
+    config, (found, cost) = layout(pp=2), (predicted(layout(pp=2)), Estimator(H100).step(layout(pp=2), 2))
+    assert (found.step_s, found.mfu, *found.bubble) == pytest.approx((cost.step_s, cost.mfu, *cost.bubble))
+    assert predicted(config, "Tesla T4").step_s is None and predicted(config, "Tesla T4").sent == cost.sent
     assert [getattr(cluster_of(f"NVIDIA {name}"), "name", None) for name in ("GH200 480GB", "H200", "GB200")] == [
         "gh200", "h200", "gb200",
     ]  # fmt: skip
     wide = dataclasses.replace(config, precision=PrecisionConfig(dtype="fp32"))
-    assert "precision.dtype = fp32" in str(step_on("NVIDIA H100 80GB HBM3", wide, 2, plan))
+    assert "precision.dtype = fp32" in predicted(wide).report[0]
     halved = dataclasses.replace(config, log=LogConfig(peak_tflops=H100.flops / 2e12))
-    measured_so = step_on("NVIDIA H100 80GB HBM3", halved, 2, plan)
-    assert isinstance(measured_so, StepCost) and measured_so.step_s == found.step_s
-    assert measured_so.mfu == pytest.approx(2 * found.mfu)
+    assert predicted(halved).step_s == found.step_s and predicted(halved).mfu == pytest.approx(2 * found.mfu)
 
 
 def test_muon_works_on_whole_matrices_one_a_rank():
@@ -197,20 +203,19 @@ def test_what_goes_to_the_host_is_counted_and_takes_time_where_nothing_hides_it(
 def test_what_an_update_moves_is_counted_by_hand():
     """Of 200 elements half are this rank's, and of 150 in matrices; four ranks share a round."""
     config = layout(tp=2, sp=True, zero=1, optim=MUON)
-    sizes = {"dp_shard_cp": 2, "dp_replicate": 1, "tp": 2, "edp_shard": 1, "edp_replicate": 1, "etp": 1}
-    sharding = Sharding(config, sizes)
-    unit = Unit({}, 200, 0, matrices=tuple(Matrix(elements, False, Work()) for elements in (10, 50, 40, 30, 20)))
+    sharding = Sharding(config, planned_mesh(sizes_of(config, 4)))
+    unit = Unit({}, Elements(200), matrices=tuple(Matrix(elements, False, Work()) for elements in (10, 50, 40, 30, 20)))
     assert [[each.elements for each in one.matrices] for one in rounds([unit], sharding)] == [[50, 40, 30, 20], [10]]
     assert carried_bytes([unit], sharding) == 100 * (4 + 2) + 75 * (2 + 2)
-    copies = Unit({}, 0, 0, copied={"tp": 100})  # each rank sums the slices that it owns
+    copies = Unit({}, copied={"tp": 100})  # each rank sums the slices that it owns
     assert {key: each for key, each in sharding.reduced([copies]).items() if each} == {("tp", "all_reduce"): 50 * 4}
 
 
 def test_what_ranks_with_the_same_sequence_add_up_is_not_attentions():
     """Counts of routers are summed over cp and tp together: no hop of a ring hides them."""
     config = layout(tp=2, sp=True)
-    prices = Prices(H100, config, lines_of(sizes_of(config, 2), 0, config.model.num_kv_heads))
-    counted = Unit({"F": Work(sent={("cp_tp", "all_reduce"): Traffic(1, 1, 10**6)})}, 0, 0)
+    prices = Prices(H100, config, planned_mesh(sizes_of(config, 2)))
+    counted = Unit({"F": Work(sent={("cp_tp", "all_reduce"): Traffic(1, 1, 10**6)})})
     spent, _ = prices.stage([counted], "F")
     assert spent["tp"] > 0 == spent["cp"]
 

@@ -20,11 +20,11 @@ from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.gpt import GPT
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.planning.rank_memory import RankMemory
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
-from megatron5d.train.pipeline_layout import boundary_form, plan_pipeline
+from megatron5d.train.pipeline_layout import boundary_form, pipeline_layout
 
 CPU = Target(None)
 # every token chooses every expert: the only routing whose counts are known beforehand
@@ -109,7 +109,7 @@ class DeviceWatch(MemoryWatch):
 
 
 def count_on_rank(rank: int, world: int, config) -> Counted:
-    plan = plan_pipeline(config, world)
+    plan = pipeline_layout(config, world)
     sizes, kv = sizes_of(config, world), config.model.num_kv_heads
     mesh = build_mesh(sizes, rank, num_kv_heads=kv, pairs=plan.shared != "none")
     with MemoryWatch() as watch:
@@ -117,7 +117,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         model.initialize(1)
         sync, optimizer, trainer = build_trainer(config, mesh, model, plan)
         time.sleep(0.02)  # gloo's threads let go of what ranks have told each other a moment later
-        flags = model.overlap.box_bytes * mesh["tp"].size  # those of all ranks are mapped here
+        flags = model.overlap.buffer_bytes * mesh["tp"].size  # those of all ranks are mapped here
         resident = watch.live_bytes - flags
     storages = [
         {id(storage): storage.nbytes() for tensor in tensors if (storage := tensor.untyped_storage()) is not None}
@@ -150,7 +150,7 @@ def count_on_rank(rank: int, world: int, config) -> Counted:
         sum(mesh[name].rank for name in ("dp", "cp", "tp")),
         (weights + copies, *others),
         resident + copies - away,
-        model.overlap.box_bytes,
+        model.overlap.buffer_bytes,
         sum(x.nbytes for batch in batches for x in vars(batch).values() if isinstance(x, torch.Tensor)),
         min(peaks) - copies,
         kept,

@@ -11,6 +11,7 @@ from megatron5d.config.convert import changed
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.partition import stage_specs
 from megatron5d.planning import layout_search as layouts
+from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.dp_traffic import Sharding
 from megatron5d.planning.layout_search import Candidate, LayoutSearch, Proposals, Questions, best
@@ -18,9 +19,8 @@ from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, planned_config
 from megatron5d.planning.rank_memory import CONTEXT_BYTES, FRAGMENTATION
 from megatron5d.planning.workload import Workloads
-from megatron5d.topology.mesh import lines_of
+from megatron5d.topology.mesh import planned_mesh
 from megatron5d.train.build import sizes_of
-from megatron5d.train.pipeline_layout import pipeline_faults, planned_pipeline
 
 CLUSTER = dataclasses.replace(cluster_called("h100"), node=4)
 
@@ -116,10 +116,9 @@ def test_the_state_seen_at_a_glance_is_the_forecasts(optim, zero):
     """Weights, gradients and moments of one rank, but for what buffers add to them."""
     words = ["model=llama3_8b", "model.num_layers=2", "train.gbs=8", "precision.dtype=bf16", f"parallel.zero={zero}"]
     given = planned_config([*words, f"optim.name={optim}"], 8)
-    plan = planned_pipeline(given, 8)
-    lines = lines_of(sizes_of(given, 8), 0, given.model.num_kv_heads)
-    (units,) = Workloads(Target()).stages(given, stage_specs(plan.layout), plan.shared)
-    seen = Sharding(given, {name: len(ranks) for name, ranks in lines.items()}, plan.shared).state_bytes(units)
+    plan = quick_layout(given, 8)
+    (units,) = Workloads(Target()).stages(given, stage_specs(plan.layers), plan.shared)
+    seen = Sharding(given, planned_mesh(sizes_of(given, 8)), plan.shared).state_bytes(units)
     (memory,) = Forecaster(given, 8, Target("sm_90")).ranks().values()
     assert seen == pytest.approx(memory.weights + memory.gradients + memory.optimizer, rel=0.01)
 
@@ -194,7 +193,7 @@ def test_a_rank_needs_a_little_more_than_what_it_is_said_to_need_at_least(schedu
         "parallel.tp": 1, "parallel.pp": 2, "parallel.ep": 4, "train.gbs": 32, "pipeline.schedule": schedule,
         "recompute.mode": "selective",
     })  # fmt: skip
-    estimator, plan, target = Estimator(CLUSTER, 1.5), planned_pipeline(laid, 8), Target("sm_90", 1.5)
+    estimator, plan, target = Estimator(CLUSTER, 1.5), quick_layout(laid, 8), Target("sm_90", 1.5)
     least = estimator.least_bytes(laid, 8, plan)
     for rank, memory in Forecaster(laid, 8, target, plan).ranks().items():
         fixed = memory.outside - CONTEXT_BYTES + (1 + FRAGMENTATION) * memory.library

@@ -43,8 +43,8 @@ def by_hand(recipe, powers_of_two, x, weight, dy):
         dy = eight_bits(dy, 57344.0, torch.float8_e5m2, powers_of_two)
         return x @ weight.t(), dy @ weight, dy.t() @ x
     x, dy, weight = (grid(each, rows, 128, powers_of_two) for each, rows in ((x, 1), (dy, 1), (weight, 128)))
-    turned_dy, turned_x = (grid(each.t(), 1, 128, powers_of_two) for each in (dy, x))
-    return x @ weight.t(), dy @ weight, turned_dy @ turned_x.t()
+    transposed_dy, transposed_x = (grid(each.t(), 1, 128, powers_of_two) for each in (dy, x))
+    return x @ weight.t(), dy @ weight, transposed_dy @ transposed_x.t()
 
 
 def recipe_of(name, powers_of_two):

@@ -13,7 +13,7 @@ from kernels.activation import weighted_activation
 from megatron5d.autograd import recompute as activations
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.model.gpt import GPT
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.precision import fp8_recipes as fp8
 from megatron5d.precision.fp8_tensor import Fp8Tensor
 from megatron5d.precision.gemm import PLAIN, ExpertGemms, Gemms, gemms_of

@@ -8,7 +8,7 @@ from torch import nn
 from megatron5d.comm.ledger import Ledger
 from megatron5d.precision.fp8_recipes import BlockwiseGemms, TensorwiseGemms
 from megatron5d.precision.gemm import PLAIN
-from megatron5d.tensor_parallel.overlap import Chunked, Fused, Product, Whole
+from megatron5d.tensor_parallel.overlap import Chunked, Fused, Gemm, Overlap
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 
@@ -21,7 +21,7 @@ GEMMS = {
 
 
 def every_way(rank: int, world: int, recipe: str):
-    """Per mode and direction: gathered product, gathered operand, scattered product, bytes sent."""
+    """Per mode and direction: gathered gemm, gathered operand, scattered gemm, bytes sent."""
     ledger = Ledger()
     tp = build_mesh(resolve(world, tp=world), rank, recorder=ledger)["tp"]
     generator = torch.Generator().manual_seed(0)
@@ -29,16 +29,16 @@ def every_way(rank: int, world: int, recipe: str):
     gemms, found = GEMMS[recipe], []
     weight.gemms = gemms
     fused = Fused(tp, torch.device("cpu"), 120.0)
-    for overlap in (Whole(), Chunked(), fused, fused):
+    for overlap in (Overlap(), Chunked(), fused, fused):
         ledger.clear()
         for backward, width in ((False, H), (True, F)):
             x = torch.randn(S, 2, width, dtype=torch.float64, generator=generator.manual_seed(width))
-            product = Product(weight, backward)
+            gemm = Gemm(weight, backward)
             mine, terms = gemms.operand(x.chunk(world)[rank], backward), gemms.operand(x * (rank + 1), backward)
-            y, whole = overlap.gather_product(mine, product, tp, keep=True)
-            alone, nothing = overlap.gather_product(mine, product, tp, keep=False)
+            y, whole = overlap.all_gather_gemm(mine, gemm, tp, keep=True)
+            alone, nothing = overlap.all_gather_gemm(mine, gemm, tp, keep=False)
             assert nothing == () and torch.equal(alone, y)
-            found.append([y, *(each.double() for each in whole), overlap.product_scatter(terms, product, tp)])
+            found.append([y, *(each.double() for each in whole), overlap.gemm_reduce_scatter(terms, gemm, tp)])
         found[-1].append(torch.tensor(ledger.bytes_by_axis()["tp"]))
     return [[each.detach() for each in one] for one in found]
 
@@ -54,18 +54,18 @@ def test_every_mode_gives_what_the_whole_gives(recipe):
 def test_fused_products_name_the_rank_that_stopped():
     def until_one_stops(rank, world):
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
-        fused, product, x = (
+        fused, gemm, x = (
             Fused(tp, torch.device("cpu"), 4.0),
-            Product(nn.Parameter(torch.ones(6, 6))),
+            Gemm(nn.Parameter(torch.ones(6, 6))),
             torch.ones(4, 1, 6),
         )
-        fused.gather_product((x,), product, tp, keep=False)
-        fused.product_scatter((x,), product, tp)
+        fused.all_gather_gemm((x,), gemm, tp, keep=False)
+        fused.gemm_reduce_scatter((x,), gemm, tp)
         if rank == 0:
             fused.check()
             for run in (
-                lambda: fused.gather_product((x,), product, tp, keep=False),
-                lambda: fused.product_scatter((x,), product, tp),
+                lambda: fused.all_gather_gemm((x,), gemm, tp, keep=False),
+                lambda: fused.gemm_reduce_scatter((x,), gemm, tp),
             ):
                 with pytest.raises(TimeoutError, match=r"rank 0 .* waited 2 s for chunk 1 .* rank 1 .* not sent"):
                     run()

@@ -11,7 +11,7 @@ from hf_folders import random_model
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import end_tokens
 from megatron5d.config.load import load_config
-from megatron5d.data.tiktoken_ranks import CL100K_PATTERN
+from megatron5d.data.bpe_files import CL100K_PATTERN
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.data.tokenizer_export import exported_tokenizer, special_tokens
 from tools import convert, generate

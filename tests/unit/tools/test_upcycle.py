@@ -130,4 +130,4 @@ def test_of_a_run_in_bf16_the_masters_become_the_mixture(dense, tmp_path):
     saved = SavedWeights(tmp_path / "moe" / "step-00000000")
     master = tensors["optim.master.layers.1.mlp.up.weight"].parts[0, 0]
     assert torch.equal(saved.read("layers.1.experts.up.weight", (3, 0, 0), (1, *master.shape))[0], master)
-    assert saved.tensors["embedding.weight"].properties.dtype == torch.float32
+    assert saved.tensors["embedding.weight"].dtype == torch.float32

@@ -17,9 +17,9 @@ from megatron5d.config.schema import (
 )
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate, waiting_shares
-from megatron5d.planning.auto_schedule import known_programs, run_costs
+from megatron5d.planning.auto_schedule import known_programs, layout_of
 from megatron5d.planning.predict import expected_bubble
-from megatron5d.train.pipeline_layout import plan_pipeline
+from megatron5d.planning.stage_costs import run_costs
 
 STEPS, EVAL_EVERY = 4, 2
 
@@ -78,8 +78,8 @@ def test_the_bubble_is_that_of_the_split_that_auto_has_found():
         train=TrainConfig(gbs=8, seq_len=32),
     )
     found = known_programs(config, [8])
-    plan = plan_pipeline(config, 4, found)
-    assert plan.layout == (0, 2, 2, 2, 2, 2, 2, 0) and found.config.pipeline.split == "cost"
+    plan = layout_of(found, 4)
+    assert plan.layers == (0, 2, 2, 2, 2, 2, 2, 0) and found.config.pipeline.split == "cost"
     costs = run_costs(found.config).of(plan.placement)
     shares = waiting_shares(program := plan.program_of(8), simulate(program, costs))
     assert expected_bubble(config, plan, program) == pytest.approx(shares)

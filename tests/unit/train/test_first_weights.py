@@ -10,12 +10,13 @@ from ranks import run_ranks
 from megatron5d.config.schema import PrecisionConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.planning.memory_forecast import Forecaster, Target
-from megatron5d.planning.meta_run import MemoryWatch
+from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.topology import init_weights as rng
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.topology.shard_spec import spec_of, without_memory
 from megatron5d.train.build import build_run, sizes_of
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 
 def large(model="odd_vocab_tied", **parallel):
@@ -41,7 +42,7 @@ def test_each_rank_fills_what_it_keeps(monkeypatch):
         for parallel in LAYOUTS:
             config = large(**parallel)
             with MemoryWatch() as watch:
-                run = build_run(config, Process(rank, world, rank, torch.device("cpu")))
+                run = build_run(config, Process(rank, world, rank, torch.device("cpu")), pipeline_layout(config, world))
                 live, peak, largest = watch.live_bytes, watch.peak_bytes, watch.largest
             plain = GPT(config, run.mesh, "cpu")
             plain.initialize(config.train.seed)

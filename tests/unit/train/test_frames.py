@@ -12,6 +12,7 @@ from megatron5d.data.batch import make_micro_batch
 from megatron5d.model.attention import SelfAttention
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 ROOT = Path(__file__).parents[3]
 MOST = 6
@@ -23,7 +24,8 @@ def test_a_layer_is_few_frames_below_a_step(monkeypatch, recompute):
         num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, ffn_hidden_size=48, vocab_size=64
     )
     config = Config(model=model, train=TrainConfig(gbs=1, mbs=1, seq_len=16), recompute=RecomputeConfig(recompute))
-    run, forward, chains = build_run(config, Process(0, 1, 0, torch.device("cpu"))), SelfAttention.forward, []
+    run = build_run(config, Process(0, 1, 0, torch.device("cpu")), pipeline_layout(config, 1))
+    forward, chains = SelfAttention.forward, []
 
     def traced(*args):
         frame, names = sys._getframe(1), []

@@ -23,8 +23,8 @@ from megatron5d.config.schema import (
 )
 from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.topology.process import Process
-from megatron5d.train.loop import train
 from megatron5d.train.step import Trainer
+from pretrain import plan_and_train
 
 WORLD, POISONED = 4, 2  # pp 2 × dp 2: rank 2 is the second stage of dp 0
 
@@ -62,7 +62,7 @@ def poisoned_run(rank, world, config, steps):
         return result
 
     Trainer.accumulate, Trainer.step = with_nan, watched
-    assert train(config, Process(rank, world, rank, torch.device("cpu"))) == 0
+    assert plan_and_train(config, Process(rank, world, rank, torch.device("cpu"))) == 0
     return seen
 
 
@@ -126,7 +126,7 @@ def poisoned_gradient(rank, world, config):
         return share
 
     Trainer.accumulate = with_inf
-    return train(config, Process(rank, world, rank, torch.device("cpu")))
+    return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
 
 
 def test_the_first_parameter_that_is_not_finite_is_named(tmp_path, corpus):
@@ -178,7 +178,7 @@ def weights_of_run(rank, world, config):
         return result
 
     Trainer.step = watched
-    assert train(config, Process(rank, world, rank, torch.device("cpu"))) == 0
+    assert plan_and_train(config, Process(rank, world, rank, torch.device("cpu"))) == 0
     return seen
 
 

@@ -28,10 +28,11 @@ from megatron5d.config.schema import (
 from megatron5d.data.batch import make_micro_batch
 from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 ROOT = Path(__file__).parents[3]
 LAYERS, MICROBATCHES = 2, 3
-AGREE, SPLITS, NODES = ("step.py", "_agree"), ("dispatcher.py", "_state"), ("hierarchical_dispatcher.py", "dispatch")
+AGREE, SPLITS, NODES = ("step.py", "total"), ("dispatcher.py", "_state"), ("hierarchical_dispatcher.py", "dispatch")
 READS = {Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
          Tensor.__index__, torch.equal, torch.allclose}  # fmt: skip
 SHAPED_BY_VALUES = {Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select, torch.unique,
@@ -110,7 +111,7 @@ def step(rank: int, world: int, model: ModelConfig, parts: dict) -> Counter[tupl
     """What the second step of a tiny run waits for; the first one makes what is kept."""
     train = TrainConfig(gbs=MICROBATCHES * world, mbs=1, seq_len=16)
     config = Config(model=model, train=train, precision=PrecisionConfig(dtype="fp32"), **parts)
-    run = build_run(config, Process(rank, world, rank, torch.device("cpu")))
+    run = build_run(config, Process(rank, world, rank, torch.device("cpu")), pipeline_layout(config, world))
     batches = [make_micro_batch(row[None]) for row in torch.randint(64, (MICROBATCHES, 17))]
     run.trainer.step(batches, 1e-3)
     with Waits() as noted:

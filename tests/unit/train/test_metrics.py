@@ -15,6 +15,7 @@ import wandb
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config, LogConfig, ModelConfig, WandbConfig
 from megatron5d.model.flops import flops_per_token, parameter_count
+from megatron5d.planning.predict import peak_tflops
 from megatron5d.train.monitoring import writers as metrics
 from megatron5d.train.monitoring.trackers import TensorBoard, Wandb
 from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Writers, round_steps
@@ -318,9 +319,9 @@ def test_a_console_that_is_gone_ends_nothing(monkeypatch):
 
 def test_tensorboard_shows_every_number_and_no_step_twice(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = LogConfig(tensorboard=str(tmp_path))
+    config = Config(log=LogConfig(tensorboard=str(tmp_path)))
     for done, life in ((0, (1, 2, 3)), (1, (2,))):
-        board = TensorBoard(log, done, "model: tiny")
+        board = TensorBoard(config, done)
         for step in life:
             board.write({"step": step, "loss": step / 4 + done, "mfu": None})
         board.close(0)
@@ -337,10 +338,10 @@ def test_tensorboard_shows_every_number_and_no_step_twice(tmp_path):
 )  # fmt: skip
 def test_the_peak_of_a_device_is_that_of_its_longest_name(name, peak, monkeypatch):
     """B200 is in GB200's name, and H100 in those of the slower H100s."""
-    monkeypatch.setattr(metrics.torch.cuda, "get_device_name", lambda device: name)
-    assert metrics.peak_tflops(LogConfig(), torch.device("cuda")) == peak
-    assert metrics.peak_tflops(LogConfig(peak_tflops=7.0), torch.device("cuda")) == 7
-    assert metrics.peak_tflops(LogConfig(), torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(LogConfig(), torch.device("cuda")) == peak
+    assert peak_tflops(LogConfig(peak_tflops=7.0), torch.device("cuda")) == 7
+    assert peak_tflops(LogConfig(), torch.device("cpu")) is None
 
 
 def test_flops_by_hand():

@@ -23,8 +23,9 @@ from megatron5d.config.schema import (
     WandbConfig,
 )
 from megatron5d.topology.process import Process
-from megatron5d.train.loop import locked_outputs, train
+from megatron5d.train.loop import locked_outputs
 from megatron5d.train.monitoring import report
+from pretrain import plan_and_train
 
 
 def config_in(folder: Path) -> Config:
@@ -119,7 +120,7 @@ def test_a_tracker_learns_how_the_run_ended(tmp_path, how, code):
     def one(rank, world):
         report.Wandb = lambda *_: Told(tmp_path / "code", how == "stopped")
         try:
-            return train(config, Process(rank, world, rank, torch.device("cpu")))
+            return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
         except FloatingPointError:
             return 1
 

@@ -4,8 +4,10 @@ import subprocess
 
 import pytest
 
+from megatron5d.config.load import from_yaml
+from megatron5d.config.schema import Config
 from megatron5d.train import provenance
-from megatron5d.train.provenance import commit, keep_code
+from megatron5d.train.provenance import commit, write_provenance
 
 
 @pytest.fixture
@@ -35,8 +37,8 @@ def test_the_patch_of_a_run_restores_its_code(checkout, tmp_path):
     root, git = checkout
     head = git("rev-parse", "HEAD").strip()
     assert commit() == f"{head}-dirty"
-    keep_code(tmp_path / "run")
-    keep_code(tmp_path / "run")  # resumed with the same code
+    write_provenance(tmp_path / "run", Config())
+    write_provenance(tmp_path / "run", Config())  # resumed with the same code
     (patch,) = (tmp_path / "run" / "code").iterdir()
     assert patch.name.startswith(head[:12]) and f"commit {head}-dirty" in patch.read_text()
     git("reset", "-q", "--hard")
@@ -50,5 +52,6 @@ def test_code_that_is_installed_in_another_checkout_has_no_commit(checkout, tmp_
     monkeypatch.setattr(provenance, "ROOT", checkout[0] / "megatron5d")
     commit.cache_clear()
     assert commit() is None
-    keep_code(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    write_provenance(tmp_path / "run", Config())
+    assert not list((tmp_path / "run" / "code").iterdir())
+    assert from_yaml((tmp_path / "run" / "config.yaml").read_text()) == Config()

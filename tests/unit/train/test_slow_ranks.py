@@ -22,10 +22,10 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.process import Process
-from megatron5d.train.loop import train
 from megatron5d.train.monitoring import stragglers as slow_ranks
 from megatron5d.train.monitoring.stragglers import RECORDS, STALL_S, SlowRanks, peers
 from megatron5d.train.state import Progress
+from pretrain import plan_and_train
 
 pytestmark = pytest.mark.alone
 
@@ -60,7 +60,7 @@ def test_the_slow_rank_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, 
             return start(self, *args)
 
         Stage.begin, GradSync.start_step = asleep, counted
-        code = train(config, Process(rank, world, rank, torch.device("cpu")))
+        code = plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
         assert not gc.callbacks
         return code
 
@@ -164,7 +164,7 @@ def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(tmp_p
             return begin(self, op, *args)
 
         Stage.begin = stopped
-        return train(config, Process(rank, world, rank, torch.device("cpu")))
+        return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
 
     assert run_ranks(one, WORLD, timeout=120) == [0] * WORLD
     (named,) = [line for line in capfd.readouterr().err.splitlines() if "stalled" in line or "slow rank" in line]
@@ -237,7 +237,7 @@ def test_what_it_costs(tmp_path, slow_rank):
         counting(slow_ranks, "all_reduce", "compared")
         counting(Exposure, "during", "timed")
         counting(Ledger, "record", "sent")
-        train(config, Process(rank, world, rank, torch.device("cpu")))
+        plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
         return counts
 
     for counts in run_ranks(one, 2, timeout=120):

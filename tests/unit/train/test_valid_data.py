@@ -19,10 +19,10 @@ from megatron5d.topology.process import Process
 from megatron5d.train import data as data_module
 from megatron5d.train.build import sizes_of
 from megatron5d.train.data import held_out, train_loader, valid_loader
-from megatron5d.train.loop import train
 from megatron5d.train.preflight import data_faults
 from megatron5d.train.startup_warnings import epochs, repeated_validation, small_vocabulary, unmarked_documents
 from megatron5d.train.state import run_record
+from pretrain import plan_and_train
 
 DOCUMENTS, SEQ = 60, 16
 
@@ -104,7 +104,7 @@ def test_sets_beside_data_valid_change_none_of_its_numbers(corpus, tmp_path):
             data=DataConfig(train=[corpus], valid=[valid], valid_sets=sets),
             log=LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False, memory_check="off"),
         )
-        assert train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
+        assert plan_and_train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
         found.append(records(tmp_path / "log.jsonl"))
     for alone, beside in zip(*found, strict=True):
         for key in ("loss", "grad_norm", "initial_valid_loss", "valid_loss"):
@@ -120,7 +120,7 @@ def test_what_an_evaluation_found_is_written_at_its_step(corpus, tmp_path):
         data=DataConfig([corpus], split="8,2", prefetch=0),
         log=LogConfig(every=100, jsonl=str(tmp_path / "log.jsonl"), progress=False, memory_check="off"),
     )
-    assert train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
+    assert plan_and_train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
     found = {record["step"]: "valid_loss" in record for record in records(tmp_path / "log.jsonl")}
     assert found == {1: False, 3: True, 4: True}  # the first and the last in any case
 
@@ -137,7 +137,7 @@ def test_an_evaluation_of_padding_alone_is_no_loss_of_zero(corpus, tmp_path):
         log=LogConfig(progress=False, memory_check="off"),
     )
     with pytest.raises(ValueError, match="data.valid: what is evaluated has no target token at all"):
-        train(config, Process(0, 1, 0, torch.device("cpu")))
+        plan_and_train(config, Process(0, 1, 0, torch.device("cpu")))
 
 
 def test_what_an_evaluation_takes_more_than_once_is_told(corpus):
@@ -218,7 +218,7 @@ def test_a_resumed_run_keeps_the_mixture_with_which_it_began(corpus, tmp_path, m
             checkpoint=CheckpointConfig(dir=str(tmp_path / folder), every=4),
             log=LogConfig(jsonl=str(tmp_path / f"{folder}.jsonl"), progress=False, memory_check="off"),
         )
-        assert train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
+        assert plan_and_train(config, Process(0, 1, 0, torch.device("cpu"))) == 0
         return [record["loss"] for record in records(tmp_path / f"{folder}.jsonl")]
 
     whole = {weights: losses(weights, weights, 8) for weights in ("equal", "size")}

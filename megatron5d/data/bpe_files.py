@@ -1,4 +1,4 @@
-"""Reads files of BPE ranks: tiktoken's lists of base64 tokens, and Mistral's tekken.json.
+"""Reads files of byte-level BPE: tiktoken's lists of base64 tokens, Mistral's tekken.json, vocab.json with merges.txt.
 
 A tiktoken file holds ranks alone. The pattern that splits text and the special tokens follow from the number of ranks
 of the published vocabularies; for any other number, tokenizer_config.json beside the file has to say them.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron5d.data.special_tokens import FilesBeside
+from megatron5d.data.special_tokens import FilesBeside, read_object
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -30,10 +30,8 @@ QWEN2_PATTERN = CL100K_PATTERN.replace("{1,3}", "")
 
 def _cased_pattern(not_han: str, first: str, after_signs: str) -> str:
     """A pattern that begins a new piece where small letters are followed by a capital one."""
-    upper, lower = (
-        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]",
-        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]",
-    )
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]"
     words = [rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{a}{lower}{b}{CONTRACTIONS}?" for a, b in ("*+", "+*")]
     signs = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n{after_signs}]*"
     return first + "|".join([*words, r"\p{N}{1,3}", signs, r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
@@ -115,8 +113,8 @@ def looks_like_ranks(head: bytes) -> bool:
 def read_ranks(path: Path) -> Ranks:
     """Reads a tiktoken file.
 
-    The `pattern` in tokenizer_config.json beside it (a regular expression, or a name of PATTERNS) goes before the
-    published one; the special tokens that the files beside it add go before the published ones, too.
+    The `pattern` in tokenizer_config.json beside it (a regular expression, or a name of PATTERNS) replaces the
+    published one and nothing else; the special tokens that the files beside it add go before the published ones.
 
     Raises:
         ValueError: a line is not a base64 token and a rank (names the line), two tokens have the same rank, a single
@@ -133,14 +131,13 @@ def read_ranks(path: Path) -> Ranks:
             raise ValueError(f"{path}:{number}: {line[:60]!r} is not 'base64-token rank'") from None
     _check_whole(path, ranks)
     published, beside, taken = PUBLISHED.get(len(ranks)), FilesBeside(path), set(ranks.values())
-    added = {token: number for token, number in beside.added().items() if number not in taken}
-    special = {**(published.special if published else {}), **added}
     pattern = beside.config.get("pattern")
-    if pattern is not None:
-        return Ranks(ranks, PATTERNS.get(str(pattern), str(pattern)), special)
-    if published is None:
+    if published is None and pattern is None:
         raise ValueError(_unknown(path, len(ranks), max(ranks.values()) + 1))
-    return Ranks(ranks, published.pattern, special, published.normal_form, adds_bos=True)
+    known = published or Published("", "", {})
+    added = {token: number for token, number in beside.added().items() if number not in taken}
+    pattern = known.pattern if pattern is None else PATTERNS.get(str(pattern), str(pattern))
+    return Ranks(ranks, pattern, {**known.special, **added}, known.normal_form, adds_bos=published is not None)
 
 
 def _unknown(path: Path, count: int, after: int) -> str:
@@ -194,3 +191,79 @@ def read_tekken(path: Path, content: dict[str, Any]) -> Ranks:
         raise ValueError(f"{path}: not a tekken.json: {type(error).__name__} {error}") from error
     _check_whole(path, ranks)
     return Ranks(ranks, pattern, special, adds_bos=True)
+
+
+# ends of the two names: of transformers, of Megatron's gpt2-vocab.json too, and of OpenAI
+PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "")
+QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+
+
+def pair_of(path: Path) -> tuple[Path, Path] | None:
+    """The (vocabulary, merges) to which a file belongs by its name; None = the name is another, or one is missing."""
+    for ends in PAIRS:
+        for end in ends:
+            if path.name.endswith(end):
+                begin = path.name.removesuffix(end)
+                vocab, merges = (path.with_name(begin + each) for each in ends)
+                if vocab.is_file() and merges.is_file():
+                    return vocab, merges
+    return None
+
+
+def byte_level(model: Any, pattern: str | None, *, normal_form: bool = False, add_prefix_space: bool = False) -> Any:
+    """Returns a `tokenizers.Tokenizer` that splits text by a pattern and writes bytes as GPT-2 does.
+
+    Args:
+        model: a `tokenizers.models.BPE`.
+        pattern: None = GPT-2's, as the package has it.
+        normal_form: text is brought into NFC first.
+        add_prefix_space: a text begins with a space.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC() if normal_form else None
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=pattern is None)
+    if pattern is not None:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
+    """The `tokenizers.Tokenizer` of a pair.
+
+    Text is split as the folder's `tokenizer_class` does, GPT-2's or Qwen2's; where none is named, the number of tokens
+    says whether it is Qwen's.
+
+    Raises:
+        ValueError: a file is damaged, the class is another, or an added token cannot have its id.
+    """
+    from tokenizers import AddedToken, models
+
+    named = str(beside.config.get("tokenizer_class") or "")
+    tokens = read_object(vocab)
+    qwen2 = named in QWEN2_CLASSES or (not named and len(tokens) in (n for n in PUBLISHED if PUBLISHED[n].normal_form))
+    if not qwen2 and named not in GPT2_CLASSES:
+        raise ValueError(
+            f"{vocab}: tokenizer_class {named} may split text in its own way; write its tokenizer.json beside it: "
+            f"transformers.AutoTokenizer.from_pretrained({str(vocab.parent)!r}).save_pretrained(...)"
+        )
+    try:
+        bpe = models.BPE.from_file(str(vocab), str(merges))
+    except Exception as error:  # the package raises bare Exception
+        raise ValueError(f"{vocab} and {merges.name} are no byte-level BPE: {error}") from error
+    space = bool(beside.config.get("add_prefix_space"))
+    model = byte_level(bpe, QWEN2_PATTERN if qwen2 else None, normal_form=qwen2, add_prefix_space=space)
+    added = {token: number for token, number in beside.added().items() if token not in tokens}
+    if qwen2 and not added:
+        added = {token: len(tokens) + i for i, token in enumerate(t for t in QWEN_SPECIAL[:3] if t not in tokens)}
+    for token, number in sorted(added.items(), key=lambda item: item[1]):
+        model.add_tokens([AddedToken(token, normalized=False)])
+        if model.token_to_id(token) != number:
+            raise ValueError(
+                f"{vocab}: the added token {token!r} has id {number}; the next free one is {model.token_to_id(token)}"
+            )
+    return model

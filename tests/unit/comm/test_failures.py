@@ -11,8 +11,8 @@ from ranks import run_ranks
 
 from megatron5d.comm import failures as lost
 from megatron5d.comm.collectives import all_reduce, start_shift
-from megatron5d.comm.failures import LineLost, PeerLost, silent_ranks
-from megatron5d.comm.p2p import Form, open_channels
+from megatron5d.comm.failures import CollectiveError, P2PError, silent_ranks
+from megatron5d.comm.p2p import TensorMeta, open_channels
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -34,10 +34,10 @@ def test_the_rank_that_hangs_is_named(monkeypatch, op):
             return None
         if rank == 1:
             time.sleep(4)
-            with suppress(LineLost, RuntimeError):  # too late: the others have left
+            with suppress(CollectiveError, RuntimeError):  # too late: the others have left
                 STARTS[op](torch.zeros(3), axis)
             return None
-        with pytest.raises(LineLost) as found:
+        with pytest.raises(CollectiveError) as found:
             STARTS[op](torch.zeros(3), axis)
         return str(found.value)
 
@@ -58,7 +58,7 @@ def test_who_waits_for_one_that_waits_names_the_rank_behind(monkeypatch):
         for name in ("dp", "tp") if rank == 2 else ("tp", "dp"):
             try:
                 all_reduce(torch.zeros(3), mesh[name])
-            except (LineLost, RuntimeError) as error:  # the latter where the others have left
+            except (CollectiveError, RuntimeError) as error:  # the latter where the others have left
                 found.append(str(error))
         return found[0] if found else ""
 
@@ -78,11 +78,11 @@ def test_a_message_that_does_not_come_names_the_rank_behind(monkeypatch):
         time.sleep(6 if rank in (1, 3) else 0)
         found = ""
         if rank == 2:
-            inbox.post(Form((3,), torch.float32))
-            with pytest.raises(PeerLost) as lost_rank:
+            inbox.post(TensorMeta((3,), torch.float32))
+            with pytest.raises(P2PError) as lost_rank:
                 inbox.take()
             found = str(lost_rank.value)
-        with suppress(LineLost, RuntimeError):
+        with suppress(CollectiveError, RuntimeError):
             all_reduce(torch.zeros(3), mesh["tp"])
         return found
 
@@ -95,7 +95,9 @@ def test_what_fails_at_once_names_its_axis():
         def wait(self):
             raise RuntimeError("the backend's own words\nand more")
 
-    with pytest.raises(LineLost, match=r"all_gather over tp \(ranks 0, 1\) failed: .* says: the backend's own words$"):
+    with pytest.raises(
+        CollectiveError, match=r"all_gather over tp \(ranks 0, 1\) failed: .* says: the backend's own words$"
+    ):
         lost.finish(Broken(), "all_gather", Axis("tp", (0, 1), 0, None))
 
 

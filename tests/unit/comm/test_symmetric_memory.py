@@ -14,7 +14,7 @@ from kernels.symm_mem_flags import Patience
 from megatron5d.comm import symmetric_memory as mailbox
 from megatron5d.comm import symmetric_memory as segments
 from megatron5d.comm.ledger import Ledger
-from megatron5d.comm.symmetric_memory import BoxExchange, Mailbox
+from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
@@ -31,7 +31,7 @@ def converse(rank: int, world: int, num_exchanges: int, slow: int, pause_s: floa
     """Exchanges with a rank that pauses before it sends in odd exchanges and before it reads in even ones."""
     ledger = Ledger()
     ledger.timing = True
-    box = Mailbox(build_mesh(resolve(world, tp=world), rank, recorder=ledger)["tp"], CPU, 120.0)
+    box = SymmetricBuffers(build_mesh(resolve(world, tp=world), rank, recorder=ledger)["tp"], CPU, 120.0)
     for epoch in range(1, num_exchanges + 1):
         width = 7 if 5 <= epoch < 8 else 3  # boxes that grow in the middle, and serve what is smaller, too
         mine = content(rank, epoch, width)
@@ -75,15 +75,15 @@ def waits_for_any_exchange(arrivals, source, true=mailbox.wait_flag):
     true(dataclasses.replace(arrivals, epoch=1), source)
 
 
-def has_one_set_of_boxes(self, box, layout, true=BoxExchange.__init__):
+def has_one_set_of_boxes(self, box, layout, true=BufferExchange.__init__):
     true(self, box, layout)
     self._slot, self.arrivals = 0, dataclasses.replace(self.arrivals, flags=box.flags(box.axis.rank, 0))
 
 
 FAULTS = {
-    "told before sent": (BoxExchange, "_send", told_before_sent),
+    "told before sent": (BufferExchange, "_send", told_before_sent),
     "a flag of an earlier exchange counts": (mailbox, "wait_flag", waits_for_any_exchange),
-    "one set of boxes": (BoxExchange, "__init__", has_one_set_of_boxes),
+    "one set of boxes": (BufferExchange, "__init__", has_one_set_of_boxes),
 }
 
 
@@ -103,7 +103,7 @@ NAMED = (
 def test_a_rank_that_never_sends_is_named():
     def quiet(rank, world):
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
-        box = Mailbox(tp, CPU, 0.2)
+        box = SymmetricBuffers(tp, CPU, 0.2)
         exchange = box.exchange([(torch.Size([2]), torch.float32)])
         assert exchange.arrivals.patience.limit_s == 0.1, "of the whole, torch's collectives would give up first"
         if rank == 0:
@@ -138,7 +138,7 @@ def test_ranks_on_several_hosts_are_refused_everywhere(monkeypatch):
         monkeypatch.setattr(segments.socket, "gethostname", lambda: f"node{rank}")
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
         with pytest.raises(ValueError, match=r"2 ranks of tp.*node0, node1.*parallel.tp_overlap=chunked"):
-            Mailbox(tp, CPU, 120.0)
+            SymmetricBuffers(tp, CPU, 120.0)
 
     run_ranks(elsewhere, 2)
 
@@ -154,14 +154,14 @@ def test_shared_memory_that_is_full_on_one_rank_is_refused_everywhere(monkeypatc
             monkeypatch.setattr(segments.os, "posix_fallocate", full)
         tp = build_mesh(resolve(world, tp=world), rank)["tp"]
         with pytest.raises(ValueError, match=r"gives no 256 bytes a rank \(No space.*parallel.tp_overlap=chunked"):
-            Mailbox(tp, CPU, 120.0)
+            SymmetricBuffers(tp, CPU, 120.0)
 
     run_ranks(on_rank, 2)
 
 
 def test_memory_is_counted_without_memory():
-    box = Mailbox(Axis("tp", (0, 1), 0), torch.device("meta"), 120.0)
+    box = SymmetricBuffers(Axis("tp", (0, 1), 0), torch.device("meta"), 120.0)
     exchange = box.exchange([(torch.Size([100, 4]), torch.bfloat16)])
     exchange.push([torch.empty(100, 4, dtype=torch.bfloat16, device="meta")])
     assert exchange.wait(1)[0].shape == (100, 4)
-    assert box.box_bytes == 1024 and exchange.inbox(0).untyped_storage().nbytes() == 256 + 2 * 2 * 1024
+    assert box.buffer_bytes == 1024 and exchange.receive_buffer(0).untyped_storage().nbytes() == 256 + 2 * 2 * 1024

@@ -1,0 +1,154 @@
+"""The report in a real browser: switches and panes work, a rank is selected everywhere, nothing is requested."""
+
+import json
+import re
+
+import pytest
+from browser import Browser
+
+from megatron5d.planning.clusters import cluster_called
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.predict import Estimator, planned_config
+from megatron5d.topology.grid import dense_grid, expert_grid, resolve
+from tools.report import collect
+from tools.report.collect import SWITCHES, grid_record
+from tools.report.page import page_of
+from tools.report.report import Question, report_of
+from tools.report.runs import run_record
+
+OVERRIDES = [
+    *("model=tiny_moe", "precision.dtype=bf16", "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=4"),
+    *("parallel.tp=2", "parallel.sp=true", "parallel.cp=2", "parallel.pp=2", "parallel.ep=2", "parallel.zero=2"),
+    *("train.gbs=16", "train.seq_len=64", "pipeline.schedule=zb_h1"),
+]
+WORLD = 16
+
+
+@pytest.fixture(scope="module")
+def report():
+
+    question = Question(overrides=OVERRIDES, world=WORLD, device="h100", against="parallel.tp=1 parallel.sp=false")
+    log = [
+        json.dumps({"step": step, "loss": 7.0 - step / 50, "tokens": 64 * step, "step_time_s": 0.5, "bubble": 0.25,
+                    "tokens_per_s_per_gpu": 8.0, "zero_exposed_s": 0.01, "moe/layer_1/load": 1.5})
+        for step in range(1, 31)
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collect, "MOST_VARIANTS_S", 0.0)  # combinations of switches would only take time here
+        numbers = report_of(question)
+    return numbers | {"runs": [run_record("a run", log, saved=[20])]}
+
+
+@pytest.fixture(scope="module")
+def browser(report, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    page = folder / "report.html"
+    page.write_text(page_of(report))
+    assert page.stat().st_size < 2e6
+    with Browser(folder / "profile") as browser:
+        browser.open(page)
+        yield browser
+
+
+def test_numbers_are_those_of_the_planner(report):
+    config = planned_config(OVERRIDES, WORLD)
+    cluster = cluster_called("h100")
+    layout = report["layouts"][0]
+    numbers = layout["variants"][""]
+    cost = Estimator(cluster).step(config, WORLD)
+    assert numbers["step_time_s"] == cost.step_s and numbers["mfu"] == cost.mfu
+    assert numbers["seconds"] == dict(cost.seconds) and numbers["sent_bytes"] == [dict(sent) for sent in cost.sent]
+    ranks = Forecaster(config, WORLD, Target("sm_90", config.moe.planned_imbalance)).ranks()
+    assert numbers["memory"] == [ranks[rank].kinds() for rank in sorted(ranks)]
+    mine = layout["pipeline"][0]
+    assert mine["makespan"] == cost.simulation.makespan and mine["bubble"] == cost.simulation.bubble
+    slots = [len(line) for line in cost.program.ranks]
+    assert [len(line) for line in mine["slots"]] == slots
+
+
+def test_a_run_tells_its_world_and_its_events(report):
+    (run,) = report["runs"]
+    assert run["world"] == 16 and run["events"] == [{"step": 20, "what": "checkpoint saved"}]
+    assert dict(run["breakdown"]) == {"everything else": 0.365, "zero exposed": 0.01, "pipeline bubble": 0.125}
+
+
+def test_every_switch_changes_the_layer(browser, report):
+    layout = report["layouts"][0]
+    assert layout["switches"] == list(SWITCHES)
+    press = "document.querySelector(`[data-switch=${arguments[0]}]`).click()"
+    shown = "return document.querySelector('#layer p:not(.lead)').textContent"
+    before = browser.run(shown)
+    for name in layout["switches"]:
+        browser.run(press, name)
+        assert browser.run("return state.off") == [name]
+        text, variant = browser.run(shown), layout["variants"][name]
+        if "refused" in variant:
+            assert variant["refused"] in text
+        else:
+            ratio = variant["needed_bytes"] / layout["variants"][""]["needed_bytes"]
+            assert f"memory × {ratio:.2f}" in text
+            assert re.search(r"Without \w+", text)
+        browser.run(press, name)
+    assert browser.run(shown) == before
+
+
+def test_a_rank_is_selected_in_every_pane(browser):
+    browser.run(
+        "document.querySelector('#grid rect[data-rank=\"9\"]').dispatchEvent(new Event('click', {bubbles: true}))"
+    )
+    assert browser.run("return state.rank") == 9
+    assert browser.run("return document.querySelector('#memory g.own').dataset.pp") == "1"
+    assert "pipeline rank 1 is idle" in browser.run("return document.querySelector('#pipeline').textContent")
+    assert "pp 1" in browser.run("return document.querySelector('#step table').textContent")
+    browser.run("document.querySelector('#memory g[data-pp=\"0\"]').dispatchEvent(new Event('click'))")
+    assert browser.run("return state.rank") == 1
+    key = "new KeyboardEvent('keydown', {key: 'ArrowRight'})"
+    browser.run(f"document.querySelector('#grid [role=application]').dispatchEvent({key})")
+    assert browser.run("return state.rank") == 2
+    browser.run("change({rank: 0})")
+
+
+@pytest.mark.parametrize("order", [("pp", "dp", "cp", "tp"), ("dp", "pp", "tp", "cp")])
+def test_groups_on_the_grid_are_those_of_the_mesh(browser, order):
+    sizes = resolve(WORLD, tp=2, cp=2, pp=2, ep=2, order=order)
+    dense = dense_grid(sizes)
+    expert = expert_grid(sizes, dense)
+    browser.run("layout().grid = arguments[0]", {"dense": grid_record(dense), "expert": grid_record(expert)})
+    for rank in range(WORLD):
+        groups = browser.run("change({rank: arguments[0]}); return groups()", rank)
+        lines = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp_replicate", "dp_shard")}
+        wanted = {name: list(dense.line(rank, *axes)) for name, axes in lines.items()}
+        assert groups == wanted | {"ep": list(expert.line(rank, "ep"))}
+
+
+def test_a_second_schedule_and_the_second_layout(browser, report):
+    names = browser.run("return [...document.querySelectorAll('#pipeline option')].map((each) => each.value)")
+    assert "1f1b" in names and "gpipe" in names
+    browser.run("view.other = '1f1b'; change({})")
+    assert browser.run("return document.querySelectorAll('#pipeline canvas').length") == 2
+    said = browser.run("return document.querySelector('#compare').textContent")
+    assert all(words in said for words in report["differences"]) and "tp: 2 → 1" in report["differences"]
+    browser.run("document.querySelectorAll('#layouts button')[1].click()")
+    assert browser.run("return document.querySelector('#sentence').textContent") == report["layouts"][1]["sentence"]
+    browser.run("document.querySelectorAll('#layouts button')[0].click()")
+
+
+def test_figures_open_their_formula(browser):
+    browser.run("document.querySelector('#memory button.figure').click()")
+    assert browser.run("return document.querySelector('#source-file').textContent").endswith("memory_forecast.py")
+    browser.run("document.querySelector('#source').close()")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_overflows(browser, width):
+    browser.resize(width)
+    wide = browser.run("return document.documentElement.scrollWidth")
+    assert wide <= width
+
+
+def test_no_error_and_no_request(browser):
+    assert [entry["message"] for entry in browser.log("browser") if entry["level"] == "SEVERE"] == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.log("performance")]
+    asked = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    ours = [each["request"]["url"] for each in asked if each["documentURL"].startswith("file:")]
+    assert len(ours) == 1 and ours[0].endswith("report.html")  # the page itself

@@ -1,0 +1,250 @@
+"""A layout as one JSON object: its memory, step time, layer, grid and pipeline, and the same without each dimension.
+
+Every number comes from the planner, the schedule simulator, or a layer that runs on the meta device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from math import ceil
+from typing import Any
+
+from megatron5d.config.checks import run_checks
+from megatron5d.config.convert import Change, changed
+from megatron5d.config.schema import Config
+from megatron5d.planning.auto_schedule import pipeline_faults
+from megatron5d.planning.clusters import GIB, Cluster
+from megatron5d.planning.memory_forecast import Forecaster, Target
+from megatron5d.planning.predict import Estimator
+from megatron5d.planning.rank_memory import gigabytes
+from megatron5d.planning.workload import Workloads
+from megatron5d.topology.grid import Grid, dense_grid, expert_grid
+from megatron5d.train.build import sizes_of
+from tools.report.layer import layer_record
+from tools.report.timeline import pipeline_record
+
+SWITCHES: dict[str, Change] = {
+    "zero": {"parallel.zero": 0},
+    "tp": {"parallel.tp": 1, "parallel.sp": False, "parallel.tp_overlap": "none"},
+    "sp": {"parallel.sp": False, "parallel.tp_overlap": "none"},
+    "cp": {"parallel.cp": 1, "parallel.cp_method": "ring"},
+    "pp": {"parallel.pp": 1, "parallel.vpp": 1, "pipeline.schedule": "1f1b", "pipeline.layout": None},
+    "ep": {"parallel.ep": 1, "parallel.etp": None},
+}
+"""Dimension -> the change that switches it off; its ranks then go to data parallelism."""
+DIMENSIONS = (
+    ("the pipeline", "bubble"),
+    ("tensor parallelism", "tp"),
+    ("expert parallelism", "ep"),
+    ("context parallelism", "cp"),
+    ("data parallelism", "dp"),
+)
+"""What may cost time, and its kind among a step's seconds."""
+MOST_VARIANTS_S = 12.0  # combinations of two or more switches are tried until so much time has passed
+MEDIAN_ERROR = 0.06  # of predicted step times, on 71 published runs that were not fitted (docs/planning.md)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A layout to report on.
+
+    Args:
+        name: shown for it.
+        config: a valid configuration.
+        world: number of ranks.
+        cluster: device and network; None = CPUs, of which no time is predicted.
+    """
+
+    name: str
+    config: Config
+    world: int
+    cluster: Cluster | None
+
+    @property
+    def target(self) -> Target:
+        return Target(self.cluster.architecture if self.cluster else None, self.config.moe.planned_imbalance)
+
+
+def layout_record(asked: Asked) -> dict[str, Any]:
+    """Returns a layout with its variants, grid and pipeline."""
+    config, world = asked.config, asked.world
+    on = _switched_on(config)
+    with ProcessPoolExecutor(2) as pool:
+        pipeline = pool.submit(pipeline_record, config, world, asked.cluster)
+        stages = pool.map(zero_stage, [asked] * 4, range(4))
+        variants = _variants(pool, asked, on)
+        timelines, zero_stages = pipeline.result(), list(stages)
+    name_cuts(variants, on)
+    sizes = sizes_of(config, world)
+    dense = dense_grid(sizes)
+    expert = expert_grid(sizes, dense)
+    return {
+        "name": asked.name,
+        "sentence": _sentence(variants[""], timelines, asked.cluster),
+        "world": world,
+        "device": _device(asked.cluster),
+        "model": _model(config),
+        "sizes": {name: getattr(sizes, name) for name in ("dp", "tp", "cp", "pp", "ep", "etp")}
+        | {"sp": config.parallel.sp, "zero": config.parallel.zero, "vpp": config.parallel.vpp},
+        "switches": list(on),
+        "variants": variants,
+        "zero_stages": zero_stages,
+        "grid": {"dense": grid_record(dense), "expert": grid_record(expert) if config.model.num_experts else None},
+        "pipeline": timelines,
+    }  # fmt: skip
+
+
+def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Returns what differs between two layouts, in words."""
+    words = [f"{name}: {value} → {second['sizes'][name]}" for name, value in first["sizes"].items()
+             if value != second["sizes"][name]]  # fmt: skip
+    a, b = first["variants"][""], second["variants"][""]
+    ratio = b["needed_bytes"] / a["needed_bytes"]
+    words.append(f"{second['name']} needs {abs(1 - ratio):.0%} {'more' if ratio > 1 else 'less'} memory a rank")
+    if a.get("step_time_s") and b.get("step_time_s"):
+        ratio = b["step_time_s"] / a["step_time_s"]
+        words.append(f"its step takes {abs(1 - ratio):.0%} {'longer' if ratio > 1 else 'less'}")
+        for kind, value in b["seconds"].items():
+            change = (value - a["seconds"].get(kind, 0.0)) / a["step_time_s"]
+            if abs(change) > 0.02:
+                words.append(f"{kind}: {change:+.0%} of the first one's step")
+    return words
+
+
+def _sentence(numbers: dict[str, Any], timelines: list[dict[str, Any]], cluster: Cluster | None) -> str:
+    said = [f"Needs {gigabytes(numbers['needed_bytes'])} a rank"]
+    if cluster is not None:
+        spare = (cluster.memory_bytes - numbers["needed_bytes"]) / GIB
+        said = [f"Fits with {spare:.1f} GiB to spare" if spare >= 0 else f"Does not fit: {-spare:.1f} GiB too much"]
+    if "mfu" in numbers:
+        said.append(f"{numbers['mfu']:.0%} MFU ± {MEDIAN_ERROR:.0%} of it")
+        name, kind = max(DIMENSIONS, key=lambda item: numbers["seconds"][item[1]])
+        most = numbers["seconds"][kind] / numbers["step_time_s"]
+        said.append(f"{name} costs {most:.0%}" if most >= 0.005 else "no dimension costs time")
+    elif timelines and "bubble" in timelines[0]:
+        said.append(f"the pipeline's bubble is {timelines[0]['bubble']:.0%}")
+    return "; ".join(said) + "."
+
+
+def _switched_on(config: Config) -> tuple[str, ...]:
+    parallel = config.parallel
+    on = {
+        "zero": parallel.zero > 0, "tp": parallel.tp > 1, "sp": parallel.sp, "cp": parallel.cp > 1,
+        "pp": parallel.pp > 1, "ep": parallel.ep > 1,
+    }  # fmt: skip
+    return tuple(name for name, is_on in on.items() if is_on)
+
+
+def _variants(pool: ProcessPoolExecutor, asked: Asked, on: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the layout, and what it becomes without each dimension and, as far as time allows, without several.
+
+    The key of a variant is the dimensions that are off, with blanks between them.
+    """
+    sets = [off for count in range(len(on) + 1) for off in combinations(on, count)]
+    sure = [off for off in sets if len(off) <= 1 or len(off) == len(on)]
+    rest = [off for off in sets if off not in sure]
+    began = time.monotonic()
+    found = dict(zip(sure, pool.map(variant, [asked] * len(sure), sure)))
+    while rest and time.monotonic() - began < MOST_VARIANTS_S:
+        some, rest = rest[:2], rest[2:]
+        found |= zip(some, pool.map(variant, [asked] * len(some), some))
+    return {" ".join(off): record for off, record in found.items()}
+
+
+def zero_stage(asked: Asked, stage: int) -> dict[str, Any]:
+    """Returns the numbers of a layout under another ZeRO stage, without its layer."""
+    record = _numbers_of(changed(asked.config, {"parallel.zero": stage}), asked, {"stage": stage})
+    record.pop("layer", None)
+    return record
+
+
+def variant(asked: Asked, off: Sequence[str]) -> dict[str, Any]:
+    """Returns the numbers of a layout without some dimensions."""
+    config = asked.config
+    for name in off:
+        config = changed(config, SWITCHES[name])
+    return _numbers_of(config, asked, {"off": list(off)})
+
+
+def _numbers_of(config: Config, asked: Asked, record: dict[str, Any]) -> dict[str, Any]:
+    """Returns `record` and the numbers of a configuration, its batch raised where it no longer divides, or why not."""
+    parallel, train = config.parallel, config.train
+    at_once = train.mbs * asked.world // (parallel.tp * parallel.cp * parallel.pp)
+    if train.gbs % at_once:
+        gbs = ceil(train.gbs / at_once) * at_once
+        config = changed(config, {"train.gbs": gbs, "train.gbs_ramp": None})
+        record["changed"] = f"train.gbs={gbs}"
+    if faults := run_checks(config, asked.world, files=False) or pipeline_faults(config, asked.world):
+        return record | {"refused": faults[0].reason}
+    return record | _numbers(config, asked)
+
+
+def _numbers(config: Config, asked: Asked) -> dict[str, Any]:
+    ranks = Forecaster(config, asked.world, asked.target).ranks()
+    worst = max(ranks, key=lambda rank: ranks[rank].needed)
+    estimator = Estimator(asked.cluster) if asked.cluster else None
+    workloads = estimator.workloads if estimator else Workloads(asked.target)
+    return {
+        "needed_bytes": ranks[worst].needed,
+        "worst_rank": worst,
+        "moment": ranks[worst].moment,
+        "memory": [ranks[rank].kinds() for rank in sorted(ranks)],
+        **(_step(estimator, config, asked.world) if estimator else {"unknown_time": "of CPUs no time is predicted"}),
+        "layer": layer_record(config, workloads),
+    }
+
+
+def _step(estimator: Estimator, config: Config, world: int) -> dict[str, Any]:
+    try:
+        cost = estimator.step(config, world)
+    except ValueError as error:
+        return {"unknown_time": str(error)}
+    return cost.record()
+
+
+def name_cuts(variants: dict[str, dict[str, Any]], on: Sequence[str]) -> None:
+    """Notes at every weight and tensor what it is whole, and at those of the layout itself which dimension cuts it.
+
+    A tensor's whole shape is the one that it has with every dimension off; a dimension cuts it where it is larger
+    with that dimension off.
+    """
+    whole = variants[" ".join(on)].get("layer")
+    without = {name: layer for name in on if (layer := variants[name].get("layer"))}
+    for record in variants.values():
+        for place, phase in enumerate(record.get("layer", [])):
+            for kind in ("weights", "tensors"):
+                for number, entry in enumerate(phase[kind]):
+                    if "whole" not in entry and whole:
+                        entry["whole"] = whole[place][kind][number]["local"]
+                    entry["cut"] = [
+                        [dim, name]
+                        for name, layer in without.items()
+                        for dim, (mine, other) in enumerate(zip(entry["local"], layer[place][kind][number]["local"]))
+                        if mine < other and name not in record["off"]
+                    ]
+
+
+def grid_record(grid: Grid) -> dict[str, Any]:
+    """Returns the axes of a grid, slowest first, and the rank at each of its places; None = rank i at place i."""
+    in_order = grid.ranks == tuple(range(len(grid.ranks)))
+    axes = [{"name": name, "size": size} for name, size in zip(grid.names, grid.sizes)]
+    return {"axes": axes, "ranks": None if in_order else list(grid.ranks)}
+
+
+def _device(cluster: Cluster | None) -> dict[str, Any]:
+    if cluster is None:
+        return {"name": "CPU", "node": 8}
+    return {key: value for key, value in asdict(cluster).items() if isinstance(value, (int, float, str))}
+
+
+def _model(config: Config) -> dict[str, Any]:
+    model, train = config.model, config.train
+    return {
+        "name": model.name or "custom", "num_layers": model.num_layers, "hidden_size": model.hidden_size,
+        "num_experts": model.num_experts, "seq_len": train.seq_len, "mbs": train.mbs, "gbs": train.gbs,
+        "dtype": config.precision.dtype, "fp8": config.precision.fp8, "recompute": config.recompute.mode,
+    }  # fmt: skip

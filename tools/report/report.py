@@ -1,0 +1,110 @@
+"""Gathers what a report shows and writes the page."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron5d.config.convert import from_dict
+from megatron5d.config.schema import Config
+from megatron5d.planning.clusters import Cluster, cluster_called
+from megatron5d.planning.predict import planned_config
+from tools.report.collect import Asked, differences, layout_record
+from tools.report.page import page_of
+from tools.report.runs import CHARTS, run_record
+from tools.report.sources import SOURCES
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a report is asked to show.
+
+    Args:
+        overrides: of pretrain.py, or of the first run's configuration.
+        runs: folders of runs, or their logs.
+        world: number of ranks; None = that of the first run.
+        device: as plan.py takes it, or cpu; None = h100, and cpu for a run whose log has no MFU.
+        against: overrides of a second layout, in one string.
+    """
+
+    overrides: Sequence[str] = ()
+    runs: Sequence[Path] = ()
+    world: int | None = None
+    device: str | None = None
+    against: str | None = None
+
+
+def write_report(question: Question, out: Path, json_file: Path | None = None) -> str:
+    """Writes the page, and its numbers where asked; returns the page's first sentence.
+
+    Raises:
+        ConfigError: a layout is refused.
+        ValueError: a folder holds no run, or nobody says how many ranks there are.
+    """
+    report = report_of(question)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    out.write_text(page_of(report))
+    return report["layouts"][0]["sentence"]
+
+
+def report_of(question: Question) -> dict[str, Any]:
+    """Returns all numbers of a report as one JSON object; see `write_report`."""
+    runs = [_run(folder) for folder in question.runs]
+    world = question.world or next((run["world"] for run in runs if run["world"]), None)
+    if world is None:
+        raise ValueError("a report needs --world N: the number of ranks")
+    cluster = _cluster(question.device, runs)
+    config = _config(question, question.overrides, world)
+    asked = [Asked(_name(config, question), config, world, cluster)]
+    if question.against:
+        more = shlex.split(question.against)
+        asked.append(Asked(question.against, _config(question, [*question.overrides, *more], world), world, cluster))
+    layouts = [layout_record(each) for each in asked]
+    return {
+        "title": f"megatron5d: {layouts[0]['name']}",
+        "layouts": layouts,
+        "differences": differences(*layouts) if len(layouts) == 2 else [],
+        "runs": runs,
+        "charts": list(CHARTS),
+        "sources": SOURCES,
+    }
+
+
+def _name(config: Config, question: Question) -> str:
+    return question.runs[0].resolve().name if question.runs else config.model.name or "custom"
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    logs = [folder] if folder.is_file() else sorted(folder.glob("*.jsonl"))
+    if len(logs) != 1:
+        raise ValueError(f"{folder} holds {len(logs)} .jsonl files, and a run has one: name the log itself")
+    log = logs[0]
+    saved = [int(step.name.removeprefix("step-")) for step in sorted(log.parent.glob("checkpoints/step-*"))]
+    return run_record(log.resolve().parent.name, log.read_text(errors="replace").splitlines(), saved)
+
+
+def _config(question: Question, overrides: Sequence[str], world: int) -> Config:
+    """Returns the configuration: of the first run's config.yaml, or of the overrides alone.
+
+    Raises:
+        ValueError: overrides beside a run, or a run without config.yaml.
+    """
+    if not question.runs or overrides:
+        return planned_config(list(overrides), world)
+    folder = question.runs[0] if question.runs[0].is_dir() else question.runs[0].parent
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: name the run's layout with overrides")
+    return from_dict(yaml.safe_load(file.read_text()))
+
+
+def _cluster(device: str | None, runs: Sequence[dict[str, Any]]) -> Cluster | None:
+    name = device or ("cpu" if runs and "mfu" not in runs[0]["fields"] else "h100")
+    return None if name == "cpu" else cluster_called(name)

@@ -1,0 +1,117 @@
+"""The pipeline's step slot by slot, as the simulator times it, under the run's schedule and the other named ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron5d.config.checks import run_checks
+from megatron5d.config.schema import Config
+from megatron5d.model.partition import stage_specs
+from megatron5d.pipeline_parallel.costs import StageCosts
+from megatron5d.pipeline_parallel.program import Program
+from megatron5d.pipeline_parallel.registry import schedule_names
+from megatron5d.pipeline_parallel.simulate import Simulation, held_activations, simulate
+from megatron5d.planning.auto_schedule import pipeline_faults, quick_layout
+from megatron5d.planning.clusters import Cluster
+from megatron5d.planning.memory_forecast import Target
+from megatron5d.planning.predict import Estimator
+from megatron5d.planning.stage_costs import run_costs
+from megatron5d.planning.workload import Workloads
+from megatron5d.train.pipeline_layout import micro_batch_counts
+
+MOST_SLOTS = 40_000  # of all timelines of a page together: it stays below 2 MB
+TICKS = 100_000  # a makespan; times of slots are integers
+
+
+def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list[dict[str, Any]]:
+    """Returns the timelines of a run's schedule and of every named schedule that its layout admits.
+
+    Args:
+        config: a valid configuration.
+        world: number of ranks.
+        cluster: device and network. Where no time is predicted (None, fp32) a forward of one stage takes one unit.
+
+    Returns:
+        One entry a schedule, the run's own first: `name`, `bubble` and `makespan` of the pipeline, `idle` by rank,
+        `num_microbatches`, and, as long as the page has room, `slots` (`slots_of`) and `held_bytes` by rank.
+    """
+    if config.parallel.pp == 1:
+        return []
+    timed = Timed(config, world, cluster)
+    records: list[dict[str, Any]] = []
+    room = MOST_SLOTS
+    for name in dict.fromkeys([config.pipeline.schedule, *schedule_names()]):
+        other = replace(config, pipeline=replace(config.pipeline, schedule=name))
+        if records and (run_checks(other, world, files=False) or pipeline_faults(other, world)):
+            continue
+        program, costs, found = timed.step(other)
+        records.append(_record(name, program, found, timed.in_seconds))
+        count = len(program.table.slot_start) - 1
+        if count <= room:
+            room -= count
+            held = held_activations(program, costs)
+            edges = program.table.rank_start.tolist()
+            records[-1] |= {
+                "slots": slots_of(program, found),
+                "held_bytes": [held[a:b].astype(int).tolist() for a, b in zip(edges, edges[1:])],
+            }
+    return records
+
+
+class Timed:
+    """Simulates steps of one model under any schedule.
+
+    Args:
+        config, world, cluster: as in `pipeline_record`.
+    """
+
+    def __init__(self, config: Config, world: int, cluster: Cluster | None) -> None:
+        self.world = world
+        self.in_seconds = cluster is not None and config.precision.dtype == "bf16"
+        self._estimator = Estimator(cluster) if cluster is not None and self.in_seconds else None
+        self._workloads = Workloads(Target(cluster.architecture if cluster else None))
+
+    def step(self, config: Config) -> tuple[Program, StageCosts, Simulation]:
+        """Returns the Program of a step, what its passes cost and keep in bytes, and its simulation."""
+        if self._estimator is not None:
+            cost = self._estimator.step(config, self.world)
+            return cost.program, cost.costs, cost.simulation
+        layout = quick_layout(config, self.world)
+        program = layout.program_of(micro_batch_counts(config, self.world)[-1])
+        dealt = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
+        stages = self._workloads.stages(config, stage_specs(layout.layers), layout.shared)
+        kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
+        costs = replace(run_costs(dealt).of(program.placement), activation=kept)
+        return program, costs, simulate(program, costs)
+
+
+def _record(name: str, program: Program, found: Simulation, in_seconds: bool) -> dict[str, Any]:
+    edges = program.table.rank_start
+    busy = [float((found.end[a:b] - found.start[a:b]).sum()) for a, b in zip(edges, edges[1:])]
+    return {
+        "name": name,
+        "num_microbatches": program.num_microbatches,
+        "num_stages": program.num_stages,
+        "copies": program.copies,
+        "in_seconds": in_seconds,
+        "makespan": found.makespan,
+        "bubble": found.bubble,
+        "idle": [found.makespan - each for each in busy],
+    }
+
+
+def slots_of(program: Program, found: Simulation) -> list[list[list[Any]]]:
+    """Returns for every rank its slots as [start, length, action, second action of an overlapped pair], in ticks."""
+    scale = TICKS / found.makespan if found.makespan else 0.0
+    start, end = np.rint(found.start * scale).astype(int).tolist(), np.rint(found.end * scale).astype(int).tolist()
+    edges = program.table.rank_start.tolist()
+    return [
+        [
+            [start[index], end[index] - start[index], *(f"{op}{stage}.{microbatch}" for op, stage, microbatch in slot)]
+            for slot, index in zip(line, range(first, stop))
+        ]
+        for line, first, stop in zip(program.ranks, edges, edges[1:])
+    ]
