@@ -10,7 +10,7 @@ Hugging Face publishes a different package under the same import name. Whoever i
         raise ImportError(f"kernels is {kernels.__file__}, not ours: uninstall it, or put ours first")
 """
 
-from kernels.activation import activate, gelu, gelu_reference, swiglu, swiglu_backward, swiglu_reference
+from kernels.activation import activate, activation_backward, gelu, gelu_reference, swiglu, swiglu_reference
 from kernels.flash_attention.attention import attention, attention_backward, documents_from_cu_seqlens
 from kernels.flash_attention.plain import attention_reference
 from kernels.gemm import accumulate_weight_grad
@@ -37,6 +37,7 @@ __all__ = [
     "OWNER",
     "accumulate_weight_grad",
     "activate",
+    "activation_backward",
     "add_layer_norm",
     "add_rms_norm",
     "apply_rope",
@@ -57,7 +58,6 @@ __all__ = [
     "norm_backward",
     "rms_norm_reference",
     "swiglu",
-    "swiglu_backward",
     "swiglu_reference",
     "vocab_cross_entropy_backward",
     "vocab_statistics",

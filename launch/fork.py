@@ -45,7 +45,7 @@ SENDERS = {  # of a signal that ends a rank, where the rank itself cannot tell
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options come before N; everything after it belongs to the program."""
+    """Parses our options, which come before N; everything after it belongs to the program."""
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,7 +62,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def load_main(program: Path, arguments: list[str], num_ranks: int) -> Callable[[list[str]], int]:
-    """`main` of the program, imported as `python program` would: with its folder on the path.
+    """Returns `main` of the program, imported as `python program` would: with its folder on the path.
 
     Its `before_fork(arguments, num_ranks)`, if it has one, refuses what is wrong for all ranks and imports the rest.
     """
@@ -115,7 +115,7 @@ def _be_rank(rank: int, num_ranks: int, parent: int, folder: Path, body: Callabl
 
 
 def forked(main: Callable[[list[str]], int], arguments: list[str]) -> Callable[[Path], int]:
-    """A rank that calls the imported program; its message or traceback goes to a file, so that N of them do not mix."""
+    """Makes a rank that calls the imported program; its message or traceback goes to a file, so that N do not mix."""
 
     def body(error: Path) -> int:
         faulthandler.enable()
@@ -135,7 +135,7 @@ def forked(main: Callable[[list[str]], int], arguments: list[str]) -> Callable[[
 
 
 def spawned(program: Path, arguments: list[str]) -> Callable[[Path], int]:
-    """A rank that becomes a fresh interpreter."""
+    """Makes a rank that becomes a fresh interpreter."""
 
     def body(_: Path) -> int:
         os.execv(sys.executable, [sys.executable, str(program), *arguments])
@@ -183,7 +183,7 @@ class Supervisor:
                 os.kill(pid, number)
 
     def note(self, rank: int, code: int) -> None:
-        """The first failure starts the clock for the others."""
+        """Starts the clock for the others at the first failure."""
         if code == 0 or (self.ended and code == -signal.SIGKILL):
             return
         if not self.failures:
@@ -191,7 +191,7 @@ class Supervisor:
         self.failures.append((self.moment(rank, code), rank, code))
 
     def moment(self, rank: int, code: int) -> float:
-        """When it failed. Ranks that lose a peer raise, they are not killed: who was killed comes first."""
+        """Returns when it failed. Ranks that lose a peer raise, they are not killed: who was killed comes first."""
         error = self.folder / f"error{rank}"
         if code < 0:
             return 0.0
@@ -210,7 +210,7 @@ class Supervisor:
         return code if code > 0 else 128 - code
 
     def told(self, rank: int, code: int) -> str:
-        """Why it has ended. SIGINT ends a rank at once before the loop looks at signals, and when it comes twice."""
+        """Returns why it has ended. SIGINT ends a rank at once before the loop reads signals, and if it comes twice."""
         if len(self.signals) >= 3 or -code in self.signals or code - 128 in self.signals:
             return f"ended by {signal.Signals(self.signals[-1]).name}; what was done since the last checkpoint is lost"
         cause = f"killed by {signal.Signals(-code).name}{SENDERS.get(-code, '')}" if code < 0 else f"exit code {code}"
@@ -219,7 +219,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """A folder for this launch. Those of launchers that were killed are removed: nobody holds their lock any more."""
+    """Makes a folder for this launch. Those of killed launchers are removed: nobody holds their lock any more."""
     for lock in Path(tempfile.gettempdir()).glob("megatron5d_launch_*/lock"):
         with contextlib.suppress(OSError), open(lock) as file:  # another user's, or still held by a launcher or a rank
             if time.time() - lock.stat().st_mtime < STARTING_S:

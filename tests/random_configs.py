@@ -184,8 +184,8 @@ def _parallel(dice: random.Random, world: int, model: ModelConfig) -> ParallelCo
         chosen |= _some(dice, 0.4 * (model.attention == "mla"), cp_compress_kv=True)
     chosen |= _some(dice, 0.3 * (size["pp"] > 1), vpp=dice.choice([2, 2, 3]))
     chosen |= _some(dice, 0.4 * (size["dp"] > 1), dp_replicate=dice.choice([2, 2, size["dp"]]))
-    chosen |= _some(dice, 0.4 * (chosen["zero"] == 3), regather="per_step")
-    chosen |= _some(dice, 0.4 * (chosen["zero"] >= 2), reduce="per_step")
+    chosen |= _some(dice, 0.4 * (chosen["zero"] == 3), zero3_gather="per_step")
+    chosen |= _some(dice, 0.4 * (chosen["zero"] >= 2), grad_reduce="per_step")
     if model.num_experts:
         fold = world // size["pp"]
         chosen["etp"] = dice.choice([each for each in (1, 2, 3, 4) if fold % each == 0])

@@ -1,9 +1,13 @@
-"""Convert checkpoints from and to Hugging Face folders, with one tensor in memory at a time.
+"""Convert checkpoints from and to Hugging Face folders and Megatron-LM, with one tensor in memory at a time.
 
     python tools/convert.py from-hf --hf DIR --out CHECKPOINTS [--mtp]
     python tools/convert.py to-hf --checkpoint CHECKPOINTS --out DIR [--dtype bf16] [--tokenizer PATH | --no-tokenizer]
+    python tools/convert.py from-megatron --megatron DIR --out CHECKPOINTS [--vocab-size N]
+    python tools/convert.py to-megatron --checkpoint CHECKPOINTS --out DIR
+    python tools/convert.py reshard CHECKPOINTS MORE_CHECKPOINTS --world 16 parallel.tp=4 parallel.pp=2
     python tools/convert.py upcycle --checkpoint CHECKPOINTS --out MORE_CHECKPOINTS --num-experts 8 --top-k 2
 
+reshard writes the checkpoint that the ranks of another layout would have saved, without GPUs or ranks (docs/checkpoints.md).
 from-hf writes CHECKPOINTS/step-00000000 with the weights and the configuration, for logits.py, generate.py and to-hf;
 to continue training from a Hugging Face folder, pretrain.py reads it itself: model.from_hf=DIR init.from_hf=DIR.
 to-hf and upcycle take the newest whole checkpoint of a directory, or the one that is named, saved on any layout.
@@ -13,6 +17,8 @@ to-hf writes weights, config.json, generation_config.json and a tokenizer with w
 the ids of training; texts are compared before anything is written. End tokens and chat templates are those of the
 folder that the tokenizer comes from.
 Families: Llama, Mistral, Phi-3 (read only), Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3.
+from-megatron reads the weights of a GPT model of Megatron-Core, torch_dist or mp_rank files; to-megatron writes a
+torch_dist release with its arguments, for Megatron-LM's --load and --use-checkpoint-args (docs/checkpoints.md).
 Exit code 2 for bad input.
 """
 
@@ -48,6 +54,12 @@ COMMANDS = {
     "to-hf": Command("a checkpoint of ours becomes a Hugging Face folder", arguments.add_to_hf, "huggingface", "to_hf"),
     "reshard": Command(
         "a checkpoint as the ranks of another layout would have saved it", arguments.add_reshard, "reshard", "reshard"
+    ),
+    "from-megatron": Command(
+        "a Megatron-LM checkpoint becomes one of ours", arguments.add_from_megatron, "megatron", "from_megatron"
+    ),
+    "to-megatron": Command(
+        "a checkpoint of ours becomes one of Megatron-LM", arguments.add_to_megatron, "megatron", "to_megatron"
     ),
     "upcycle": Command("a dense checkpoint becomes a mixture of experts", arguments.add_upcycle, "upcycle", "upcycle"),
 }

@@ -25,7 +25,7 @@ from megatron5d.config.command_line import print_anywhere
 
 
 def _seed(text: str) -> int:
-    """A number that torch takes as one."""
+    """Parses a seed that torch takes."""
     if not -(2**63) <= int(text) < 2**64:
         raise argparse.ArgumentTypeError(f"{text} has more than 64 bits")
     return int(text)
@@ -70,7 +70,7 @@ from megatron5d.topology.process import start_process, stop_process
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer, Path]:
-    """The tokenizer named on the command line, else the source's own, and where it is."""
+    """Returns the tokenizer named on the command line, else the source's own, and where it is."""
     path = args.tokenizer or args.hf or token_source(config)
     if path is None:
         raise ValueError("the run has no data.tokenizer: name the one its data was made with by --tokenizer PATH")
@@ -83,7 +83,7 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer, P
 
 
 def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Config) -> list[int]:
-    """What stands before a prompt. Documents of our own runs begin with no token unless preprocess.py put one there."""
+    """Returns what stands before a prompt: nothing for our own runs, unless preprocess.py has put a token there."""
     if args.bos and tokenizer.bos is None:
         raise ValueError("--bos: the tokenizer names no begin-of-text token (bos_token in tokenizer_config.json)")
     begins = args.bos if args.bos is not None else tokenizer.adds_bos and not config.data.train
@@ -91,7 +91,7 @@ def begin_of_prompt(tokenizer: Tokenizer, args: argparse.Namespace, config: Conf
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer, special: dict[str, int]) -> list[int]:
-    """Ids of a prompt in which the names of some special tokens stand for them."""
+    """Returns the ids of a prompt in which the names of some special tokens stand for them."""
     names = sorted(filter(None, special), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
     return [i for part in parts if part for i in ([special[part]] if part in special else tokenizer.encode(part))]
@@ -100,7 +100,7 @@ def encode_prompt(text: str, tokenizer: Tokenizer, special: dict[str, int]) -> l
 def continue_text(
     predictor: Predictor, tokenizer: Tokenizer, prompt: list[int], ends: set[int | None], args: argparse.Namespace
 ) -> list[int]:
-    """The prompt's tokens and the new ones, without the token that ended them."""
+    """Returns the prompt's tokens and the new ones, without the token that ended them."""
     model = predictor.config.model
     vocab_size = model.vocab_size
     if outside := [token for token in prompt if token >= vocab_size]:

@@ -30,7 +30,7 @@ SHOWN_FILES = 5
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, or folders searched below")
     parser.add_argument("--glob", nargs="+", default=[], metavar="PATTERN", help="names to take from folders ('*.py')")
@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
 
 
 def available_cores() -> int:
-    """Cores this process may use, which in a container or a SLURM task are fewer than the machine has."""
+    """Returns the cores this process may use, which in a container or a SLURM task are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,13 @@ from megatron5d.pipeline_parallel.draw import draw_png, draw_svg, draw_text
 from megatron5d.pipeline_parallel.program import Program, placement_name
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_file, write_program
-from megatron5d.pipeline_parallel.search.command import (
-    add_search_options,
-    run_search,
-    search_figures,
-)
+from megatron5d.pipeline_parallel.search.named import DEFAULT, PAIRS
 from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.planning.stage_costs import LayerCosts
+
+SEARCH_S = 10.0
+"""Time limit of a search where the options set none."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,7 +78,6 @@ def _add_simulate(commands: Any) -> None:
     parser = commands.add_parser("simulate", help="makespan, bubble and peak memory of one schedule")
     _add_program_options(parser)
     parser.add_argument("--activation-bytes", type=float, metavar="N", help="of one micro-batch of one rank's layers")
-    parser.add_argument("--memory", type=float, metavar="X", help="of --balance fit: at most X·pp activations per rank")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_simulate)
 
@@ -95,10 +92,25 @@ def _add_compare(commands: Any) -> None:
 
 
 def _add_search(commands: Any) -> None:
-    parser = commands.add_parser("search", help="the best schedule that evolution finds under a memory cap")
+    parser = commands.add_parser("search", help="the best schedule found under a memory cap")
     _add_sizes(parser)
     _add_costs(parser)
-    add_search_options(parser)
+    parser.add_argument(
+        "--memory", type=float, default=1.25, metavar="X", help="at most X·pp activations per rank (default 1.25)"
+    )
+    parser.add_argument("--copies", type=int, default=1, choices=(1, 2), help="most copies of the parameters")
+    parser.add_argument("--seconds", type=float, help=f"time limit (default {SEARCH_S:g}; with --evaluations none)")
+    parser.add_argument("--evaluations", type=int, metavar="N", help="end after N list schedules; repeats exactly")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moves")
+    parser.add_argument(
+        "--placements", metavar="LIST", help=f"such as loop:4,zigzag:2; default: {','.join(DEFAULT)} as copies admit"
+    )
+    parser.add_argument(
+        "--pairs", default=",".join(PAIRS), metavar="LIST", help="which actions may overlap; empty for none"
+    )
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep the result there, and take it from there")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the Program in PyTorch's CSV format")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_search)
 
 
@@ -127,11 +139,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     whole.add_argument("--embedding", type=float, default=0.0, metavar="X", help="compute of the first stage besides")
     whole.add_argument("--head", type=float, default=0.0, metavar="X", help="compute of the last stage besides")
     whole.add_argument("--dense", type=float, default=0.0, metavar="X", help="layers at the bottom without all-to-all")
-    whole.add_argument(
-        "--balance",
-        choices=(*BALANCES, "fit"),
-        help="what is evened (default: stages; search tries all); fit: the split that makes the schedule fastest",
-    )
+    whole.add_argument("--balance", choices=BALANCES, help="what is evened (default: stages; search tries all)")
 
 
 def _add_program_options(parser: argparse.ArgumentParser) -> None:
@@ -152,44 +160,14 @@ def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
         return [_costs(options)]
     if options.stage_scale:
         raise ValueError("--stage-scale and --layers both say what stages hold; leave one out")
-    ways = [options.balance] if options.balance in BALANCES else BALANCES
+    ways = [options.balance] if options.balance else BALANCES
     return [LayerCosts(_costs(options), options.layers, **ends, balance=balance) for balance in ways]
 
 
 def _stage_costs(options: argparse.Namespace, program: Program) -> tuple[StageCosts, list[int] | None]:
     """Returns the costs of the stages of a Program and, where whole layers are dealt to them, how many each has."""
-    models, placement = _cost_models(options), program.placement
-    deals = [model for model in models if isinstance(model, LayerCosts)]
-    if not deals:
-        return models[0].of(placement), None
-    layout = _fitted(options, program, deals) if options.balance == "fit" else deals[0].layout(placement)
-    return deals[0].dealt(layout, placement), layout
-
-
-def _fitted(options: argparse.Namespace, program: Program, deals: list[LayerCosts]) -> list[int]:
-    """Returns the layers of each stage for which the Program is fastest under the cap on activations, if any."""
-    from megatron5d.pipeline_parallel.search.fit import fitted  # numba, for which no other option should wait
-
-    placement, starts = program.placement, []
-    for deal in deals:
-        with suppress(ValueError):  # one way may have too few layers for these stages where another has enough
-            layout = deal.layout(placement)
-            starts += [layout] if layout not in starts else []
-    starts = starts or [deals[0].layout(placement)]  # none has: this says so
-    memory = math.inf if getattr(options, "memory", None) is None else options.memory * options.pp
-    return fitted(program, lambda layers: deals[0].dealt(layers, placement), starts, memory)
-
-
-def _say_what_numba_would_do() -> None:
-    """On stderr, where it is missing."""
-    from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
-
-    if not IS_COMPILED:
-        print(
-            "schedule.py: without numba a schedule is tried a hundred times slower, and --balance fit looks at fewer "
-            "splits: pip install 'megatron5d[search]'",
-            file=sys.stderr,
-        )
+    model, placement = _cost_models(options)[0], program.placement
+    return model.of(placement), model.layout(placement) if isinstance(model, LayerCosts) else None
 
 
 def _costs(options: argparse.Namespace) -> Costs:
@@ -260,18 +238,10 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    if options.memory is not None and options.balance != "fit":
-        raise ValueError("--memory caps what --balance fit may choose; add it, or leave --memory out")
     program = _program(options)
     verify(program)
     costs, layout = _stage_costs(options, program)
     result = simulate(program, costs)
-    most = float(result.peak_activations.max())
-    if options.memory is not None and most > options.memory * options.pp + 1e-9:
-        raise ValueError(
-            f"--balance fit found no split that holds at most --memory {options.memory:g} times --pp "
-            f"{options.pp} = {options.memory * options.pp:g} activations; the nearest holds {most:g}"
-        )
     figures = _figures(program, costs, result, layout)
     if options.activation_bytes:
         figures["peak_bytes"] = [round(peak * options.activation_bytes) for peak in figures["peak_activations"]]
@@ -289,8 +259,6 @@ def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    if options.balance == "fit":
-        _say_what_numba_would_do()
     rows, refused = [], []
     for name in schedule_names():
         for chunks in (2, 4) if find_schedule(name).any_chunks else (None,):
@@ -320,15 +288,44 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
-    if options.balance == "fit":
-        raise ValueError(f"--balance fit is for a given schedule; search deals the layers by {' or '.join(BALANCES)}")
-    _say_what_numba_would_do()
+    # numba takes a second to import, for which no other subcommand should wait
+    from megatron5d.pipeline_parallel.search.search import IS_COMPILED, search_program
+
+    pairs = [pair for pair in options.pairs.split(",") if pair]
+    unknown = [pair for pair in pairs if pair not in PAIRS]
+    if unknown:
+        raise ValueError(f"--pairs: {unknown[0]!r} is none of {', '.join(PAIRS)}")
+    if not IS_COMPILED:
+        print(
+            "schedule.py: without numba a schedule is tried a hundred times slower: pip install 'megatron5d[search]'",
+            file=sys.stderr,
+        )
     models = _cost_models(options)
-    found = run_search(options, models)
+    found = search_program(
+        options.pp,
+        options.microbatches,
+        models,
+        memory=options.memory * options.pp,
+        copies=options.copies,
+        seconds=SEARCH_S if options.seconds is None and options.evaluations is None else options.seconds,
+        evaluations=options.evaluations,
+        seed=options.seed,
+        placements=options.placements.split(",") if options.placements else None,
+        pairs=pairs,
+        cache=options.cache,
+    )
     chosen = models[found.split]
     costs = chosen.of(found.program.placement)
     layout = chosen.layout(found.program.placement) if isinstance(chosen, LayerCosts) else None
-    figures = _figures(found.program, costs, simulate(found.program, costs), layout) | search_figures(found)
+    figures = _figures(found.program, costs, simulate(found.program, costs), layout) | {
+        "placement": found.placement,
+        "lower_bound": round(found.lower_bound, 9),
+        "best_named": found.named[0] if found.named else None,
+        "best_named_makespan": round(found.named[1], 9) if found.named else None,
+        "evaluations": found.evaluations,
+        "elapsed_s": round(found.elapsed_s, 3),
+        "compiled": found.compiled,
+    }
     if isinstance(chosen, LayerCosts):
         figures["balance"] = chosen.balance
     if options.csv:

@@ -33,7 +33,7 @@ from megatron5d.data.tokenizer_training import train_byte_level, train_sentencep
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a BPE")
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def texts(files: Sequence[Path], keys: Sequence[str], max_bytes: float, skip_bad: bool) -> Iterator[str]:
-    """The texts of a corpus until `max_bytes` of them have been read."""
+    """Yields the texts of a corpus until `max_bytes` of them have been read."""
     read = 0
     with tqdm(
         total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, desc="reading", disable=None

@@ -39,7 +39,7 @@ LOOKED_AT = 1000  # documents whose last token is compared
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="check files; tell type, sizes and ids")
@@ -98,12 +98,12 @@ def inspect(prefix: str, scan: bool) -> dict:
 
 
 def _sequence_starts(data: IndexedDataset) -> np.ndarray:
-    """First token of each sequence, and the end, int64 `[num_sequences + 1]`."""
+    """Returns the first token of each sequence, and the end, int64 `[num_sequences + 1]`."""
     return np.append(data.index.pointers // data.dtype.itemsize, data.num_tokens)
 
 
 def _stream(data: IndexedDataset, borders: np.ndarray, what: str) -> Iterator[np.ndarray]:
-    """The tokens between each two neighbours of `borders`."""
+    """Yields the tokens between each two neighbours of `borders`."""
     with tqdm(total=int(borders[-1] - borders[0]), unit="tok", unit_scale=True, desc=what, disable=None) as bar:
         for start, end in zip(borders[:-1].tolist(), borders[1:].tolist()):
             yield data.tokens(start, end - start)
@@ -111,7 +111,7 @@ def _stream(data: IndexedDataset, borders: np.ndarray, what: str) -> Iterator[np
 
 
 def decode(args: argparse.Namespace) -> list[dict]:
-    """Some documents, or stretches of tokens, as text."""
+    """Returns some documents, or stretches of tokens, as text."""
     data, tokenizer, draw = IndexedDataset(args.prefix), load_tokenizer(args.tokenizer), random.Random(args.seed)
     if args.sample is not None:
         last = data.num_tokens - args.sample
@@ -156,7 +156,7 @@ def copy(parts: Sequence[tuple[IndexedDataset, int, int]], out: str, overwrite: 
 
 @contextmanager
 def _writing(out: str, dtype: np.dtype, overwrite: bool) -> Iterator[IndexedWriter]:
-    """A writer that leaves nothing behind where it fails."""
+    """Opens a writer that leaves nothing behind where it fails."""
     if with_suffix(out, ".idx").exists() and not overwrite:
         raise ValueError(f"{out}.idx is there already; --overwrite replaces it")
     writer = IndexedWriter(out, dtype)
@@ -170,7 +170,7 @@ def _writing(out: str, dtype: np.dtype, overwrite: bool) -> Iterator[IndexedWrit
 
 
 def _range(text: str, shares: bool, total: int) -> tuple[int, int]:
-    """First document and end of FROM:TO, in documents or as shares of `total`."""
+    """Returns the first document and end of FROM:TO, in documents or as shares of `total`."""
     low, colon, high = text.partition(":")
     try:
         ends = [float(low or 0), float(high or (1 if shares else total))]
@@ -185,7 +185,7 @@ def _range(text: str, shares: bool, total: int) -> tuple[int, int]:
 
 
 def token_arrays(path: Path, column: str, eod: int | None) -> Iterator[np.ndarray]:
-    """The documents of a .npy or parquet file, each `[tokens]`."""
+    """Yields the documents of a .npy or parquet file, each `[tokens]`."""
     if path.suffix == ".npy":
         array = np.load(path, mmap_mode="r")
         if array.ndim not in (1, 2) or array.dtype.kind not in "iu":

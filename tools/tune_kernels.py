@@ -100,7 +100,6 @@ SPACE: dict[
         {"ELEMENTS": (4096, 8192), "PROGRAMS_PER_PROCESSOR": (1, 2, 4), "STAGES": (1, 2, 3), "num_warps": (4, 8, 16)},
     ),
     "swiglu": ("SwiGLU forward 8192x14336", "ours", {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}),
-    "gelu": ("GELU forward 8192x14336", "ours", {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}),
     "rope": ("RoPE, 32 and 8 heads, 16 k tokens", "ours", {"HEADS": (4, 8, 16, 32), "num_warps": (2, 4, 8)}),
     "vocab_statistics": (
         "cross-entropy forward 8192x128256",

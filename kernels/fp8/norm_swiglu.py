@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch, tuning
-from kernels.activation import swiglu_reference, weighted_activation_reference
+from kernels.activation import activation_reference
 from kernels.dispatch import cdiv, jit, next_power_of_2, rows_of, tl
 from kernels.fp8.quantize import E4M3, GROUP, Quantized, largest, quantize_reference, quantize_rows, quantized
 from kernels.norm import launch_forward, norm_reference, normalised, scaled
@@ -117,8 +117,7 @@ def swiglu_quantized(
     x = rows_of(gate_up)
     rows, width = x.shape[0], x.shape[1] // 2
     if not dispatch.runs_triton(x):
-        y = swiglu_reference(x) if weights is None else weighted_activation_reference(x, weights, "swiglu")
-        return quantize_reference(y, 1, dtype, powers_of_two)
+        return quantize_reference(activation_reference(x, weights, "swiglu"), 1, dtype, powers_of_two)
     values, scales = _outputs(rows, width, dtype, x.device)
     config = tuning.select("fp8_swiglu", x.device)
     flags = {

@@ -26,8 +26,9 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron5d.config.checks.values import VALUE_CHECKS
 from megatron5d.config.convert import from_dict
@@ -174,8 +175,36 @@ def _reach_disk(path: Path) -> None:
         os.close(handle)
 
 
-def commit(temporary: Path, keep: int, pinned: Path | None = None) -> Path:
-    """Makes a finished `.tmp` folder the newest checkpoint and removes those beyond `keep` (0 keeps all) but `pinned`.
+class Keep(NamedTuple):
+    """Which checkpoints stay; without any number all. The newest always does."""
+
+    last: int = 0  # so many of the newest
+    every: int = 0  # those of steps that this divides
+    best: int = 0  # so many of those with the lowest validation loss
+
+    @classmethod
+    def of(cls, text: str) -> Keep:
+        """Returns the policy of `checkpoint.keep`: K or last:K, every:N, best:K, joined by +."""
+        entries = (entry.rpartition(":") for entry in text.split("+"))
+        return cls(**{kind or "last": int(number) for kind, _, number in entries})
+
+
+def _spare(directory: Path, keep: Keep) -> list[int]:
+    """Steps of the checkpoints that need not stay; once enough newer ones are whole, also of those that are not."""
+    whole = saved_steps(directory)
+    newest = whole[-max(keep.last, 1) :]
+    if not any(keep) or len(newest) < keep.last:
+        return []
+    stay = {step for step in whole if keep.every and step % keep.every == 0}
+    if keep.best:
+        losses = ((read_run(step_folder(directory, step)).get("valid_loss"), -step) for step in whole)
+        known = sorted(each for each in losses if isinstance(each[0], float) and isfinite(each[0]))
+        stay |= {-step for _, step in known[: keep.best]}
+    return [step for step in named_steps(directory) if step < newest[0] and step not in stay]
+
+
+def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
+    """Makes a finished `.tmp` folder the newest checkpoint and removes those that neither `keep` nor `pinned` names.
 
     Nothing is removed before all of the new one is on disk; DCP waits for its own files. Checkpoints of later steps,
     from before the run went back, are renamed to `.left`, so that `auto` does not resume from them.
@@ -195,9 +224,8 @@ def commit(temporary: Path, keep: int, pinned: Path | None = None) -> Path:
     temporary.rename(final)
     _reach_disk(directory)
     point_latest_to(final)
-    kept = saved_steps(directory)[-keep:] if keep else []
-    spare = [old for old in named_steps(directory) if len(kept) == keep > 0 and old < kept[0]]  # also those not whole
-    for folder in [*([replaced] if replaced else []), *(step_folder(directory, old) for old in spare)]:
+    spare = [step_folder(directory, old) for old in _spare(directory, keep)]
+    for folder in [*([replaced] if replaced else []), *spare]:
         if pinned is None or folder.resolve() != pinned.resolve():
             _remove(folder)
     return final
@@ -235,7 +263,7 @@ def recover(directory: Path) -> list[str]:
         notes.append(f"{gone} is removed to its end: its removal was interrupted")
     for half in sorted(path for path in directory.glob(f"step-*{_WRITING}") if _NAME.fullmatch(path.stem)):
         if fault_of(half) is None and not saved_after(directory, int(half.stem.removeprefix("step-"))):
-            notes.append(f"{commit(half, keep=0)} was whole and had no name yet: its save was interrupted")
+            notes.append(f"{commit(half, Keep())} was whole and had no name yet: its save was interrupted")
         else:
             _remove(half)
             notes.append(f"{half} is removed: its save did not finish")

@@ -117,6 +117,7 @@ _RECORDS: dict[str, Iterable[str]] = {  # by module: what becomes a record
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
         *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     },
+    f"{_DCP}.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"},  # Megatron's
     f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix", "SerializationFormat"},
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     "torch.serialization": {"_get_layout"},

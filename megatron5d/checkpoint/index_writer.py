@@ -46,15 +46,15 @@ class IndexWriter:
         """
         with without_collection():
             if any(messages) or self._built is None:
-                self._built = self._build(messages)
+                self._built = self.build(messages)
             text, metadata, places = self._built
             write_index(folder, save, text)
             writer = dcp.FileSystemWriter(folder)
             writer.set_up_storage_writer(True)
             writer.finish(metadata, [places])
 
-    def _build(self, messages: list[bytes]) -> tuple[str, Metadata, list[WriteResult]]:
-        """The index as text, DCP's metadata, and the places of all parts."""
+    def build(self, messages: list[bytes]) -> tuple[str, Metadata, list[WriteResult]]:
+        """Returns the index as text, DCP's metadata, and the places of all parts; arguments as in `write`."""
         self._messages = [new or old for new, old in itertools.zip_longest(messages, self._messages, fillvalue=b"")]
         tensors: Tensors = {}
         plans, places = [], []

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron5d.checkpoint.folder import RUN, commit, leave_later, step_folder
+from megatron5d.checkpoint.folder import RUN, Keep, commit, leave_later, step_folder
 from megatron5d.checkpoint.layout import HostCopies, ShardedTensor
 from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import write
@@ -162,12 +162,16 @@ VISIBLE_S = 90.0
 _DONE = b"\0"  # first byte of a message that its rank has written its file; any other message is an error
 
 
+class SaveFailed(OSError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
 class Saver:
     """Writes checkpoints of one run, at once or in the background.
 
     Args:
         directory: of all checkpoints.
-        keep: newest ones kept; 0 = all.
+        keep: which ones stay; a number is so many of the newest, 0 = all.
         background: `save` returns as soon as the tensors are copied, and a thread writes the files.
         timeout_s: seconds after which a save fails because a rank has not written its file.
         lock: of the directory, on rank 0; None where nobody else can be writing there.
@@ -185,14 +189,15 @@ class Saver:
     def __init__(
         self,
         directory: str | Path,
-        keep: int,
+        keep: Keep | int,
         background: bool = False,
         timeout_s: float = 1800.0,
         lock: LockFile | None = None,
         pinned: Path | None = None,
         began: int | None = None,
     ) -> None:
-        self.directory, self.keep, self.background, self._lock = Path(directory), keep, background, lock
+        self.directory, self.background, self._lock = Path(directory), background, lock
+        self.keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._pinned, self._began = pinned, began
         self._id, self._num_saves = _check_shared(self.directory), 0
         self._group = StoreGroup(timeout_s)
@@ -215,8 +220,9 @@ class Saver:
             run: what run.json will hold (the same on every rank).
 
         Raises:
-            OSError: on every rank, if a rank could not write its files, or another run has taken over the directory.
-                The error of a save in the background is raised by the next `save` or `wait`.
+            SaveFailed: on every rank, if a rank could not write its files.
+            OSError: on every rank, if another run has taken over the directory.
+                Either error of a save in the background is raised by the next `save` or `wait`.
 
         Comm: the store (checkpoint/save.py): a message of each rank, and three answers of rank 0.
         """
@@ -267,7 +273,8 @@ class Saver:
         except OSError as error:
             if group.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
-            raise OSError(f"the checkpoint of step {step} could not be written: {error}. {self._room()}") from error
+            told = f"the checkpoint of step {step} could not be written: {error}. {self._room()}"
+            raise SaveFailed(told) from error
         self._written = written
 
     def _begin(self, temporary: Path, run: dict[str, Any]) -> None:

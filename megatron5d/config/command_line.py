@@ -117,7 +117,7 @@ Exit codes: 0 finished, 2 configuration refused, 75 stopped on a signal with a c
 
 
 def groups_in(folders: Sequence[Path]) -> dict[str, list[str]]:
-    """The groups of some config folders, each with the options it offers."""
+    """Returns the groups of some config folders, each with the options it offers."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for file in folder.glob("*/**/*.yaml"):
@@ -127,7 +127,7 @@ def groups_in(folders: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def help_text(folders: Sequence[Path]) -> str:
-    """The text of `--help`.
+    """Returns the text of `--help`.
 
     Args:
         folders: config folders, ours first.

@@ -15,13 +15,15 @@ from typing import Any
 from megatron5d.config.errors import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
 from megatron5d.config.schema import Config
 
+# Keys that have another name now -> that name; files and command lines may still have the old one.
+RENAMED = {"parallel.regather": "parallel.zero3_gather", "parallel.reduce": "parallel.grad_reduce"}
 SHOWN_KEYS = 4  # in a message about an unknown key of a group
 _BAD = object()  # stands for a value of the wrong type, in whose place the default is used
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
-    """The configuration that `to_dict` wrote; keys that it lacks keep their defaults, so old files stay readable.
+    """Returns the configuration that `to_dict` wrote; missing keys keep their defaults, so old files stay readable.
 
     Raises:
         ConfigError: an unknown key or a value of the wrong type.
@@ -34,7 +36,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration (or one group of it) as nested plain values, spelled as in YAML."""
+    """Returns a configuration (or one group of it) as nested plain values, spelled as in YAML."""
     out: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -45,18 +47,18 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def convert(data: Mapping[str, Any], faults: list[Fault]) -> Config:
-    """A typed configuration; faults are appended to `faults`, and their fields have their defaults."""
+    """Returns a typed configuration; faults are appended to `faults`, and their fields have their defaults."""
     return _group(Config, data, "", faults)
 
 
 def key_of(field: dataclasses.Field) -> str:
-    """The key of a field in YAML; it differs from the name for `async`, which Python does not allow."""
+    """Returns the key of a field in YAML; it differs from the name for `async`, which Python does not allow."""
     return field.metadata.get("key", field.name)
 
 
 @cache
 def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of the configuration with its type, groups included, in the order of the schema."""
+    """Returns every dotted key of the configuration with its type, groups included, in the order of the schema."""
     found: dict[str, Any] = {}
     hints = _hints(cls)
     for field in dataclasses.fields(cls):
@@ -68,13 +70,13 @@ def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted key, spelled as in YAML."""
+    """Returns the value of a dotted key, spelled as in YAML."""
     return _reader(key)(config)
 
 
 @cache
 def _reader(key: str) -> operator.attrgetter:
-    """A function that reads the field of a dotted key from a configuration."""
+    """Returns a function that reads the field of a dotted key from a configuration."""
     cls: Any = Config
     names = []
     for part in key.split("."):
@@ -90,23 +92,23 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def leaves() -> list[str]:
-    """The dotted keys that hold values."""
+    """Returns the dotted keys that hold values."""
     return [key for key, kind in keys().items() if not dataclasses.is_dataclass(kind)]
 
 
 def groups_of_keys() -> list[str]:
-    """The Hydra groups, as in `model=llama3_8b` and `experiment=quickstart`."""
+    """Returns the Hydra groups, as in `model=llama3_8b` and `experiment=quickstart`."""
     return [*(key for key in keys() if "." not in key), "experiment"]
 
 
 def kind_of(key: str) -> type:
-    """The type of a dotted key, without None: int, float, bool, str or list; for a group its dataclass."""
+    """Returns the type of a dotted key, without None: int, float, bool, str or list; for a group its dataclass."""
     kind = _without_none(keys()[key])
     return typing.cast(type, typing.get_origin(kind) or kind)
 
 
 def unknown_key(key: str) -> Fault:
-    """The fault of a key that the schema does not have."""
+    """Returns the fault of a key that the schema does not have."""
     group = key.rpartition(".")[0]
     if key.rpartition(".")[2] in DATA_PARALLEL and group in ("", "parallel"):
         reason = f"{key} is no key of the configuration: dp is what parallel.tp·cp·pp leave of the ranks"
@@ -126,7 +128,7 @@ def unknown_key(key: str) -> Fault:
 
 
 def _nearest(key: str, siblings: list[str]) -> str:
-    """A fix that names the keys of a group with the most similar spelling."""
+    """Returns a fix that names the keys of a group with the most similar spelling."""
     alike = sorted(siblings, key=lambda leaf: -SequenceMatcher(None, key, leaf).ratio())
     more = f"; all {len(siblings)} of {key.rpartition('.')[0]}: --help" if len(siblings) > SHOWN_KEYS else ""
     return f"the nearest are {', '.join(alike[:SHOWN_KEYS])}{more}"
@@ -139,6 +141,10 @@ def _group(cls: type, data: Any, path: str, faults: list[Fault]) -> Any:
             Fault("wrong-type", (path,), f"{path} = {data!r} is a group of keys", f"set its keys, such as {example}")
         )
         return cls()
+    old = {key: RENAMED[f"{path}.{key}"] for key in data if f"{path}.{key}" in RENAMED}
+    data = {key: value for key, value in data.items() if key not in old} | {
+        new.rpartition(".")[2]: data[key] for key, new in old.items()
+    }
     hints = _hints(cls)
     known = {key_of(field): field for field in dataclasses.fields(cls)}
     dotted = {key: f"{path}.{key}" if path else str(key) for key in [*data, *known]}
@@ -163,7 +169,7 @@ def _value(kind: Any, value: Any, path: str, faults: list[Fault]) -> Any:
 
 
 def _plain(kind: Any, value: Any) -> Any:
-    """`value` as `kind`, or _BAD. A lone word is a list of one; an integer is a number; nothing else is bent.
+    """Returns `value` as `kind`, or _BAD. A lone word is a list of one; an integer is a number; nothing else is bent.
 
     An empty text is nothing: who wants none says null.
     """
@@ -188,7 +194,7 @@ def _plain(kind: Any, value: Any) -> Any:
 
 
 def _without_none(kind: Any) -> Any:
-    """T of `T | None`."""
+    """Returns T of `T | None`."""
     if typing.get_origin(kind) not in (types.UnionType, typing.Union):
         return kind
     (inner,) = (option for option in typing.get_args(kind) if option is not type(None))
@@ -196,7 +202,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A finite float; YAML 1.1 reads 1e-4 as a text, so texts that spell numbers count."""
+    """Returns a finite float; YAML 1.1 reads 1e-4 as a text, so texts that spell numbers count."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return _BAD
     try:
@@ -219,7 +225,7 @@ def _wrong_type(kind: Any, value: Any, path: str) -> Fault:
 
 
 def _example(kind: Any, value: Any, path: str, optional: bool) -> str:
-    """A legal value of the type: near to what was written, or the default."""
+    """Returns a legal value of the type: near to what was written, or the default."""
     if value == "None" and optional:
         return "null"
     if kind is int and isinstance(value, (float, str)):
@@ -240,7 +246,7 @@ Change = dict[str, Any]  # key of the configuration -> value
 
 
 def changed(config: Config, change: Change) -> Config:
-    """The configuration with some keys of one dot replaced."""
+    """Returns the configuration with some keys of one dot replaced."""
     for key, value in change.items():
         group, name = key.split(".")
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
@@ -248,6 +254,6 @@ def changed(config: Config, change: Change) -> Config:
 
 
 def override_text(change: Change) -> str:
-    """A change as overrides on a command line."""
+    """Returns a change as overrides on a command line."""
     said = {key: "null" if value is None else str(value).lower() for key, value in change.items()}
     return " ".join(f"{key}={value}" for key, value in said.items())

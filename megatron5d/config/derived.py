@@ -19,11 +19,11 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.schema import Config, ModelConfig, TrainConfig
+from megatron5d.config.schema import Config, ModelConfig
 
 
 def moe_layers(model: ModelConfig) -> list[int]:
-    """Global indices of the MoE layers, ascending.
+    """Returns the global indices of the MoE layers, ascending.
 
     `moe_layers` lists them; otherwise layer i is one if i >= first_k_dense and moe_interval divides i + 1 (as
     Hugging Face's `decoder_sparse_step`).
@@ -36,17 +36,17 @@ def moe_layers(model: ModelConfig) -> list[int]:
 
 
 def blocks(model: ModelConfig) -> range:
-    """Global indices of all blocks: the layers, then those of multi-token prediction."""
+    """Returns the global indices of all blocks: the layers, then those of multi-token prediction."""
     return range(model.num_layers + model.num_mtp_layers)
 
 
 def is_moe(model: ModelConfig, block: int) -> bool:
-    """Whether a block is a mixture of experts; blocks of multi-token prediction are if the last layer is."""
+    """Returns whether a block is a mixture of experts; blocks of multi-token prediction are if the last layer is."""
     return min(block, model.num_layers - 1) in moe_layers(model)
 
 
 def matrices(model: ModelConfig) -> list[str]:
-    """The matrices that precision.fp8 may multiply in 8 bits, layer by layer; never embedding, head and routers.
+    """Returns the matrices that precision.fp8 may multiply in fp8, layer by layer; never embedding, head and routers.
 
     Nor the down-projections of latent attention where tp sums gradients before them: each rank has the gradient of its
     own heads there, and the sum of what is rounded would depend on tp.
@@ -67,7 +67,7 @@ def matrices(model: ModelConfig) -> list[str]:
 
 
 def quantised_matrices(config: Config) -> list[str]:
-    """The matrices that this configuration multiplies in 8 bits."""
+    """Returns the matrices that this configuration multiplies in 8 bits."""
     precision, num_layers = config.precision, config.model.num_layers
     if precision.fp8 == "none":
         return []
@@ -80,7 +80,7 @@ def quantised_matrices(config: Config) -> list[str]:
 
 
 def cut_features(config: Config, name: str) -> dict[str, tuple[int, int]]:
-    """The local dims of a matrix other than the hidden size.
+    """Returns the local dims of a matrix other than the hidden size.
 
     Args:
         config: of the run.
@@ -136,7 +136,7 @@ class Source:
 
 
 def source_of(entry: str) -> Source:
-    """An entry of `data.train`, such as "0.3 /data/wiki"; of a prefix alone the weight is not written.
+    """Parses an entry of `data.train`, such as "0.3 /data/wiki"; of a prefix alone the weight is not written.
 
     A prefix may begin with a number and a space: "2024 crawl/x" is one where its .idx is there and crawl/x.idx is not.
     """
@@ -150,13 +150,13 @@ def source_of(entry: str) -> Source:
 
 
 def named_entries(entries: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, `weight prefix`) of each entry of `data.valid_sets`, such as "code 0.7 /data/c"."""
+    """Returns (name, `weight prefix`) of each entry of `data.valid_sets`, such as "code 0.7 /data/c"."""
     pairs = [[*text.split(None, 1), "", ""][:2] for text in entries]
     return [(name, entry.strip()) for name, entry in pairs]
 
 
 def resumed_progress(config: Config) -> dict[str, Any]:
-    """`progress` in the run.json of the checkpoint from which the run will resume; {} where it begins anew.
+    """Returns `progress` in the run.json of the checkpoint from which the run will resume; {} where it begins anew.
 
     It is read without checks: where that checkpoint is not whole, the run resumes from an earlier one.
     """
@@ -178,8 +178,13 @@ STAGE = re.compile(r"(\d+\.?\d*)(|K|M|B|T|steps):([1-9]\d*)")  # of train.gbs_ra
 _MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def batch_schedule(train: TrainConfig) -> BatchSchedule:
-    """Return the stages of train.gbs_ramp; one of train.gbs where there is none.
+def sample_len(config: Config) -> int:
+    """Returns the tokens of a sample; the rest of a sequence is padding."""
+    return config.data.sample_len or config.train.seq_len
+
+
+def batch_schedule(config: Config) -> BatchSchedule:
+    """Returns the stages of train.gbs_ramp; one of train.gbs where there is none.
 
     Source: Megatron-LM, megatron/core/num_microbatches_calculator.py: the ramp of three numbers, and step schedules
     such as "0:768 250B:1536". A stage begins with the first step before which so many samples have been taken.
@@ -187,6 +192,7 @@ def batch_schedule(train: TrainConfig) -> BatchSchedule:
     Raises:
         ValueError: a stage does not begin after the one before it.
     """
+    train = config.train
     words = " ".join(map(str, train.gbs_ramp or [])).split()
     if not words:
         return [(0, train.gbs)]
@@ -204,7 +210,7 @@ def batch_schedule(train: TrainConfig) -> BatchSchedule:
         if unit == "steps":
             steps = int(float(number)) - step
         else:
-            steps = -(-(int(float(number) * _MULTIPLES[unit]) // train.seq_len - taken) // gbs)
+            steps = -(-(int(float(number) * _MULTIPLES[unit]) // sample_len(config) - taken) // gbs)
         if bool(stages) != (steps > 0):
             raise ValueError(f"{word} does not begin {'after the stage before it' if stages else 'with the run'}")
         step, taken, gbs = step + steps, taken + steps * gbs, int(size)
@@ -213,12 +219,12 @@ def batch_schedule(train: TrainConfig) -> BatchSchedule:
 
 
 def global_batch_size(consumed_samples: int, schedule: BatchSchedule) -> int:
-    """Return the global batch of the step that begins after `consumed_samples`, in sequences."""
+    """Returns the global batch of the step that begins after `consumed_samples`, in sequences."""
     return schedule[bisect_right(schedule, consumed_samples, key=itemgetter(0)) - 1][1]
 
 
 def samples_of_steps(steps: int, schedule: BatchSchedule, consumed: int = 0) -> int:
-    """Return the sequences that are taken after `steps` more steps, those `consumed` before included."""
+    """Returns the sequences that are taken after `steps` more steps, those `consumed` before included."""
     for begin, _ in schedule[1:]:
         size = global_batch_size(consumed, schedule)
         before = min(steps, max(0, -(-(begin - consumed) // size)))
@@ -227,21 +233,21 @@ def samples_of_steps(steps: int, schedule: BatchSchedule, consumed: int = 0) -> 
 
 
 def batch_sizes(config: Config) -> list[int]:
-    """Return the global batch sizes that a run still has before it, ascending."""
-    schedule = batch_schedule(config.train)
+    """Returns the global batch sizes that a run still has before it, ascending."""
+    schedule = batch_schedule(config)
     behind = resumed_progress(config).get("consumed_samples", 0) if len(schedule) > 1 else 0
     now = bisect_right(schedule, behind, key=itemgetter(0)) - 1
     return sorted({size for _, size in schedule[now:]})
 
 
 def in_ranges(number: int, ranges: Sequence[str]) -> bool:
-    """Whether a number is in a list such as ["300", "120-169"], both ends included."""
+    """Returns whether a number is in a list such as ["300", "120-169"], both ends included."""
     ends = [[int(end) for end in text.split("-")] for text in ranges]
     return any(first <= number <= last for first, *_, last in ([*each, each[-1]] for each in ends))
 
 
 def split_shares(split: str | None) -> list[float]:
-    """The shares of train, valid and test in a split string such as "969,30,1", not normalised; missing ones are 0.
+    """Returns the shares of train, valid and test in a split such as "969,30,1", not normalised; missing ones are 0.
 
     Raises:
         ValueError: the string is not one to three numbers of positive sum.
@@ -258,7 +264,7 @@ def split_shares(split: str | None) -> list[float]:
 
 
 def split_of(c: Config) -> tuple[int, int]:
-    """(outer, inner): the cp axis as rings of keys and values over groups that exchange heads."""
+    """Returns (outer, inner): the cp axis as rings of keys and values over groups that exchange heads."""
     method, cp = c.parallel.cp_method, c.parallel.cp
     inner = {"ulysses": cp, "two_level": c.parallel.cp_inner}.get(method, 1)
     return cp // inner, inner

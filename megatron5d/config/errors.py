@@ -10,59 +10,39 @@ from typing import NoReturn
 
 REFUSED = 2  # exit code of a refused configuration
 
-# Keys of other code bases that are not spelled like ours.
-ELSEWHERE = {
-    "tensor": "parallel.tp",
-    "tensor_parallel": "parallel.tp",
-    "tensor_parallel_size": "parallel.tp",
-    "tensor_parallel_degree": "parallel.tp",
-    "tensor_model_parallel_size": "parallel.tp",
-    "sequence_parallel": "parallel.sp",
-    "context": "parallel.cp",
-    "context_parallel": "parallel.cp",
-    "context_parallel_size": "parallel.cp",
-    "context_parallel_degree": "parallel.cp",
-    "pipeline_parallel": "parallel.pp",
-    "pipeline_parallel_size": "parallel.pp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "pipeline_parallel_degree": "parallel.pp",
-    "expert": "parallel.ep",
-    "expert_parallel": "parallel.ep",
-    "expert_parallel_size": "parallel.ep",
-    "expert_parallel_degree": "parallel.ep",
-    "expert_model_parallel_size": "parallel.ep",
-    "expert_tensor_parallel_size": "parallel.etp",
-    "zero_stage": "parallel.zero",
-    "batch_size": "train.gbs",
-    "global_batch_size": "train.gbs",
-    "micro_batch_size": "train.mbs",
-    "rampup_batch_size": "train.gbs_ramp",
-    "step_batch_size_schedule": "train.gbs_ramp",
-    "seq_length": "train.seq_len",
-    "max_seq_len": "train.seq_len",
-    "sequence_length": "train.seq_len",
-    "train_iters": "train.steps",
-    "max_steps": "train.steps",
-    "learning_rate": "optim.lr",
-    "lr_decay_style": "optim.schedule",
-    "lr_warmup_iters": "optim.warmup_steps",
-    "clip_grad": "optim.clip",
-    "max_norm": "optim.clip",
-    "adam_eps": "optim.eps",
-    "data_path": "data.train",
-    "save_interval": "checkpoint.every",
-    "save": "checkpoint.dir",
-    "load": "checkpoint.resume",
-    "log_interval": "log.every",
-    "num_attention_heads": "model.num_heads",
-    "num_query_groups": "model.num_kv_heads",
-    "num_key_value_heads": "model.num_kv_heads",
-    "kv_channels": "model.head_dim",
-    "num_hidden_layers": "model.num_layers",
-    "intermediate_size": "model.ffn_hidden_size",
-    "max_position_embeddings": "model.max_positions",
-    "recompute_granularity": "recompute.mode",
+# Keys of other code bases that are not spelled like ours, by ours.
+_THEIRS = {
+    "parallel.tp": "tensor tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
+    "parallel.sp": "sequence_parallel",
+    "parallel.cp": "context context_parallel context_parallel_size context_parallel_degree",
+    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree",
+    "parallel.ep": "expert expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
+    "parallel.etp": "expert_tensor_parallel_size",
+    "parallel.zero": "zero_stage",
+    "train.gbs": "batch_size global_batch_size",
+    "train.mbs": "micro_batch_size",
+    "train.gbs_ramp": "rampup_batch_size step_batch_size_schedule",
+    "train.seq_len": "seq_length max_seq_len sequence_length",
+    "train.steps": "train_iters max_steps",
+    "optim.lr": "learning_rate",
+    "optim.schedule": "lr_decay_style",
+    "optim.warmup_steps": "lr_warmup_iters",
+    "optim.clip": "clip_grad max_norm",
+    "optim.eps": "adam_eps",
+    "data.train": "data_path",
+    "checkpoint.every": "save_interval",
+    "checkpoint.dir": "save",
+    "checkpoint.resume": "load",
+    "log.every": "log_interval",
+    "model.num_heads": "num_attention_heads",
+    "model.num_kv_heads": "num_query_groups num_key_value_heads",
+    "model.head_dim": "kv_channels",
+    "model.num_layers": "num_hidden_layers",
+    "model.ffn_hidden_size": "intermediate_size",
+    "model.max_positions": "max_position_embeddings",
+    "recompute.mode": "recompute_granularity",
 }
+ELSEWHERE = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
 
 # Keys of other code bases for dp, which follows from the number of ranks here.
 DATA_PARALLEL = ("dp", "dp_size", "data", "data_parallel", "data_parallel_size", "data_parallel_degree")
@@ -99,7 +79,7 @@ class ConfigError(ValueError):
 
 
 def message(faults: Sequence[Fault]) -> str:
-    """All faults as one text, in the order found."""
+    """Returns all faults as one text, in the order found."""
     count = f"{len(faults)} fault{'' if len(faults) == 1 else 's'}"
     return "\n".join([f"the configuration is refused: {count}", *(f"  - {fault}" for fault in faults)])
 
@@ -131,14 +111,14 @@ def names_file(error: Exception, written: object) -> str:
 
 
 def closest(written: str, legal: Iterable[str], likeness: float = 0.5) -> str | None:
-    """The legal word that was probably meant; None where the similarity of all of them (0 to 1) is below `likeness`."""
+    """Returns the legal word that was probably meant; None where no similarity (0 to 1) reaches `likeness`."""
     folded = {word.lower(): word for word in legal}
     matches = get_close_matches(written.lower(), folded, n=1, cutoff=likeness)
     return folded[matches[0]] if matches else None
 
 
 def closest_key(written: str, legal: Iterable[str]) -> str | None:
-    """The dotted key that was probably meant: another code base's name, the same name in another group, or a typo."""
+    """Returns the key that was probably meant: another code base's name, the same name in another group, or a typo."""
     keys = list(legal)
     name = written.rpartition(".")[2].replace("-", "_")
     if ELSEWHERE.get(name) in keys:
@@ -155,6 +135,6 @@ def closest_key(written: str, legal: Iterable[str]) -> str | None:
 
 
 def alternatives(words: Iterable[object]) -> str:
-    """Words as text: `a, b or c`."""
+    """Returns the words as text: `a, b or c`."""
     *most, last = [str(word) for word in words]
     return f"{', '.join(most)} or {last}" if most else last

@@ -15,7 +15,7 @@ _WORDS = "options are written key=value, such as train.gbs=8"
 
 
 def unreadable(text: str, why: str) -> tuple[str, str, str]:
-    """(knob, reason, fix) of an override that Hydra's grammar does not take."""
+    """Returns (knob, reason, fix) of an override that Hydra's grammar does not take."""
     head, equals, value = text.partition("=")
     key = head.strip().lstrip("+~")
     default = value_of(Config(), key) if key in leaves() else None
@@ -36,12 +36,12 @@ def unreadable(text: str, why: str) -> tuple[str, str, str]:
 
 
 def at_home(value: str) -> str:
-    """A value with the home folder in place of each `~/` at the beginning of a path."""
+    """Returns a value with the home folder in place of each `~/` at the beginning of a path."""
     return re.sub(r"(?<![^\[\s,'\"])~(?=/|$|[,\]])", lambda _: expanduser("~"), value)
 
 
 def unresolved(reason: str, key: str, overrides: Sequence[str]) -> str:
-    """The fix of a `${...}` that gives no value.
+    """Returns the fix of a `${...}` that gives no value.
 
     Args:
         reason: what OmegaConf says.
@@ -66,7 +66,7 @@ def unresolved(reason: str, key: str, overrides: Sequence[str]) -> str:
 
 
 def each_value(key: str, values: Sequence[str], rest: Sequence[str]) -> str:
-    """The fix of a sweep: one value, and the loop that starts a run with each."""
+    """Returns the fix of a sweep: one value, and the loop that starts a run with each."""
     name = key.rpartition(".")[2]
     others = "".join(f" {shlex.quote(text)}" for text in rest)
     return (

@@ -32,7 +32,7 @@ def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes, kind: type = dict) -> Any:
-    """The value of a JSON text; raises as `read_json`, without the file."""
+    """Returns the value of a JSON text; raises as `read_json`, without the file."""
     try:
         value = json.loads(text)
     except RecursionError:  # far deeper than the limit

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.values import WORDS
 from megatron5d.config.command_line import Arguments, groups_in, help_text, parse_arguments
-from megatron5d.config.convert import convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key
+from megatron5d.config.convert import RENAMED, convert, from_dict, keys, kind_of, leaves, to_dict, unknown_key
 from megatron5d.config.errors import ConfigError, Fault, alternatives, closest
 from megatron5d.config.fixes import at_home, each_value, unreadable, unresolved
 from megatron5d.config.schema import Config
@@ -49,7 +49,7 @@ def load_config(
     checks: Sequence[Check] = (),
     files: bool = True,
 ) -> Config:
-    """The typed, checked configuration of a command line.
+    """Returns the typed, checked configuration of a command line.
 
     Args:
         argv: overrides and flags, without the program's name.
@@ -76,10 +76,7 @@ def load_config(
     if arguments.show == "cfg" and not faults:
         _leave(to_yaml(config), rank)
     if world is not None:
-        asked = [
-            *run_checks(config, world, files),
-            *(fault for option in options for fault in option(config, world)),
-        ]
+        asked = [*run_checks(config, world, files), *(fault for option in options for fault in option(config, world))]
         faults += [fault for fault in asked if not any(map(spelling.doubtful, fault.knobs))]
         if all(knob.partition(".")[0] in _OUTSIDE for fault in faults for knob in fault.knobs):
             faults += [fault for check in checks for fault in check(config, world)]
@@ -89,8 +86,8 @@ def load_config(
 
 
 def keys_given(overrides: Sequence[str]) -> set[str]:
-    """The dotted keys that readable overrides give a value, those inside of a mapping too."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    """Returns the dotted keys that readable overrides give a value, those inside of a mapping too."""
+    parsed = OverridesParser.create().parse_overrides(list(map(_renamed, overrides)))
     return {name for each in parsed for name in (each.key_or_group, *_nested(each.key_or_group, each._value))}
 
 
@@ -106,12 +103,12 @@ def answer_help(argv: Sequence[str]) -> None:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML, every field resolved; `from_yaml` reads it back."""
+    """Returns the whole configuration as YAML, every field resolved; `from_yaml` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def from_yaml(text: str) -> Config:
-    """The configuration that `to_yaml` wrote.
+    """Returns the configuration that `to_yaml` wrote.
 
     Raises:
         ConfigError: an unknown key or a value of the wrong type.
@@ -143,7 +140,7 @@ class _Spelling:
         self.groups = groups_in(self.folders)
         self.resolves = any(map(_RESOLVED.search, arguments.overrides))  # values that may differ between ranks
         self.explicit: list[str] = []  # keys that the command line gives a value
-        self.overrides = [text.strip() for text in arguments.overrides]
+        self.overrides = [_renamed(text.strip()) for text in arguments.overrides]
         self.accepted: list[str] = []
         for text in filter(None, map(self._accept, self.overrides)):
             if text == "experiment=null":
@@ -152,7 +149,7 @@ class _Spelling:
                 self.accepted.append(text)
 
     def compose(self) -> dict[str, Any]:
-        """The configuration that Hydra composes from the accepted overrides; empty if it refuses them."""
+        """Returns the configuration that Hydra composes from the accepted overrides; empty if it refuses them."""
         quoted = [str(folder.resolve()).replace("'", "\\'") for folder in self.folders[1:]]
         own = [f"'file://{folder}'" for folder in quoted]
         search = [f"hydra.searchpath=[{','.join(own)}]"] if own else []
@@ -174,7 +171,7 @@ class _Spelling:
         return {str(key): value for key, value in data.items()}
 
     def _check_texts(self, data: dict[Any, Any], raw: Any) -> None:
-        """Texts that name a folder called ~ or None."""
+        """Returns the texts that name a folder called ~ or None."""
         for key in leaves():
             value, written = _found(data, key), _found(raw, key)
             texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
@@ -200,13 +197,13 @@ class _Spelling:
             knobs = ("model", "model.from_hf")
             self.faults.append(Fault("model-from-hf", knobs, f"model.from_hf = {folder}: {error}", fix, True))
             return
-        said = {key: _at(data, key) for key in self.explicit if key.startswith("model.") and key in leaves()}
+        said = {key: _found(data, key) for key in self.explicit if key.startswith("model.") and key in leaves()}
         model.update(found)
         for key, value in said.items():
             _put(data, key, value)
 
     def doubtful(self, knob: str) -> bool:
-        """Whether a key may have its default only because of a spelling fault, so that no check should judge it."""
+        """Returns whether a key may have its default only through a spelling fault, so that no check should read it."""
         if any(fault.id == "composition" for fault in self.faults):
             return True
         guessed = [bad for fault in self.faults if fault.id in _GUESSES for bad in fault.knobs]
@@ -226,7 +223,7 @@ class _Spelling:
         self.faults.append(Fault(kind, (knob,), reason, fix))
 
     def _accept(self, text: str) -> str | None:
-        """The override for Hydra; None if it is wrong, which is added to the faults."""
+        """Returns the override for Hydra; None if it is wrong, which is added to the faults."""
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
@@ -263,7 +260,7 @@ class _Spelling:
         return self._value(override, text.lstrip("+"))
 
     def _choice(self, override: Override) -> str | None:
-        """An override that chooses an option of a group."""
+        """Returns an override that chooses an option of a group."""
         group, chosen = override.key_or_group, override._value
         options = self.groups[group]
         if (chosen is None and group == "experiment") or (isinstance(chosen, str) and chosen in options):
@@ -278,7 +275,7 @@ class _Spelling:
         return None
 
     def _value(self, override: Override, text: str) -> str | None:
-        """An override of a value. Commas make a list or are part of a text, since there are no sweeps."""
+        """Returns an override of a value. Commas make a list or are part of a text, since there are no sweeps."""
         key, written = override.key_or_group, text.partition("=")[2]
         kind = kind_of(key)
         if not override.is_sweep_override():
@@ -295,14 +292,14 @@ class _Spelling:
         return None
 
 
-def _at(data: Mapping[str, Any], key: str) -> Any:
-    for name in key.split("."):
-        data = data[name]
-    return data
+def _renamed(text: str) -> str:
+    """Returns an override with the present name of its key."""
+    key, equals, value = text.partition("=")
+    return f"{RENAMED.get(key.lstrip('+'), key)}{equals}{value}"
 
 
 def _found(data: Any, key: str) -> Any:
-    """The value of a dotted key; None where a group has another form or is not there."""
+    """Returns the value of a dotted key; None where a group has another form or is not there."""
     for name in key.split("."):
         data = data.get(name) if isinstance(data, Mapping) else None
     return data
@@ -316,7 +313,7 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _nested(key: str, value: Any) -> list[str]:
-    """The dotted keys inside a mapping given to `key`."""
+    """Returns the dotted keys inside a mapping given to `key`."""
     if not isinstance(value, Mapping):
         return []
     inner = [(f"{key}.{name}", below) for name, below in value.items()]

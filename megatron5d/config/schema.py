@@ -129,8 +129,8 @@ class ParallelConfig:
     ep_inner: int = 1  # ep ranks of one node: a token is sent to each node once, then on to its ranks; 1 = directly
     dp_replicate: int = 1  # HSDP: dp = dp_replicate × dp_shard
     zero: int = 0  # what is sharded: 0 nothing, 1 optimiser state, 2 and gradients, 3 and weights
-    regather: str = "per_microbatch"  # zero 3: gather weights per_microbatch | per_step, kept until their last use
-    reduce: str = "per_microbatch"  # zero 2, 3: reduce gradients per_microbatch | per_step, kept whole until then
+    zero3_gather: str = "per_microbatch"  # zero 3: gather weights per_microbatch | per_step, kept until their last use
+    grad_reduce: str = "per_microbatch"  # zero 2, 3: reduce gradients per_microbatch | per_step, kept whole until then
     order: list[str] = field(default_factory=lambda: ["pp", "dp", "cp", "tp"])  # the axes of the world, slowest first
     timeout_s: float = 1800.0  # a collective that waits longer ends the run
 
@@ -269,6 +269,7 @@ class DataConfig:
     valid_sets: list[str] = field(default_factory=list)  # "name prefix" or "name weight prefix": a loss for each name
     split: str | None = None  # Megatron's "969,30,1" over the documents of `train`; None = all of it trains
     order: str = "shuffled"  # shuffled | sequential | megatron
+    sample_len: int | None = None  # tokens of a sample; padding fills the rest of train.seq_len; None = no padding
     document_mask: bool = False  # True: documents in a sequence do not attend to each other, and positions restart
     eod_mask_loss: bool = False  # True: no loss for the prediction at an end-of-document token
     eod: int | None = None  # id of the end-of-document token; None = the tokenizer's
@@ -284,8 +285,8 @@ class CheckpointConfig:
 
     dir: str | None = None  # folder of the checkpoints; None = none are written
     every: int = 0  # steps; 0 = only at the end and on a signal
-    keep: int = 2  # newest checkpoints kept; 0 = all
-    async_save: bool = field(default=False, metadata={"key": "async"})  # write in the background; in YAML: async
+    keep: str = "2"  # K or last:K newest | every:N steps | best:K by validation loss, joined by +; 0 = all
+    async_save: bool = field(default=True, metadata={"key": "async"})  # write in the background; in YAML: async
     resume: str = "auto"  # auto: from the newest whole one in dir, if any | none | a checkpoint folder
 
 

@@ -25,13 +25,14 @@ from megatron5d.topology.mesh import Mesh
 def make_micro_batch(
     rows: Tensor,
     *,
+    seq_len: int | None = None,
     document_mask: bool = False,
     eod: int | None = None,
     eod_mask_loss: bool = False,
     document_starts: Sequence[np.ndarray] | None = None,
     causal: bool = True,
 ) -> MicroBatch:
-    """Cuts rows of seq_len + 1 tokens into inputs and labels.
+    """Cuts rows of a sample's length + 1 tokens into inputs and labels.
 
     The label of a document's last token is the first token of the next document. Its loss counts, as in Megatron,
     unless `eod_mask_loss` is set. A prediction made at padding, or of padding, never counts. Attention leaves padding
@@ -39,6 +40,7 @@ def make_micro_batch(
 
     Args:
         rows: int64 `[b, s+1]`; IGNORED for padding.
+        seq_len: tokens of a sequence, whose end padding fills; None = those of a sample.
         document_mask: number the documents of each row and restart positions in each document.
         eod: id of the end-of-document token; a new document begins after each.
         eod_mask_loss: do not count the prediction made at an end-of-document token.
@@ -54,19 +56,13 @@ def make_micro_batch(
     assert rows.ndim == 2 and rows.dtype == torch.int64, (rows.shape, rows.dtype)
     if eod_mask_loss and eod is None:
         raise ValueError("data.eod_mask_loss=true, but data.eod is not set and data.tokenizer names none; set data.eod")
-    inputs, labels = rows[:, :-1], rows[:, 1:].contiguous()
+    padded = 0 if seq_len is None else seq_len + 1 - rows.shape[1]  # not by IGNORED in rows: a label would be an input
+    inputs, labels = (F.pad(part, (0, padded), value=IGNORED) for part in (rows[:, :-1], rows[:, 1:]))
     ignored = inputs == IGNORED
     loss_mask = ((labels != IGNORED) & ~ignored & (inputs != (eod if eod_mask_loss else IGNORED))).float()
     tokens = inputs.masked_fill(ignored, 0)
     padding = ignored if ignored.any() else None
-    begins = torch.zeros(tokens.shape, dtype=torch.bool)
-    if document_mask and eod is not None:
-        begins[:, 1:] = inputs[:, :-1] == eod  # not `tokens`, where padding is 0, which may be the same id
-    elif document_mask and document_starts is not None:
-        for row, starts in enumerate(document_starts):
-            begins[row, torch.from_numpy(starts[starts < tokens.shape[1]])] = True
-    elif document_mask:
-        raise ValueError("data.document_mask=true, but nothing says where documents begin; set data.eod")
+    begins = _document_begins(inputs, eod, document_starts) if document_mask else torch.zeros_like(ignored)
     seen = ignored & (~ignored).flip(1).cummax(1).values.flip(1) if causal else ignored  # a token comes after it
     begins[:, 1:] |= seen[:, 1:] != seen[:, :-1]
     positions = positions_from_begins(begins & document_mask)
@@ -74,8 +70,21 @@ def make_micro_batch(
     return MicroBatch(tokens, labels, loss_mask, positions, documents, padding)
 
 
+def _document_begins(inputs: Tensor, eod: int | None, starts: Sequence[np.ndarray] | None) -> Tensor:
+    """Returns where documents begin inside rows, bool `[b, s]`: after each `eod`, or at the offsets of `starts`."""
+    begins = torch.zeros(inputs.shape, dtype=torch.bool)
+    if eod is not None:
+        begins[:, 1:] = inputs[:, :-1] == eod  # not of tokens, where padding is 0, which may be the same id
+    elif starts is not None:
+        for row, offsets in enumerate(starts):
+            begins[row, torch.from_numpy(offsets[offsets < inputs.shape[1]])] = True
+    else:
+        raise ValueError("data.document_mask=true, but nothing says where documents begin; set data.eod")
+    return begins
+
+
 def positions_from_begins(begins: Tensor) -> Tensor:
-    """Positions that restart at 0 where documents begin.
+    """Returns the positions that restart at 0 where documents begin.
 
     Args:
         begins: bool `[b, s]`; the first column counts as a beginning in any case.
@@ -113,7 +122,7 @@ class SequenceSharding:
         self._plan = Planner(layout, self.cp.rank, **masks, device=device)
 
     def __call__(self, batch: MicroBatch) -> MicroBatch:
-        """`[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
+        """Returns `[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
 
         Args:
             batch: whole sequences, on the CPU (the plan looks at where documents end).

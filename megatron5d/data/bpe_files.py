@@ -29,7 +29,7 @@ QWEN2_PATTERN = CL100K_PATTERN.replace("{1,3}", "")
 
 
 def _cased_pattern(not_han: str, first: str, after_signs: str) -> str:
-    """A pattern that begins a new piece where small letters are followed by a capital one."""
+    """Returns a pattern that begins a new piece where small letters are followed by a capital one."""
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]"
     words = [rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{a}{lower}{b}{CONTRACTIONS}?" for a, b in ("*+", "+*")]
@@ -106,7 +106,7 @@ PUBLISHED: dict[int, Published] = {
 
 
 def looks_like_ranks(head: bytes) -> bool:
-    """Whether a file with this beginning is a list of base64 tokens and ranks."""
+    """Returns whether a file with this beginning is a list of base64 tokens and ranks."""
     return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?", head.split(b"\n", 1)[0]) is not None
 
 
@@ -200,7 +200,7 @@ QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 
 
 def pair_of(path: Path) -> tuple[Path, Path] | None:
-    """The (vocabulary, merges) to which a file belongs by its name; None = the name is another, or one is missing."""
+    """Returns the (vocabulary, merges) to which a file belongs by its name; None = neither, or one is missing."""
     for ends in PAIRS:
         for end in ends:
             if path.name.endswith(end):
@@ -233,7 +233,7 @@ def byte_level(model: Any, pattern: str | None, *, normal_form: bool = False, ad
 
 
 def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
-    """The `tokenizers.Tokenizer` of a pair.
+    """Returns the `tokenizers.Tokenizer` of a pair.
 
     Text is split as the folder's `tokenizer_class` does, GPT-2's or Qwen2's; where none is named, the number of tokens
     says whether it is Qwen's.

@@ -33,7 +33,7 @@ class LineStream:
         self.path, self._disk, self._content = path, disk, content
 
     def read_lines(self, num_bytes: int) -> bytes:
-        """About `num_bytes` of whole lines; b"" at the end.
+        """Returns about `num_bytes` of whole lines; b"" at the end.
 
         Raises:
             ValueError: the compressed file is damaged or ends early.
@@ -44,7 +44,7 @@ class LineStream:
             raise ValueError(f"{self.path}: byte {self._disk.tell()}: cannot be decompressed: {error}") from error
 
     def read_all(self) -> bytes:
-        """The rest of the content.
+        """Returns the rest of the content.
 
         Raises:
             ValueError: the compressed file is damaged or ends early.
@@ -52,7 +52,7 @@ class LineStream:
         return b"".join(iter(lambda: self.read_lines(CHUNK), b""))
 
     def disk_position(self) -> int:
-        """Bytes of the file on disk that have been read."""
+        """Returns the bytes of the file on disk that have been read."""
         return self._disk.tell()
 
 
@@ -177,7 +177,7 @@ class Unit:
 
 
 def kind_of(path: Path) -> str:
-    """ "jsonl", "parquet" or "text", by the file's name; where that says neither of the first two, by its first lines.
+    """Returns "jsonl", "parquet" or "text", by the file's name; where that says neither of the first two, by its lines.
 
     Raises:
         ValueError: it is a table, an array or an archive that is not read here.
@@ -197,7 +197,7 @@ def kind_of(path: Path) -> str:
 
 
 def kinds_of(files: Sequence[Path], kind: str | None = None, keys: Sequence[str] = ("text",)) -> list[str]:
-    """The kind of each file.
+    """Returns the kind of each file.
 
     Args:
         files: from `list_files`.
@@ -224,7 +224,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _plain_name(name: str) -> str:
-    """A file name in lower case, without what says that it is compressed or which part it is (`.jsonl.1`, `.zst`)."""
+    """Returns a file name in lower case, without the suffixes of compression and of parts (`.jsonl.1`, `.zst`)."""
     return re.sub(r"(\.(gz|gzip|zst|zstd|xz|bz2|\d+))+$", "", name.lower())
 
 
@@ -234,7 +234,7 @@ def list_files(
     excludes: Sequence[str] = (),
     passed_over: list[Path] | None = None,
 ) -> list[Path]:
-    """The files of a corpus, in the order of the inputs and sorted inside each folder, each once.
+    """Returns the files of a corpus, in the order of the inputs and sorted inside each folder, each once.
 
     Args:
         inputs: files and folders (searched recursively, through symbolic links too).
@@ -281,7 +281,7 @@ def list_files(
 
 
 def _files_below(folder: Path) -> list[tuple[str, Path]]:
-    """(path below it, path) of all files in a folder, sorted; links are followed, a folder is entered once on a way."""
+    """Returns (path below it, path) of all files in a folder, sorted; links are followed, a folder once on a way."""
     found, trail = [], {os.fspath(folder): {folder.resolve()}}
     for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         entered = trail.pop(place)
@@ -302,7 +302,7 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def _taken(names: Sequence[str], globs: Sequence[str]) -> set[str]:
-    """Which files of a folder are read; text beside jsonl or parquet rather describes them than belongs to them."""
+    """Returns the files of a folder that are read; text beside jsonl or parquet describes them and is left out."""
     if globs:
         return {name for name in names if any(_matches(name, glob) for glob in globs)}
     plain = {name: _plain_name(name.rpartition("/")[2]) for name in names}

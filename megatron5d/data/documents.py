@@ -64,7 +64,7 @@ def documents(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
 
 
 def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
-    """The document of a text file or of a line, whose first line has the number `line`."""
+    """Returns the document of a text file or of a line, whose first line has the number `line`."""
     try:
         return (raw.decode("utf-8-sig" if line == 1 else "utf-8"),)  # a file may begin with a byte-order mark
     except UnicodeDecodeError as error:
@@ -73,7 +73,7 @@ def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
 
 
 def _json_texts(path: str, line: int, raw: bytes, keys: Sequence[str]) -> Document | BadLine:
-    """The document of one jsonl line."""
+    """Returns the document of one jsonl line."""
     try:
         record = json.loads(raw)
     except UnicodeDecodeError as error:
@@ -94,7 +94,7 @@ _MISSING = object()
 def _checked_texts(
     path: str, line: int, texts: list, keys: Sequence[str], present: Sequence[str] = ()
 ) -> Document | BadLine:
-    """The values of the keys as a document, if all are strings that UTF-8 can encode; `present` is for the message."""
+    """Returns the values of the keys, if all are strings that UTF-8 can encode; `present` is for the message."""
     for key, text in zip(keys, texts):
         if text is _MISSING:
             return BadLine(
@@ -113,7 +113,7 @@ def _checked_texts(
 
 
 def _rows(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
-    """The documents of a parquet row group."""
+    """Yields the documents of a parquet row group."""
     with open_parquet(Path(unit.path)) as parquet:
         columns = parquet.schema_arrow.names
         if twice := [key for key in keys if columns.count(key) > 1]:
@@ -131,7 +131,7 @@ def _rows(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
 
 
 def _values(column) -> list:
-    """The values of a column; a UnicodeDecodeError stands for a string that is not UTF-8."""
+    """Returns the values of a column; a UnicodeDecodeError stands for a string that is not UTF-8."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -202,7 +202,7 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str, eod: str | int | None, bos: str | int | None) -> Tokenizer:
-    """The tokenizer, loaded once in each process: loading takes longer than tokenising many units."""
+    """Returns the tokenizer, loaded once in each process: loading takes longer than tokenising many units."""
     return load_tokenizer(path, eod, bos)
 
 

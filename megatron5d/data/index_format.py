@@ -39,7 +39,7 @@ class Index:
 
 
 def index_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> bytes:
-    """The first 34 bytes of an `.idx` file.
+    """Returns the 34 bytes at the beginning of an `.idx` file.
 
     Args:
         dtype: of the token ids in `.bin`.
@@ -54,12 +54,12 @@ def index_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> byt
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype:
-    """The id type Megatron's builder chooses: u16 below 65,500 ids (not 65,536), else i32."""
+    """Returns the id type Megatron's builder chooses: u16 below 65,500 ids (not 65,536), else i32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def file_error(path: Path, byte: int, what: str) -> ValueError:
-    """The error to raise about a data file, in the same form for all: file, byte, what is wrong."""
+    """Returns the error to raise about a data file, in the same form for all: file, byte, what is wrong."""
     return ValueError(f"{path}: byte {byte}: {what}")
 
 
@@ -124,7 +124,7 @@ def map_index(path: Path) -> Index:
 
 
 def _read_header(path: Path, head: bytes) -> tuple[np.dtype, int, int]:
-    """Id dtype, number of sequences and number of document indices, from the first bytes of a file."""
+    """Returns the id dtype, number of sequences and number of document indices, from the first bytes of a file."""
     if head.startswith(MAGIC_OF_OLD_FILES):
         raise file_error(path, 0, "this is a TNTIDX file of the old format; write it again with tools/preprocess.py")
     if not MAGIC.startswith(head[: len(MAGIC)]):

@@ -19,7 +19,7 @@ from megatron5d.data.index_format import DTYPES, file_error, index_header, map_i
 
 
 def with_suffix(prefix: str | os.PathLike[str], suffix: str) -> Path:
-    """`prefix` with `suffix` appended; unlike Path.with_suffix it keeps what follows a dot in the prefix."""
+    """Returns `prefix` with `suffix` appended; unlike Path.with_suffix it keeps what follows a dot in the prefix."""
     return Path(f"{os.fspath(prefix)}{suffix}")
 
 
@@ -78,11 +78,11 @@ class IndexedDataset:
         return self.index.lengths
 
     def sequence_start(self, i: int) -> int:
-        """Position of sequence `i` in the concatenated stream, in tokens; `i` = num_sequences gives the end."""
+        """Returns where sequence `i` begins in the concatenated stream, in tokens; num_sequences gives the end."""
         return int(self.index.pointers[i]) // self.dtype.itemsize if i < self.num_sequences else self.num_tokens
 
     def document_start(self, i: int) -> int:
-        """Position of document `i` in the concatenated stream, in tokens; `i` = num_documents gives the end.
+        """Returns where document `i` begins in the concatenated stream, in tokens; `i` = num_documents gives the end.
 
         Raises:
             ValueError: the index is damaged.
@@ -93,7 +93,7 @@ class IndexedDataset:
         return self.sequence_start(first)
 
     def document(self, i: int) -> np.ndarray:
-        """The ids of document `i`.
+        """Returns the ids of document `i`.
 
         Args:
             i: document, 0 … num_documents − 1.
@@ -111,7 +111,7 @@ class IndexedDataset:
         return self.tokens(start, self.document_start(i + 1) - start)
 
     def tokens(self, start: int, count: int) -> np.ndarray:
-        """A stretch of the concatenated documents.
+        """Returns a stretch of the concatenated documents.
 
         Args:
             start: first token.
@@ -146,7 +146,7 @@ class IndexedDataset:
             raise file_error(self.idx_path, size, f"the file has {size} bytes, and had {self._idx_bytes}: truncated?")
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
-        """Where documents begin inside a stretch of the concatenated documents.
+        """Returns where documents begin inside a stretch of the concatenated documents.
 
         Args:
             start: first token of the stretch.
@@ -176,10 +176,7 @@ class IndexedWriter:
     """
 
     def __init__(
-        self,
-        prefix: str | os.PathLike[str],
-        dtype: np.dtype | type | str,
-        resume_at: tuple[int, int] | None = None,
+        self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str, resume_at: tuple[int, int] | None = None
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")

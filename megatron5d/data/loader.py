@@ -36,6 +36,7 @@ class Loader:
         dp_rank: this rank's position on the data-parallel axis.
         dp_size: ranks on that axis.
         consumed_samples: sequences that earlier steps have taken.
+        seq_len: tokens of a row, of which padding fills what a sample leaves; None = those of a sample.
         document_mask: see `make_micro_batch`.
         eod: see `make_micro_batch`.
         eod_mask_loss: see `make_micro_batch`.
@@ -56,6 +57,7 @@ class Loader:
         dp_rank: int = 0,
         dp_size: int = 1,
         consumed_samples: int = 0,
+        seq_len: int | None = None,
         document_mask: bool = False,
         eod: int | None = None,
         eod_mask_loss: bool = False,
@@ -69,7 +71,12 @@ class Loader:
         self.samples, self.consumed_samples = samples, consumed_samples
         self._batches, self._sizes = batches, (mbs, dp_rank, dp_size)
         self._make = partial(
-            make_micro_batch, document_mask=document_mask, eod=eod, eod_mask_loss=eod_mask_loss, causal=causal
+            make_micro_batch,
+            seq_len=seq_len,
+            document_mask=document_mask,
+            eod=eod,
+            eod_mask_loss=eod_mask_loss,
+            causal=causal,
         )
         self._wants_starts = document_mask and eod is None
         self._vocab_size, self._pin_memory, self._transform = vocab_size, pin_memory, transform
@@ -82,7 +89,7 @@ class Loader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        """The micro-batches of the next step; `consumed_samples` counts that step from then on.
+        """Returns the micro-batches of the next step; `consumed_samples` counts that step from then on.
 
         Raises:
             ValueError: a token id is not in the vocabulary, or a file cannot be read any more; names key and file.
@@ -110,7 +117,7 @@ class Loader:
             self._thread = None
 
     def _read_ahead(self, consumed: int) -> None:
-        """The thread: puts one step after another, or the error that ends it, into the queue."""
+        """Returns the thread: puts one step after another, or the error that ends it, into the queue."""
         item: Step | BaseException
         while not self._stop.is_set():
             try:

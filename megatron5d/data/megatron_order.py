@@ -80,7 +80,7 @@ def build_sample_order(
 
 
 def _shuffled_epochs(ids: np.ndarray, epochs: int, last_apart: bool, random: np.random.RandomState) -> np.ndarray:
-    """The document index: `ids` repeated for all epochs and shuffled, the last epoch perhaps separately."""
+    """Returns the document index: `ids` repeated for all epochs and shuffled, the last epoch perhaps separately."""
     parts = [epochs - 1, 1] if last_apart else [epochs]
     tiled = [np.tile(ids, repeats) for repeats in parts]
     for part in tiled:
@@ -89,7 +89,7 @@ def _shuffled_epochs(ids: np.ndarray, epochs: int, last_apart: bool, random: np.
 
 
 def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, total: int) -> np.ndarray:
-    """The sample index: where token j·seq_len of the shuffled stream is, for each sample j and the end."""
+    """Returns the sample index: where token j·seq_len of the shuffled stream is, for each sample j and the end."""
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
     starts = np.arange(total + 1, dtype=np.int64) * seq_len
     # side="right" skips empty sequences and finds the one that holds the token
@@ -102,7 +102,7 @@ def _cut_samples(lengths: np.ndarray, document_index: np.ndarray, seq_len: int, 
 
 
 def _shuffled_range(total: int, first: int, random: np.random.RandomState) -> np.ndarray:
-    """The shuffle index: 0 ... total-1, of which the first `first` and the rest are shuffled separately."""
+    """Returns the shuffle index: 0 ... total-1, of which the first `first` and the rest are shuffled separately."""
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
     index = np.arange(total, dtype=dtype)
     random.shuffle(index[:first])
@@ -125,16 +125,16 @@ class MegatronStream:
         self.num_samples = len(order.shuffle_index)
 
     def tokens(self, k: int) -> np.ndarray:
-        """The ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
+        """Returns the ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
         return np.concatenate([self.dataset.tokens(start, count) for start, count in self._pieces(k)])
 
     def document_starts(self, k: int) -> np.ndarray:
-        """Offsets in sample `k` at which a document begins, int64, each at least 1."""
+        """Returns the offsets in sample `k` at which a document begins, int64, each at least 1."""
         counts = [count for _, count in self._pieces(k)]
         return np.cumsum(counts[:-1], dtype=np.int64)
 
     def _pieces(self, k: int) -> list[tuple[int, int]]:
-        """(first token in the file, number of tokens) of each sequence that the sample takes tokens from."""
+        """Returns (first token in the file, number of tokens) of each sequence that the sample takes tokens from."""
         self.dataset.check_index()
         j = int(self.order.shuffle_index[k])
         (first, offset), (last, end) = self.order.sample_index[j].tolist(), self.order.sample_index[j + 1].tolist()

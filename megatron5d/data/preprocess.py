@@ -72,7 +72,7 @@ class Journal:
                 with_suffix(output, suffix).unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """The summary if this job is done and its token files are whole, else None.
+        """Returns the summary if this job is done and its token files are whole, else None.
 
         Raises:
             ValueError: another job has written its output here.
@@ -95,7 +95,7 @@ class Journal:
         return summary
 
     def resume(self) -> Progress:
-        """The progress of this job: what the journal says, or nothing done where there is no journal.
+        """Returns the progress of this job: what the journal says, or nothing done where there is no journal.
 
         Raises:
             ValueError: an unfinished run of another job is at the prefix.
@@ -128,7 +128,7 @@ class Journal:
 
 
 def _read(path: Path) -> dict:
-    """The content of a journal or summary.
+    """Returns the content of a journal or summary.
 
     Raises:
         ValueError: it is damaged.
@@ -162,13 +162,13 @@ class Job:
         return kinds_of(self.files, self.kind, self.recipe.json_keys)
 
     def outputs(self) -> list[list[str]]:
-        """The prefixes to write: for each json key [all], or [train, valid]."""
+        """Returns the prefixes to write: for each json key [all], or [train, valid]."""
         keys = self.recipe.json_keys
         names = [self.prefix] if len(keys) == 1 else [f"{self.prefix}_{key}" for key in keys]
         return [[name + part for part in (["_train", "_valid"] if self.valid_fraction > 0 else [""])] for name in names]
 
     def fingerprint(self, eod: int | None, bos: int | None) -> str:
-        """A hash of the inputs and of the settings that change the result; `eod`, `bos` as the tokenizer finds them."""
+        """Returns a hash of the inputs and settings that change the result; `eod`, `bos` as the tokenizer has them."""
         files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
         # skip_bad is left out, so that a run that stopped at a bad line can continue with it
         recipe = dataclasses.asdict(dataclasses.replace(self.recipe, tokenizer="", skip_bad=False))
@@ -244,7 +244,7 @@ def preprocess(
 
 
 def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
-    """The tokenizer; tells what it does not keep of a text, and of tokens that may stand inside of documents, too.
+    """Opens the tokenizer; warns of what it does not keep of a text, and of tokens that may stand inside documents.
 
     Raises:
         ValueError: it has no token of those that shall stand around documents.
@@ -266,7 +266,7 @@ def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
 
 
 def _result(job: Job, progress: Progress) -> dict:
-    """The counts of the summary."""
+    """Returns the counts of the summary."""
     return {
         "outputs": {p: {"documents": docs, "tokens": tokens} for p, (docs, tokens) in progress.written.items()},
         "documents": progress.documents - progress.empty,
@@ -338,7 +338,7 @@ def _count(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Rep
 
 
 def _held_out(first: int, count: int, fraction: float) -> np.ndarray:
-    """Whether each of the documents first … first+count−1 belongs to the validation part, bool `[count]`."""
+    """Returns whether each of the documents first … first+count−1 belongs to the validation part, bool `[count]`."""
     if fraction <= 0:
         return np.zeros(count, dtype=bool)
     threshold = int(fraction * 2**64)
@@ -346,7 +346,7 @@ def _held_out(first: int, count: int, fraction: float) -> np.ndarray:
 
 
 def better_fraction(documents: int, fraction: float) -> float | None:
-    """A fraction that holds out the share of the documents that `fraction` means, where that itself is far from it.
+    """Returns a fraction that holds out the share of the documents that `fraction` means, where that is far from it.
 
     Documents are drawn by their running number, while their total is unknown. Of few documents that may be far from
     the share: none of the first 220 is drawn by 0.01. A corpus so small is gone through once more.

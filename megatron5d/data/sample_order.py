@@ -29,7 +29,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(x: int) -> int:
-    """A bijective hash of 64 bits: the finaliser of SplitMix64.
+    """Returns a bijective hash of 64 bits: the finaliser of SplitMix64.
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014 (mix64variant13).
     """
@@ -39,7 +39,7 @@ def mix(x: int) -> int:
 
 
 def hash_key(*parts: int) -> int:
-    """One 64-bit key from several integers and their order."""
+    """Returns one 64-bit key from several integers and their order."""
     key = 0
     for part in parts:
         key = mix((key + 0x9E3779B97F4A7C15 + (part & MASK)) & MASK)
@@ -60,7 +60,7 @@ class Permutation:
         self._rounds = [(hash_key(key, 2 * r) % n, hash_key(key, 2 * r + 1)) for r in range(ROUNDS)]
 
     def __call__(self, x: int) -> int:
-        """The position that `x` is mapped to."""
+        """Returns the position that `x` is mapped to."""
         assert 0 <= x < self.n, (x, self.n)
         for k, round_key in self._rounds:
             partner = (k - x) % self.n
@@ -100,15 +100,15 @@ class PackedStream:
         self._epoch: tuple[int, Permutation] | None = None
 
     def tokens(self, k: int) -> np.ndarray:
-        """The ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
+        """Returns the ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
         return self.dataset.tokens(self._position(k), self.seq_len + 1)
 
     def document_starts(self, k: int) -> np.ndarray:
-        """Offsets in sample `k` at which a document begins, int64, each at least 1."""
+        """Returns the offsets in sample `k` at which a document begins, int64, each at least 1."""
         return self.dataset.document_starts(self._position(k), self.seq_len + 1)
 
     def _position(self, k: int) -> int:
-        """The first token of sample `k` in the file."""
+        """Returns the first token of sample `k` in the file."""
         epoch, j = divmod(k, self.samples_per_epoch)
         if self._key is not None:
             if self._epoch is None or self._epoch[0] != epoch:
@@ -118,7 +118,7 @@ class PackedStream:
 
 
 def micro_batch_samples(consumed_samples: int, gbs: int, mbs: int, dp_rank: int, dp_size: int) -> list[range]:
-    """The samples of one step that belong to one data-parallel rank.
+    """Returns the samples of one step that belong to one data-parallel rank.
 
     Args:
         consumed_samples: sequences of all earlier steps.

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -24,22 +23,7 @@ from megatron5d.data.sample_order import PackedStream, hash_key
 INDEX_VERSION = 1  # raise when the meaning of a cached index changes
 
 
-class Stream(Protocol):
-    """The samples of one dataset."""
-
-    @property
-    def dataset(self) -> IndexedDataset:
-        """The file of its tokens."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Number of samples; None = no limit."""
-
-    def tokens(self, k: int) -> np.ndarray:
-        """The ids of sample `k`, `[seq_len + 1]`."""
-
-    def document_starts(self, k: int) -> np.ndarray:
-        """Offsets in sample `k` at which a document begins, int64, each at least 1."""
+Stream = PackedStream | MegatronStream
 
 
 class Samples:
@@ -59,17 +43,17 @@ class Samples:
         self._route = route
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """The ids of sample `i`, int64 `[seq_len + 1]`."""
+        """Returns the ids of sample `i`, int64 `[seq_len + 1]`."""
         stream, k = self.locate(i)
         return stream.tokens(k).astype(np.int64)
 
     def document_starts(self, i: int) -> np.ndarray:
-        """Offsets in sample `i` at which a document of the index begins, int64, each in 1 … seq_len."""
+        """Returns the offsets in sample `i` at which a document of the index begins, int64, each in 1 … seq_len."""
         stream, k = self.locate(i)
         return stream.document_starts(k)
 
     def locate(self, i: int) -> tuple[Stream, int]:
-        """The stream that sample `i` comes from and its number there.
+        """Returns the stream that sample `i` comes from and its number there.
 
         Raises:
             IndexError: there is no such sample.
@@ -133,7 +117,7 @@ def open_samples(
 
 
 def _own_route(weights: list[float]) -> Callable[[int], tuple[int, int]]:
-    """The `route` of our own mixture."""
+    """Returns the `route` of our own mixture."""
     if len(weights) == 1:
         return lambda i: (0, i)
     ids, numbers, counts = mixing_cycle(weights)
@@ -157,7 +141,7 @@ def _megatron_samples(
     *,
     by_size: bool,
 ) -> Samples:
-    """Samples in Megatron's order.
+    """Returns the samples in Megatron's order.
 
     As in Megatron, they are a blend if there are several datasets, or one with an explicit weight and a split; and a
     list without weights is mixed by size, each dataset once. A run that takes more than that is beyond Megatron: it
@@ -190,7 +174,7 @@ def _megatron_samples(
 def _blend(
     sources: list[Source], streams: list[MegatronStream], weights: list[float], size: int, seq_len: int, folder: Path
 ) -> Samples:
-    """Megatron's mixture of streams, of `size` samples, by normalised weights."""
+    """Returns Megatron's mixture of streams, of `size` samples, by normalised weights."""
 
     def build() -> dict[str, np.ndarray]:
         ids, numbers = megatron_blend(weights, size)
@@ -244,7 +228,7 @@ PARTS = ("train", "valid", "test")
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum, in Megatron's arithmetic (numpy fp64), so that ties are resolved as it does."""
+    """Divides weights by their sum in Megatron's arithmetic (numpy fp64), so that ties are resolved as it does."""
     array = np.array(weights, dtype=np.float64)
     with np.errstate(over="ignore"):
         total = np.sum(array)
@@ -252,7 +236,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
 
 
 def mixing_weights(sources: Sequence[Source], sizes: Sequence[int], unweighted: str) -> list[float]:
-    """The weight of each dataset of a list, on any scale.
+    """Returns the weight of each dataset of a list, on any scale.
 
     Args:
         sources: entries of the list.
@@ -266,7 +250,7 @@ def mixing_weights(sources: Sequence[Source], sizes: Sequence[int], unweighted: 
 
 
 def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]:
-    """The contiguous range of items that a split string gives to one part.
+    """Returns the contiguous range of items that a split string gives to one part.
 
     Args:
         split: as in `split_shares`; None = everything belongs to every part.
@@ -301,7 +285,7 @@ COMPILE_ABOVE = 5_000_000  # comparisons; below, plain Python is faster than com
 
 
 def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One cycle of our own mixture, in which every stretch has the datasets in proportion to their weights.
+    """Returns one cycle of our own mixture, in which every stretch has the datasets in proportion to their weights.
 
     The k-th of a dataset's c samples belongs at time (k + ½)/c of the cycle; sorting all times gives the order. Within
     any prefix a dataset is then less than one sample per competitor away from its exact share.
@@ -327,7 +311,7 @@ def mixing_cycle(weights: Sequence[float], cycle: int = CYCLE) -> tuple[np.ndarr
 
 
 def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -> list[int]:
-    """Samples that Megatron requests from each dataset of a blend.
+    """Returns the samples that Megatron requests from each dataset of a blend.
 
     Args:
         weights: one per dataset, normalised.
@@ -338,7 +322,7 @@ def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -
 
 
 def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1), the first of equals.
+    """Returns Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1), the first of equals.
 
     Args:
         weights: one per dataset, normalised.

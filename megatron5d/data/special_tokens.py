@@ -28,7 +28,7 @@ _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)  # what published to
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The content of a JSON file of settings; {} where there is none.
+    """Returns the content of a JSON file of settings; {} where there is none.
 
     Raises:
         ValueError: it is no JSON object.
@@ -40,7 +40,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """A token in any of its forms: the string itself, or an object with its content."""
+    """Returns a token in any of its forms: the string itself, or an object with its content."""
     return str(token.get("content") or "") if isinstance(token, dict) else str(token or "")
 
 
@@ -63,7 +63,7 @@ class FilesBeside:
         return tokens | legacy if "added_tokens_decoder" in self.config else legacy | tokens
 
     def added(self) -> dict[str, int]:
-        """Tokens with their ids that tokenizer_config.json and added_tokens.json add to the vocabulary.
+        """Returns the tokens with their ids that tokenizer_config.json and added_tokens.json add to the vocabulary.
 
         Raises:
             ValueError: an id is no number.
@@ -78,7 +78,7 @@ class FilesBeside:
             raise ValueError(f"{file}: tokens and ids of added tokens cannot be read: {error}") from error
 
     def special(self) -> set[str]:
-        """Every token that has a role."""
+        """Returns every token that has a role."""
         found: set[str] = set()
         for content in self._maps.values():
             found.update(_text(content.get(f"{role}_token")) for role in ROLES)
@@ -88,13 +88,13 @@ class FilesBeside:
         return found - {""}
 
     def named(self, role: str) -> Iterator[tuple[str, str]]:
-        """(file, token) of each file that names the token of a role, "eos" or "bos"."""
+        """Yields (file, token) of each file that names the token of a role, "eos" or "bos"."""
         for name, content in self._maps.items():
             if token := _text(content.get(f"{role}_token")):
                 yield str(self.path.with_name(name)), token
 
     def numbered(self, role: str) -> Iterator[tuple[str, int]]:
-        """(file, id) of each file of the model's that gives the token's number, and of each of several ids."""
+        """Yields (file, id) of each file of the model's that gives the token's number, and of each of several ids."""
         for name in ("generation_config.json", "config.json"):
             content = read_object(self.path.with_name(name))
             inner = content.get("text_config")
@@ -104,18 +104,18 @@ class FilesBeside:
                     yield str(self.path.with_name(name)), number
 
     def has_no_bos(self) -> bool:
-        """Whether tokenizer_config.json says that no token begins a text."""
+        """Returns whether tokenizer_config.json says that no token begins a text."""
         return "bos_token" in self.config and not any(self.named("bos"))
 
 
 def special_names(known: Iterable[str], beside: FilesBeside) -> set[str]:
-    """The tokens of a vocabulary that by their names or roles stand for no text, whatever their own file says."""
+    """Returns the tokens of a vocabulary that by name or role stand for no text, whatever their own file says."""
     named = {*EOD_NAMES, *BOS_NAMES, *beside.special()}
     return {name for name in known if name in named or _CONTROL.fullmatch(name)}
 
 
 def asked_for(path: Path, wanted: str | int, known: Mapping[str, int], what: str) -> int:
-    """The id of the token that a user names.
+    """Returns the id of the token that a user names.
 
     Raises:
         ValueError: it is not in the vocabulary.
@@ -133,7 +133,7 @@ def asked_for(path: Path, wanted: str | int, known: Mapping[str, int], what: str
 def end_of_document(
     beside: FilesBeside, known: Mapping[str, int], special: Collection[int], own: int | None
 ) -> int | None:
-    """The id of the token that ends a document.
+    """Returns the id of the token that ends a document.
 
     Args:
         beside: the files in the tokenizer's folder.
@@ -167,7 +167,7 @@ def end_of_document(
 def begin_of_document(
     beside: FilesBeside, known: Mapping[str, int], special: Collection[int], own: int | None
 ) -> int | None:
-    """The id of the token that begins a document, found as `end_of_document` is; None = there is none.
+    """Returns the id of the token that begins a document, found as `end_of_document` is; None = there is none.
 
     What does not exist is passed over, since few runs use this token.
     """

@@ -14,16 +14,10 @@ import re
 import unicodedata
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron5d.data.bpe_files import PAIRS, byte_level_bpe, looks_like_ranks, pair_of, read_ranks, read_tekken
-from megatron5d.data.special_tokens import (
-    FilesBeside,
-    asked_for,
-    begin_of_document,
-    end_of_document,
-    special_names,
-)
+from megatron5d.data.special_tokens import FilesBeside, asked_for, begin_of_document, end_of_document, special_names
 
 RUN = 25_000  # characters, as in Llama 3's own tokenizer
 _LONG_RUN = re.compile(rf"\s{{{RUN}}}|\S{{{RUN}}}")
@@ -51,35 +45,6 @@ MISTAKEN = (
         "is one half of a pair: its vocab.json must stand beside it (gpt2-vocab.json beside gpt2-merges.txt)",
     ),
 )
-
-
-class Tokenizer(Protocol):
-    """The interface of all tokenizers."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def eod(self) -> int | None:
-        """Id of the end-of-document token; None = it has none."""
-
-    @property
-    def bos(self) -> int | None:
-        """Id of the begin-of-text token; None = it has none."""
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether texts begin with `bos` for the model that the files belong to; `encode` does not add it."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of ids, without special tokens."""
-
-    def token(self, number: int) -> str:
-        """How a token is written in the vocabulary."""
 
 
 def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked = None) -> Tokenizer:
@@ -116,7 +81,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
 
 
 def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes:
-    """The first bytes of a file.
+    """Returns the first bytes of a file.
 
     Raises:
         ValueError: there is none, or they are those of something else than a tokenizer.
@@ -132,7 +97,7 @@ def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes
 
 
 def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
-    """The tokenizer in a JSON file whose beginning does not say which kind it is."""
+    """Returns the tokenizer in a JSON file whose beginning does not say which kind it is."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -152,7 +117,7 @@ def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """The file that `load_tokenizer` would read: `path` itself, or the one inside a folder.
+    """Returns the file that `load_tokenizer` would read: `path` itself, or the one inside a folder.
 
     Raises:
         ValueError: there is no such file.
@@ -173,37 +138,50 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_digest(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of the file that `load_tokenizer` would read, or of both files of a pair."""
+    """Returns the SHA-256 of the file that `load_tokenizer` would read, or of both files of a pair."""
     file = tokenizer_file(path)
     return hashlib.sha256(b"".join(part.read_bytes() for part in pair_of(file) or [file])).hexdigest()
 
 
 def changes_text(tokenizer: Tokenizer) -> list[str]:
-    """What the tokenizer does not keep of a text, in words; [] = it keeps all that is tried here."""
+    """Returns what the tokenizer does not keep of a text, in words; [] = it keeps all that is tried here."""
     tried = {"line breaks": "a\nb", "tabs": "a\tb", "runs of spaces": "a  b", "capital letters": "aB"}
     return [what for what, text in tried.items() if tokenizer.decode(_encoded(tokenizer, text)) != text]
 
 
 def text_may_hold(tokenizer: Tokenizer, number: int) -> bool:
-    """Whether a text that spells a token gets its id, so that it does not only stand where it was put."""
+    """Returns whether a text that spells a token gets its id, so that it does not only stand where it was put."""
     return any(number in _encoded(tokenizer, text) for text in (tokenizer.token(number), tokenizer.decode([number])))
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text; none where the tokenizer has none, and no token for what is unknown."""
+    """Returns the ids of a text; none where the tokenizer has none, and no token for what is unknown."""
     try:
         return tokenizer.encode(text)
     except Exception:  # bare ones of the package tokenizers
         return []
 
 
-class _Vocabulary:
-    """What all kinds share: the names and the special tokens."""
+class Tokenizer:
+    """Text to ids and back, without special tokens; a subclass for each kind of file."""
 
-    vocab_size: int
-    eod: int | None
-    bos: int | None
+    vocab_size: int  # one more than the largest id
+    eod: int | None  # id of the end-of-document token; None = it has none
+    bos: int | None  # id of the begin-of-text token; None = it has none
+    adds_bos: bool  # texts begin with `bos` for the model that the files belong to; `encode` does not add it
     _names: dict[int, str]
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text."""
+        raise NotImplementedError
+
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids."""
+        raise NotImplementedError
+
+    def token(self, number: int) -> str:
+        """Returns how a token is written in the vocabulary."""
+        return self._names[number]
 
     def _name_tokens(
         self,
@@ -233,12 +211,8 @@ class _Vocabulary:
             )
         )
 
-    def token(self, number: int) -> str:
-        """How a token is written in the vocabulary."""
-        return self._names[number]
 
-
-class SentencePieceTokenizer(_Vocabulary):
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`."""
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None) -> None:
@@ -276,20 +250,18 @@ class SentencePieceTokenizer(_Vocabulary):
         self.adds_bos = self.bos is not None and bool(beside.config.get("add_bos_token", llama))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
         return self._model.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids if int(i) < self._size])
 
     def serialized(self) -> bytes:
-        """The model as it encodes: symbols that are never read from text are control symbols here."""
+        """Returns the model as it encodes: symbols that are never read from text are control symbols here."""
         return self._model.serialized_model_proto()
 
 
 def _never_read(model: bytes, piece: str) -> bytes:
-    """A serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL symbol.
+    """Returns a serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL symbol.
 
     The first kind is found in text, the second never. A message of a piece is: 1, its length and text; 2, its score in
     four bytes; 3, its type.
@@ -301,7 +273,7 @@ def _never_read(model: bytes, piece: str) -> bytes:
     return re.sub(re.escape(head) + rb"(\x15.{4}\x18)\x04", lambda m: m[0][:-1] + b"\x03", model, flags=re.DOTALL)
 
 
-class HuggingFaceTokenizer(_Vocabulary):
+class HuggingFaceTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, or a `vocab.json` with its merges."""
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None, merges: Path | None = None) -> None:
@@ -344,15 +316,13 @@ class HuggingFaceTokenizer(_Vocabulary):
         self.adds_bos = self.bos is not None and (begins == [self.bos] or wanted)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
         return self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-class TiktokenTokenizer(_Vocabulary):
+class TiktokenTokenizer(Tokenizer):
     """A tiktoken file, one base64 token and its rank per line, or a `tekken.json`."""
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None, tekken: dict[str, Any] | None = None) -> None:
@@ -361,7 +331,7 @@ class TiktokenTokenizer(_Vocabulary):
         except ImportError as error:
             raise ValueError(f"{path} needs the package tiktoken: pip install 'megatron5d[data]'") from error
         beside = FilesBeside(path)
-        found = read_ranks(path) if tekken is None else read_tekken(path, tekken)
+        self.ranks = found = read_ranks(path) if tekken is None else read_tekken(path, tekken)
         special = found.special
         try:
             self._model = tiktoken.Encoding(
@@ -369,28 +339,24 @@ class TiktokenTokenizer(_Vocabulary):
             )
         except ValueError as error:
             raise ValueError(f"{path}: the pattern {found.pattern!r} cannot be used: {error}") from error
-        self._normal_form, self._special = found.normal_form, set(special.values())
-        plain = (
-            {token.decode("utf-8", "replace"): rank for token, rank in found.ranks.items()}
-            if (eod, bos) != (None, None)
-            else {}
-        )
+        self._special = set(special.values())
+        plain = {}
+        if (eod, bos) != (None, None):
+            plain = {token.decode("utf-8", "replace"): rank for token, rank in found.ranks.items()}
         self._name_tokens(beside, {**plain, **special}, self._special, (eod, bos))
         self.vocab_size = self._model.n_vocab
         self.adds_bos = found.adds_bos and self.bos is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
-        if self._normal_form:
+        if self.ranks.normal_form:
             text = unicodedata.normalize("NFC", text)
         return [i for part in _without_long_runs(text) for i in self._model.encode_ordinary(part)]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, without special tokens."""
         return self._model.decode([int(i) for i in ids if int(i) not in self._special])
 
 
 def _without_long_runs(text: str) -> list[str]:
-    """The text, cut after every RUN characters that are all blank or all not: in longer runs tiktoken's stack ends."""
+    """Cuts a text after every RUN characters that are all blank or all not: in longer runs tiktoken's stack ends."""
     cuts = [match.end() for match in _LONG_RUN.finditer(text)] if len(text) >= RUN else []
     return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]

@@ -13,18 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron5d.data.bpe_files import (
-    Ranks,
-    byte_level,
-    byte_level_bpe,
-    looks_like_ranks,
-    pair_of,
-    read_ranks,
-    read_tekken,
-)
+from megatron5d.data.bpe_files import Ranks, byte_level, byte_level_bpe, pair_of
 from megatron5d.data.special_tokens import FilesBeside, read_object, special_names
 from megatron5d.data.tokenizer import (
     SentencePieceTokenizer,
+    TiktokenTokenizer,
     Tokenizer,
     load_tokenizer,
     text_may_hold,
@@ -48,7 +41,7 @@ _UNIGRAM, _BPE = 1, 2  # types of sentencepiece's models
 
 
 def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) -> dict[str, str]:
-    """The files of a tokenizer, checked to give the ids of training.
+    """Returns the files of a tokenizer, checked to give the ids of training.
 
     Args:
         source: a file or folder that `load_tokenizer` reads.
@@ -87,43 +80,36 @@ def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) ->
 
 
 def special_tokens(source: Path) -> dict[str, int]:
-    """The tokens of a tokenizer that never come of text, such as those of chat templates, with their ids."""
+    """Returns the tokens of a tokenizer that never come of text, such as those of chat templates, with their ids."""
     added = _backend(tokenizer_file(source)).get_added_tokens_decoder()
     return {token.content: i for i, token in added.items()}
 
 
 def _usual_tokens(file: Path, ours: Tokenizer, backend: Any) -> dict[str, str | None]:
-    """Special tokens for a folder whose settings name none: those of a sentencepiece model, or what ended documents."""
+    """Returns special tokens for a folder that names none: those of a sentencepiece model, or what ended documents."""
     end, begin = (None if i is None else backend.id_to_token(i) for i in (ours.eod, ours.bos))
-    if not _is_sentencepiece(file):
+    if not isinstance(ours, SentencePieceTokenizer):
         return {"eos_token": end, "bos_token": begin}
-    spec = _proto(file).trainer_spec
+    spec = _proto(file, ours).trainer_spec
     ids = {"bos_token": spec.bos_id, "unk_token": spec.unk_id, "pad_token": spec.pad_id}
     return {"eos_token": end} | {key: backend.id_to_token(i) if i >= 0 else None for key, i in ids.items()}
 
 
-def _is_sentencepiece(file: Path) -> bool:
-    head = file.read_bytes()[:4096]
-    return head.lstrip()[:1] != b"{" and not looks_like_ranks(head)
-
-
 def _backend(file: Path) -> Any:
-    """A `tokenizers.Tokenizer` of a tokenizer file."""
+    """Returns a `tokenizers.Tokenizer` of a tokenizer file."""
     try:
         import tokenizers
     except ImportError as error:
         raise ValueError(
             f"{file} is written as a tokenizer.json, which takes the package tokenizers: pip install 'megatron5d[data]'"
         ) from error
-    if _is_sentencepiece(file):
-        return _with_added(_from_sentencepiece(file), file)
-    if looks_like_ranks(file.read_bytes()[:4096]):
-        return _from_ranks(read_ranks(file))
-    ours = load_tokenizer(file)  # says in words why it cannot be read
+    ours = load_tokenizer(file)
+    if isinstance(ours, SentencePieceTokenizer):
+        return _with_added(_from_sentencepiece(file, ours), file)
+    if isinstance(ours, TiktokenTokenizer):
+        return _from_ranks(ours.ranks)
     if pair := pair_of(file):
         return _from_pair(pair, ours)
-    if isinstance((content := read_object(file)).get("vocab"), list):
-        return _from_ranks(read_tekken(file, content))
     whole = tokenizers.Tokenizer.from_file(str(file))
     whole.no_truncation()
     whole.no_padding()
@@ -131,7 +117,7 @@ def _backend(file: Path) -> Any:
 
 
 def _from_pair(pair: tuple[Path, Path], ours: Tokenizer) -> Any:
-    """A vocab.json and its merges; what training never reads from text is marked as special."""
+    """Reads a vocab.json and its merges; what training never reads from text is marked as special."""
     from tokenizers import AddedToken
 
     beside = FilesBeside(pair[0])
@@ -159,19 +145,19 @@ def _with_added(backend: Any, file: Path) -> Any:
     return backend
 
 
-def _proto(file: Path) -> Any:
+def _proto(file: Path, ours: SentencePieceTokenizer) -> Any:
     try:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
     except ImportError as error:
         raise ValueError(f"{file} is written as a tokenizer.json, which takes protobuf: {error}") from error
-    return ModelProto.FromString(SentencePieceTokenizer(file).serialized())
+    return ModelProto.FromString(ours.serialized())
 
 
-def _from_sentencepiece(file: Path) -> Any:
-    """BPE or unigram with sentencepiece's own way of writing blanks; pieces that a user defined are cut out first."""
+def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
+    """Makes BPE or unigram with sentencepiece's own way of writing blanks; user-defined pieces are cut out first."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    proto = _proto(file)
+    proto = _proto(file, ours)
     kind, rules, pieces = proto.trainer_spec.model_type, proto.normalizer_spec, proto.pieces
     own = sorted((each.piece for each in pieces if each.type == _USER), key=len, reverse=True)
     if kind == _BPE:
@@ -210,7 +196,7 @@ def _from_sentencepiece(file: Path) -> Any:
 
 
 def _literal(text: str) -> str:
-    """A regular expression for a text, in every dialect."""
+    """Returns a regular expression for a text, in every dialect."""
     return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
@@ -227,7 +213,7 @@ def _add_bos(backend: Any, folder: Path, bos: int) -> None:
 
 
 def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    """All pairs of tokens that make up a token, those of the lowest rank first; ties by the order of the parts."""
+    """Returns all pairs of tokens that make up a token, the lowest rank first; ties by the order of the parts."""
     found = []
     for token, rank in ranks.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -236,7 +222,7 @@ def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[
 
 
 def _from_ranks(found: Ranks) -> Any:
-    """Byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
+    """Returns the byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
     from tokenizers import AddedToken, models
 
     ranks, pattern, special, normal_form, _ = found
@@ -256,7 +242,7 @@ def _from_ranks(found: Ranks) -> Any:
 
 
 def _texts(ours: Tokenizer, ids: list[int], special: list[str]) -> Iterator[str]:
-    """PROBES, and up to 4,000 tokens of the vocabulary eight at a time; none with a special token's name."""
+    """Yields PROBES, and up to 4,000 tokens of the vocabulary eight at a time; none with a special token's name."""
     ids = ids[:: max(1, len(ids) // 4000)]
     groups = (ours.decode(ids[at : at + 8]) for at in range(0, len(ids), 8))
     yield from (text for text in (*PROBES, *groups) if not any(name in text for name in special))
@@ -287,7 +273,7 @@ def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[
 
 
 def _by_transformers(files: dict[str, str], config: dict[str, Any]) -> Callable[[str], list[int]] | None:
-    """AutoTokenizer on the files as they will lie beside the weights; None where transformers is not installed."""
+    """Returns AutoTokenizer's encoding of the files to be written; None where transformers is not installed."""
     try:
         from transformers import AutoTokenizer
     except ImportError:

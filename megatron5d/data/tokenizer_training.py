@@ -106,7 +106,7 @@ def train_byte_level(
 
 
 def _some(pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces again.
+    """Returns the pieces again.
 
     Raises:
         ValueError: there is none.
@@ -127,7 +127,7 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def _learn(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
-    """The content of the `.model` file. An error of `pieces` is raised itself, not what sentencepiece makes of it."""
+    """Trains a `.model`. An error of `pieces` is raised itself, not what sentencepiece makes of it."""
     failed: list[BaseException] = []
 
     def watched() -> Iterator[str]:
@@ -149,7 +149,7 @@ def _learn(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """The texts in pieces of at most MAX_PIECE_BYTES characters, divided at line ends where possible."""
+    """Yields the texts in pieces of at most MAX_PIECE_BYTES characters, divided at line ends where possible."""
     for text in texts:
         while len(text) > MAX_PIECE_BYTES:
             cut = text.rfind("\n", 0, MAX_PIECE_BYTES) + 1 or MAX_PIECE_BYTES

@@ -11,8 +11,8 @@ Per step of m micro-batches each rank sends, with n = dp_shard·cp and Ψ elemen
 
     gathers      (2·m·Ψ - T)·(n-1)/n     per_microbatch: before each forward and each backward
                            Ψ·(n-1)/n     per_step
-    reductions           m·Ψ·(n-1)/n     parallel.reduce=per_microbatch
-                           Ψ·(n-1)/n     parallel.reduce=per_step
+    reductions           m·Ψ·(n-1)/n     parallel.grad_reduce=per_microbatch
+                           Ψ·(n-1)/n     parallel.grad_reduce=per_step
 
 so 3Ψ with one micro-batch, and 2Ψ at any m if both are per step. T is what need not be gathered again because one
 action ends with the unit with which the next begins: the head between forward and backward of a micro-batch. Without a

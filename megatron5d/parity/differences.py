@@ -68,10 +68,17 @@ def figure_differences(records: Sequence[RankRecord], truth: RankRecord, toleran
         for step, figures in enumerate(getattr(truth, kind), 1):
             for name, value in figures.items():
                 got = [getattr(record, kind)[step - 1].get(name, inf) for record in records]
+                if isnan(value) and not figures.get("num_targets", 1):
+                    value, got = without_target(got)
                 quantity, where = (name, f"step {step}") if kind == "figures" else ("routers", f"{name}, step {step}")
                 yield one_figure(quantity, where, got, value, tolerance, step)
     for step, name, total, value, ranks in hidden_sums(records, truth):
         yield replace(one_figure(HIDDEN, f"{name}, step {step}", [total], value, tolerance, step), rank=ranks[0])
+
+
+def without_target(got: list[float]) -> tuple[float, list[float]]:
+    """Returns what to compare of a loss that no target has: ranks on which it is NaN too are equal."""
+    return 0.0, [0.0 if isnan(each) else inf for each in got]
 
 
 def one_figure(quantity: str, name: str, got: list[float], value: float, tolerance: float, step: int) -> Difference:
@@ -220,6 +227,9 @@ def untried(config: Config, truth: RankRecord, tolerance: float) -> list[str]:
     if idle and model.top_k < model.num_experts:
         same = f"every token of a batch goes to the same {model.top_k} of {model.num_experts} experts"
         found.append(f"routing was not tried in {', '.join(idle)}: {same}")
+    nothing = [str(step) for step, each in enumerate(truth.figures, 1) if not each["num_targets"]]
+    if nothing:
+        found.append(f"there was no loss to compare in step {', '.join(nothing)}: it has no target token")
     still = []
     for step, (before, after) in enumerate(zip(map(joined, truth.weights), map(joined, truth.weights[1:])), 1):
         moved = ((after[n] - before[n]).abs().max() > tolerance * before[n].abs().max() for n in after if n in before)

@@ -13,13 +13,13 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import exp, inf, isfinite, sqrt
+from math import exp, inf, isfinite, isnan, sqrt
 
 import torch
 from torch import Tensor
 
 from megatron5d.config.schema import Config, PrecisionConfig
-from megatron5d.parity.differences import HIDDEN, Difference, all_tensors, hidden_sums, index_of, joined
+from megatron5d.parity.differences import HIDDEN, Difference, all_tensors, hidden_sums, index_of, joined, without_target
 from megatron5d.parity.run import RankRecord, Rectangles
 
 SMOOTH_EPS = 1.0  # above the root of every second moment
@@ -72,7 +72,11 @@ def _figures(
     for step, exact in enumerate(truth.figures, 1):
         for name, value in exact.items():
             got = [record.figures[step - 1].get(name, inf) for record in records]
-            yield _figure(name, f"step {step}", got, alone.figures[step - 1][name], value, factor, step)
+            near = alone.figures[step - 1][name]
+            if isnan(value) and isnan(near) and not exact["num_targets"]:
+                near = 0.0
+                value, got = without_target(got)
+            yield _figure(name, f"step {step}", got, near, value, factor, step)
     one = {(step, name): value for step, name, value, _, _ in hidden_sums([alone], truth)}
     for step, name, total, value, ranks in hidden_sums(records, truth):
         found = _figure(HIDDEN, f"{name}, step {step}", [total], one[step, name], value, factor, step)

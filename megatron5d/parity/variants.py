@@ -235,7 +235,11 @@ GROUPS = (
 _NO_SP: Change = {"parallel.sp": False, "parallel.tp_overlap": "none"}
 _ONE_CHUNK: Change = {"parallel.vpp": 1, "pipeline.layout": None, "pipeline.balance": "stages",
                       "recompute.stage_layers": None}  # fmt: skip
-_NO_ZERO: Change = {"parallel.zero": 0, "parallel.regather": "per_microbatch", "parallel.reduce": "per_microbatch"}
+_NO_ZERO: Change = {
+    "parallel.zero": 0,
+    "parallel.zero3_gather": "per_microbatch",
+    "parallel.grad_reduce": "per_microbatch",
+}
 # what is turned off, and what has no meaning without it; the first key gives the whole its name
 OFF: tuple[Change, ...] = (
     {"parallel.tp": 1, **_NO_SP},
@@ -251,8 +255,8 @@ OFF: tuple[Change, ...] = (
     {"parallel.etp": 1},
     {"parallel.dp_replicate": 1},
     _NO_ZERO,
-    {"parallel.regather": "per_microbatch"},
-    {"parallel.reduce": "per_microbatch"},
+    {"parallel.zero3_gather": "per_microbatch"},
+    {"parallel.grad_reduce": "per_microbatch"},
     {f"recompute.{name}": value for name, value in vars(RecomputeConfig()).items() if name != "offload_min_bytes"},
     {"recompute.offload": []},
     {"recompute.logit_tokens": None},

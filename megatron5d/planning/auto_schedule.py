@@ -21,8 +21,8 @@ from megatron5d.model.partition import layers_per_stage, shared_by_mirror, two_e
 from megatron5d.pipeline_parallel.program import Placement, Program, loop_placement
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
-from megatron5d.pipeline_parallel.search.problem import candidates, placement_called
-from megatron5d.pipeline_parallel.search.search import SearchResult, best_named
+from megatron5d.pipeline_parallel.search.named import best_named, candidates, placement_called
+from megatron5d.pipeline_parallel.search.search import SearchResult
 from megatron5d.pipeline_parallel.simulate import peak_memory, simulate
 from megatron5d.pipeline_parallel.verify import ProgramError
 from megatron5d.planning.stage_costs import run_costs

@@ -54,8 +54,8 @@ class Sharding:
         masters = 4 if dtype == "bf16" and config.precision.master_weights else 0
         wide = 8 if dtype == "fp64" else 4
         self.optimizer, self.moment = (0, 0) if config.optim.offload else (masters + 2 * wide, wide)
-        self.reduces_each = self.zero >= 2 and parallel.reduce == "per_microbatch"
-        self.gathers_each = self.zero == 3 and parallel.regather == "per_microbatch"
+        self.reduces_each = self.zero >= 2 and parallel.grad_reduce == "per_microbatch"
+        self.gathers_each = self.zero == 3 and parallel.zero3_gather == "per_microbatch"
         self._gathers_fp8 = self.zero == 3 and config.precision.fp8_gather
 
     def beside(self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None) -> Transfers:

@@ -208,7 +208,7 @@ def _alone(config: Config, again: bool) -> Config:
     return Config(
         model=config.model,
         parallel=dataclasses.replace(
-            parallel, pp=1, vpp=1, dp_replicate=1, zero=0, regather="per_microbatch", reduce="per_microbatch",
+            parallel, pp=1, vpp=1, dp_replicate=1, zero=0, zero3_gather="per_microbatch", grad_reduce="per_microbatch",
             order=["pp", "dp", "cp", "tp"],
         ),
         train=dataclasses.replace(config.train, mbs=1, gbs=1, gbs_ramp=None),

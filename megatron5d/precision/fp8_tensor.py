@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import norm_backward, swiglu_backward
-from kernels.activation import weighted_activation_backward
+from kernels import activation_backward, norm_backward
 from kernels.dispatch import first_order
 from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import E4M3, GROUP, Quantized, quantize_rows
@@ -83,9 +82,7 @@ class SwigluFp8(torch.autograd.Function):
     @first_order
     def backward(ctx, dy):
         gate_up, weights = ctx.saved_tensors
-        if weights is None:
-            return swiglu_backward(dy, gate_up, ctx.overwrite), None, None, None
-        return *weighted_activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite), None, None
+        return *activation_backward(dy, gate_up, weights, "swiglu", ctx.overwrite), None, None
 
 
 class NormFp8(torch.autograd.Function):

@@ -157,7 +157,7 @@ def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
     p = config.parallel
     return GradSync(
         model.units, mesh, p.zero, grad_dtype(config),
-        reduce_per_step=p.reduce == "per_step", gather_per_step=p.regather == "per_step",
+        reduce_per_step=p.grad_reduce == "per_step", gather_per_step=p.zero3_gather == "per_step",
         gather_format=_gather_format(config), separate=lambda spec: takes_muon(spec, config.optim),
         frozen=lambda spec: freezes(spec, config.optim),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from megatron5d.config.derived import (
     batch_schedule,
     global_batch_size,
     named_entries,
+    sample_len,
     samples_of_steps,
     source_of,
     split_shares,
@@ -23,6 +24,7 @@ from megatron5d.data.batch import SequenceSharding, look_ahead, make_micro_batch
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.loader import Loader
 from megatron5d.data.samples import Samples, open_samples, split_range
+from megatron5d.pipeline_parallel.phase import MicroBatch
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.mesh import Mesh
 
@@ -67,23 +69,46 @@ def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
 
 
 def may_hold_padding(config: Config) -> bool:
-    """Whether a file that is read can hold padding, which is negative: ids of 65,536 tokens and fewer are unsigned."""
-    return any(IndexedDataset(prefix, checked=False).dtype.kind == "i" for _, _, prefix, _ in read_sources(config))
+    """Whether samples are padded, or a file can hold padding, which is negative: ids up to 65,535 are unsigned."""
+    return sample_len(config) < config.train.seq_len or any(
+        IndexedDataset(prefix, checked=False).dtype.kind == "i" for _, _, prefix, _ in read_sources(config)
+    )
+
+
+def _batch_of(config: Config, samples: Samples, numbers: range) -> MicroBatch:
+    data, eod = config.data, end_of_document(config)
+    rows = torch.from_numpy(np.stack([samples[i] for i in numbers]))
+    starts = [samples.document_starts(i) for i in numbers] if data.document_mask and eod is None else None
+    return make_micro_batch(
+        rows, document_mask=data.document_mask, eod=eod, eod_mask_loss=data.eod_mask_loss, document_starts=starts,
+        causal=config.model.attention_causal,
+    )  # fmt: skip
+
+
+def refuse_valid_without_targets(config: Config) -> None:
+    """Refuses held-out data of which an evaluation has no loss. Reads until a target is found, usually one sample.
+
+    Raises:
+        ValueError: names the key and the files.
+    """
+    count = config.train.eval_batches * config.train.gbs
+    for part in held_out(config).values():
+        samples = _valid_samples(config, part)
+        if not any(int(_batch_of(config, samples, range(i, i + 1)).target_counts[0]) for i in range(count)):
+            files = ", ".join(source_of(entry).prefix for entry in part.entries)
+            raise ValueError(
+                f"{part.knob}: the {count} samples that an evaluation takes of {files} have no target token: padding "
+                f"(-100) or data.eod_mask_loss masks all of their loss; set {part.knob} to other files"
+            )
 
 
 def without_targets(config: Config) -> list[str]:
     """A note on the depths of multi-token prediction for which the run's first samples have no target."""
-    depths, data = config.model.num_mtp_layers, config.data
+    depths = config.model.num_mtp_layers
     if depths == 0:
         return []
-    samples, eod = _train_samples(config), end_of_document(config)
     count = min(config.train.gbs, LOOKED_AT)
-    rows = torch.from_numpy(np.stack([samples[i] for i in range(count)]))
-    starts = [samples.document_starts(i) for i in range(count)] if data.document_mask and eod is None else None
-    batch = make_micro_batch(
-        rows, document_mask=data.document_mask, eod=eod, eod_mask_loss=data.eod_mask_loss, document_starts=starts,
-        causal=config.model.attention_causal,
-    )  # fmt: skip
+    batch = _batch_of(config, _train_samples(config), range(count))
     missing = [k for k, targets in enumerate(look_ahead(batch, depths).target_counts.tolist()) if k and not targets]
     if not missing:
         return []
@@ -153,7 +178,7 @@ def train_loader(
     Comm: that of `_opened`.
     """
     train = config.train
-    batches, unit = batch_schedule(train), train.mbs * mesh["dp"].size
+    batches, unit = batch_schedule(config), train.mbs * mesh["dp"].size
     end = samples_of_steps(steps_left, batches, consumed_samples)
     if (size := global_batch_size(consumed_samples, batches)) % unit:
         raise ValueError(
@@ -187,22 +212,23 @@ def valid_loader(config: Config, mesh: Mesh, part: Part, *, reads: bool = True) 
         part: one of `held_out`.
         reads: this rank needs the tokens, not only their positions.
     """
+    samples = _opened(config, reads, lambda: _valid_samples(config, part))
+    return _loader(config, mesh, samples, 0, [(0, config.train.gbs)], 0, part.knob)
+
+
+def _valid_samples(config: Config, part: Part) -> Samples:
     data, train = config.data, config.train
-
-    def open_files() -> Samples:
-        return open_samples(
-            part.entries,
-            seq_len=train.seq_len,
-            order="megatron" if data.order == "megatron" else "sequential",
-            seed=train.seed,
-            num_samples=train.eval_batches * train.gbs,
-            split=part.split,
-            part="valid",
-            cache_dir=data.cache_dir,
-            unweighted=data.weights,
-        )
-
-    return _loader(config, mesh, _opened(config, reads, open_files), 0, [(0, train.gbs)], 0, part.knob)
+    return open_samples(
+        part.entries,
+        seq_len=sample_len(config),
+        order="megatron" if data.order == "megatron" else "sequential",
+        seed=train.seed,
+        num_samples=train.eval_batches * train.gbs,
+        split=part.split,
+        part="valid",
+        cache_dir=data.cache_dir,
+        unweighted=data.weights,
+    )
 
 
 def first_rows(config: Config, steps: int) -> torch.Tensor:
@@ -222,10 +248,10 @@ def _train_samples(config: Config) -> Samples:
     data, train = config.data, config.train
     return open_samples(
         data.train,
-        seq_len=train.seq_len,
+        seq_len=sample_len(config),
         order=data.order,
         seed=train.seed,
-        num_samples=samples_of_steps(train.steps, batch_schedule(train)),
+        num_samples=samples_of_steps(train.steps, batch_schedule(config)),
         split=data.split,
         part="train",
         cache_dir=data.cache_dir,
@@ -250,7 +276,7 @@ def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> S
 
     def open_here() -> Samples:
         if not reads:
-            return BlankSamples(config.train.seq_len)
+            return BlankSamples(sample_len(config))
         return opened[0] if opened else open_files()
 
     return on_every_rank(open_here)
@@ -269,6 +295,7 @@ def _loader(
         dp_rank=mesh["dp"].rank,
         dp_size=mesh["dp"].size,
         consumed_samples=consumed,
+        seq_len=train.seq_len,
         document_mask=data.document_mask,
         eod=end_of_document(config),
         eod_mask_loss=data.eod_mask_loss,

@@ -5,16 +5,16 @@ What a run writes and no other run may: its checkpoints and its log. They are lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.folder import recover
+from megatron5d.checkpoint.folder import Keep, recover
 from megatron5d.checkpoint.lock_file import LockFile
-from megatron5d.checkpoint.save import Saver
+from megatron5d.checkpoint.save import SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
 from megatron5d.config.derived import batch_schedule, in_ranges
@@ -24,7 +24,14 @@ from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
-from megatron5d.train.data import Part, held_out, train_loader, valid_loader, without_targets
+from megatron5d.train.data import (
+    Part,
+    held_out,
+    refuse_valid_without_targets,
+    train_loader,
+    valid_loader,
+    without_targets,
+)
 from megatron5d.train.guard import StepSamples
 from megatron5d.train.monitoring.memory import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.prediction import Prediction
@@ -126,6 +133,7 @@ def train(
 
 def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemorySnapshots, stop: StopFlag) -> int:
     config = run.config  # as it is resumed
+    on_rank_0(lambda: refuse_valid_without_targets(config))
     run.notes += on_rank_0(lambda: [note for notes in ABOUT_DATA for note in notes(config)])
     if snapshots.note:
         run.notes.append(snapshots.note)
@@ -134,7 +142,7 @@ def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemoryS
         c = config.checkpoint
         saver = outputs.saver = Saver(
             c.dir,  # type: ignore[arg-type]  # a law: there is one
-            c.keep,
+            Keep.of(c.keep),
             c.async_save,
             config.parallel.timeout_s,
             outputs.lock,
@@ -194,12 +202,12 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
     """Runs the remaining steps; True where a signal ended them early."""
     config, progress, train_config = run.config, run.progress, run.config.train
     last = train_config.stop_after or train_config.steps
-    valid_exists = _evaluate(run, reporter, "initial_valid_loss") if progress.step == 0 else True
+    valid_exists = bool(_evaluate(run, reporter, "initial_valid_loss")) if progress.step == 0 else True
     left = last - progress.step
     loader = train_loader(config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=left)
     saved_at, profiler = progress.step, Profiler(run, reporter.say)
     stopped = False
-    schedule = batch_schedule(train_config)
+    schedule = batch_schedule(config)
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
@@ -216,11 +224,12 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
             stopped = result.stop
             snapshots.after_step(progress.step)
             at_end = progress.step == last
+            losses = None
             if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
-                _evaluate(run, reporter, "valid_loss")
+                losses = _evaluate(run, reporter, "valid_loss")
             reporter.step(result, lr)
             if saver and (stopped or at_end or _due(progress.step, config.checkpoint.every)):
-                _save(run, saver)
+                _save(run, saver, reporter, losses, last=stopped or at_end)
                 saved_at = progress.step
             reporter.start_clock()
     finally:
@@ -243,8 +252,8 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _evaluate(run: Run, reporter: Reporter, name: str) -> bool:
-    """Records the mean loss of all that is held out, each part under its name; False where there is nothing.
+def _evaluate(run: Run, reporter: Reporter, name: str) -> dict[str, float]:
+    """Records and returns the mean loss of all that is held out, each part under its name.
 
     Comm: of each part that of `_mean_loss`.
     """
@@ -254,7 +263,7 @@ def _evaluate(run: Run, reporter: Reporter, name: str) -> bool:
     if losses:
         text = ", ".join(f"{which.lstrip('/')} {loss:.4f}".strip() for which, loss in losses.items())
         reporter.say(f"step {run.progress.step}: validation loss {text}")
-    return bool(losses)
+    return losses
 
 
 def _mean_loss(run: Run, part: Part) -> float:
@@ -269,16 +278,34 @@ def _mean_loss(run: Run, part: Part) -> float:
         total = share if total is None else total + share
     assert total is not None
     totals = all_reduce(total, run.mesh["world"]).tolist()
-    if not totals[len(run.trainer.terms)]:
-        raise ValueError(f"{part.knob}: what is evaluated has no target token at all: its loss is masked everywhere")
     return run.trainer.means(totals)["loss"]
 
 
-def _save(run: Run, saver: Saver) -> None:
+def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, last: bool) -> None:
+    """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one.
+
+    Args:
+        run: to be saved.
+        saver: writes it.
+        reporter: says which save has failed.
+        losses: of the validation after this step, whose mean `checkpoint.keep=best` goes by; None = not evaluated.
+        last: the run ends with this save.
+    """
     run.sync.finish_gather()
     tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
-    saver.save(
-        run.progress.step,
-        tensors,
-        run_record(run.progress, to_dict(run.config), commit() if run.process.rank == 0 else None),
+    valid_loss = sum(losses.values()) / len(losses) if losses else None
+    record = run_record(
+        run.progress, to_dict(run.config), commit() if run.process.rank == 0 else None, valid_loss=valid_loss
     )
+    with _failure_told(reporter):
+        saver.wait()
+    with nullcontext() if last else _failure_told(reporter):
+        saver.save(run.progress.step, tensors, record)
+
+
+@contextmanager
+def _failure_told(reporter: Reporter) -> Iterator[None]:
+    try:
+        yield
+    except SaveFailed as error:
+        reporter.say(f"warning: {error}. Training goes on, and saves again at the next step of checkpoint.every")

@@ -15,6 +15,7 @@ import torch
 from kernels import tuning
 from kernels.dispatch import HAS_TRITON
 from megatron5d.config.convert import value_of
+from megatron5d.config.derived import sample_len
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, OptimConfig, ParallelConfig
 from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
@@ -77,16 +78,17 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
     if megatron:
         return []  # its epochs are joined, so that few tokens are enough for any sample
     try:
-        tokens, seq_len = tokens_of_part(dataset, split, part), config.train.seq_len
+        tokens, seq_len = tokens_of_part(dataset, split, part), sample_len(config)
     except ValueError as error:
         return [broken(f"{knob}: {error}", local=True)]
     if tokens > seq_len:
         return []
+    length_key = "data.sample_len" if config.data.sample_len else "train.seq_len"
     of_it = f"'s part for {part} (data.split = {split})" if split is not None else ""
-    reason = f"{knob}: {prefix}{of_it} holds {tokens} tokens, and one sample takes train.seq_len + 1 = {seq_len + 1}"
-    shorter = f"train.seq_len={tokens - 1} or less, or " if tokens > 1 else ""
+    reason = f"{knob}: {prefix}{of_it} holds {tokens} tokens, and one sample takes {length_key} + 1 = {seq_len + 1}"
+    shorter = f"{length_key}={tokens - 1} or less, or " if tokens > 1 else ""
     fix = f"{shorter}{example} of at least {seq_len + 1} tokens"
-    return [Fault("data-too-short", (knob, "train.seq_len"), reason, fix, True)]
+    return [Fault("data-too-short", (knob, length_key), reason, fix, True)]
 
 
 def _vocabulary_faults(config: Config, knob: str, prefix: str, stretches: int) -> list[Fault]:

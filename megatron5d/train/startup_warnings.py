@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megatron5d.checkpoint.folder import LEFT, faults_of_newer, faults_of_older, saved_after
-from megatron5d.config.derived import batch_schedule, samples_of_steps, source_of
+from megatron5d.checkpoint.folder import LEFT, Keep, faults_of_newer, faults_of_older, saved_after
+from megatron5d.config.derived import batch_schedule, sample_len, samples_of_steps, source_of
 from megatron5d.config.schema import Config
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.samples import mixing_weights, normalised
@@ -33,7 +33,7 @@ def broken_checkpoints(config: Config) -> list[str]:
     c = config.checkpoint
     faults = faults_of_newer(Path(c.dir)) if c.dir is not None and c.resume == "auto" else []
     older = faults_of_older(Path(c.dir)) if c.dir is not None else []
-    end = "a later save removes it" if c.keep else "nothing removes it but you"
+    end = "a later save removes it" if any(Keep.of(c.keep)) else "nothing removes it but you"
     return [f"not resumed from: {fault}" for fault in faults] + [f"not whole: {fault}; {end}" for fault in older]
 
 
@@ -92,7 +92,7 @@ def repeated_validation(config: Config) -> list[str]:
     notes = []
     for knob, entries, split in held_out(config).values():
         for prefix, share, tokens in _shares(config, entries, split, "valid"):
-            samples, taken = (tokens - 1) // train.seq_len, math.ceil(share * train.eval_batches * train.gbs)
+            samples, taken = (tokens - 1) // sample_len(config), math.ceil(share * train.eval_batches * train.gbs)
             if samples < taken:
                 notes.append(
                     f"{knob}: {prefix} holds {samples} samples, and an evaluation (train.eval_batches · "
@@ -112,7 +112,7 @@ def _shares(config: Config, entries: list[str], split: str | None, part: str) ->
 def epochs(config: Config) -> list[str]:
     """How often the run goes through each of its datasets."""
     data, train = config.data, config.train
-    taken = samples_of_steps(train.steps, batch_schedule(train)) * train.seq_len
+    taken = samples_of_steps(train.steps, batch_schedule(config)) * sample_len(config)
     told = [
         f"{share * taken / tokens:.3g} epochs of {prefix} ({share:.1%} of the samples, {tokens:,} tokens)"
         for prefix, share, tokens in _shares(config, data.train, data.split, "train")

@@ -131,13 +131,16 @@ def twin(key: str) -> str | None:
     return None
 
 
-def run_record(progress: Progress, config: dict[str, Any], commit: str | None = None) -> dict[str, Any]:
+def run_record(
+    progress: Progress, config: dict[str, Any], commit: str | None = None, valid_loss: float | None = None
+) -> dict[str, Any]:
     """What run.json holds."""
     return {
         "format": FORMAT,
         "version": megatron5d.__version__,
         "commit": commit,
         "job": slurm_job()[0],
+        "valid_loss": valid_loss,
         "progress": asdict(progress),
         "config": config,
     }

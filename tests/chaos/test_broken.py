@@ -1,5 +1,6 @@
 """What breaks when a run is under way ends it with one message: which rank, which file, and what can be done."""
 
+import errno
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ from runs import write_corpus
 
 from megatron5d.checkpoint.folder import saved_steps, step_folder
 from megatron5d.checkpoint.lock_file import LockFile
+from megatron5d.checkpoint.storage import write
 from megatron5d.train.crash import crash_message
 from pretrain import main
 
@@ -117,3 +119,26 @@ def test_what_is_our_mistake_keeps_its_calls():
     assert raised(lambda: int("x")) is None
     assert raised(lambda: {}["x"]) is None
     assert "No such file" in raised(Path("/nowhere/x").read_text)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_training_goes_on_after_a_save_that_failed(tmp_path, corpus, background, capfd, monkeypatch):
+    """A disk that is full for a while costs a checkpoint, not the run; a run does not end well on an unsaved step."""
+    full, place = [2], tmp_path / "checkpoints"
+
+    def write_on_a_full_disk(folder, tensors, rank, save):
+        if rank == 1 and save.step in full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder / "__1_0.distcp"))
+        return write(folder, tensors, rank, save)
+
+    monkeypatch.setattr("megatron5d.checkpoint.save.write", write_on_a_full_disk)
+    arguments = [*EXPERIMENT, f"data.train=[{corpus}]", f"checkpoint.dir={place}", "checkpoint.every=1"]
+    arguments += ["train.steps=4", "checkpoint.keep=0", f"checkpoint.async={str(background).lower()}"]
+    assert run_ranks(lambda rank, world: main(arguments), 2) == [0, 0]
+    assert saved_steps(place) == [1, 3, 4] and not list(place.glob("*.tmp"))
+    said = "".join(capfd.readouterr())
+    assert "warning: the checkpoint of step 2 could not be written: rank 1: OSError: [Errno 28] No space left" in said
+    assert "__1_0.distcp" in said and "GB left" in said and "Training goes on" in said
+    full[:] = [6]
+    told = message_of([*arguments[len(EXPERIMENT) :], "train.steps=6"])
+    assert "the checkpoint of step 6 could not be written" in told and saved_steps(place) == [1, 3, 4, 5]

@@ -1,11 +1,13 @@
 """The README's table "A tensor's journey" against the real thing: shapes at every row, and the collectives it names.
 
 Rows read `| file | [in] → [out] | forward / backward |`. Letters are bound to the sizes of one small run on 8 ranks
-(tp 2 with sp, cp 2, dp 2); each row must be seen in the calls that files of that name really made.
+(tp 2 with sp, cp 2, dp 2, ep 4; a dense block and a mixture); each row must be seen in the calls that its file
+made. A MoEState counts as its residual.
 """
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,13 @@ import megatron5d.model.attention as attention_module
 import megatron5d.model.embedding_head as ends_module
 from megatron5d.context_parallel.attention import ContextAttention
 from megatron5d.data.batch import SequenceSharding
+from megatron5d.expert_parallel.experts import Experts
+from megatron5d.expert_parallel.router import Router
 from megatron5d.model.attention import SelfAttention
 from megatron5d.model.embedding_head import Head
 from megatron5d.model.gpt import GPT
 from megatron5d.model.mlp import MLP
+from megatron5d.model.moe import MoECombine, MoEDispatch, MoEExperts
 from megatron5d.model.norm import Norm
 from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -30,8 +35,24 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import sizes_of
 
 README = Path(__file__).parents[2] / "README.md"
-CONFIG = config_of("llama_gqa", tp=2, sp=True, cp=2, mbs=2)
-SYMBOLS = {"b": 2, "s": 16, "h": 32, "a": 4, "g": 2, "d": 8, "f": 48, "v": 256, "tp": 2, "cp": 2}
+DENSE = config_of("llama_gqa", tp=2, sp=True, cp=2, mbs=2, ep=4, etp=1)
+MIXTURE = {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 16, "first_k_dense": 1}
+CONFIG = replace(DENSE, model=replace(DENSE.model, **MIXTURE), moe=replace(DENSE.moe, force_balanced=True))
+SYMBOLS = {
+    "b": 2,
+    "s": 16,
+    "h": 32,
+    "a": 4,
+    "g": 2,
+    "d": 8,
+    "f": 48,
+    "v": 256,
+    "tp": 2,
+    "cp": 2,
+    "E": 8,
+    "k": 2,
+    "n": 8,
+}
 MODULES = {
     VocabParallelEmbedding: "tensor_parallel/embedding.py",
     Norm: "model/norm.py",
@@ -39,6 +60,10 @@ MODULES = {
     RowParallelLinear: "tensor_parallel/linear.py",
     SelfAttention: "model/attention.py",
     MLP: "model/mlp.py",
+    MoEDispatch: "model/moe.py",
+    Experts: "expert_parallel/experts.py",
+    MoEExperts: "model/moe.py",
+    MoECombine: "model/moe.py",
     Head: "model/embedding_head.py",
 }
 
@@ -56,6 +81,7 @@ class Journal:
         return act()
 
     def note(self, file, x, y, before):
+        x = x[0] if isinstance(x, tuple) else x  # a MoEState: its residual
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else None
         self.calls.append((file, shape, tuple(y.shape), Counter(self.ops[before:])))
 
@@ -73,6 +99,8 @@ class Journal:
             file = MODULES.get(type(module))
             if file:
                 module.forward = self.wrap(file, module.forward)
+            if isinstance(module, Router):
+                module.logits = self.wrap("expert_parallel/router.py", module.logits)
 
 
 def travel(rank, world):
@@ -124,7 +152,7 @@ def evaluated(shape):
 def named(text):
     """`all_gather tp, 2 reduce_scatter tp` -> a Counter; a dash or "none" is nothing."""
     counter = Counter()
-    for times, op, axis in re.findall(r"(?:(\d)× )?([a-z_]+) (tp|cp_outer)", text):
+    for times, op, axis in re.findall(r"(?:(\d)× )?([a-z_]+) (tp|cp_outer|ep_etp|ep)\b", text):
         counter[f"{op} {axis}"] += int(times or 1)
     return counter
 
@@ -137,7 +165,7 @@ def journey():
 def test_every_row_of_the_table_really_happens(journey):
     calls, _ = journey[0]
     rows = rows_of_the_table()
-    assert len(rows) >= 9, "the table is missing or unreadable"
+    assert len(rows) >= 15, "the table is missing or unreadable"
     for file, shape_in, shape_out, forward, _ in rows:
         seen = [call for call in calls if call[0] == file]
         assert (file, shape_in, shape_out, forward) in seen, (
@@ -149,8 +177,8 @@ def test_the_backward_column_adds_up(journey):
     """Each kind of row, as often as the model calls it, gives exactly the collectives of the real backward."""
     calls, backward = journey[0]
     expected = Counter()
-    for file, shape_in, shape_out, _, ops in rows_of_the_table():
-        times = sum((c[0], c[1], c[2]) == (file, shape_in, shape_out) for c in calls)
+    for file, shape_in, shape_out, forward, ops in rows_of_the_table():
+        times = sum(call == (file, shape_in, shape_out, forward) for call in calls)
         for op, count in ops.items():
             expected[op] += count * times
     assert expected == backward

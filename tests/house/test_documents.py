@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from house.floors import PICTURE, floors_picture
 
 from megatron5d.config.schema import Config
 
@@ -49,6 +50,10 @@ def test_named_keys_exist(document):
         if name not in names:
             wrong.append(key)
     assert not wrong
+
+
+def test_the_picture_of_the_floors_is_up_to_date():
+    assert PICTURE.read_text() == floors_picture(), "run `python tests/house/floors.py`"
 
 
 def test_what_is_looked_for_is_found():

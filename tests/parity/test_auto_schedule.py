@@ -23,8 +23,7 @@ from megatron5d.config.schema import (
 from megatron5d.model.partition import layers_per_stage
 from megatron5d.pipeline_parallel.program import loop_placement
 from megatron5d.pipeline_parallel.registry import build_program
-from megatron5d.pipeline_parallel.search.problem import candidates
-from megatron5d.pipeline_parallel.search.search import best_named
+from megatron5d.pipeline_parallel.search.named import best_named, candidates
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.planning import auto_schedule as schedule
 from megatron5d.planning.auto_schedule import agreed_layout, known_programs, layout_of, pipeline_faults, searched

@@ -127,7 +127,7 @@ def run_config(folder, corpus, freeze, **parallel):
         config,
         train=dataclasses.replace(config.train, steps=4, stop_after=2),
         data=DataConfig(train=[corpus]),
-        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0),
+        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep="0"),
         log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
     )
 

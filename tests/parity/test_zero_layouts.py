@@ -10,12 +10,12 @@ from parity_configs import config_of
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.pipeline_parallel.registry import schedule_names
 
-PER_STEP = {"zero": 3, "regather": "per_step", "reduce": "per_step"}
-MIXED = {"zero": 3, "regather": "per_step"}
+PER_STEP = {"zero": 3, "zero3_gather": "per_step", "grad_reduce": "per_step"}
+MIXED = {"zero": 3, "zero3_gather": "per_step"}
 
 DENSE = {
     "tied, zero 2, one pass": (2, {"zero": 2, "optim": {"implementation": "kernel"}}),
-    "tied, zero 2 per step": (2, {"zero": 2, "reduce": "per_step"}),
+    "tied, zero 2 per step": (2, {"zero": 2, "grad_reduce": "per_step"}),
     "tied, zero 3": (2, {"zero": 3}),
     "tied, zero 3 per step": (2, PER_STEP),
     "tp2 sp, replicate 2, zero 2": (8, {"tp": 2, "sp": True, "dp_replicate": 2, "zero": 2}),

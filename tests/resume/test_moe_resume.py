@@ -46,7 +46,7 @@ def run(folder, corpus, world=4, *, parallel=None, stop_after=0, dtype="fp32", m
         optim=OptimConfig(lr=1e-2, warmup_steps=2),
         precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(train=[corpus]),
-        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0),
+        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep="0"),
         log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
     )
     assert train_on_ranks(config, world) == [0] * world

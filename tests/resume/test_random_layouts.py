@@ -46,7 +46,7 @@ def run(config, world, folder, stop_after, dice):
     config = replace(
         config,
         train=replace(config.train, stop_after=stop_after),
-        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0, **saving),
+        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep="0", **saving),
         log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
     )
     print(f"{world} ranks until step {stop_after}: {overrides(config)}")  # shown on failure

@@ -50,7 +50,7 @@ def config_of(folder, corpus, *, parallel=None, dtype="fp32", stop_after=0, offl
         optim=OptimConfig(name=name, lr=1e-2, warmup_steps=2, offload=offload),
         precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(train=[corpus]),
-        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0, **checkpoint),
+        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep="0", **checkpoint),
         log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
     )
 
@@ -229,7 +229,7 @@ def test_a_finished_run_says_that_nothing_is_left(tmp_path, corpus, capsys):
 def test_only_the_newest_are_kept(tmp_path, corpus):
     folder = tmp_path / "kept"
     config = config_of(folder, corpus, every=1)
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, keep=2))
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, keep="2"))
     folder.mkdir()
     train_on_ranks(config, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [

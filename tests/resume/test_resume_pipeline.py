@@ -56,7 +56,7 @@ def run(folder, corpus, layout, stop_after=0):
         optim=OptimConfig(lr=1e-2, warmup_steps=2),
         precision=PrecisionConfig(dtype="fp64"),
         data=DataConfig(train=[corpus], split="9,1", prefetch=0, valid_sets=sets),
-        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0),
+        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep="0"),
         log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
     )  # fmt: skip
     folder.mkdir(exist_ok=True)

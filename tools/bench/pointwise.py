@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels.activation import weighted_activation, weighted_activation_reference
+from kernels.activation import activation_reference, weighted_activation
 from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
 from kernels.fp8.quantize import (
     fp8_transpose,
@@ -95,7 +95,7 @@ def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """From gate and up side by side, times a weight of each row."""
     leaves = random(device, rows, 2 * width, grad=backward), torch.rand(rows, device=device, requires_grad=backward)
-    ours, reference = (partial(each, kind="swiglu") for each in (weighted_activation, weighted_activation_reference))
+    ours, reference = (partial(each, kind="swiglu") for each in (weighted_activation, activation_reference))
     return beside_compiled(ours, reference, leaves, backward)
 
 

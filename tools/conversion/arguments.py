@@ -49,6 +49,29 @@ def add_reshard(command: OptionParser) -> None:
     command.add_words("overrides", nargs="*", metavar="key=value", help="of the layout: parallel.*, pipeline.*, ...")
 
 
+def add_from_megatron(command: OptionParser) -> None:
+    """Adds the arguments of from-megatron."""
+    add = command.add_argument
+    add(
+        "--megatron",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a checkpoint of Megatron-LM, or a directory of them",
+    )
+    add("--out", type=Path, required=True, metavar="DIR", help="directory of checkpoints, without any yet")
+    add("--dtype", **_DTYPE)
+    add("--vocab-size", type=int, metavar="N", help="tokens; rows beyond them are padding (default: as saved)")
+
+
+def add_to_megatron(command: OptionParser) -> None:
+    """Adds the arguments of to-megatron."""
+    add = command.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
+    add("--out", type=Path, required=True, metavar="DIR", help="directory for Megatron-LM's --load, without any yet")
+    add("--dtype", **_DTYPE)
+
+
 def add_upcycle(command: OptionParser) -> None:
     """Adds the arguments of upcycle."""
     add = command.add_argument

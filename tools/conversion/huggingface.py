@@ -39,10 +39,9 @@ from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron5d.data.tokenizer_export import exported_tokenizer
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.train.state import twin
-from tools.conversion.new_checkpoint import check_empty, save_weights
+from tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 
 OUT_BIAS = ".attention.out.bias"
-_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # 8 bits apart, without loss
 
 
 def from_hf(args: argparse.Namespace) -> int:
@@ -64,7 +63,7 @@ def from_hf(args: argparse.Namespace) -> int:
         found = {t.dtype for name, t in stored.tensors.items() if name not in wide and not tables.search(name)}
         for line in unread(model, stored):
             print(line, file=sys.stderr)
-        dtype = args.dtype or max((_STORED.get(kind, "fp32") for kind in found), key=["bf16", "fp32", "fp64"].index)
+        dtype = args.dtype or widest_dtype(found)
         data = DataConfig(tokenizer=home if _holds_tokenizer(hf) else None)
         config = Config(model=replace(model, from_hf=home), precision=PrecisionConfig(dtype=dtype), data=data)
         tensors = hf_weights(model, stored, DTYPES[dtype])
@@ -91,7 +90,7 @@ def to_hf(args: argparse.Namespace) -> int:
     entries = hf_entries(model, json.loads(files["config.json"])["model_type"])
     zeros = {entry.name for entry in entries if entry.name.endswith(OUT_BIAS)} - set(weights.tensors)
     zeros = zeros if model.attention_out_bias > config.model.attention_out_bias else set()
-    _check_complete(weights, [entry for entry in entries if entry.name not in zeros], folder)
+    check_complete(weights, [entry for entry in entries if entry.name not in zeros], folder)
     entries += hf_copies(model)
 
     def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -193,7 +192,8 @@ def _token_ids(config: Config, source: Path | None) -> tuple[dict[str, Any], dic
     return ids | {"eos_token_id": named}, generation | ids | {"eos_token_id": at_end}
 
 
-def _check_complete(weights: SavedWeights, entries: Sequence[Entry], folder: Path) -> None:
+def check_complete(weights: SavedWeights, entries: Sequence[Entry], folder: Path) -> None:
+    """Raises ValueError unless a checkpoint holds just the tensors of a table; names those that are wrong."""
     wanted, saved = {entry.name for entry in entries}, set(weights.tensors)
     biases = sorted(name for name in saved - wanted if name.endswith(".router.bias"))
     if biases:

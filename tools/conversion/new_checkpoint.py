@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,13 @@ from megatron5d.checkpoint.save import Saver
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.train.state import Progress, run_record
+
+_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # 8 bits apart, without loss
+
+
+def widest_dtype(kinds: Iterable[str]) -> str:
+    """The dtype that holds tensors of these kinds, spelled as safetensors does, without loss."""
+    return max((_STORED.get(kind, "fp32") for kind in kinds), key=["bf16", "fp32", "fp64"].index)
 
 
 def check_empty(out: Path) -> None:

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import (
     RUN,
+    Keep,
     commit,
     fault_of,
     point_latest_to,
@@ -144,7 +145,7 @@ class Resharding:
         record = read_run(self.source.folder) | {"config": self.made["config"], RESHARDED: self.made}
         (self.temporary / RUN).write_text(json.dumps(record, indent=1))
         IndexWriter().write(self.temporary, messages, self.save)
-        commit(self.temporary, keep=0)
+        commit(self.temporary, Keep())
         shutil.rmtree(self.records)
 
 

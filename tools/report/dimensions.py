@@ -20,6 +20,7 @@ from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.planning.clusters import GIB, cluster_called
 from megatron5d.planning.predict import planned_config
+from megatron5d.topology.grid import Sizes, dense_grid, expert_grid, resolve
 from tools.report.collect import Asked, name_cuts, variant, zero_stage
 
 COMMON = ("recompute.mode=none", "train.gbs=64", "train.mbs=1", "parallel.tp=1", "parallel.sp=false", "parallel.zero=0")
@@ -174,6 +175,34 @@ def memory_picture(stages: Sequence[dict[str, Any]]) -> str:
     return _svg(720, 158, parts)
 
 
+def grid_picture(sizes: Sizes) -> str:
+    """Returns an SVG of all ranks: rows are pipeline stages, columns replicas, and in each cp and tp; frames are ep."""
+    dense = dense_grid(sizes)
+    expert = expert_grid(sizes, dense)
+    title = (
+        f"{sizes.world} ranks: pp {sizes.pp} × dp {sizes.dp} × cp {sizes.cp} × tp {sizes.tp}; ep {sizes.ep} over cp, tp"
+    )
+    box, parts = 60.0, [_text(10, 18, title, 13, "#1b1f24")]
+    shades = ("#c8443f", "#2a9d8f", "#8758b8", "#d98c1f")
+    groups = list(expert.lines("ep"))
+    for rank in range(sizes.world):
+        pp, cp, tp = (dense.coordinate(rank, name) for name in ("pp", "cp", "tp"))
+        dp = dense.coordinate(rank, "dp_replicate") * sizes.dp_shard + dense.coordinate(rank, "dp_shard")
+        x = 70 + dp * (sizes.tp * (box + 8) + 60) + tp * (box + 8)
+        y = 62 + pp * (sizes.cp * (box + 8) + 26) + cp * (box + 8)
+        group = next(number for number, line in enumerate(groups) if rank in line)
+        parts.append(f'<rect x="{x}" y="{y}" width="{box}" height="{box}" rx="6" fill="#e8eef5" '
+                     f'stroke="{shades[group % len(shades)]}" stroke-width="3"/>')  # fmt: skip
+        parts.append(_text(x + 8, y + 20, str(rank), 14, "#1b1f24") + _text(x + 8, y + 36, f"cp {cp} tp {tp}", 10))
+        if rank == dense.line(rank, "cp", "tp")[0] and pp == 0:
+            parts.append(_text(x, 52, f"dp {dp}: its own sequences", 12, COLORS["zero"]))
+        if rank == dense.line(rank, "dp_replicate", "dp_shard", "cp", "tp")[0]:
+            parts.append(_text(10, y + box, f"pp {pp}", 13, COLORS["pp"]))
+    bottom = 62 + sizes.pp * (sizes.cp * (box + 8) + 26)
+    told = "across: tp cuts matrices · down: cp cuts the sequence · frames of one color: ep shares out the experts"
+    return _svg(640, bottom + 24, [*parts, _text(10, bottom + 10, told, 12)])
+
+
 def _tensor(entry: dict[str, Any], x: float, y: float) -> str:
     shape, local = entry.get("whole", entry["local"]), entry["local"]
     width, height = 78.0, 40.0 if len(shape) > 1 else 8.0
@@ -209,6 +238,10 @@ def write_docs(docs: Path) -> list[Path]:
         now, _ = with_and_without(example)
         pages[docs / "parallelism" / f"{example.page}.md"] = {"layer": block_table(now)}
         pictures[docs / "pictures" / f"{example.page}.svg"] = _picture_of(example, now)
+    pictures[docs / "pictures" / "grid.svg"] = grid_picture(resolve(16, tp=2, cp=2, pp=2, ep=4, etp=1))
+    program = build_program("dualpipe", 8, 20)
+    costs = Costs(a2aF=0.3, a2aB=0.3)
+    pictures[docs / "pictures" / "dualpipe.svg"] = draw_svg(program, simulate(program, costs), width=1000, row=22)
     for file, blocks in pages.items():
         file.write_text(filled(file.read_text(), blocks))
     for file, text in pictures.items():

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -190,7 +190,17 @@ def load_shards(
                 assert written == view.numel(), f"{spec.name} at {offset}: {written} of {view.numel()} elements written"
 
 
-def check_names(stored: SafetensorsFolder, entries: Sequence[Entry], ignored: Sequence[str]) -> None:
+class Stored(Protocol):
+    """Tensors on disk, in whatever format."""
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+    scales: dict[str, StoredTensor]
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor: ...
+
+
+def check_names(stored: Stored, entries: Sequence[Entry], ignored: Sequence[str]) -> None:
     """Compares the table with the folder; arguments and errors as in `load_shards`."""
     wanted = {entry.hf_name: entry for entry in entries}
     missing = [name for name in wanted if name not in stored.tensors]
@@ -212,7 +222,7 @@ def check_names(stored: SafetensorsFolder, entries: Sequence[Entry], ignored: Se
         raise ValueError(f"{stored.folder} does not fit the model:{''.join(map(_listing, *zip(*troubles.items())))}")
 
 
-def _misshapen_scales(name: str, stored: SafetensorsFolder) -> list[str]:
+def _misshapen_scales(name: str, stored: Stored) -> list[str]:
     """A line if there is not one scale for each block of a tensor in 8 bits."""
     found, shape = stored.scales[name].shape, stored.tensors[name].shape
     wanted = [-(-size // BLOCK) for size in shape]

@@ -13,7 +13,7 @@ import torch
 from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.moe_mla import FUSED
 from megatron5d.checkpoint.hf.names import BASE_PREFIX, HEAD, IGNORED, hf_copies, hf_entries
-from megatron5d.checkpoint.hf.safetensors_folder import Entry, SafetensorsFolder, check_names, load_shards
+from megatron5d.checkpoint.hf.safetensors_folder import Entry, SafetensorsFolder, Stored, check_names, load_shards
 from megatron5d.checkpoint.layout import ShardedTensor, sharded_parameter
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, lazy_tensor
 from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
@@ -121,13 +121,18 @@ def hf_weights(config: ModelConfig, stored: SafetensorsFolder, dtype: torch.dtyp
     whole: list[Rectangle] = [((0, 0), (config.vocab_size, config.hidden_size))]
     entries, ignored = _table(config, stored, {"embedding.weight": whole, "head.weight": whole})
     check_names(stored, entries, ignored)
+    return lazy_weights(entries, stored, dtype)
+
+
+def lazy_weights(entries: Sequence[Entry], stored: Stored, dtype: torch.dtype) -> dict[str, LazyTensor]:
+    """The tensors of a table as a checkpoint takes them; arguments as in `hf_weights`."""
     table: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         table[entry.name].append(entry)
     return {PREFIX + name: _lazy(parts, stored, dtype) for name, parts in table.items()}
 
 
-def _lazy(entries: list[Entry], stored: SafetensorsFolder, dtype: torch.dtype) -> LazyTensor:
+def _lazy(entries: list[Entry], stored: Stored, dtype: torch.dtype) -> LazyTensor:
     at = {entry.our_offset: entry for entry in entries}
     dtype = entries[0].dtype(dtype)
 

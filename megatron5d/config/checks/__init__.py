@@ -12,7 +12,7 @@ from megatron5d.config.schema import Config
 
 
 def _checks_in(module: ModuleType) -> Iterator[Check]:
-    """Yield the checks of a file in its order: functions with `@check`, and tuples of checks made from a table."""
+    """Yields the checks of a file in its order: functions with `@check`, and tuples of checks made from a table."""
     for value in vars(module).values():
         yield from (each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Check))
 
@@ -24,7 +24,7 @@ CHECKS = tuple(
 
 
 def run_checks(config: Config, world: int, files: bool = True) -> list[Fault]:
-    """Return what is wrong with a configuration, in the order of CHECKS.
+    """Returns what is wrong with a configuration, in the order of CHECKS.
 
     Args:
         config: to be checked.

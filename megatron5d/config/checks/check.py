@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
+from megatron5d.config.derived import sample_len
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config
 
@@ -31,7 +32,7 @@ class Check:
     local: bool = False
 
     def run(self, config: Config, world: int) -> Fault | None:
-        """Return what is wrong with a configuration; None where it passes."""
+        """Returns what is wrong with a configuration; None where it passes."""
         found = next(self.find(config, world), None)
         return found and replace(found, id=self.id, knobs=self.knobs, local=self.local)
 
@@ -39,7 +40,7 @@ class Check:
 def check(
     *knobs: str, id: str = "", needs: Sequence[str] = (), local: bool = False
 ) -> Callable[[Callable[[Config, int], Faults]], Check]:
-    """Make a Check of a function; without an id it is the function's name with hyphens. Arguments as of Check."""
+    """Makes a Check of a function; without an id it is the function's name with hyphens. Arguments as of Check."""
 
     def decorate(find: Callable[[Config, int], Faults]) -> Check:
         return Check(id or find.__name__.replace("_", "-"), knobs, find, tuple(needs), local)
@@ -48,12 +49,12 @@ def check(
 
 
 def check_id(knob: str, ending: str = "") -> str:
-    """Return the id of a check of one key alone."""
+    """Returns the id of a check of one key alone."""
     return f"{knob}{ending}".replace(".", "-").replace("_", "-")
 
 
 def fault(reason: str, fix: str) -> Fault:
-    """Make the fault that a check yields; the check adds its id and its keys.
+    """Makes the fault that a check yields; the check adds its id and its keys.
 
     Args:
         reason: what is wrong, with the numbers.
@@ -63,23 +64,23 @@ def fault(reason: str, fix: str) -> Fault:
 
 
 def data_parallel(config: Config, world: int) -> int:
-    """dp, in ranks: what tp·cp·pp leave of the world (1 where they leave nothing)."""
+    """Returns dp, in ranks: what tp·cp·pp leave of the world (1 where they leave nothing)."""
     return max(1, world // (config.parallel.tp * config.parallel.cp * config.parallel.pp))
 
 
 def nearest(value: int, legal: Iterable[int]) -> int:
-    """The legal number closest to `value`, of two equally close ones the smaller; 1 where none is legal."""
+    """Returns the legal number closest to `value`, of two equally close ones the smaller; 1 where none is legal."""
     return min(legal, key=lambda candidate: (abs(candidate - value), candidate), default=1)
 
 
 def divisors(value: int) -> list[int]:
-    """All divisors of a positive integer, ascending."""
+    """Returns all divisors of a positive integer, ascending."""
     small = [d for d in range(1, isqrt(max(0, value)) + 1) if value % d == 0]
     return sorted({*small, *(value // d for d in small)})
 
 
 def spelled(value: object) -> str:
-    """A value as it is written on a command line."""
+    """Returns a value as it is written on a command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(str, value))}]"
     if isinstance(value, bool):
@@ -87,7 +88,13 @@ def spelled(value: object) -> str:
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def seq_len_fix(config: Config, of: int) -> str:
+    """Returns the sequence lengths on both sides that `of` divides, or padding up to the next."""
+    length, padded = config.train.seq_len, f"train.seq_len={-(-config.train.seq_len // of) * of}"
+    return f"train.seq_len={multiples(length, of)}, or padding: {padded} data.sample_len={sample_len(config)}"
+
+
 def multiples(value: int, of: int) -> str:
-    """The multiples of `of` on both sides of `value`, as text."""
+    """Returns the multiples of `of` on both sides of `value`, as text."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
-from megatron5d.config.checks.check import Faults, check, divisors, fault, multiples, nearest
+from megatron5d.config.checks.check import Faults, check, divisors, fault, nearest, seq_len_fix
 from megatron5d.config.derived import split_of
 from megatron5d.config.schema import ELEMENT_BYTES, Config, ModelConfig
 
@@ -41,31 +41,31 @@ class Traffic:
     outer: int = 0  # over cp_outer, forward; the backward sends them again, and as many gradients
 
     def num_bytes(self, dtype: str) -> tuple[int, int]:
-        """(over cp_inner, over cp_outer), forward and backward together."""
+        """Returns (over cp_inner, over cp_outer), forward and backward together."""
         value, grad = ELEMENT_BYTES[dtype], GRAD_BYTES[dtype]
         return self.inner * 2 * value, self.outer * (2 * value + grad)
 
 
 def local_heads(c: Config) -> tuple[int, int]:
-    """Query and key-value heads of one tp rank."""
+    """Returns the query and key-value heads of one tp rank."""
     a, tp = c.model.num_heads, c.parallel.tp
     return a // tp, max(1, c.model.num_kv_heads // tp)
 
 
 def head_features(model: ModelConfig) -> int:
-    """Features of one head's key and value, d + dv."""
+    """Returns the features of one head's key and value, d + dv."""
     if model.attention == "mla":
         return model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
     return 2 * model.head_dim
 
 
 def latent_features(model: ModelConfig) -> int:
-    """Features of the latent from which all heads' keys and values are projected, r + dr."""
+    """Returns the features of the latent from which all heads' keys and values are projected, r + dr."""
     return model.kv_lora_rank + model.qk_rope_head_dim
 
 
 def traffic(c: Config) -> Traffic:
-    """The elements that one layer's attention sends for one sequence; all divisions must be exact."""
+    """Returns the elements that one layer's attention sends for one sequence; all divisions must be exact."""
     (outer, inner), (a, g) = split_of(c), local_heads(c)
     rows, width = c.train.seq_len // c.parallel.cp, head_features(c.model)
     exchanged = rows * a * width * (inner - 1) // inner
@@ -77,13 +77,13 @@ def traffic(c: Config) -> Traffic:
 
 
 def splits_heads(c: Config, inner: int) -> bool:
-    """Whether `inner` ranks can exchange heads: query heads divide, key-value heads divide or are repeated."""
+    """Returns whether `inner` ranks can exchange heads: query heads divide, key-value heads divide or are repeated."""
     a, g = local_heads(c)
     return a % inner == 0 and (g % inner == 0 or inner % g == 0)
 
 
 def hidden_from(c: Config, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
-    """The sequence length from which on the hops of a ring are hidden by attention; 0 without a ring.
+    """Returns the sequence length from which on the hops of a ring are hidden by attention; 0 without a ring.
 
     The bytes of a hop grow with s. The causal attention that overlaps with it takes (s/outer)²·(a/inner)·(d+dv) FLOP:
     half of all pairs, two FLOP for each feature of a key and of a value.
@@ -108,7 +108,7 @@ class Choice:
 
 
 def choices(c: Config, ranks_per_node: int = 8) -> list[Choice]:
-    """All methods whose exchange of heads is possible and stays inside a node, the best first.
+    """Returns all methods whose exchange of heads is possible and stays inside a node, the best first.
 
     The best one sends least between nodes, then least inside a node. Between nodes only blocks of the ring are sent,
     which overlap with the attention of the previous block.
@@ -132,13 +132,13 @@ def choices(c: Config, ranks_per_node: int = 8) -> list[Choice]:
 
 
 def recommended(c: Config, ranks_per_node: int = 8) -> tuple[str, int]:
-    """(parallel.cp_method, parallel.cp_inner) of the best of `choices` without parallel.cp_compress_kv."""
+    """Returns (parallel.cp_method, parallel.cp_inner) of the best of `choices` without parallel.cp_compress_kv."""
     best = choices(replace(c, parallel=replace(c.parallel, cp_compress_kv=False)), ranks_per_node)[0]
     return best.method, best.cp_inner
 
 
 def advice(c: Config) -> str:
-    """The overrides of `recommended`."""
+    """Returns the overrides of `recommended`."""
     method, inner = recommended(c)
     return f"parallel.cp_method={method}" + (f" parallel.cp_inner={inner}" if method == "two_level" else "")
 
@@ -179,7 +179,7 @@ def sequence_splits_over_cp(c: Config, world: int) -> Faults:
         yield fault(
             f"train.seq_len = {length} is not divisible by {cut}: parallel.cp = {p.cp} with parallel.cp_method = "
             f"{p.cp_method} cuts {zigzag}{rows}",
-            f"train.seq_len={multiples(length, cut)}",
+            seq_len_fix(c, cut),
         )
 
 

@@ -20,14 +20,14 @@ check = partial(any_check, local=True)
 
 
 def _missing_files(entries: list[str]) -> list[str]:
-    """The .bin and .idx files of entries that do not exist."""
+    """Returns the .bin and .idx files of entries that do not exist."""
     sources = [source for source in map(source_of, entries) if source.is_legal]
     names = [source.prefix + ending for source in sources for ending in (".bin", ".idx")]
     return [name for name in names if not isfile(name)]
 
 
 def _prefix_meant(missing: list[str]) -> str:
-    """The end of a fix: the prefix of a file that was written with its ending, or what a prefix is."""
+    """Returns the end of a fix: the prefix of a file that was written with its ending, or what a prefix is."""
     for file in (name[: -len(".bin")] for name in missing):
         if file.endswith((".bin", ".idx")) and isfile(file):
             return f"{file[: -len('.bin')]}]"
@@ -35,19 +35,19 @@ def _prefix_meant(missing: list[str]) -> str:
 
 
 def _empty_files(entries: list[str]) -> list[str]:
-    """The .bin files of entries that are empty: a small corpus, for example, has no document to hold out."""
+    """Returns the .bin files of entries that are empty: a small corpus, for example, has no document to hold out."""
     names = [source.prefix + ".bin" for source in map(source_of, entries) if source.is_legal]
     return [name for name in names if isfile(name) and Path(name).stat().st_size == 0]
 
 
 def _shell_list(entries: list[str]) -> str:
-    """A list as a shell argument."""
+    """Returns a list as a shell argument."""
     text = f"[{','.join(entries)}]"
     return f"'{text}'" if " " in text else text
 
 
 def _shares(split: str | None) -> list[float] | None:
-    """As `split_shares`; None of what is no split."""
+    """Returns what `split_shares` does; None of what is no split."""
     try:
         return split_shares(split)
     except ValueError:
@@ -61,7 +61,7 @@ def _abbreviated(names: list[str]) -> str:
 def _blend_checks(
     knob: str, prefix: str = "", read: Callable[[list[str]], list[str]] = list, needs: tuple[str, ...] = ()
 ) -> tuple[Check, ...]:
-    """The checks of a list of data: weights are numbers above 0, files exist and are not empty.
+    """Makes the checks of a list of data: weights are numbers above 0, files exist and are not empty.
 
     Args:
         knob: such as data.train.
@@ -189,7 +189,7 @@ def eod_known(c: Config, world: int) -> Faults:
 
 
 def _missing_in(folder: str, *patterns: str) -> str | None:
-    """What a Hugging Face folder lacks, as text; None = nothing."""
+    """Returns what a Hugging Face folder lacks, as text; None = nothing."""
     if not isdir(folder):
         return f"there is no folder {folder}"
     lacking = [pattern for pattern in patterns if not any(Path(folder).glob(pattern))]
@@ -243,12 +243,12 @@ def data_tokenizer_file(c: Config, world: int) -> Faults:
 
 
 def _is_there(path: str | Path) -> bool:
-    """Whether something has this name, also a link whose target is gone."""
+    """Returns whether something has this name, also a link whose target is gone."""
     return exists(path) or islink(path)
 
 
 def _path_in_the_way(name: str, as_folder: bool) -> str | None:
-    """The existing path that prevents `name` from being created or written; None where there is none."""
+    """Returns the existing path that prevents `name` from being created or written; None where there is none."""
     path = Path(name).absolute()
     if _is_there(path) and not (isdir(path) if as_folder else isfile(path)):
         return str(path)  # also /dev/null: a log is rewritten and renamed, which would replace the device
@@ -262,7 +262,7 @@ def _kind(name: str) -> str:
 
 
 def _unwritable_folder(name: str) -> str | None:
-    """The folder in which `name` would be created, if this user may not write there; else None."""
+    """Returns the folder in which `name` would be created, if this user may not write there; else None."""
     path = Path(name).absolute()
     there = next(parent for parent in (path, *path.parents) if isdir(parent))
     resolved = there.resolve()
@@ -312,7 +312,7 @@ def _schedule_file(c: Config) -> str | None:
 
 
 def _files_of_run(c: Config) -> dict[str, str]:
-    """Files that a run reads, or writes beside its log, by path: what they are."""
+    """Returns the files that a run reads, or writes beside its log, by path: what they are."""
     sources = [*c.data.train, *c.data.valid, *(entry for _, entry in named_entries(c.data.valid_sets))]
     prefixes = [source.prefix for source in map(source_of, sources) if source.is_legal]
     files = {prefix + ending: "the data" for prefix in prefixes for ending in (".bin", ".idx")}

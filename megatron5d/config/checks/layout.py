@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from megatron5d.config.checks.check import Faults, check, data_parallel, divisors, fault, multiples, nearest
+from megatron5d.config.checks.check import (
+    Faults,
+    check,
+    data_parallel,
+    divisors,
+    fault,
+    multiples,
+    nearest,
+    seq_len_fix,
+)
 from megatron5d.config.schema import Config
 
 MODEL_AXES = ("parallel.tp", "parallel.cp", "parallel.pp")
@@ -14,7 +23,7 @@ def _model_size(c: Config) -> int:
 
 
 def _tensor_parallel_sizes(config: Config, world: int) -> list[int]:
-    """Every tp that fits the world, the heads, the MLP and (with sp) the sequence."""
+    """Returns every tp that fits the world, the heads, the MLP and (with sp) the sequence."""
     model, parallel, num_kv_heads = config.model, config.parallel, max(1, config.model.num_kv_heads)
     others = max(1, parallel.cp) * max(1, parallel.pp)
     return [
@@ -28,7 +37,7 @@ def _tensor_parallel_sizes(config: Config, world: int) -> list[int]:
 
 
 def _tensor_parallel_fix(config: Config, world: int) -> str:
-    """The override of the nearest legal tp."""
+    """Returns the override of the nearest legal tp."""
     sizes = _tensor_parallel_sizes(config, world)
     if sizes:
         return f"parallel.tp={nearest(config.parallel.tp, sizes)}"
@@ -41,7 +50,7 @@ def _tensor_parallel_fix(config: Config, world: int) -> str:
 
 
 def _world_fix(c: Config, world: int) -> str:
-    """The value of each axis with which the world would fit, and the numbers of ranks that would."""
+    """Returns the value of each axis with which the world would fit, and the numbers of ranks that would."""
     ways = []
     for name in ("tp", "cp", "pp"):
         size = getattr(c.parallel, name)
@@ -56,7 +65,7 @@ def _world_fix(c: Config, world: int) -> str:
 
 
 def _fewer_stages(c: Config, world: int) -> str:
-    """The override under which every stage has a layer: fewer chunks, and where that is not enough fewer ranks."""
+    """Returns the override under which every stage has a layer: fewer chunks, and if that is not enough fewer ranks."""
     layers = c.model.num_layers
     if c.parallel.pp <= layers:
         return f"parallel.vpp={layers // c.parallel.pp}"
@@ -66,7 +75,7 @@ def _fewer_stages(c: Config, world: int) -> str:
 
 
 def _even_layout(c: Config) -> str:
-    """The layout with equally many layers on each stage; the first stages have one more where they do not divide."""
+    """Returns the layout with as many layers on each stage; the first have one more where they do not divide."""
     num_stages = c.parallel.pp * c.parallel.vpp
     each, more = divmod(c.model.num_layers, num_stages)
     return f"[{','.join(str(each + (stage < more)) for stage in range(num_stages))}]"
@@ -114,6 +123,16 @@ def gbs_splits(c: Config, world: int) -> Faults:
             f"train.gbs = {gbs} is not a multiple of train.mbs·dp = {mbs}·{dp} = {mbs * dp} "
             f"(dp = {world} ranks / {_model_size(c)})",
             f"train.gbs={multiples(gbs, mbs * dp)}",
+        )
+
+
+@check("train.gbs", "train.mbs", *MODEL_AXES)
+def gbs_holds_whole_micro_batches(c: Config, world: int) -> Faults:
+    """What can be said of the batch while the world does not fit, and dp is unknown."""
+    if world % _model_size(c) and c.train.gbs % c.train.mbs:
+        yield fault(
+            f"train.gbs = {c.train.gbs} is not a multiple of train.mbs = {c.train.mbs}, whatever dp will be",
+            f"train.gbs={multiples(c.train.gbs, c.train.mbs)}",
         )
 
 
@@ -167,7 +186,7 @@ def sequence_splits_over_tp(c: Config, world: int) -> Faults:
     if p.sp and p.cp == 1 and length % p.tp:
         yield fault(
             f"train.seq_len = {length} is not divisible by parallel.tp = {p.tp}, as parallel.sp = true needs",
-            f"train.seq_len={multiples(length, p.tp)}",
+            seq_len_fix(c, p.tp),
         )
 
 
@@ -212,21 +231,21 @@ def layout_sums_to_layers(c: Config, world: int) -> Faults:
         )
 
 
-@check("parallel.regather", "parallel.zero")
+@check("parallel.zero3_gather", "parallel.zero")
 def regather_needs_sharded_weights(c: Config, world: int) -> Faults:
-    if c.parallel.regather == "per_step" and c.parallel.zero < 3:
+    if c.parallel.zero3_gather == "per_step" and c.parallel.zero < 3:
         yield fault(
-            f"parallel.regather = per_step says how long gathered weights stay, and under parallel.zero = "
+            f"parallel.zero3_gather = per_step says how long gathered weights stay, and under parallel.zero = "
             f"{c.parallel.zero} they are never given back",
-            "parallel.regather=per_microbatch, or parallel.zero=3",
+            "parallel.zero3_gather=per_microbatch, or parallel.zero=3",
         )
 
 
-@check("parallel.reduce", "parallel.zero")
+@check("parallel.grad_reduce", "parallel.zero")
 def reduce_needs_sharded_gradients(c: Config, world: int) -> Faults:
-    if c.parallel.reduce == "per_step" and c.parallel.zero < 2:
+    if c.parallel.grad_reduce == "per_step" and c.parallel.zero < 2:
         yield fault(
-            f"parallel.reduce = per_step keeps whole gradients until a step's last micro-batch, as parallel.zero = "
+            "parallel.grad_reduce = per_step keeps whole gradients until a step's last micro-batch, as parallel.zero = "
             f"{c.parallel.zero} does anyway",
-            "parallel.reduce=per_microbatch, or parallel.zero=2",
+            "parallel.grad_reduce=per_microbatch, or parallel.zero=2",
         )

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron5d.config.checks.check import (
-    Faults,
-    check,
-    data_parallel,
-    divisors,
-    fault,
-    multiples,
-    nearest,
-    spelled,
-)
+from megatron5d.config.checks.check import Faults, check, data_parallel, divisors, fault, multiples, nearest, spelled
 from megatron5d.config.convert import value_of
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import Config

@@ -25,7 +25,7 @@ CHOICE = ("precision.fp8", *NEED_FP8)
 
 
 def _unaligned_dims(c: Config) -> list[str]:
-    """The dims of quantised matrices that are not a multiple of what their products need, as text."""
+    """Returns the dims of quantised matrices that are not a multiple of what their products need, as text."""
     found = {} if c.model.hidden_size % ROW_BYTES == 0 else {f"model.hidden_size = {c.model.hidden_size}": ROW_BYTES}
     for name in quantised_matrices(c):
         for knobs, (size, ranks) in cut_features(c, name).items():

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from megatron5d.config.checks.check import Faults, check, data_parallel, fault, spelled
 from megatron5d.config.checks.layout import MODEL_AXES
-from megatron5d.config.derived import batch_schedule, batch_sizes, resumed_progress
+from megatron5d.config.derived import batch_schedule, batch_sizes, resumed_progress, sample_len
 from megatron5d.config.schema import Config
 
 MOST_MICRO_BATCHES = 1 << 16  # of a step; each one is several actions of the schedule, which is verified at the start
@@ -23,7 +23,7 @@ def grad_dtype_follows_fp64(c: Config, world: int) -> Faults:
 
 
 def _linear_ramp(c: Config) -> tuple[int, int, int]:
-    """(start, increment, length) of a ramp that is given so; of any other, one that changes nothing."""
+    """Returns (start, increment, length) of a ramp that is given so; of any other, one that changes nothing."""
     ramp = c.train.gbs_ramp or []
     if len(ramp) != 3 or ":" in ramp[0]:
         return c.train.gbs, 1, 1
@@ -52,10 +52,10 @@ def ramp_reaches_gbs(c: Config, world: int) -> Faults:
         )
 
 
-@check("train.gbs_ramp", "train.gbs", "train.seq_len")
+@check("train.gbs_ramp", "train.gbs", "train.seq_len", "data.sample_len")
 def ramp_stages_follow(c: Config, world: int) -> Faults:
     try:
-        last = batch_schedule(c.train)[-1][1]
+        last = batch_schedule(c)[-1][1]
     except ValueError as error:
         yield fault(f"train.gbs_ramp = {spelled(c.train.gbs_ramp)}: {error}", "train.gbs_ramp=null")
     else:
@@ -82,7 +82,7 @@ def ramp_splits(c: Config, world: int) -> Faults:
         fix = f"train.gbs_ramp='{' '.join(legal)}'"
     if behind := resumed_progress(c).get("consumed_samples"):  # another ramp would be another run
         fix = (
-            f"fewer data-parallel ranks until {batch_schedule(c.train)[-1][0]} samples are taken ({behind} are), or "
+            f"fewer data-parallel ranks until {batch_schedule(c)[-1][0]} samples are taken ({behind} are), or "
             f"train.gbs_ramp=null, which goes on with {c.train.gbs} sequences"
         )
     yield fault(f"train.gbs_ramp {sizes}; each batch must be a multiple of train.mbs·dp = {mbs}·{dp} = {mbs * dp}", fix)
@@ -139,6 +139,15 @@ def megatrons_seed(c: Config, world: int) -> Faults:
         )
 
 
+@check("data.sample_len", "train.seq_len")
+def sample_within_sequence(c: Config, world: int) -> Faults:
+    if sample_len(c) > c.train.seq_len:
+        yield fault(
+            f"data.sample_len = {c.data.sample_len} tokens do not fit into train.seq_len = {c.train.seq_len}",
+            "data.sample_len=null",
+        )
+
+
 @check("model.num_mtp_layers", "train.seq_len")
 def prediction_within_sequence(c: Config, world: int) -> Faults:
     layers, length = c.model.num_mtp_layers, c.train.seq_len
@@ -167,12 +176,14 @@ def checkpoint_every_needs_dir(c: Config, world: int) -> Faults:
         )
 
 
-@check("checkpoint.async", "checkpoint.dir")
-def checkpoint_async_needs_dir(c: Config, world: int) -> Faults:
-    if c.checkpoint.async_save and c.checkpoint.dir is None:
+@check("checkpoint.keep", "checkpoint.every", "train.eval_every")
+def checkpoint_best_is_evaluated(c: Config, world: int) -> Faults:
+    every, evaluated = c.checkpoint.every, c.train.eval_every
+    if "best:" in c.checkpoint.keep and (not evaluated or every % evaluated):
         yield fault(
-            "checkpoint.async = true and checkpoint.dir = null: nothing would be saved",
-            "checkpoint.dir=runs/NAME/checkpoints, or checkpoint.async=false",
+            f"checkpoint.keep = {c.checkpoint.keep} goes by the validation loss, and train.eval_every = {evaluated} "
+            f"gives none at the steps of checkpoint.every = {every}",
+            f"train.eval_every={every or c.train.steps}, or checkpoint.keep=2",
         )
 
 

@@ -26,13 +26,13 @@ AT_LEAST = {
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
         recompute.num_layers optim.ns_steps recompute.group_layers recompute.logit_tokens log.every model.top_k
         model.moe_ffn_hidden_size model.moe_interval model.num_groups model.top_groups moe.log_every parallel.ep_inner
-        moe.planned_imbalance log.profile_step""",
+        moe.planned_imbalance log.profile_step data.sample_len""",
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations pipeline.flops_per_byte
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
         optim.warmup_steps optim.decay_steps optim.weight_decay optim.clip optim.skip_norm
         optim.max_skipped moe.aux_coef moe.z_coef moe.bias_rate
-        data.eod checkpoint.every checkpoint.keep model.num_experts model.shared_ffn_hidden_size
+        data.eod checkpoint.every model.num_experts model.shared_ffn_hidden_size
         model.first_k_dense model.num_mtp_layers train.mtp_loss precision.fp8_skip_first precision.fp8_skip_last
         log.memory_snapshot_step recompute.offload_min_bytes""",
 }
@@ -56,8 +56,8 @@ WORDS: dict[str, Sequence[str]] = {
     "pipeline.balance": ("auto", "stages", "ranks", "late", "ends"),
     "parallel.cp_method": ("ring", "allgather", "ulysses", "two_level"),
     "parallel.tp_overlap": ("none", "chunked", "fused"),
-    "parallel.regather": ("per_microbatch", "per_step"),
-    "parallel.reduce": ("per_microbatch", "per_step"),
+    "parallel.zero3_gather": ("per_microbatch", "per_step"),
+    "parallel.grad_reduce": ("per_microbatch", "per_step"),
     "optim.name": ("adamw", "muon"),
     "optim.schedule_by": ("steps", "samples"),
     "optim.schedule": ("cosine", "linear", "wsd", "constant"),
@@ -124,7 +124,7 @@ def _shape(knob: str, legal: Callable[[Config], bool], wanted: str, fix: Callabl
 
 
 def _schedule_is_a_name(c: Config) -> bool:
-    """Whether it is a word or file:<path>; train/pipeline_layout.py checks that the schedule exists."""
+    """Returns whether it is a word or file:<path>; train/pipeline_layout.py checks that the schedule exists."""
     kind, colon, path = c.pipeline.schedule.partition(":")
     return kind == "file" and path != "" if colon else re.fullmatch(r"\w+", kind) is not None
 
@@ -144,7 +144,7 @@ def _known_balances(c: Config) -> list[str]:
 
 
 def _known(written: Sequence[str], words: Sequence[str]) -> list[str]:
-    """The legal words nearest to those written; the first legal word where none is near."""
+    """Returns the legal words nearest to those written; the first legal word where none is near."""
     known = {closest(word, words) for word in written}
     return [word for word in words if word in known] or [words[0]]
 
@@ -174,6 +174,8 @@ _SHAPES = [
     _shape("train.gbs_ramp", _ramp_is_shaped, '[start gbs, increment, ramp length in sequences], each at least 1,'
            ' or stages such as "0:8 2B:16"',
            lambda c: "null"),
+    _shape("checkpoint.keep", lambda c: all(re.fullmatch(r"((last|best):)?\d+|every:[1-9]\d*", each)
+           for each in c.checkpoint.keep.split("+")), "K or last:K, every:N, best:K, joined by +", lambda c: "2"),
     _shape("data.skip_steps", lambda c: all(re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", each) for each in c.data.skip_steps),
            "a list of steps from 1 and of ranges such as 120-169", lambda c: "[]"),
     *(_shape(f"optim.{key}", partial(_are_scales, key), 'a list of "factor glob", factors from 0', lambda c: "[]")

@@ -1,16 +1,12 @@
-"""The compiled core of the local search: moves of the slots on a critical path, each of which rewrites a few positions.
-
-A slot may pass others of its lane: then each of them takes the place of the one before it, so all come sooner or later.
-A move stays where the makespan gets no longer: as there are many critical paths, sideways steps are what leads on.
-Under heat it may also stay where the makespan gets longer.
-
-Local search on a finished Program: what makes the critical path wait is moved out of its way, slot by slot.
+"""Local search on a finished Program: what makes the critical path wait is moved out of its way, slot by slot.
 
 The makespan is the longest path through the slots of all ranks. Where a slot on it waits for the slot before it on its
-rank although its input is there already, one of the two jumps over the other, or over several. Where there is an
-all-to-all to hide, slots on that path also take up a partner, let theirs go, or pass it on. Every Program on the way is
-legal. Where no move helps any more, annealing begins: a Program may get longer by less and less, and the shortest is
-returned.
+rank although its input has arrived, one of the two jumps over the other, or over several. Where there is an all-to-all
+to hide, slots on that path also gain a partner, drop theirs, or hand it over. A slot may pass others of its stream:
+then each of them takes the place of the one before it, so all begin sooner or later. Every Program on the way is legal.
+
+A move stays where the makespan gets no longer: as there are many critical paths, sideways steps are what leads on.
+Where no move helps any more, annealing begins: a Program may get longer by less and less, and the shortest is returned.
 
 Source: van Laarhoven, Aarts, Lenstra 1992, Job shop scheduling by simulated annealing, for moves on the critical path.
 """
@@ -21,7 +17,7 @@ import numpy as np
 
 from megatron5d.pipeline_parallel.costs import StageCosts
 from megatron5d.pipeline_parallel.program import Program, Table, program_from_table
-from megatron5d.pipeline_parallel.search.problem import Clock, can_fold, folded, is_mirrored, unfolded
+from megatron5d.pipeline_parallel.search.problem import Budget
 from megatron5d.pipeline_parallel.search.timeline import (
     STUCK,
     Graph,
@@ -44,7 +40,7 @@ REACH = 24
 EQUAL = 1e-9
 ODDS = 1 << 20
 """Chances are multiples of one in so many."""
-JUMP, JOIN, PART, GIVE, TAKE = 0, 1, 2, 3, 4
+JUMP, PART, GIVE, JOIN = 0, 1, 2, 3
 
 
 @compiled
@@ -133,7 +129,7 @@ def _critical(graph, run, times, makespan, kind):
             behind = times.end[run.order[position - 1]] >= begin - EQUAL
         suits = behind and not awaited
         if kind != JUMP:
-            suits = run.joined[action] == (kind in (PART, GIVE))
+            suits = run.joined[action] == (kind != JOIN)
         if suits:
             seen += 1
             if _draw(run, seen) == 0:
@@ -152,70 +148,60 @@ def _move(graph, run, times, makespan):
     """Makes a move; returns the window that it rewrote, empty where none was possible."""
     kind = JUMP
     if graph.pairing:
-        kind = max(0, _draw(run, 6) - 1)
+        kind = min(max(0, _draw(run, 6) - 1), JOIN)
     position = _critical(graph, run, times, makespan, kind)
     if position < 0:
         return 0, 0
     rank = _rank_at(graph, position)
     first, stop = graph.rank_start[rank], graph.rank_start[rank + 1]
-    if kind == JOIN:
+    if kind in (GIVE, JOIN):
         return _join(graph, run, position, first, stop)
-    if kind in (GIVE, TAKE):
-        return _hand_over(graph, run, position, first, stop)
     farthest = FARTHEST if graph.pairing else NEAR
     far = 1 + _draw(run, farthest) if _draw(run, 2) == 0 else 1
+    low, high = position, _slot_stop(run, position)
     if kind == PART:
-        return _part(run, position, stop, far - 1)
-    if _draw(run, 2) == 0:
-        low = position
+        for _ in range(far - 1):
+            high = _slot_stop(run, high) if high < stop else high
+        _keep(run, low, high)
+        run.joined[run.order[position]] = False
+        _shift(run, position + _draw(run, 2), high)
+    elif _draw(run, 2) == 0:
         for _ in range(far):
-            if low > first:
-                low = _slot_start(run, low - 1)
-        return _rotate(run, low, position, _slot_stop(run, position))
-    low = _slot_start(run, position - 1)
-    return _rotate(run, low, position, _skip(run, position, stop, far))
-
-
-@compiled_part
-def _skip(run, position, stop, slots):
-    """Returns the position so many slots on."""
-    for _ in range(slots):
-        if position < stop:
-            position = _slot_stop(run, position)
-    return position
+            low = _slot_start(run, low - 1) if low > first else low
+        _keep(run, low, high)
+        for k in range(high - position):
+            _shift(run, position + k, low + k)
+    else:
+        low = _slot_start(run, position - 1)
+        for _ in range(far - 1):
+            high = _slot_stop(run, high) if high < stop else high
+        _keep(run, low, high)
+        for _ in range(position - low):
+            _shift(run, low, high)
+    return low, high
 
 
 @compiled_part
 def _keep(run, low, high):
+    """Copies a window, so that a move can be undone."""
     for k in range(high - low):
         action = run.order[low + k]
         run.kept[k], run.kept_joined[k], run.mark[action] = action, run.joined[action], k
 
 
 @compiled_part
-def _rotate(run, low, middle, high):
-    """Lets what stands in low … middle − 1 and in middle … high − 1 change places."""
-    _keep(run, low, high)
-    for k in range(high - low):
-        action = run.kept[(k + middle - low) % (high - low)]
-        run.order[low + k], run.place[action] = action, low + k
-    return low, high
-
-
-@compiled_part
-def _part(run, position, stop, far):
-    """Takes a pair apart; the one that comes second moves some slots on."""
-    one, two = run.order[position], run.order[position + 1]
-    high = _skip(run, position + 2, stop, far)
-    _keep(run, position, high)
-    run.joined[one] = False
-    first, second = (one, two) if _draw(run, 2) == 0 else (two, one)
-    run.order[position], run.place[first] = first, position
-    for at in range(position + 2, high):
-        action = run.order[at]
-        run.order[at - 1], run.place[action] = action, at - 1
-    run.order[high - 1], run.place[second] = second, high - 1
-    return position, high
+def _shift(run, at, gap):
+    """Moves the action at a position to the gap before another position."""
+    moving = run.order[at]
+    while at + 1 < gap:
+        action = run.order[at + 1]
+        run.order[at], run.place[action] = action, at
+        at += 1
+    while at > gap:
+        action = run.order[at - 1]
+        run.order[at], run.place[action] = action, at
+        at -= 1
+    run.order[at], run.place[moving] = moving, at
 
 
 @compiled_part
@@ -228,75 +214,41 @@ def _gains(graph, one, two):
 
 
 @compiled_part
-def _hand_over(graph, run, position, first, stop):
-    """Lets one action of a pair leave it for a single one nearby: the pair or the single one is what was drawn."""
+def _join(graph, run, position, first, stop):
+    """Joins a single action with another one nearby, which leaves its pair where it has one.
+
+    A pair at `position` gives one of its actions; a single action there takes one.
+    """
     other = position - REACH + _draw(run, 2 * REACH + 1)
     if other < first or other >= stop:
         return 0, 0
     other = _slot_start(run, other)
-    pair, single = (position, other) if run.joined[run.order[position]] else (other, position)
-    if not run.joined[run.order[pair]] or run.joined[run.order[single]]:
+    host, giver = (other, position) if run.joined[run.order[position]] else (position, other)
+    if host == giver or run.joined[run.order[host]]:
         return 0, 0
-    one, two, host = run.order[pair], run.order[pair + 1], run.order[single]
-    guest, left = (one, two) if _draw(run, 2) == 0 else (two, one)
-    if not _gains(graph, host, guest):
+    stop = _slot_stop(run, giver)
+    guest = giver + _draw(run, stop - giver)
+    if not _gains(graph, run.order[host], run.order[guest]):
         return 0, 0
-    low, high = min(pair, single), max(pair + 2, single + 1)
+    low, high = min(host, giver), max(host + 1, stop)
     _keep(run, low, high)
-    run.joined[one] = False
-    run.joined[host] = True
-    at = low
-    for k in range(high - low):
-        action = run.kept[k]
-        if action == guest:
-            continue
-        run.order[at], run.place[action] = action, at
-        at += 1
-        if action == host:
-            run.order[at], run.place[guest] = guest, at
-            at += 1
-    return low, high
-
-
-@compiled_part
-def _join(graph, run, position, first, stop):
-    """Joins a single action with another one of its rank, which moves to it."""
-    action = run.order[position]
-    partner = position - REACH + _draw(run, 2 * REACH + 1)
-    if partner < first or partner >= stop or partner == position:
-        return 0, 0
-    other = run.order[partner]
-    if run.joined[other] or is_second(run, other) or not _gains(graph, action, other):
-        return 0, 0
-    low, high = min(position, partner), max(position, partner) + 1
-    _keep(run, low, high)
-    if partner > position:
-        for at in range(partner, position + 1, -1):
-            moved = run.order[at - 1]
-            run.order[at], run.place[moved] = moved, at
-        run.order[position + 1], run.place[other] = other, position + 1
-        run.joined[action] = True
-    else:
-        for at in range(partner, position - 1):
-            moved = run.order[at + 1]
-            run.order[at], run.place[moved] = moved, at
-        run.order[position - 1], run.place[other] = other, position - 1
-        run.joined[other] = True
+    run.joined[run.order[giver]], run.joined[run.order[host]] = False, True
+    _shift(run, guest, host + 1)
     return low, high
 
 
 @compiled_part
 def _in_turn(graph, run, low, high):
-    """Lets the actions of every lane in a rewritten window take turns as before; returns whether anything changed.
+    """Restores the order of every stream in a rewritten window; returns whether anything changed.
 
-    So a forward that moves over others of its lane lets each of them begin a place sooner or later.
+    So a forward that moves over others of its stream lets each of them begin a place sooner or later.
     """
     changed = False
     for k in range(low, high):
         early = run.order[k]
         for j in range(k + 1, high):
             late = run.order[j]
-            if run.mark[late] < run.mark[early] and graph.lane[late] == graph.lane[early]:
+            if run.mark[late] < run.mark[early] and graph.stream[late] == graph.stream[early]:
                 first, second = run.joined[early], run.joined[late]
                 run.order[k], run.place[late], run.joined[late] = late, k, first
                 run.order[j], run.place[early], run.joined[early] = early, j, second
@@ -308,13 +260,7 @@ def _in_turn(graph, run, low, high):
 
 @compiled_part
 def _fits(graph, run, low, high):
-    """Whether a rewritten window keeps the dependencies and the rank's memory."""
-    for k in range(low, high):
-        late = run.order[k]
-        for j in range(low, k):
-            early = run.order[j]
-            if run.mark[early] > run.mark[late] and not _may_precede(graph, early, late):
-                return False
+    """Whether a rank keeps to its memory up to the end of a rewritten window."""
     rank = _rank_at(graph, low)
     held, freed = 0.0, 0.0
     for position in range(graph.rank_start[rank], high):
@@ -330,13 +276,6 @@ def _fits(graph, run, low, high):
     return True
 
 
-@compiled_part
-def _may_precede(graph, early, late):
-    """Whether an action may come before one that it came after."""
-    made = graph.outputs[late]
-    return graph.inputs[early, 0] != made and graph.inputs[early, 1] != made
-
-
 ACTIONS = 1 << 20
 """Actions that are timed anew between two looks at the clock."""
 HOT, COLD = 0.15, 0.02
@@ -349,42 +288,40 @@ MOVE = 1 / 32
 
 
 def refine(
-    program: Program, costs: StageCosts, memory: np.ndarray, pairs: Collection[str], clock: Clock, until: float
+    program: Program,
+    costs: StageCosts,
+    memory: np.ndarray,
+    pairs: Collection[str],
+    budget: Budget,
+    until: float,
+    seed: int = 0,
 ) -> Program:
-    """Returns a Program that is no slower, fits the same memory, and keeps every lane's order of micro-batches.
+    """Returns a Program that is no slower, fits the same memory, and keeps the order of micro-batches in every stream.
 
     Args:
         program: A legal Program.
         costs: of its stages.
         memory: `[num_ranks]` the most activations a rank may hold.
         pairs: which actions may be overlapped anew, such as F&I.
-        clock: counts a move as MOVE evaluations.
-        until: share of the clock at which to end.
+        budget: counts a move as MOVE evaluations.
+        until: share of the budget at which to end.
+        seed: of the random moves.
     """
-    graph, run = graph_of(program, costs, memory, pairs), begin(program)
-    fold = can_fold(program.placement, program.num_microbatches, memory) and is_mirrored(program)
-    if fold:
-        graph, run = folded(graph, run, program)
+    graph, run = graph_of(program, costs, memory, pairs), begin(program, seed)
     now, trial = empty_times(graph), empty_times(graph)
     makespan = evaluate(graph, run, trial, now, -1.0, np.inf)
     count = max(1, min(100, ACTIONS // len(run.order)))
     best, order, joined = makespan, run.order.copy(), run.joined.copy()
     unit, idle, begun = float(graph.compute.mean()), 0, until
-    while (share := clock.share()) < until:
+    while (share := budget.share()) < until:
         heat = unit * HOT * (COLD / HOT) ** ((share - begun) / (until - begun)) if begun < until else 0.0
         makespan = try_moves(graph, run, (now, trial), makespan, count, heat)
-        clock.used += count * MOVE
+        budget.used += count * MOVE
         idle += count
         if makespan < best - EQUAL:
             best, order, joined, idle = makespan, run.order.copy(), run.joined.copy(), 0
         if begun == until and idle > PATIENCE * len(order):
             begun = share
-    if fold:
-        order, joined = unfolded(order, joined, program.table.slot_start[program.table.rank_start])
-    return _program(program, order, joined)
-
-
-def _program(program: Program, order: np.ndarray, joined: np.ndarray) -> Program:
     table = program.table
     first = np.ones(len(order) + 1, dtype=bool)
     first[1:-1] = ~joined[order[:-1]]

@@ -1,8 +1,7 @@
 """The longest path through a Program: when every action begins and ends under a given order of each rank's slots.
 
 Positions count the actions of all ranks, rank after rank. Two neighbours run as one slot where the first is `joined`.
-
-Compile a function with numba where it is installed, and run it as plain Python where it is not.
+numba compiles these functions where it is installed; without it they run as plain Python.
 """
 
 from collections.abc import Callable, Collection
@@ -26,9 +25,9 @@ IS_COMPILED = _njit is not None
 """Whether a list schedule takes milliseconds (numba) or most of a second (plain Python)."""
 
 
-def compiled(function: Function) -> Function:
-    """Returns the function, compiled on its first call and kept on disk; it releases the interpreter lock."""
-    return _compiled(function)
+def compiled(function: Function, **options: bool) -> Function:
+    """Returns the function, compiled on its first call and cached on disk; it releases the interpreter lock."""
+    return function if _njit is None else _njit(cache=True, nogil=True, **options)(function)
 
 
 def compiled_part(function: Function) -> Function:
@@ -37,41 +36,7 @@ def compiled_part(function: Function) -> Function:
     Without the runtime for allocation, arrays are not reference-counted on the way in and out, and that counting took
     four fifths of the time of a list schedule.
     """
-    return _compiled(function, _nrt=False)
-
-
-def _compiled(function: Function, **options: bool) -> Any:
-    return function if _njit is None else _njit(cache=True, nogil=True, **options)(function)
-
-
-class Records:
-    """A structured array for plain Python as compiled code sees it: the fields of its records are attributes.
-
-    numpy's own records hide fields behind attributes that they have themselves, such as size.
-    """
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    def __getitem__(self, index: Any) -> Any:
-        return _Record(self._array, index)
-
-
-class _Record:
-    __slots__ = ("_array", "_index")
-
-    def __init__(self, array: np.ndarray, index: Any) -> None:
-        object.__setattr__(self, "_array", array)
-        object.__setattr__(self, "_index", index)
-
-    def __getattr__(self, field: str) -> Any:
-        return self._array[field][self._index]
-
-    def __setattr__(self, field: str, value: Any) -> None:
-        self._array[field][self._index] = value
+    return compiled(function, _nrt=False)
 
 
 STUCK = 1e9
@@ -88,7 +53,7 @@ class Graph(NamedTuple):
     makers: np.ndarray  # [V] the action that makes a value
     op: np.ndarray  # [A] index into OPS
     microbatch: np.ndarray  # [A]
-    lane: np.ndarray  # [A] which line of equal actions it belongs to, whose order stays
+    stream: np.ndarray  # [A] equal numbers keep their order: one op of one stage in one direction
     compute: np.ndarray  # [A]
     a2a: np.ndarray  # [A]
     takes: np.ndarray  # [A] activations at its start
@@ -139,15 +104,15 @@ def graph_of(program: Program, costs: StageCosts, memory: np.ndarray, pairs: Col
     makers = np.full(num_values, -1)
     makers[outputs] = np.arange(len(outputs))
     op = table.op
-    # a full backward stands in one lane with the input gradients, for both send the same message
+    # a full backward is in one stream with the input gradients, for both send the same message
     sends = np.where(op == OPS.index("B"), OPS.index("I"), op)
     direction = np.array(program.direction, dtype=np.int64)[table.microbatch]
     allowed = np.zeros((len(OPS), len(OPS)), dtype=np.bool_)
     for pair in pairs if costs.a2a.any() else ():
         one, two = (OPS.index(name) for name in pair.split("&"))
         allowed[one, two] = allowed[two, one] = True
-    later = np.zeros(0)
-    graph = Graph(
+    size = costs.activation[table.stage]
+    return Graph(
         rank_start=table.slot_start[table.rank_start],
         inputs=np.array(inputs).reshape(-1, 2),
         latencies=np.array(latencies).reshape(-1, 2),
@@ -155,62 +120,33 @@ def graph_of(program: Program, costs: StageCosts, memory: np.ndarray, pairs: Col
         makers=makers,
         op=op.astype(np.int64),
         microbatch=table.microbatch.astype(np.int64),
-        lane=(direction * program.num_stages + table.stage) * len(OPS) + sends,
-        compute=later,
-        a2a=later,
-        takes=later,
-        frees=later,
-        cap=np.asarray(memory, dtype=float) + 1e-9,
+        stream=(direction * program.num_stages + table.stage) * len(OPS) + sends,
+        compute=costs.compute[op, table.stage],
+        a2a=costs.a2a[op, table.stage],
+        takes=np.where(op == OPS.index("F"), size, 0.0),
+        frees=np.where(np.isin(op, (OPS.index("W"), OPS.index("B"))), size, 0.0),
+        cap=memory + 1e-9,
         allowed=allowed,
         pairing=bool(allowed.any()),
     )
-    return priced(graph, program, costs)
 
 
-def priced(graph: Graph, program: Program, costs: StageCosts) -> Graph:
-    """Returns the Graph of the same Program for other costs of its stages; latencies stay."""
-    op, stage = program.table.op, program.table.stage
-    size = costs.activation[stage]
-    return graph._replace(
-        compute=costs.compute[op, stage],
-        a2a=costs.a2a[op, stage],
-        takes=np.where(op == OPS.index("F"), size, 0.0),
-        frees=np.where(np.isin(op, (OPS.index("W"), OPS.index("B"))), size, 0.0),
-    )
-
-
-def begin(program: Program) -> Run:
+def begin(program: Program, seed: int) -> Run:
     """Returns the order in which a Program runs its slots."""
-    table = program.table
-    positions = np.arange(len(table.op))
-    joined = np.zeros(len(positions), dtype=np.bool_)
-    joined[table.slot_start[:-1][np.diff(table.slot_start) == 2]] = True
-    return Run(
-        order=positions.copy(),
-        place=positions.copy(),
-        joined=joined,
-        chance=np.array([12345]),
-        mark=np.zeros_like(positions),
-        kept=np.zeros_like(positions),
-        kept_joined=np.zeros_like(joined),
-    )
+    starts, num_actions = program.table.slot_start, len(program.table.op)
+    joined = np.zeros(num_actions, dtype=np.bool_)
+    joined[starts[:-1][np.diff(starts) == 2]] = True
+    order, place, mark, kept = (np.arange(num_actions) for _ in range(4))
+    return Run(order, place, joined, np.array([12345 + seed]), mark, kept, joined.copy())
 
 
 def empty_times(graph: Graph) -> Times:
     """Returns room for the times of one order."""
     num_actions, num_ranks, num_values = len(graph.op), len(graph.cap), len(graph.makers)
-    return Times(
-        start=np.zeros(num_actions),
-        end=np.zeros(num_actions),
-        arrival=np.zeros(num_actions),
-        last=np.zeros(num_actions, dtype=np.int64),
-        free=np.zeros(num_ranks),
-        left=np.zeros(num_ranks),
-        cursor=np.zeros(num_ranks, dtype=np.int64),
-        todo=np.zeros(2 * num_ranks, dtype=np.int64),
-        ready=np.zeros(num_values),
-        waiting=np.zeros(num_values, dtype=np.int64),
-    )
+    start, end, arrival = (np.zeros(num_actions) for _ in range(3))
+    free, left = np.zeros(num_ranks), np.zeros(num_ranks)
+    last, cursor, todo, waiting = (np.zeros(n, dtype=int) for n in (num_actions, num_ranks, 2 * num_ranks, num_values))
+    return Times(start, end, arrival, last, free, left, cursor, todo, np.zeros(num_values), waiting)
 
 
 @compiled_part
@@ -226,17 +162,16 @@ def evaluate(graph, run, before, times, since, limit):
         rank = times.todo[count - 1]
         count -= 1
         while times.cursor[rank] < graph.rank_start[rank + 1]:
-            awaited = _run_slot(graph, run, times, rank)
-            if awaited >= 0:
-                times.waiting[awaited] = rank
+            first = times.cursor[rank]
+            missing = _run_slot(graph, run, times, rank)
+            if missing >= 0:
+                times.waiting[missing] = rank
                 break
             if times.free[rank] + times.left[rank] > limit:
                 return STUCK
-            action = run.order[times.cursor[rank] - 1]
-            size = 2 if times.cursor[rank] - 2 >= graph.rank_start[rank] and is_second(run, action) else 1
-            done += size
-            for k in range(size):
-                value = graph.outputs[run.order[times.cursor[rank] - 1 - k]]
+            done += times.cursor[rank] - first
+            for position in range(first, times.cursor[rank]):
+                value = graph.outputs[run.order[position]]
                 if times.waiting[value] >= 0:
                     times.todo[count] = times.waiting[value]
                     count += 1
@@ -308,11 +243,16 @@ def _run_slot(graph, run, times, rank):
 
 @compiled_part
 def duration(graph, one, two):
-    alone = graph.compute[one] + graph.a2a[one]
+    """Returns the time of a slot, of one action or of two."""
     if two < 0:
-        return alone
-    alone = max(alone, graph.compute[two] + graph.a2a[two])
-    return max(max(graph.compute[one] + graph.compute[two], graph.a2a[one] + graph.a2a[two]), alone)
+        return graph.compute[one] + graph.a2a[one]
+    return overlapped(graph.compute[one], graph.a2a[one], graph.compute[two], graph.a2a[two])
+
+
+@compiled_part
+def overlapped(compute, a2a, other_compute, other_a2a):
+    """Returns the time of two overlapped actions, as `simulate` counts it."""
+    return max(max(compute + other_compute, a2a + other_a2a), max(compute + a2a, other_compute + other_a2a))
 
 
 @compiled_part

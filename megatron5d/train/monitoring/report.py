@@ -12,7 +12,7 @@ from megatron5d.topology.rendezvous import wandb_mode
 from megatron5d.train.build import Run
 from megatron5d.train.monitoring.prediction import Prediction, compare_memory, compare_step
 from megatron5d.train.monitoring.stragglers import SlowRanks
-from megatron5d.train.monitoring.writers import JsonLines, ProgressDisplay, Writers, memory_gb
+from megatron5d.train.monitoring.writers import InBackground, JsonLines, ProgressDisplay, Writers, memory_gb
 from megatron5d.train.step import StepResult
 
 _MEASURED_AFTER = 3  # steps: by then every buffer has been used
@@ -61,7 +61,7 @@ class Reporter:
         if mode != "disabled":
             wandb = Wandb(config, mode, progress.wandb_id, run_facts(config, self.run.mesh.sizes))
             progress.wandb_id = wandb.run_id
-            self._writers.add(f"log.wandb.mode = {mode} (Weights & Biases)", wandb)
+            self._writers.add(f"log.wandb.mode = {mode} (Weights & Biases)", InBackground(wandb))
             if wandb.last > progress.step:
                 self.say(
                     f"Weights & Biases has the steps up to {wandb.last} of run {wandb.run_id} already: those from "

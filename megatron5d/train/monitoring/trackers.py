@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -84,9 +86,13 @@ class Wandb:
         self._run.finish(exit_code=code)
 
     def abandon(self) -> None:
-        """Lets go of W&B's process, which is dead or broken, so that nothing at the exit waits for it or complains."""
+        """Ends W&B's process, which is dead, broken or hangs, so that nothing at the exit waits for it or complains."""
         import wandb
 
+        with suppress(OSError):  # there is no /proc, or the process has just ended
+            for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+                if Path(f"/proc/{child}/comm").read_text().startswith("wandb"):
+                    os.kill(int(child), signal.SIGKILL)
         with suppress(Exception, SystemExit):
             wandb.teardown()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import queue
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +20,8 @@ from tqdm import tqdm
 
 from megatron5d.config.json_file import parse_json
 
+MOST_WAITING = 256  # records that a tracker has not taken
+CLOSE_S = 60.0  # a tracker has so long to send what it has
 LINE_EVERY_S = 10.0  # or somewhat more, where progress goes to a file
 
 
@@ -159,6 +163,55 @@ def harmless(what: str, say: Callable[[str], None]) -> Iterator[None]:
         yield
     except Exception as error:
         say(f"WARNING: {what}: {type(error).__name__}: {error}; the training goes on")
+
+
+class InBackground:
+    """Hands records to a tracker on a thread of its own, so that one that hangs cannot hold up the training.
+
+    Args:
+        tracker: whose `write` and `close` may take any time.
+        patience_s: seconds that `close` waits for it.
+    """
+
+    def __init__(self, tracker: Writer, patience_s: float = CLOSE_S) -> None:
+        self._tracker, self._patience_s = tracker, patience_s
+        self._calls = queue.Queue[Callable[[], None] | None](MOST_WAITING)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while self._error is None and (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - raised by the next call on the main thread
+                self._error = error
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Raises the tracker's own error of an earlier record; TimeoutError where it does not take any."""
+        self._pass_on(lambda: self._tracker.write(record))
+
+    def close(self, code: int) -> None:
+        """Raises as `write`; TimeoutError where the tracker does not end in time."""
+        self._pass_on(lambda: self._tracker.close(code))
+        with suppress(queue.Full):
+            self._calls.put_nowait(None)
+        self._thread.join(self._patience_s)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise TimeoutError(f"it has not ended within {self._patience_s:g} s")
+
+    def _pass_on(self, call: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            raise TimeoutError(f"it hangs, and {MOST_WAITING} records wait for it") from None
+
+    def abandon(self) -> None:
+        self._tracker.abandon()
 
 
 class Writers:

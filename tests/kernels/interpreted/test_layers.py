@@ -17,7 +17,7 @@ from kernels import activation
 from megatron5d.autograd.wgrad import run_now
 from megatron5d.config.schema import PrecisionConfig, RecomputeConfig
 from megatron5d.model.gpt import GPT
-from megatron5d.precision import fp8_tensor as stand_in
+from megatron5d.precision import fp8_tensor
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.grid import resolve
@@ -27,15 +27,15 @@ from megatron5d.topology.mesh import build_mesh
 @pytest.fixture
 def overwritten(monkeypatch):
     """Of each backward of SwiGLU, whether it has written over its input."""
-    found, original = [], activation.swiglu_backward
+    found, original = [], activation.activation_backward
 
-    def observed(dy, gate_up, overwrite=False):
-        gradient = original(dy, gate_up, overwrite)
-        found.append(gradient.data_ptr() == gate_up.data_ptr())
-        return gradient
+    def observed(dy, gate_up, *rest):
+        gradients = original(dy, gate_up, *rest)
+        found.append(gradients[0].data_ptr() == gate_up.data_ptr())
+        return gradients
 
-    for module in (activation, stand_in):
-        monkeypatch.setattr(module, "swiglu_backward", observed)
+    for module in (activation, fp8_tensor):
+        monkeypatch.setattr(module, "activation_backward", observed)
     return found
 
 
@@ -51,18 +51,19 @@ def numbers(config, in_place, monkeypatch):
     model = GPT(config, build_mesh(resolve(1), 0), torch.get_default_device())
     model.initialize(1)
     block, rows = model.layers["0"], rows_here(config)
-    assert block[0].rotates_in_place and is_quantized(block[1].feed_forward.down.weight) == (
+    feed_forward = block.mlp.feed_forward
+    assert block.attention.rotates_in_place and is_quantized(feed_forward.down.weight) == (
         config.precision.fp8 != "none"
     )
-    block[0].rotates_in_place = in_place
+    block.attention.rotates_in_place = in_place
     if not in_place:
-        for parts in (block[0].parts, block[1].feed_forward.parts):
+        for parts in (block.attention.parts, feed_forward.parts):
             monkeypatch.setattr(parts, "keeps", lambda name: name != "activation")
     torch.manual_seed(0)
     batch = micro_batch(config, rows[:1])
     x = torch.randn(config.train.seq_len, 1, config.model.hidden_size).bfloat16().requires_grad_()
     y = x
-    for phase in block:
+    for phase in block.children():
         with phase.activation_policy.saving(phase):
             y = phase(y, batch, run_now)
     y.backward(torch.randn_like(y))

@@ -11,6 +11,7 @@ import pytest
 from ranks import run_ranks
 
 from megatron5d.checkpoint.folder import (
+    Keep,
     commit,
     fault_of,
     faults_of_newer,
@@ -26,11 +27,10 @@ from megatron5d.checkpoint.save import Saver
 
 
 def save(directory, step, keep=0):
-    temporary = step_folder(directory, step).with_suffix(".tmp")
-    temporary.mkdir(parents=True)
+    (temporary := step_folder(directory, step).with_suffix(".tmp")).mkdir(parents=True)
     (temporary / "run.json").write_text('{"progress": {}}')
     (temporary / "__0_0.distcp").write_bytes(b"x" * 100)
-    return commit(temporary, keep)
+    return commit(temporary, Keep(keep))
 
 
 def test_saved_folders_are_whole_and_the_newest_is_found(tmp_path):
@@ -68,7 +68,7 @@ def test_the_one_that_the_command_line_names_stays(tmp_path):
         temporary = step_folder(tmp_path, step).with_suffix(".tmp")
         temporary.mkdir()
         (temporary / "run.json").write_text("{}")
-        commit(temporary, 1, pinned=tmp_path / "." / "step-00000005")
+        commit(temporary, Keep(1), pinned=tmp_path / "." / "step-00000005")
     assert saved_steps(tmp_path) == [5, 20]
 
 
@@ -80,7 +80,7 @@ def test_a_job_that_is_started_again_goes_on_from_what_it_has_saved(tmp_path):
     temporary = step_folder(tmp_path, 9).with_suffix(".tmp")
     temporary.mkdir()
     (temporary / "run.json").write_text(json.dumps({"job": "77"}))
-    ninth = commit(temporary, 0)
+    ninth = commit(temporary, Keep())
     assert find_checkpoint(own, str(first), job="77") == find_checkpoint(own, "none", job="77") == ninth
     assert find_checkpoint(own, str(first), job="78") == find_checkpoint(own, str(first)) == first
     assert find_checkpoint(own, "none", job="78") is None and find_checkpoint(own, "none") is None
@@ -344,7 +344,7 @@ def test_ranks_that_torchrun_counts_as_restarted_on_one_node_alone_agree(tmp_pat
     temporary = step_folder(tmp_path, 9).with_suffix(".tmp")
     temporary.mkdir()
     (temporary / "run.json").write_text(json.dumps({"job": "77"}))
-    ninth = commit(temporary, 0)
+    ninth = commit(temporary, Keep())
 
     def found(rank, world):
         job = "77" if rank == restarted else ""

@@ -1,10 +1,10 @@
-"""What an interrupted removal of an old checkpoint leaves is finished, and told before."""
+"""Which checkpoints stay; what an interrupted removal of an old one leaves is finished, and told before."""
 
 import shutil
 
 import pytest
 
-from megatron5d.checkpoint.folder import faults_of_older, recover, saved_steps
+from megatron5d.checkpoint.folder import Keep, faults_of_older, recover, saved_steps
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.schema import CheckpointConfig, Config
 from megatron5d.train.startup_warnings import broken_checkpoints
@@ -26,10 +26,29 @@ def test_a_removal_that_was_interrupted_is_finished(tmp_path, monkeypatch):
     assert [note.split(": ")[1] for note in recover(tmp_path)] == ["its removal was interrupted"]
     (tmp_path / "step-00000002" / "index.json").unlink()
     for keep, end in ((2, "a later save removes it"), (0, "nothing removes it but you")):
-        config = Config(checkpoint=CheckpointConfig(dir=str(tmp_path), keep=keep))
+        config = Config(checkpoint=CheckpointConfig(dir=str(tmp_path), keep=str(keep)))
         (note,) = broken_checkpoints(config)
         assert note.startswith("not whole: ") and "step-00000002/index.json has no file" in note and note.endswith(end)
     save(5, keep=4)
     assert faults_of_older(tmp_path), "three are whole: there is room"
     save(6, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "stay"),
+    [
+        ("0", [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("3", [6, 7, 8]),
+        ("last:3", [6, 7, 8]),
+        ("every:3", [3, 6, 8]),  # the newest always stays
+        ("best:2", [2, 5, 8]),
+        ("last:2+every:4+best:1", [4, 5, 7, 8]),
+    ],
+)
+def test_policies_of_keeping_combine(tmp_path, policy, stay):
+    losses = [3.0, 1.0, None, float("nan"), 0.5, 2.0, None, 1.5]
+    saver = Saver(tmp_path, Keep.of(policy))
+    for step, loss in enumerate(losses, 1):
+        saver.save(step, {}, {"valid_loss": loss})
+    assert saved_steps(tmp_path) == stay

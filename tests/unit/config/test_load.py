@@ -4,7 +4,7 @@ import pytest
 
 from megatron5d.config.convert import from_dict, to_dict
 from megatron5d.config.errors import ConfigError, closest_key, refuse
-from megatron5d.config.load import from_yaml, load_config, to_yaml
+from megatron5d.config.load import from_yaml, keys_given, load_config, to_yaml
 from megatron5d.config.schema import Config
 
 
@@ -36,8 +36,17 @@ def test_texts_that_look_like_something_else_stay_texts():
 
 
 def test_async_is_a_key():
-    assert load_config(["checkpoint.async=true"]).checkpoint.async_save is True
-    assert to_dict(Config())["checkpoint"]["async"] is False
+    assert load_config(["checkpoint.async=false"]).checkpoint.async_save is False
+    assert to_dict(Config())["checkpoint"]["async"] is True
+
+
+def test_keep_is_a_number_or_a_text():
+    """A number, as in every run.json of earlier versions, is as many of the newest."""
+    assert load_config(["checkpoint.keep=3"]).checkpoint.keep == "3"
+    saved = ["checkpoint.every=5", "checkpoint.dir=c", "train.eval_every=5", "data.split='80,20,0'"]
+    config = load_config(["checkpoint.keep=last:3+every:100+best:2", *saved])
+    assert config.checkpoint.keep == "last:3+every:100+best:2"
+    assert from_dict({"checkpoint": {"keep": 3}}).checkpoint.keep == "3"
 
 
 @pytest.mark.parametrize(("written", "mode"), [("offline", "offline"), ("off", "disabled"), ("false", "disabled")])
@@ -51,6 +60,18 @@ def test_group_then_experiment_then_command_line():
     config = load_config(["experiment=llama3_70b", "parallel.tp=4", "model=gpt2"])
     assert (config.parallel.tp, config.parallel.sp, config.model.name) == (4, True, "gpt2")
     assert load_config(["++train.gbs=3"]).train.gbs == 3
+
+
+def test_renamed_keys_keep_their_old_names(tmp_path):
+    asked = {"zero3_gather": "per_step", "grad_reduce": "per_step"}
+    config = load_config(["parallel.regather=per_step", "+parallel.reduce=per_step"])
+    assert {key: getattr(config.parallel, key) for key in asked} == asked
+    assert from_dict({"parallel": {"regather": "per_step", "reduce": "per_step"}}) == config
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\nparallel: {regather: per_step, reduce: per_step}\n"
+    (tmp_path / "experiment" / "old.yaml").write_text(text)
+    assert load_config(["--config-dir", str(tmp_path), "experiment=old"]) == config
+    assert keys_given(["parallel.regather=per_step"]) == {"parallel.zero3_gather"}
 
 
 def test_mappings_are_merged():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megatron5d.config.derived import batch_schedule, global_batch_size, samples_of_steps
-from megatron5d.config.schema import TrainConfig
+from megatron5d.config.schema import Config, TrainConfig
 from megatron5d.data.sample_order import micro_batch_samples
 
 
@@ -36,7 +36,7 @@ def slow_ramp(consumed, gbs, start, increment, length):
 
 
 def ramped(*ramp, gbs=16, seq_len=10):
-    return batch_schedule(TrainConfig(gbs=gbs, gbs_ramp=[str(part) for part in ramp], seq_len=seq_len))
+    return batch_schedule(Config(train=TrainConfig(gbs=gbs, gbs_ramp=[str(part) for part in ramp], seq_len=seq_len)))
 
 
 @pytest.mark.parametrize("ramp", [[4, 4, 100], [8, 2, 37], [2, 14, 64], [16, 4, 50], [4, 4, 0], [4, 1, 5]])

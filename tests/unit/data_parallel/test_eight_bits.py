@@ -53,7 +53,7 @@ def test_slices_are_slices_of_the_whole_quantised(stack, powers_of_two, monkeypa
     assert straight.values.float().isnan().any() and (straight.values.float() == 0).any()
 
 
-PER_STEP = {"regather": "per_step", "reduce": "per_step"}
+PER_STEP = {"zero3_gather": "per_step", "grad_reduce": "per_step"}
 CASES = {"blockwise": {}, "tensorwise": PER_STEP}  # how weights come and go
 
 

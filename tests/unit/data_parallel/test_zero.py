@@ -25,7 +25,7 @@ from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole
 from megatron5d.train.build import build_trainer, sizes_of
 from megatron5d.train.pipeline_layout import pipeline_layout
 
-PER_STEP = {"regather": "per_step", "reduce": "per_step"}
+PER_STEP = {"zero3_gather": "per_step", "grad_reduce": "per_step"}
 
 
 class OnRank:
@@ -79,12 +79,12 @@ def config(
 TRAFFIC = [
     (1, 2, {}, (1, 1)),
     (2, 2, {}, (1, 2)),
-    (2, 2, {"reduce": "per_step"}, (1, 1)),
+    (2, 2, {"grad_reduce": "per_step"}, (1, 1)),
     (3, 1, {}, (2, 1)),  # the paper's 3Ψ
     (3, 1, {"recompute": "full"}, (2, 1)),
     (3, 1, {"recompute": "pairs"}, (2, 1)),  # a layer that runs again before its backward is next is kept till then
     (3, 3, {}, (6, 3)),
-    (3, 3, {"regather": "per_step"}, (1, 3)),
+    (3, 3, {"zero3_gather": "per_step"}, (1, 3)),
     (3, 3, PER_STEP, (1, 1)),  # 2Ψ however often micro-batches pass
 ]
 
@@ -177,8 +177,8 @@ def test_stages_train_the_same_bits_where_they_reduce_alike():
     alike = [
         [(1, 1, free), (0, 1, free), (3, 1, free)],
         [(1, 1, {}), (2, 1, {}), (3, 1, {}), (3, 1, {"recompute": "full"}), (3, 1, {"recompute": "pairs"})],
-        [(1, 3, {}), (2, 3, {"reduce": "per_step"}), (3, 3, {"reduce": "per_step"}), (3, 3, PER_STEP)],
-        [(2, 3, {}), (3, 3, {}), (3, 3, {"regather": "per_step"})],
+        [(1, 3, {}), (2, 3, {"grad_reduce": "per_step"}), (3, 3, {"grad_reduce": "per_step"}), (3, 3, PER_STEP)],
+        [(2, 3, {}), (3, 3, {}), (3, 3, {"zero3_gather": "per_step"})],
         [(1, 1, wide), (2, 1, wide), (3, 1, wide)],
         [(1, 1, {"fp8": "blockwise", **free}), (3, 1, {"fp8": "blockwise", **free})],
     ]

@@ -10,9 +10,10 @@ import pytest
 from megatron5d.pipeline_parallel.costs import parse_costs
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import write_program
+from megatron5d.pipeline_parallel.search.list_scheduler import shipped_policies
 from megatron5d.pipeline_parallel.search.local_search import refine
-from megatron5d.pipeline_parallel.search.policy import PAIRS, starting_points
-from megatron5d.pipeline_parallel.search.problem import Clock, Problem, placement_called
+from megatron5d.pipeline_parallel.search.named import PAIRS, placement_called
+from megatron5d.pipeline_parallel.search.problem import Budget, Problem
 from megatron5d.pipeline_parallel.search.search import search_program
 from megatron5d.pipeline_parallel.search.timeline import IS_COMPILED
 
@@ -24,13 +25,13 @@ def found() -> list[str]:
     texts = []
     for name in ("zigzag:2", "mirrored"):
         placement = placement_called(name, 4)
-        problem = Problem(name, placement, 6, COSTS.of(placement), np.full(4, 6.0))
-        for numbers in starting_points(problem.num_lanes)[:3]:
-            program = problem.program(numbers)
-            texts.append(write_program(program) if program else f"stuck {problem.makespan(numbers)}")
+        problem = Problem(placement, 6, COSTS.of(placement), np.full(4, 6.0))
+        for policy in shipped_policies(problem.num_streams)[:3]:
+            program = problem.program(policy)
+            texts.append(write_program(program) if program else f"stuck {problem.makespan(policy)}")
     program = build_program("zb_v", 4, 6)
     costs = COSTS.of(program.placement)
-    texts.append(write_program(refine(program, costs, np.full(4, 5.0), PAIRS, Clock(None, 10), 1.0)))
+    texts.append(write_program(refine(program, costs, np.full(4, 5.0), PAIRS, Budget(None, 10), 1.0)))
     return texts
 
 

@@ -67,6 +67,7 @@ def sent_on_rank(rank: int, world: int, config) -> tuple[int, dict[str, int]]:
 
 
 MUON = {"name": "muon"}
+PER_STEP = {"zero3_gather": "per_step", "grad_reduce": "per_step"}
 FULL, PARTS = RecomputeConfig("full"), RecomputeConfig("selective", ["norm", "mlp", "attention"], num_layers=2)
 LAYOUTS = {
     "tp-cp-zero1": (8, {"tp": 2, "sp": True, "cp": 2, "zero": 1}),
@@ -82,7 +83,7 @@ LAYOUTS = {
     "mtp-ends-apart": (4, {"pp": 2, "zero": 2, "fields": {"num_mtp_layers": 1}}),
     "zero3-one-layer": (8, {"pp": 4, "zero": 3, "gbs": 16, "recompute": FULL}),
     "zero3-fp8": (4, {"pp": 2, "zero": 3, "gbs": 8, "fields": MOE, "fp8": "tensorwise"}),
-    "zero3-step": (2, {"zero": 3, "regather": "per_step", "reduce": "per_step", "gbs": 8, "fp8": "tensorwise"}),
+    "zero3-step": (2, {"zero": 3, **PER_STEP, "gbs": 8, "fp8": "tensorwise"}),
     "zero3-tied-zb": (4, {"pp": 2, "zero": 3, "schedule": "zb_v", "fields": {"tie_embeddings": True}, "gbs": 8}),
     "zero3-dualpipe": (4, {"pp": 2, "zero": 3, "schedule": "dualpipe_v", "fields": MOE, "recompute": FULL, "gbs": 8}),
     "tied-zero3": (2, {"zero": 3, "fields": {"tie_embeddings": True, "num_mtp_layers": 2}}),

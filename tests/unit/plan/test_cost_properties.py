@@ -88,7 +88,7 @@ def test_reducing_each_micro_batch_sends_more_and_is_no_faster(price):
     """The last reduction of a step has nothing to hide under, however often gradients are reduced."""
     for zero in (2, 3):
         once, each = (
-            price(changed(model(), {"parallel.zero": zero, "parallel.reduce": reduce}))
+            price(changed(model(), {"parallel.zero": zero, "parallel.grad_reduce": reduce}))
             for reduce in ("per_step", "per_microbatch")
         )
         assert each.step_s >= once.step_s and each.seconds["dp"] > 0

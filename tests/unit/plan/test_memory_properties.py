@@ -17,8 +17,8 @@ from megatron5d.planning.rank_memory import RankMemory
 WORLD = 8
 DRAWN = {
     "parallel.tp": (1, 2), "parallel.sp": (False, True), "parallel.cp": (1, 2), "parallel.pp": (1, 2),
-    "parallel.ep": (1, 2), "parallel.zero": (0, 1, 2, 3), "parallel.regather": ("per_microbatch", "per_step"),
-    "parallel.reduce": ("per_microbatch", "per_step"), "train.mbs": (1, 2), "model.num_experts": (0, 4),
+    "parallel.ep": (1, 2), "parallel.zero": (0, 1, 2, 3), "parallel.zero3_gather": ("per_microbatch", "per_step"),
+    "parallel.grad_reduce": ("per_microbatch", "per_step"), "train.mbs": (1, 2), "model.num_experts": (0, 4),
     "model.num_mtp_layers": (0, 1), "model.tie_embeddings": (False, True), "optim.name": ("adamw", "muon"),
     "pipeline.schedule": ("1f1b", "zb_h1", "zb_v", "dualpipe", "gpipe"),
     "precision.fp8": ("none", "tensorwise", "blockwise"), "recompute.logit_tokens": (None, 128),

@@ -193,7 +193,7 @@ def test_biases_that_a_family_has_no_place_for_are_not_dropped(tmp_path):
         tensors = {"layers.0.router.bias": None, "layers.1.router.bias": None}
 
     with pytest.raises(ValueError, match=r"2 biases .layers.0.*bias .* moe.balance=bias .*model.router_bias=true"):
-        huggingface._check_complete(Saved(), [], tmp_path)
+        huggingface.check_complete(Saved(), [], tmp_path)
 
 
 def word_tokenizer(folder):

@@ -74,18 +74,6 @@ def test_whole_layers_between_ends_that_weigh_more(capsys):
     assert " W7" in output(capsys, "show", "--schedule", "zb_v", *sizes, *empty)
 
 
-def test_a_split_made_for_one_schedule(capsys):
-    sizes = ("--pp", "4", "--microbatches", "8", "--layers", "30", "--head", "1.5", "--costs", "a2aF=0.5,a2aB=0.5")
-    told = ("--schedule", "v_half", *sizes, "--json", "--balance")
-    even, fit = (json.loads(output(capsys, "simulate", *told, *way)) for way in (["ranks"], ["fit", "--memory", "1"]))
-    assert fit["makespan"] < even["makespan"] and sum(fit["layout"]) == sum(even["layout"]) == 30
-    assert max(fit["peak_activations"]) <= 4
-    rows = json.loads(output(capsys, "compare", *sizes, "--memory", "1", "--json", "--balance", "fit"))
-    assert {"v_half": fit["layout"]}.items() <= {row["schedule"]: row["layout"] for row in rows}.items()
-    assert "for a given schedule" in refused(capsys, "search", *sizes, "--balance", "fit")
-    assert "add it, or leave --memory out" in refused(capsys, "simulate", *told, "ranks", "--memory", "1")
-
-
 def test_compare_lists_every_schedule_best_first(capsys):
     sizes = ("--pp", "4", "--microbatches", "8")
     rows = json.loads(output(capsys, "compare", *sizes, "--json"))
@@ -144,7 +132,6 @@ def test_verify_a_file(capsys, tmp_path):
         (("simulate", *NAMED, "--stage-scale", "1,1,1,nan"), "stage_scale nan must be"),
         (("simulate", *NAMED, "--layers", "8", "--head", "nan"), "--head nan is no"),
         (("simulate", *NAMED, "--activation-bytes", "inf"), "--activation-bytes inf is no finite"),
-        (("simulate", *NAMED, "--layers", "9", "--balance", "fit", "--memory", "0.1"), "the nearest holds "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):

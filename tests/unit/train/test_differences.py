@@ -46,6 +46,16 @@ def test_rectangles_of_one_process_are_joined():
     assert all(torch.equal(whole[name], WHOLE[name].double()) for name in WHOLE)
 
 
+def test_a_step_without_a_target_is_equal_where_all_say_so():
+    """Its loss is the mean over no token."""
+    truth = RankRecord([{"loss": nan, "num_targets": 0.0}], [{}])
+    other = RankRecord([{"loss": 1.5, "num_targets": 0.0}], [{}])
+    (equal, *_), (loss, *_) = (list(figure_differences([truth, each], truth, 1e-10)) for each in (truth, other))
+    assert (equal.relative, equal.ranks) == (0.0, ()) and (loss.relative, loss.ranks) == (inf, (1,))
+    diverged = RankRecord([{"loss": nan, "num_targets": 8.0}], [{}])
+    assert next(figure_differences([diverged], diverged, 1e-10)).relative == inf
+
+
 def test_figures_of_every_step_and_rank():
     truth = RankRecord([{"loss": 2.0}, {"loss": 1.0}], [{"load": 0.0}, {}])
     other = RankRecord([{"loss": 2.0}, {"loss": 1.5}], [{"load": 0.0}, {}])

@@ -125,7 +125,8 @@ def test_what_an_evaluation_found_is_written_at_its_step(corpus, tmp_path):
     assert found == {1: False, 3: True, 4: True}  # the first and the last in any case
 
 
-def test_an_evaluation_of_padding_alone_is_no_loss_of_zero(corpus, tmp_path):
+@pytest.mark.parametrize("knob", ["valid", "valid_sets"])
+def test_held_out_data_without_a_target_is_refused_before_the_first_step(corpus, tmp_path, knob, capsys):
     with closing(IndexedWriter(tmp_path / "padding", np.int32)) as writer:
         writer.add_document([0] * 200)
         writer.finalize()
@@ -133,11 +134,12 @@ def test_an_evaluation_of_padding_alone_is_no_loss_of_zero(corpus, tmp_path):
     config = Config(
         model=ModelConfig(num_layers=1, vocab_size=43, hidden_size=16, ffn_hidden_size=24, num_heads=2, num_kv_heads=2),
         train=TrainConfig(steps=1, gbs=1, mbs=1, seq_len=8, eval_batches=1),
-        data=DataConfig([corpus], valid=[str(tmp_path / "padding")], prefetch=0),
+        data=DataConfig([corpus], prefetch=0, **{knob: [f"{'pad ' * (knob == 'valid_sets')}{tmp_path / 'padding'}"]}),
         log=LogConfig(progress=False, memory_check="off"),
     )
-    with pytest.raises(ValueError, match="data.valid: what is evaluated has no target token at all"):
+    with pytest.raises(ValueError, match=rf"data.{knob}: the 1 samples .* of {tmp_path}/padding have no target token"):
         plan_and_train(config, Process(0, 1, 0, torch.device("cpu")))
+    assert "step 0" not in capsys.readouterr().err
 
 
 def test_what_an_evaluation_takes_more_than_once_is_told(corpus):
@@ -239,8 +241,7 @@ def test_a_run_reads_its_tokenizer_once(corpus, tmp_path, monkeypatch):
     """Not at every evaluation of every set."""
     opened = []
     monkeypatch.setattr(
-        data_module,
-        "load_tokenizer",
+        "megatron5d.data.tokenizer.load_tokenizer",
         lambda path: opened.append(path) or SimpleNamespace(eod=len(opened), vocab_size=43),
     )
     data = DataConfig([corpus], tokenizer=str(tmp_path / "tokenizer"), valid_sets=[f"a {corpus}", f"b {corpus}"])
@@ -275,7 +276,7 @@ def test_a_file_of_one_document_needs_no_ends(tmp_path):
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_noticed(tmp_path, monkeypatch):
     """Its rarest tokens may come up after weeks."""
-    monkeypatch.setattr(data_module, "load_tokenizer", lambda path: SimpleNamespace(eod=0, vocab_size=44))
+    monkeypatch.setattr("megatron5d.data.tokenizer.load_tokenizer", lambda path: SimpleNamespace(eod=0, vocab_size=44))
     data = DataConfig(["corpus"], tokenizer=str(tmp_path / "tokenizer"))
     (note,) = small_vocabulary(Config(model=ModelConfig(vocab_size=43), data=data))
     assert "has 44 tokens, model.vocab_size is 43" in note

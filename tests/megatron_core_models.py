@@ -1,0 +1,194 @@
+"""Megatron-Core on CPU ranks, as an oracle: it writes checkpoints as Megatron-LM does, loads them, and computes logits.
+
+    python tests/megatron_core_models.py JOBS.json
+
+JOBS.json is a list of jobs; each has `do` and a `folder`. `write` saves random weights of the architecture in `args`
+(the names of Megatron-LM's arguments) over tp·pp·ep ranks in `format` torch_dist or torch. `logits` loads a torch_dist
+folder into one rank, built from the arguments in it, and saves its logits of `tokens` [b, s] to `out` (.npy).
+A process of its own: Megatron-Core expects a GPU, and what stands for it here must not reach other tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import sys
+from argparse import Namespace
+from pathlib import Path
+from unittest.mock import MagicMock
+
+sys.path.remove(str(Path(__file__).parent))  # tests/kernels is not the package that is meant
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import random as parallel_random
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron5d.parity.local_ranks import run_ranks
+
+torch.set_num_threads(1)
+torch.cuda.current_device = lambda: torch.device("cpu")
+torch.cuda.synchronize = lambda *_: None
+torch.cuda.stream = lambda *_: contextlib.nullcontext()
+torch.cuda.Stream = torch.cuda.current_stream = MagicMock()
+torch.Tensor.record_stream = lambda *_: None
+torch.Tensor.cuda = lambda self, *_, **__: self
+moe_utils.te_general_gemm = None
+
+
+class _Generators:
+    """Stands for the generators of the GPU."""
+
+    def fork(self, *_):
+        return contextlib.nullcontext()
+
+    def add(self, *_):
+        pass
+
+    def is_initialized(self):
+        return True
+
+
+_generators = _Generators()
+for _module in [module for name, module in sys.modules.items() if name.startswith("megatron.core")]:
+    if hasattr(_module, "get_cuda_rng_tracker"):
+        _module.get_cuda_rng_tracker = lambda *_, **__: _generators
+parallel_random.initialize_rng_tracker = lambda *_, **__: None
+
+_results: queue.Queue = queue.Queue()
+
+
+def _write_here(transforms, use_msc, rank, buckets, results):
+    """Megatron-Core's write of its files without the processes that it forks for them."""
+    found, count, written = queue.Queue(), queue.Queue(), {}
+    for i, bucket in enumerate(buckets):
+        count.put(i)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, found, count, False)
+        place, written[i] = found.get()
+        assert place == i and not isinstance(written[i], Exception), written[i]
+    results.put(written)
+
+
+filesystem_async._get_write_results_queue = lambda: _results
+filesystem_async._process_memory = lambda: 0
+filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
+
+_SAME = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "add_bias_linear"),
+    *("add_qkv_bias", "normalization", "qk_layernorm", "rotary_interleaved", "moe_ffn_hidden_size", "moe_layer_freq"),
+    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+    *("moe_shared_expert_intermediate_size", "moe_token_dispatcher_type"),
+)  # arguments of Megatron-LM that are fields of Megatron-Core's configuration
+
+
+def _model(args: Namespace, tp: int, pp: int, ep: int) -> GPTModel:
+    """The GPT model that Megatron-LM builds from its arguments (core_transformer_config_from_args, gpt_builder)."""
+    given = vars(args)
+    config = TransformerConfig(
+        **{name: given[name] for name in _SAME if given.get(name) is not None},
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        num_moe_experts=args.num_experts,
+        gated_linear_unit=args.swiglu,
+        activation_func=F.silu if args.swiglu else F.gelu,
+        bias_activation_fusion=args.bias_gelu_fusion and not args.swiglu,
+        layernorm_epsilon=args.norm_epsilon,
+        moe_router_load_balancing_type="none",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+    )
+    if args.num_experts:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    multiple = args.make_vocab_size_divisible_by * tp
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=-(-args.vocab_size // multiple) * multiple,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def _start(tp: int, pp: int, ep: int) -> None:
+    if tp * pp * ep == 1:
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+
+
+def write(rank: int, world: int, job: dict) -> None:
+    tp, pp, ep = job["tp"], job["pp"], job["ep"]
+    _start(tp, pp, ep)
+    torch.manual_seed(rank)
+    args = Namespace(**job["args"], tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+                     expert_model_parallel_size=ep, expert_tensor_parallel_size=tp)  # fmt: skip
+    model = _model(args, tp, pp, ep)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        torch.manual_seed(sum(name.encode()))  # what several ranks hold is the same on all of them
+        if tensor.dim() == 1 and tensor.is_floating_point():  # norms, biases
+            tensor.data.add_(0.3 * torch.randn_like(tensor))
+        elif tensor.dim() > 1 and "router" not in name:
+            tensor.data.mul_(4)  # so that logits differ
+    folder = Path(job["folder"]) / f"iter_{7:07d}"
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+    if job["format"] == "torch_dist":
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save({"model": model.sharded_state_dict(), **common}, str(folder))
+    else:
+        names = [f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"]
+        names += [f"{parallel_state.get_pipeline_model_parallel_rank():03d}"] if pp > 1 else []
+        names += [f"{parallel_state.get_expert_model_parallel_rank():03d}"] if ep > 1 else []
+        own = folder / "_".join(names)
+        own.mkdir(parents=True, exist_ok=True)
+        torch.save({"model": model.state_dict(), **common}, own / "model_optim_rng.pt")
+    (Path(job["folder"]) / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def logits(rank: int, world: int, job: dict) -> None:
+    _start(1, 1, 1)
+    folder = Path(job["folder"])
+    latest = (folder / "latest_checkpointed_iteration.txt").read_text()
+    folder /= latest if latest == "release" else f"iter_{int(latest):07d}"
+    args = dist_checkpointing.load_common_state_dict(str(folder))["args"]
+    model = _model(args, 1, 1, 1).eval()
+    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+    model.load_state_dict(state["model"])
+    tokens = torch.tensor(job["tokens"])
+    s = tokens.shape[1]
+    mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        found = model(tokens, torch.arange(s).expand_as(tokens), mask)
+    np.save(job["out"], found[..., : args.vocab_size].float().numpy())
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        if job["do"] == "write":
+            run_ranks(write, job["tp"] * job["pp"] * job["ep"], job, timeout=100)
+        else:
+            run_ranks(logits, 1, job, timeout=100)

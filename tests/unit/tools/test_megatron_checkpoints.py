@@ -1,0 +1,207 @@
+"""Checkpoints that Megatron-Core itself writes are read, and those written here are loaded by it: with equal logits."""
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron5d.checkpoint.folder import saved_config
+from megatron5d.checkpoint.load import whole_checkpoint
+from tools import convert, logits
+
+ROOT = Path(__file__).parents[3]
+BASE = {
+    "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "group_query_attention": True,
+    "num_query_groups": 2, "kv_channels": 12, "seq_length": 16, "max_position_embeddings": 24, "norm_epsilon": 1e-5,
+    "vocab_size": 61, "make_vocab_size_divisible_by": 8, "position_embedding_type": "rope", "rotary_base": 5000,
+    "rotary_percent": 1.0, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False, "rope_scaling_factor": 8.0, "add_bias_linear": False, "add_qkv_bias": False,
+    "swiglu": True, "bias_gelu_fusion": False, "normalization": "RMSNorm", "qk_layernorm": False, "num_experts": None,
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+MOE = BASE | {
+    "num_experts": 4, "moe_ffn_hidden_size": 20, "moe_router_topk": 2, "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False, "moe_layer_freq": 1, "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+ARGS = {
+    "llama": BASE,
+    "tied": BASE | {
+        "untie_embeddings_and_output_weights": False, "qk_layernorm": True, "add_qkv_bias": True,
+        "rotary_interleaved": True, "use_rope_scaling": True,
+    },
+    "gpt2": BASE | {
+        "group_query_attention": False, "num_query_groups": 1, "kv_channels": 8, "normalization": "LayerNorm",
+        "add_bias_linear": True, "swiglu": False, "position_embedding_type": "learned_absolute",
+        "untie_embeddings_and_output_weights": False,
+    },
+    "fused": BASE | {"swiglu": False, "add_bias_linear": True, "bias_gelu_fusion": True, "num_query_groups": 1},
+    "mixtral": MOE,
+    "deepseek": MOE | {
+        "num_experts": 8, "moe_layer_freq": [0, 1, 1, 0], "moe_router_score_function": "sigmoid",
+        "moe_router_topk": 4, "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 40,
+    },
+    "presoftmax": MOE | {"moe_router_pre_softmax": True},
+}  # fmt: skip
+WRITTEN = {  # tp, pp, ep, and the format
+    "llama": (2, 2, 1, "torch_dist"), "tied": (2, 1, 1, "torch_dist"), "gpt2": (1, 2, 1, "torch_dist"),
+    "fused": (1, 1, 1, "torch_dist"),
+    "mixtral": (1, 2, 2, "torch_dist"), "deepseek": (1, 1, 2, "torch_dist"), "presoftmax": (1, 1, 1, "torch_dist"),
+}  # fmt: skip
+TOKENS = [[(5 * i * i + 3 * i + row) % 61 for i in range(16)] for row in range(2)]
+
+
+def megatron_core(folder: Path, jobs: list[dict]) -> None:
+    """Has Megatron-Core do the jobs of megatron_core_models.py."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-Wignore", str(ROOT / "tests/megatron_core_models.py"), str(folder / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def own_logits(checkpoint: Path, out: Path) -> np.ndarray:
+    np.save(out.with_suffix(".ids.npy"), np.array(TOKENS))
+    command = ["--checkpoint", checkpoint, "--tokens", out.with_suffix(".ids.npy"), "--dtype", "fp32", "--out", out]
+    assert logits.main([str(word) for word in command]) == 0
+    return np.load(out)
+
+
+def converted(*words: object) -> None:
+    assert convert.main([str(word) for word in words]) == 0
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Path:
+    """For each architecture a checkpoint of Megatron-Core and its logits, also over ranks with files of their own."""
+    home = tmp_path_factory.mktemp("megatron")
+    jobs = []
+    for name, (tp, pp, ep, kind) in WRITTEN.items():
+        layout = {"args": ARGS[name], "tp": tp, "pp": pp, "ep": ep}
+        jobs.append({"do": "write", "folder": str(home / name), "format": kind, **layout})
+        jobs.append({"do": "logits", "folder": str(home / name), "tokens": TOKENS, "out": str(home / f"{name}.npy")})
+        if name in ("llama", "gpt2", "mixtral"):
+            jobs.append({"do": "write", "folder": str(home / f"{name}-files"), "format": "torch", **layout})
+    megatron_core(home, jobs)
+    return home
+
+
+@pytest.fixture(scope="module")
+def ours(theirs) -> Path:
+    """The same read and written here, with the logits of Megatron-Core from what was written."""
+    jobs = []
+    for name in ARGS:
+        converted("from-megatron", "--megatron", theirs / name, "--out", theirs / "ours" / name)
+        converted("to-megatron", "--checkpoint", theirs / "ours" / name, "--out", theirs / "back" / name)
+        out = str(theirs / "back" / f"{name}.npy")
+        jobs.append({"do": "logits", "folder": str(theirs / "back" / name), "tokens": TOKENS, "out": out})
+    megatron_core(theirs, jobs)
+    return theirs / "ours"
+
+
+@pytest.mark.parametrize("name", ARGS)
+def test_both_ways_give_equal_logits(theirs, ours, name):
+    expected, back = (np.load(folder / f"{name}.npy") for folder in (theirs, theirs / "back"))
+    found = own_logits(ours / name, ours / f"{name}.npy")
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    assert np.abs(back - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_files_of_ranks_hold_the_same_weights(theirs, tmp_path, name):
+    for source in (name, f"{name}-files"):
+        converted("from-megatron", "--megatron", theirs / source, "--out", tmp_path / source)
+    first, second = (own_logits(tmp_path / source, tmp_path / f"{source}.npy") for source in (name, f"{name}-files"))
+    assert np.array_equal(first, second)
+
+
+def changed_args(source: Path, folder: Path, **changes: object) -> Path:
+    """A copy of a checkpoint with other arguments."""
+    shutil.copytree(source, folder)
+    path = folder / "iter_0000007" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    torch.save({**common, "args": Namespace(**vars(common["args"]) | changes)}, path)
+    return folder
+
+
+def refused(folder: Path, out: Path, capsys) -> str:
+    assert convert.main(["from-megatron", "--megatron", str(folder), "--out", str(out)]) == 2
+    assert not list(out.glob("step-*"))
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rotary_percent": 0.5, "apply_layernorm_1p": True}, ["rotary_percent = 0.5", "apply_layernorm_1p = True"]),
+        ({"multi_latent_attention": True}, ["multi_latent_attention = True"]),
+        ({"qk_layernorm": True, "normalization": "LayerNorm"}, ["qk_layernorm with normalization = 'LayerNorm'"]),
+        ({"num_experts": 8, "moe_router_topk": 6, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+         ["moe_router_group_topk = 2"]),
+        ({"vocab_size": 900}, ["vocab_size = 900 is more than the 64 rows"]),
+        ({"num_layers": 5}, ["6 missing", "decoder.layers.4.self_attention.linear_qkv.weight"]),
+        ({"qk_layernorm": True}, ["decoder.layers.3.self_attention.q_layernorm.weight"]),
+        ({"ffn_hidden_size": 24}, ["[96, 32] on disk, [48, 32] by the configuration"]),
+    ],
+)  # fmt: skip
+def test_what_ours_does_not_compute_or_lacks_is_named(theirs, tmp_path, capsys, changes, named):
+    told = refused(changed_args(theirs / "llama", tmp_path / "changed", **changes), tmp_path / "out", capsys)
+    assert all(text in told for text in named), told
+
+
+class Hostile:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_checkpoint_is_executed(theirs, tmp_path, capsys):
+    bad = changed_args(theirs / "llama", tmp_path / "common", tokenizer_type=Hostile(tmp_path / "executed"))
+    assert "is refused, since it may run any code" in refused(bad, tmp_path / "out", capsys)
+    shutil.copytree(theirs / "llama", tmp_path / "metadata")
+    (tmp_path / "metadata/iter_0000007/.metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "executed")))
+    assert "no part of DCP's metadata" in refused(tmp_path / "metadata", tmp_path / "out", capsys)
+    shutil.copytree(theirs / "gpt2-files", tmp_path / "files")
+    path = next((tmp_path / "files").rglob("model_optim_rng.pt"))
+    torch.save(torch.load(path, weights_only=False) | {"rng_state": Hostile(tmp_path / "executed")}, path)
+    assert "is refused, since it may run any code" in refused(tmp_path / "files", tmp_path / "out", capsys)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_damage_and_missing_files_are_named(theirs, tmp_path, capsys):
+    assert "is no checkpoint of Megatron-LM" in refused(tmp_path, tmp_path / "out", capsys)
+    shutil.copytree(theirs / "gpt2-files", tmp_path / "files")
+    shutil.rmtree(tmp_path / "files/iter_0000007/mp_rank_00_001")
+    assert "no file of tensor, pipeline and expert rank (0, 1, 0)" in refused(
+        tmp_path / "files", tmp_path / "o", capsys
+    )
+    shutil.copytree(theirs / "llama", tmp_path / "damaged")
+    for path in (tmp_path / "damaged").rglob("*.distcp"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2 :: 64] = bytes(len(content[len(content) // 2 :: 64]))
+        path.write_bytes(content)
+    assert "is damaged" in refused(tmp_path / "damaged", tmp_path / "o", capsys)
+
+
+def test_settings_come_and_go(theirs, tmp_path, capsys):
+    converted("from-megatron", "--megatron", theirs / "tied", "--out", tmp_path / "ours", "--dtype", "bf16")
+    assert "3 rows that pad the vocabulary" in capsys.readouterr().err
+    config = saved_config(whole_checkpoint(tmp_path / "ours", ""))
+    model = config.model
+    assert (config.precision.dtype, config.train.seq_len, model.vocab_size, model.rope_theta) == ("bf16", 16, 61, 5000)
+    assert (model.num_kv_heads, model.head_dim, model.qk_norm, model.rope_scaling.type) == (2, 12, True, "llama3")
+    converted("to-megatron", "--checkpoint", tmp_path / "ours", "--out", tmp_path / "back")
+    args = vars(torch.load(tmp_path / "back/release/common.pt", weights_only=False)["args"])
+    kept = set(ARGS["tied"]) - {"make_vocab_size_divisible_by"}
+    assert {name: args[name] for name in kept} == {name: ARGS["tied"][name] for name in kept}
+    assert args["bf16"] and not args["fp16"]
+    assert convert.main(["to-megatron", "--checkpoint", str(tmp_path / "ours"), "--out", str(tmp_path / "back")]) == 2
+    assert "already holds a checkpoint of Megatron-LM" in capsys.readouterr().err
