@@ -7,7 +7,7 @@
     python tools/convert.py reshard CHECKPOINTS MORE_CHECKPOINTS --world 16 parallel.tp=4 parallel.pp=2
     python tools/convert.py upcycle --checkpoint CHECKPOINTS --out MORE_CHECKPOINTS --num-experts 8 --top-k 2
 
-reshard writes the checkpoint that the ranks of another layout would have saved, without GPUs or ranks (docs/checkpoints.md).
+reshard writes the checkpoint that the ranks of another layout would have saved (docs/checkpoints.md).
 from-hf writes CHECKPOINTS/step-00000000 with the weights and the configuration, for logits.py, generate.py and to-hf;
 to continue training from a Hugging Face folder, pretrain.py reads it itself: model.from_hf=DIR init.from_hf=DIR.
 to-hf and upcycle take the newest whole checkpoint of a directory, or the one that is named, saved on any layout.
