@@ -68,7 +68,7 @@ def config_of(folder, corpus, model=DENSE, dtype="fp64", stop_after=0, schedule=
         optim=OptimConfig(name=optim, lr=1e-2, warmup_steps=2),
         precision=PrecisionConfig(dtype=dtype),
         data=DataConfig(train=[corpus]),
-        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep=0),
+        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep="0"),
         log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
     )
 
@@ -190,7 +190,7 @@ def test_random_pairs(tmp_path, number):
     dice = random.Random(number)
     config, world, _ = random_config(number)
     data = dataclasses.replace(config.data, train=[write_corpus(tmp_path / "a", vocab_size=config.model.vocab_size)])
-    saving = CheckpointConfig(dir=str(tmp_path / "checkpoints"), keep=0)
+    saving = CheckpointConfig(dir=str(tmp_path / "checkpoints"), keep="0")
     log = LogConfig(jsonl=str(tmp_path / "log.jsonl"), progress=False, memory_check="off")
     config = dataclasses.replace(
         config, data=data, checkpoint=saving, log=log, train=dataclasses.replace(config.train, steps=4, stop_after=STOP)
