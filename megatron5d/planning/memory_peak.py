@@ -61,7 +61,7 @@ class Replay(MemoryWatch):
             self._sync.prefetch(phases[0 if action.op == "F" else -1], action.op == "F")
 
     def before(self, action: Action, step: int) -> bool:
-        """A step of an action, counted from its first phase, is about to run.
+        """Returns a step of an action, counted from its first phase, is about to run.
 
         Returns:
             Whether it makes 8-bit copies of its weights.
@@ -142,7 +142,7 @@ def find_peak(
     message_bytes: int,
     replay: Replay | None = None,
 ) -> Peak:
-    """The worst moment of a step on one rank.
+    """Returns the worst moment of a step on one rank.
 
     Args:
         program: a verified Program.
