@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from megatron5d.pipeline_parallel.program import Placement, Program, loop_placem
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
 from megatron5d.pipeline_parallel.search.named import best_named, candidates, placement_called
-from megatron5d.pipeline_parallel.search.search import SearchResult
 from megatron5d.pipeline_parallel.simulate import peak_memory, simulate
 from megatron5d.pipeline_parallel.verify import ProgramError
 from megatron5d.planning.stage_costs import run_costs
@@ -36,6 +35,9 @@ from megatron5d.train.pipeline_layout import (
     sequences_at_once,
     verified,
 )
+
+if TYPE_CHECKING:  # numba takes a second to import
+    from megatron5d.pipeline_parallel.search.search import SearchResult
 
 PIPELINE_KNOBS = (
     *(f"pipeline.{key}" for key in ("schedule", "layout", "balance", "memory", "costs", "copies")),
