@@ -5,6 +5,9 @@
     python tools/convert.py from-megatron --megatron DIR --out CHECKPOINTS [--vocab-size N]
     python tools/convert.py to-megatron --checkpoint CHECKPOINTS --out DIR
     python tools/convert.py reshard CHECKPOINTS MORE_CHECKPOINTS --world 16 parallel.tp=4 parallel.pp=2
+    python tools/convert.py inspect | verify CHECKPOINTS
+    python tools/convert.py diff A B [--tolerance 1e-6]
+    python tools/convert.py average CHECKPOINTS --last 5 --out MORE_CHECKPOINTS
     python tools/convert.py upcycle --checkpoint CHECKPOINTS --out MORE_CHECKPOINTS --num-experts 8 --top-k 2
 
 reshard writes the checkpoint that the ranks of another layout would have saved (docs/checkpoints.md).
@@ -61,6 +64,14 @@ COMMANDS = {
     "to-megatron": Command(
         "a checkpoint of ours becomes one of Megatron-LM", arguments.add_to_megatron, "megatron", "to_megatron"
     ),
+    "inspect": Command("what a checkpoint holds, of which run", arguments.add_inspect, "examine", "inspect"),
+    "verify": Command(
+        "read every byte of a checkpoint; exit code 1 if damaged", arguments.add_verify, "examine", "verify"
+    ),
+    "diff": Command(
+        "compare tensors, over layouts and formats; exit code 1 if different", arguments.add_diff, "examine", "diff"
+    ),
+    "average": Command("the mean of the weights of several checkpoints", arguments.add_average, "average", "average"),
     "upcycle": Command("a dense checkpoint becomes a mixture of experts", arguments.add_upcycle, "upcycle", "upcycle"),
 }
 

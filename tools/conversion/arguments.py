@@ -72,6 +72,36 @@ def add_to_megatron(command: OptionParser) -> None:
     add("--dtype", **_DTYPE)
 
 
+def add_inspect(command: OptionParser) -> None:
+    """Adds the arguments of inspect."""
+    command.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a directory of them")
+    command.add_argument("--json", action="store_true", help="for programs, with the size of every file")
+
+
+def add_verify(command: OptionParser) -> None:
+    """Adds the arguments of verify."""
+    add = command.add_argument
+    add("path", type=Path, metavar="PATH", help="a checkpoint, or a directory of them: its newest whole one")
+    add("--workers", type=_count, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
+
+
+def add_diff(command: OptionParser) -> None:
+    """Adds the arguments of diff."""
+    add = command.add_argument
+    add("one", type=Path, metavar="A", help="a checkpoint, a directory of them, or a Hugging Face folder")
+    add("other", type=Path, metavar="B", help="as A")
+    add("--tolerance", type=_noise, default=0.0, metavar="T", help="of a tensor's largest value (default 0: exact)")
+
+
+def add_average(command: OptionParser) -> None:
+    """Adds the arguments of average."""
+    add = command.add_argument
+    add("path", type=Path, nargs="+", metavar="PATH", help="checkpoints, or directories of them")
+    add("--out", type=Path, required=True, metavar="DIR", help="directory of checkpoints, without any yet")
+    add("--last", type=_count, metavar="K", help="the K newest whole ones of one directory")
+    add("--weights", type=float, nargs="+", metavar="W", help="one for each checkpoint (default: equal)")
+
+
 def add_upcycle(command: OptionParser) -> None:
     """Adds the arguments of upcycle."""
     add = command.add_argument
