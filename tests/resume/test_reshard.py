@@ -17,7 +17,7 @@ import pytest
 import torch
 from random_configs import another_layout, numbers, random_config
 from ranks import run_ranks
-from runs import curve, records, train_on_ranks, whole_tensors, write_corpus
+from runs import curve, train_on_ranks, whole_tensors, write_corpus
 
 from megatron5d.checkpoint.folder import fault_of, read_run, recover, saved_config, step_folder
 from megatron5d.checkpoint.inspection import SavedTensors
@@ -202,7 +202,6 @@ def test_random_pairs(tmp_path, number):
     offline = moved(other, tmp_path / "offline")
     assert reshard(tmp_path / "checkpoints", offline.checkpoint.dir, other, ranks, config) == 0
     assert_loads_without_resharding(offline, ranks, other)
-    assert [r["step"] for r in records(tmp_path / "log.jsonl")] == [1, 2]
 
 
 @pytest.fixture(scope="module")
