@@ -211,7 +211,7 @@ class Check:
         return records
 
     def run(self, config: Config, world: int) -> tuple[list[RankRecord], list[Difference]]:
-        """What the ranks of a layout had, and how far it is from one process."""
+        """Returns what the ranks of a layout had, and how far it is from one process."""
         records = self._train(config, world)
         tolerance, found = (
             self.options.tolerance,
@@ -222,11 +222,11 @@ class Check:
         return records, found + differences(records, self.truth, tolerance)
 
     def ablations(self) -> Iterator[Ablation]:
-        """The configuration without one thing at a time."""
+        """Yields the configuration without one thing at a time."""
         return ablations(self.config, self.options.world)
 
     def bisect(self) -> dict[str, str]:
-        """The verdict without each thing that can be turned off."""
+        """Returns the verdict without each thing that can be turned off."""
         found = {}
         for each in self.ablations():
             _say(f"with {each.change} ...")
@@ -259,7 +259,7 @@ def _cut(each: Difference, records: list[RankRecord], sizes) -> dict[str, list[s
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Whether a certificate was made of this code, of the overrides that it names or of those given."""
+    """Returns whether a certificate was made of this code, of the overrides that it names or of those given."""
     try:
         certificate = parse_json(options.check.read_bytes())
     except ValueError:  # not JSON, or not even text

@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
-    """The device that is named, with what the options say of it."""
+    """Returns the device that is named, with what the options say of it."""
     said = {
         "node": options.node,
         "network_rate": options.network_gbps and options.network_gbps * 1e9 / 8,
@@ -210,7 +210,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _record(found: Candidate, overrides: str, command: str) -> dict[str, Any]:
-    """A layout as a JSON object."""
+    """Returns a layout as a JSON object."""
     assert found.cost is not None
     return {"overrides": overrides, "needed_bytes": found.needed, **found.cost.record(), "command": command}
 
@@ -233,7 +233,7 @@ def _counting(what: str) -> Iterator[Callable[[], None]]:
 
 
 def _what(config: Config) -> str:
-    """What is counted, for whoever did not give it."""
+    """Returns what is counted, for whoever did not give it."""
     train, precision = config.train, config.precision
     fp8 = "" if precision.fp8 == "none" else f" with fp8 {precision.fp8}"
     return f"{config.model.name} in {precision.dtype}{fp8}, train.gbs {train.gbs}, train.seq_len {train.seq_len:,}"
@@ -248,7 +248,7 @@ def _note_defaults(config: Config) -> None:
 
 
 def _command(options: argparse.Namespace, cluster: Cluster, found: str) -> str:
-    """What starts the run of a layout on this cluster; the keys that were given, then those that were found."""
+    """Returns what starts the run of a layout on this cluster; the keys that were given, then those that were found."""
     nodes, per_node = -(-options.world // cluster.node), min(options.world, cluster.node)
     words = list(options.overrides)
     if not any(word.startswith(("data.train=", "experiment=quickstart")) for word in words):
@@ -297,7 +297,7 @@ def _memory(options: argparse.Namespace) -> int:
 
 
 def _machine(options: argparse.Namespace, imbalance: float) -> tuple[Target, int | None]:
-    """The device that is planned for, and its bytes where they are known."""
+    """Returns the device that is planned for, and its bytes where they are known."""
     device, known = options.device, None
     if device in CLUSTERS or device in SHORT_NAMES:
         named = cluster_called(device)
@@ -311,7 +311,7 @@ def _machine(options: argparse.Namespace, imbalance: float) -> tuple[Target, int
 
 
 def _bytes_given(options: argparse.Namespace, known: Any) -> Any:
-    """What --device-gb says; without it what is known of the device."""
+    """Returns what --device-gb says; without it what is known of the device."""
     if options.device_gb is None:
         return known
     if not 0 < options.device_gb < 1e9:

@@ -1,26 +1,17 @@
-"""Saves a run: every rank writes its rectangles, then one rename makes the checkpoint exist.
-
-How all ranks coordinate a save: through messages to rank 0 in the default store, and its answers.
-
-A save does not use a process group, for three reasons. A thread that saves in the background must not use the groups of
-the training. A gloo group of its own would make every rank ask the store twice for every other rank (5·10⁸ requests for
-16,384 ranks) and open as many connections. And a gather of objects needs the size of the longest message times the
-number of ranks, under NCCL in GPU memory. Here each rank sends its message once and polls for the answer.
-"""
+"""Saves a run: every rank writes its rectangles, then one rename makes the checkpoint exist."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -28,138 +19,27 @@ from megatron5d.checkpoint.folder import RUN, Keep, commit, leave_later, step_fo
 from megatron5d.checkpoint.layout import HostCopies, ShardedTensor
 from megatron5d.checkpoint.lock_file import LockFile
 from megatron5d.checkpoint.storage import write
+from megatron5d.checkpoint.store_group import StoreGroup
 from megatron5d.checkpoint.tensor_file import Save
 from megatron5d.topology.all_ranks import failure_among, first_failure, on_rank_0
-from megatron5d.topology.rendezvous import default_store, ranks_text, wait_until
 
 if TYPE_CHECKING:
     from megatron5d.checkpoint.index_writer import IndexWriter
-
-_PART_BYTES = 4 << 20  # of a message in one request: TCPStore takes no more than 8 MiB
-_MESSAGES_PER_REQUEST = 1024
-_READ_WITHIN_S = 3.0  # for the others to read a failure of rank 0: they poll once a second
-_numbers = itertools.count()  # of groups, which all ranks create in the same order
-
-
-class StoreGroup:
-    """All ranks of the world; one process without a process group forms a group by itself.
-
-    Every rank makes the same calls in the same order.
-
-    Args:
-        timeout_s: rank 0 waits so many seconds for messages, and the others twice as long for its answer.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        alone = not dist.is_initialized()
-        self.rank, self.world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-        self._store: dist.Store = dist.HashStore() if alone else default_store()
-        self._name, self._timeout_s = f"megatron5d/store_group/{next(_numbers)}", timeout_s
-        self._round = self._answers = self._deleted_answers = 0
-
-    def send(self, message: bytes) -> None:
-        """Sends a message to rank 0. It replaces this rank's last one. Comm: the store; the message, once.
-
-        Raises:
-            OSError: the store is gone.
-        """
-        self._round += 1
-        key = self._message_key(self.rank)
-        parts = [message[at : at + _PART_BYTES] for at in range(0, len(message), _PART_BYTES)] or [b""]
-        with _store_errors_named():
-            for number, part in enumerate(parts[1:], 1):
-                self._set(f"{key}/{number}", part)
-            self._set(key, b"%d %d " % (self._round, len(parts)) + parts[0])
-            self._store.add(f"{self._name}/count", 1)
-
-    def receive_all(self) -> list[bytes]:
-        """The messages that all ranks have sent since the last call, by rank. Called inside `on_rank_0`.
-
-        Comm: the store; one request for every 1,024 ranks, and one for each further part of a long message.
-
-        Raises:
-            OSError: some ranks have sent none in time; names them.
-        """
-        if not wait_until(self._all_sent, self._timeout_s):
-            missing = [rank for rank in range(self.world) if not self._has_sent(rank)]
-            raise OSError(f"ranks {ranks_text(missing)} of {self.world} were not ready within {self._timeout_s:g} s")
-        messages = []
-        for at in range(0, self.world, _MESSAGES_PER_REQUEST):
-            ranks = range(at, min(at + _MESSAGES_PER_REQUEST, self.world))
-            for rank, value in zip(ranks, self._store.multi_get([self._message_key(rank) for rank in ranks])):
-                _, num_parts, first = value.split(b" ", 2)
-                more = [self._store.get(f"{self._message_key(rank)}/{number}") for number in range(1, int(num_parts))]
-                messages.append(b"".join([first, *more]))
-        for answer in range(self._deleted_answers + 1, self._answers):  # all have read these: they sent a message since
-            self._store.delete_key(self._answer_key(answer))
-        self._deleted_answers = self._answers - 1
-        return messages
-
-    def _all_sent(self) -> bool:
-        return self._store.add(f"{self._name}/count", 0) == self._round * self.world
-
-    def _has_sent(self, rank: int) -> bool:
-        key = self._message_key(rank)
-        return self._store.check([key]) and int(self._store.get(key).split(b" ", 1)[0]) == self._round
-
-    def _set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # it also takes bytes
-
-    def _message_key(self, rank: int) -> str:
-        return f"{self._name}/message/{rank}"
-
-    def _answer_key(self, number: int) -> str:
-        return f"{self._name}/answer/{number}"
-
-    def on_rank_0(self, act: Callable[[], object]) -> None:
-        """Rank 0 calls `act`, and the others wait until it has returned.
-
-        If it raises, rank 0 raises only after the others have read why: its process may be the one that serves the
-        store, and it is about to end.
-
-        Comm: the store; an answer of rank 0, for which each other rank polls.
-
-        Raises:
-            OSError: on every rank, if `act` raised one; on the others also if rank 0 has not answered in time, or has
-                failed in another way.
-        """
-        self._answers += 1
-        key = self._answer_key(self._answers)
-        if self.rank == 0:
-            fault = b"?"  # any error but an OSError: a mistake of ours
-            try:
-                act()
-                fault = b""
-            except OSError as error:
-                fault = str(error).encode() or b"?"
-                raise
-            finally:
-                self._set(key, fault)
-                if fault:
-                    wait_until(lambda: self._store.add(f"{key}/read", 0) >= self.world - 1, _READ_WITHIN_S)
-            return
-        with _store_errors_named():
-            answered = wait_until(lambda: self._store.check([key]), 2 * self._timeout_s)
-            fault = self._store.get(key) if answered else b"rank 0 has not answered in time"
-        if fault:
-            with suppress(RuntimeError):  # rank 0 no longer waits, and the store is gone with it
-                self._store.add(f"{key}/read", 1)
-            raise OSError("rank 0 was stopped by a fault of its own" if fault == b"?" else fault.decode())
-
-
-@contextmanager
-def _store_errors_named() -> Iterator[None]:
-    """Within, torch's errors of a store that is gone become an OSError that says so."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise OSError(f"rank 0, where all ranks met, does not answer: {error}") from error
-
 
 # How long a network file system may take to show a new file on other nodes. The laws have looked for the folder before
 # it was made, and NFS may answer from its cache for a minute.
 VISIBLE_S = 90.0
 _DONE = b"\0"  # first byte of a message that its rank has written its file; any other message is an error
+
+
+class Exporter(Protocol):
+    """Writes a checkpoint in another form, by all ranks."""
+
+    def begin(self, checkpoint: Path) -> None: ...
+
+    def write(self, checkpoint: Path, rank: int, world: int) -> bytes: ...
+
+    def finish(self, checkpoint: Path, messages: list[bytes]) -> None: ...
 
 
 class SaveFailed(OSError):
@@ -178,6 +58,7 @@ class Saver:
         pinned: a checkpoint that is kept whatever `keep` says: the one that the command line names.
         began: the step from which the run goes on. Checkpoints of later steps are another run's, or of this one before
             it went back: the first save renames them, so that it neither replaces nor counts them.
+        exporter: writes a checkpoint in another form too, where `save` is told so.
 
     Raises:
         OSError: on every rank, if the directory cannot be written, or a rank sees another one under its name. So this
@@ -195,10 +76,12 @@ class Saver:
         lock: LockFile | None = None,
         pinned: Path | None = None,
         began: int | None = None,
+        *,
+        exporter: Exporter | None = None,
     ) -> None:
         self.directory, self.background, self._lock = Path(directory), background, lock
         self.keep = Keep(last=keep) if isinstance(keep, int) else keep
-        self._pinned, self._began = pinned, began
+        self._pinned, self._began, self._exporter = pinned, began, exporter
         self._id, self._num_saves = _check_shared(self.directory), 0
         self._group = StoreGroup(timeout_s)
         self._index: IndexWriter | None = None
@@ -211,13 +94,14 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
+    def save(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any], exported: bool = False) -> None:
         """Saves one step.
 
         Args:
             step: optimiser steps done.
             tensors: what this rank writes, by key.
             run: what run.json will hold (the same on every rank).
+            exported: write it in the exporter's form, too.
 
         Raises:
             SaveFailed: on every rank, if a rank could not write its files.
@@ -228,10 +112,10 @@ class Saver:
         """
         self.wait()
         if not self.background:
-            self._write(step, tensors, run)
+            self._write(step, tensors, run, exported)
             return
         copies = self._copies.take(tensors)
-        self._thread = threading.Thread(target=self._write_noting_errors, args=(step, copies, run))
+        self._thread = threading.Thread(target=self._write_noting_errors, args=(step, copies, run, exported))
         self._thread.start()
 
     @property
@@ -254,28 +138,69 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
 
-    def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any]) -> None:
+    def _write(self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any], exported: bool) -> None:
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
         group = self._group
         self._num_saves += 1  # as on every other rank
         save = Save(f"{self._id}-{self._num_saves}", step)
         group.on_rank_0(self._check_lock)
         known, self._written = self._written, b""
+        written = b""
+
+        def write_own() -> bytes:
+            nonlocal written
+            written = write(temporary, tensors, group.rank, save)
+            return b"" if written == known else written
+
         try:
-            group.on_rank_0(lambda: self._begin(temporary, run))
-            try:
-                written = write(temporary, tensors, group.rank, save)
-                message = _DONE + (b"" if written == known else written)
-            except Exception as error:  # noqa: BLE001 - rank 0 raises it on all ranks
-                message = _described(error).encode()
-            group.send(message)
-            group.on_rank_0(lambda: self._finish(temporary, save))
+            self._together(
+                lambda: self._begin(temporary, run), write_own, lambda told: self._finish(temporary, told, save)
+            )
         except OSError as error:
             if group.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # what is half written may be what fills the disk
             told = f"the checkpoint of step {step} could not be written: {error}. {self._room()}"
             raise SaveFailed(told) from error
         self._written = written
+        if exported and self._exporter is not None:
+            self._export(step_folder(self.directory, step), self._exporter)
+
+    def _export(self, checkpoint: Path, exporter: Exporter) -> None:
+        """Writes a checkpoint in the exporter's form; raises as `save`."""
+        try:
+            self._together(
+                lambda: exporter.begin(checkpoint),
+                lambda: exporter.write(checkpoint, self._group.rank, self._group.world),
+                lambda told: exporter.finish(checkpoint, told),
+            )
+        except OSError as error:
+            raise SaveFailed(f"{checkpoint} could not be exported: {error}. {self._room()}") from error
+
+    def _together(
+        self, begin: Callable[[], None], write_own: Callable[[], bytes], finish: Callable[[list[bytes]], None]
+    ) -> None:
+        """Rank 0 begins, all ranks write, and rank 0 finishes with what each of them returned.
+
+        Raises:
+            OSError: on every rank, if one of them fails.
+
+        Comm: the store; a message of each rank, and two answers of rank 0.
+        """
+        self._group.on_rank_0(begin)
+        try:
+            message = _DONE + write_own()
+        except Exception as error:  # noqa: BLE001 - rank 0 raises it on all ranks
+            message = _described(error).encode()
+        self._group.send(message)
+
+        def finish_all() -> None:
+            messages = self._group.receive_all()
+            failed = failure_among([None if each.startswith(_DONE) else each.decode() for each in messages])
+            if failed:
+                raise OSError(str(failed))
+            finish([each.removeprefix(_DONE) for each in messages])
+
+        self._group.on_rank_0(finish_all)
 
     def _begin(self, temporary: Path, run: dict[str, Any]) -> None:
         """On rank 0: makes the folder that all ranks write to."""
@@ -291,14 +216,10 @@ class Saver:
         if self._lock is not None:
             self._lock.check()
 
-    def _finish(self, temporary: Path, save: Save) -> None:
-        """On rank 0: waits until all ranks have written, writes the index, and makes the folder a checkpoint."""
-        messages = self._group.receive_all()
-        failed = failure_among([None if each.startswith(_DONE) else each.decode() for each in messages])
-        if failed:
-            raise OSError(str(failed))
+    def _finish(self, temporary: Path, messages: list[bytes], save: Save) -> None:
+        """On rank 0: writes the index, and makes the folder a checkpoint."""
         assert self._index is not None
-        self._index.write(temporary, [each.removeprefix(_DONE) for each in messages], save)
+        self._index.write(temporary, messages, save)
         commit(temporary, self.keep, self._pinned)
 
     def _room(self) -> str:

@@ -287,6 +287,7 @@ class CheckpointConfig:
     every: int = 0  # steps; 0 = only at the end and on a signal
     keep: str = "2"  # K or last:K newest | every:N steps | best:K by validation loss, joined by +; 0 = all
     async_save: bool = field(default=True, metadata={"key": "async"})  # write in the background; in YAML: async
+    hf_export: str | None = None  # every:N steps | last: a Hugging Face folder, hf/step-… in dir; None = never
     resume: str = "auto"  # auto: from the newest whole one in dir, if any | none | a checkpoint folder
 
 

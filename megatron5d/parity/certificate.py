@@ -56,12 +56,12 @@ def strays_of(certificate: dict[str, Any], config: Config, world: int) -> list[s
 
 
 def plain(each: Difference) -> dict[str, Any]:
-    """A difference without what JSON has no word for."""
+    """Returns a difference without what JSON has no word for."""
     return {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in asdict(each).items()}
 
 
 def worst_of(found: list[Difference]) -> dict[str, dict[str, Any]]:
-    """The largest difference of each quantity."""
+    """Returns the largest difference of each quantity."""
     worst: dict[str, Difference] = {}
     for each in found:
         if each.quantity not in worst or each.relative > worst[each.quantity].relative:
@@ -70,7 +70,7 @@ def worst_of(found: list[Difference]) -> dict[str, dict[str, Any]]:
 
 
 def report_text(record: dict[str, Any]) -> str:
-    """A record of the parity check as text."""
+    """Returns a record of the parity check as text."""
     bf16 = record["precision"] == "bf16"
     changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in record["changed"].items())
     lines = [f"changed for this check: {changes or 'nothing'}", ""]
@@ -144,7 +144,7 @@ def stage_of(each: Difference) -> tuple[int, int]:
 
 
 def advice(first: Difference) -> str:
-    """Where to look for a fault, by what differs first."""
+    """Returns where to look for a fault, by what differs first."""
     step, stage = stage_of(first)
     if step == 0:
         return "The weights before the first step differ: look at how they begin."
@@ -154,7 +154,7 @@ def advice(first: Difference) -> str:
 
 
 def _story(record: dict[str, Any]) -> list[str]:
-    """What differs first, and what that says."""
+    """Returns what differs first, and what that says."""
     tensors, bf16 = record["tensors"], record["precision"] == "bf16"
     counts = [f"{', '.join(record['first_step'])} of step 1"] if record["first_step"] else []
     kinds = Counter((each["quantity"], each["step"]) for each in tensors)

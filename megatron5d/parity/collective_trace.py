@@ -105,7 +105,7 @@ def first_mismatch(paths: list[Path], *, ended: bool) -> str | None:
 
 
 def _agree(row: tuple[tuple[str, list[list[int]]] | None, ...], ended: bool) -> bool:
-    """Whether the ranks' calls match: the same text, and rank i sends to j as many rows as j expects from i.
+    """Returns whether the ranks' calls match: the same text, and rank i sends to j as many rows as j expects from i.
 
     Args:
         row: the call of each rank; None where it has not made one (yet).

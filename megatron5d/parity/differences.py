@@ -46,7 +46,7 @@ class Difference:
 
 
 def joined(rectangles: Rectangles) -> dict[str, Tensor]:
-    """The whole tensors that one process has in rectangles."""
+    """Returns the whole tensors that one process has in rectangles."""
     sizes: dict[str, tuple[int, ...]] = {}
     for name, offset, values in rectangles:
         end = tuple(o + n for o, n in zip(offset, values.shape))
@@ -58,12 +58,12 @@ def joined(rectangles: Rectangles) -> dict[str, Tensor]:
 
 
 def index_of(offset: Sequence[int], values: Tensor) -> tuple[slice, ...]:
-    """Where a rectangle lies in its whole tensor."""
+    """Returns where a rectangle lies in its whole tensor."""
     return tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
 
 
 def figure_differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: float) -> Iterator[Difference]:
-    """The differences in every figure of every step, over all ranks; losses first, then what the routers did."""
+    """Yields the differences in every figure of every step, over all ranks; losses first, then what the routers did."""
     for kind in ("figures", "layers"):
         for step, figures in enumerate(getattr(truth, kind), 1):
             for name, value in figures.items():
@@ -114,7 +114,7 @@ def sample_differences(records: Sequence[RankRecord], truth: RankRecord, sizes: 
 def tensor_differences(
     quantity: str, held: Sequence[Rectangles], truth: dict[str, Tensor], tolerance: float = 0.0, floor: float = 0.0
 ) -> Iterator[Difference]:
-    """Of every tensor, over all rectangles of all ranks; an element that nobody holds is infinitely far off.
+    """Yields the difference of every tensor over all rectangles; an element that nobody holds is infinitely far off.
 
     Args:
         quantity: what the tensors are.
@@ -164,7 +164,7 @@ def all_tensors(records: Sequence[RankRecord], truth: RankRecord) -> Iterator[Te
 
 
 def differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: float) -> list[Difference]:
-    """Everything that is compared, in the order of training, each tensor in the order of the model.
+    """Returns everything that is compared, in the order of training, each tensor in the order of the model.
 
     Args:
         records: of a layout's ranks.
@@ -184,7 +184,7 @@ def differences(records: Sequence[RankRecord], truth: RankRecord, tolerance: flo
 
 
 def rounding_alone(truth: RankRecord) -> dict[str, Tensor]:
-    """Which matrices that Muon updates had in some step a gradient that only rounding keeps from zero.
+    """Returns which matrices that Muon updates had in some step a gradient that only rounding keeps from zero.
 
     Its update is as large as any other, and says nothing.
 
@@ -211,7 +211,7 @@ def _without(values: Tensor, offset: Sequence[int], left_out: Tensor | None) -> 
 
 
 def untried(config: Config, truth: RankRecord, tolerance: float) -> list[str]:
-    """What equal numbers say nothing about, because one process has done nothing there.
+    """Returns what equal numbers say nothing about, because one process has done nothing there.
 
     Args:
         config: of the run.
@@ -242,7 +242,7 @@ def untried(config: Config, truth: RankRecord, tolerance: float) -> list[str]:
 
 
 def axes_of(name: str, records: Sequence[RankRecord], sizes: Sizes) -> tuple[list[str], list[str]]:
-    """The axes that cut a parameter, and those over which its gradient is summed."""
+    """Returns the axes that cut a parameter, and those over which its gradient is summed."""
     specs = [record.specs[name] for record in records if name in record.specs]
     if not specs:  # nobody holds it
         return [], []

@@ -141,7 +141,7 @@ def _set_variables(rank: int, world: int) -> None:
 
 
 def _notes(folder: Path, rank: int) -> Path:
-    """Where a rank writes its collectives (collective_trace.py)."""
+    """Returns where a rank writes its collectives (collective_trace.py)."""
     return folder / f"collectives{rank}"
 
 
@@ -212,7 +212,7 @@ def _receive(rank: _Rank) -> None:
 
 
 def _death(rank: _Rank) -> str:
-    """How a rank's process ended: a signal or an exit code."""
+    """Returns how a rank's process ended: a signal or an exit code."""
     _, status = os.waitpid(rank.pid, 0)
     rank.pid = 0
     if os.WIFSIGNALED(status):
@@ -221,7 +221,7 @@ def _death(rank: _Rank) -> str:
 
 
 def _failures(ranks: list[_Rank], timeout: float) -> str:
-    """The message of a failure: the cause in full, echoes in one line each, silent ranks with their stacks."""
+    """Returns the message of a failure: the cause in full, echoes in one line each, silent ranks with their stacks."""
     failed = sorted((r for r in ranks if r.error), key=lambda r: (r.echo, ranks.index(r)))
     silent = [r for r in ranks if not r.done]
     lines = []

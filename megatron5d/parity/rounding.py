@@ -41,7 +41,7 @@ def in_16_bits(config: Config, precision: PrecisionConfig) -> Config:
 def rounding_differences(
     records: Sequence[RankRecord], alone: RankRecord, truth: RankRecord, factor: float
 ) -> list[Difference]:
-    """Everything that is judged, in the order of training, each tensor in the order of the model.
+    """Returns everything that is judged, in the order of training, each tensor in the order of the model.
 
     Args:
         records: of a layout's ranks, in 16 bits.
@@ -68,7 +68,7 @@ def rounding_differences(
 def _figures(
     records: Sequence[RankRecord], alone: RankRecord, truth: RankRecord, factor: float
 ) -> Iterator[Difference]:
-    """Those of every step; what the routers did is not judged."""
+    """Yields those of every step; what the routers did is not judged."""
     for step, exact in enumerate(truth.figures, 1):
         for name, value in exact.items():
             got = [record.figures[step - 1].get(name, inf) for record in records]
@@ -126,12 +126,12 @@ def _tensors(
 
 
 def _kind(name: str) -> str:
-    """A parameter's name without its layer's number."""
+    """Returns a parameter's name without its layer's number."""
     return re.sub(r"\.\d+\.", ".", name)
 
 
 def _chance(errors: Tensor) -> float:
-    """How many times as large a distance that consists of such errors may be by chance.
+    """Returns how many times as large a distance that consists of such errors may be by chance.
 
     The logarithm of the ratio of two is about normal, with a variance of 1/n (Fisher's z), where n is the number of
     errors that count: one that is much larger than the others counts alone.

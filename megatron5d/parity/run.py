@@ -53,7 +53,7 @@ class RankRecord:
 
 
 def alone(config: Config) -> Config:
-    """The same mathematics in one process, plainly: no axis, nothing computed twice or kept elsewhere."""
+    """Returns the same mathematics in one process, plainly: no axis, nothing computed twice or kept elsewhere."""
     optim = replace(config.optim, implementation="auto", offload=False)
     plain = {"parallel": ParallelConfig(), "pipeline": PipelineConfig(), "recompute": RecomputeConfig()}
     return replace(config, optim=optim, **plain)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def perturb(parameters, coarse: bool = False) -> None:
 
 
 def owned_slices(sync: GradSync, buffer: str) -> Rectangles:
-    """What this rank owns of the `weight_slice` or the `grad_slice` of every bucket."""
+    """Returns what this rank owns of the `weight_slice` or the `grad_slice` of every bucket."""
     found: Rectangles = []
     for bucket in sync.buckets:
         for segment in bucket.segments() if getattr(bucket, buffer).numel() else ():  # frozen ones have no gradient
@@ -146,7 +146,7 @@ def short_run(
     """Trains the real thing on forked ranks.
 
     Args:
-        config: a lawful configuration; its vectors' first values are moved (`perturb`).
+        config: a valid configuration; its vectors' first values are moved (`perturb`).
         world: number of ranks.
         rows: int64 `[steps·gbs, s+1]`.
         steps: optimiser steps.
@@ -221,7 +221,7 @@ def _held(weights: list[Tensor], buffers: bool = False) -> Rectangles:
 
 
 def _phases(model: GPT) -> Iterator[tuple[str, nn.Module]]:
-    """The phases of a rank by name, in the order of the model."""
+    """Yields the phases of a rank by name, in the order of the model."""
     if model.embedding is not None:
         yield "embedding", model.embedding
     blocks = [(name, list(block.children())) for name, block in model.layers.items()]

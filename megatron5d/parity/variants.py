@@ -1,6 +1,6 @@
 """Makes a configuration so small that it trains on a laptop in seconds, and keeps all its features.
 
-Every size becomes the smallest candidate under which no law is broken, the pipeline can be laid out, and the features
+Every size becomes the smallest candidate that passes every check, the pipeline can be laid out, and the features
 of the run are what they were: what is replicated, padded, uneven or cut short stays so. Layout, schedule, ZeRO,
 recompute and everything that is no size are not touched.
 
@@ -67,7 +67,7 @@ def exact(config: Config, steps: int) -> Config:
 
 
 def features(c: Config, world: int) -> tuple:
-    """What sizes decide about what is computed and communicated, whatever they are."""
+    """Returns what sizes decide about what is computed and communicated, whatever they are."""
     m, p, t, r = c.model, c.parallel, c.train, c.recompute
     heads, kv = m.num_heads // p.tp, max(1, m.num_kv_heads // p.tp)  # of a tp rank
     _, inner = split_of(c)
@@ -106,12 +106,12 @@ def _reach(c: Config) -> tuple[int, ...]:
 
 
 def faults_of(config: Config, world: int) -> list[Fault]:
-    """Why it cannot run; the files of the user's own run need not be there."""
+    """Returns why it cannot run; the files of the user's own run need not be there."""
     return run_checks(config, world, files=False) or pipeline_faults(config, world)
 
 
 def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
-    """The smallest that every feature of a lawful configuration fits into, one group of sizes after the other.
+    """Returns the smallest that every feature of a valid configuration fits into, one group of sizes after the other.
 
     Args:
         config: what is to become small.
@@ -129,7 +129,7 @@ def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
 
 
 def differing(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two configurations differ, with both values; not those that only name files."""
+    """Returns the keys in which two configurations differ, with both values; not those that only name files."""
     passive = ("init.", "checkpoint.", "log.", "data.")
     pairs = {key: (value_of(before, key), value_of(after, key)) for key in leaves() if not key.startswith(passive)}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -141,7 +141,7 @@ def _to(value: int, low: int, step: int = 1) -> list[int]:
 
 
 def _one(key: str, low: int) -> Callable[[Config, int], Iterator[Change]]:
-    """The sizes of one knob, where it has any."""
+    """Returns the sizes of one knob, where it has any."""
     return lambda c, world: ({key: size} for size in _to(value_of(c, key) or 0, low) if value_of(c, key))
 
 
@@ -181,7 +181,7 @@ def _experts(c: Config, world: int) -> Iterator[Change]:
 
 
 def _tokens(c: Config, world: int) -> Iterator[Change]:
-    """The sequence, and what is said in tokens of it."""
+    """Yields lengths of the sequence, with what is counted in its tokens."""
     m, p, r, seq_len = c.model, c.parallel, c.recompute, c.train.seq_len
     least = 4 * p.cp * (p.tp if p.sp else 1)  # four rows on every rank
     for length in _to(seq_len, max(16, least)):
@@ -272,7 +272,7 @@ class Ablation:
 
     Args:
         change: what is turned off, as overrides; "dp=1" where it is the ranks that are fewer.
-        config: without it; lawful.
+        config: without it; valid.
         world: ranks that remain; dp is as before.
     """
 
@@ -285,18 +285,18 @@ def ablations(config: Config, world: int) -> Iterator[Ablation]:
     """Everything that this configuration uses and could run without, one thing at a time; the mathematics stays."""
     if data_parallel(config, world) > 1:
         fewer = world // data_parallel(config, world)
-        yield from _lawful("dp=1", _folded(changed(config, {"parallel.dp_replicate": 1}), fewer), fewer)
+        yield from _valid("dp=1", _folded(changed(config, {"parallel.dp_replicate": 1}), fewer), fewer)
     for off in OFF:
         first, *_ = off
         change = {key: value for key, value in off.items() if value_of(config, key) != value}
         if first in change and not (first == "parallel.etp" and config.parallel.etp is None):
             size = value_of(config, first) if first in AXES else 1
-            yield from _lawful(
+            yield from _valid(
                 override_text({first: off[first]}), _folded(changed(config, change), world // size), world // size
             )
 
 
-def _lawful(change: str, config: Config, world: int) -> Iterator[Ablation]:
+def _valid(change: str, config: Config, world: int) -> Iterator[Ablation]:
     if not faults_of(config, world):
         yield Ablation(change, config, world)
 

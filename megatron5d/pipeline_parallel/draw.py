@@ -131,7 +131,7 @@ def _caption(program: Program, result: Simulation) -> str:
 
 
 def _legend(program: Program) -> list[tuple[str, str]]:
-    """Colour and meaning of all that a picture shows."""
+    """Returns the colour and meaning of all that a picture shows."""
     present = {(action.op, _shade(program, action)) for line in program.ranks for slot in line for action in slot}
     second = "second direction" if program.copies > 1 else "later stages"
     shown = [(op, name, shade) for op, name in NAMES.items() for shade in (0, 1) if (op, shade) in present]

@@ -21,11 +21,11 @@ from megatron5d.comm.p2p import ReceiveChannel, SendChannel, TensorMeta, open_ch
 from megatron5d.pipeline_parallel.messages import (
     Flow,
     Message,
+    completed_sends,
     finishes_with,
     flows,
     input_of,
     output_of,
-    receipts,
     slot_messages,
 )
 from megatron5d.pipeline_parallel.phase import MicroBatch
@@ -59,7 +59,7 @@ class _Task:
         "send_channel",
         "target",
         "is_last",
-        "receipts",
+        "completed_sends",
         "running",
     )
 
@@ -68,7 +68,7 @@ class _Task:
         self.op, index, self.microbatch = action  # index of the stage
         self.receive_channel: ReceiveChannel | None = None
         self.send_channel: SendChannel | None = None
-        self.receipts: list[tuple[SendChannel, int]] = []
+        self.completed_sends: list[tuple[SendChannel, int]] = []
         self.running: Pass | None = None  # while the action is under way
         self.source: Value | None = None  # its input, if that is made on this rank
         self.target: Value | None = None  # its output, if that is used on this rank
@@ -111,7 +111,7 @@ class Executor:
         self._stages = dict(stages)
         self._ends = list(channels.values())
         self._values: dict[Value, Tensor] = {}
-        proofs = receipts(program, rank)
+        proofs = completed_sends(program, rank)
         self._slots: list[tuple[tuple[ReceiveChannel, ...], tuple[_Task, ...]]] = []
         for receives, slot, _ in slot_messages(program, rank):
             tasks = tuple(self._look_up(action, stages, channels, proofs) for action in slot)
@@ -126,7 +126,7 @@ class Executor:
             task.receive_channel = _end(channels, incoming, ReceiveChannel)
         if outgoing is not None:
             task.send_channel = _end(channels, outgoing, SendChannel)
-        task.receipts = [(channels[flow], count) for flow, count in proofs.get(action, ())]
+        task.completed_sends = [(channels[flow], count) for flow, count in proofs.get(action, ())]
         return task
 
     def run(self, batches: Sequence[MicroBatch], loss: Loss, form: TensorMeta) -> None:
@@ -183,11 +183,11 @@ class Executor:
         return False
 
     def _input(self, task: _Task) -> Tensor | None:
-        """The action's input `[s/cp/tp, b, h]`, once it is there; None at the model's beginning.  receive pp"""
+        """Waits for the action's input `[s/cp/tp, b, h]` and returns it; None at the model's beginning.  receive pp"""
         if task.receive_channel is None:
             return None if task.source is None else self._values.pop(task.source)
         x = task.receive_channel.take() if self._waits is None else self._waits.during(task.receive_channel.take)
-        for send_channel, count in task.receipts:
+        for send_channel, count in task.completed_sends:
             send_channel.settle(count)
         return x
 
@@ -224,7 +224,7 @@ class Executor:
 
 
 def _following(slots: Sequence[tuple[_Task, ...]]) -> list[tuple[_Task, ...]]:
-    """For each slot that reads weights, the actions of the next slot that does: their first weights can be gathered.
+    """Returns for each slot that reads weights the actions of the next one that does, whose weights can be gathered.
 
     W reads none, and an empty stage has none.
     """
@@ -237,7 +237,7 @@ def _following(slots: Sequence[tuple[_Task, ...]]) -> list[tuple[_Task, ...]]:
 
 
 def forward_only(program: Program) -> Program:
-    """The forwards of a Program in its order, for evaluation.
+    """Returns the forwards of a Program in its order, for evaluation.
 
     Leaving actions out can only remove reasons to wait, so the rest cannot deadlock.
     """
@@ -296,7 +296,7 @@ class Pipeline:
         return [stage for stage in self._stages.values() if stage.phases]
 
     def executor(self, num_microbatches: int, training: bool = True) -> Executor:
-        """The executor for a number of micro-batches, made at its first use."""
+        """Returns the executor for a number of micro-batches, made at its first use."""
         key = num_microbatches, training
         if key not in self._executors:
             program = self._program_of(num_microbatches)
@@ -315,16 +315,16 @@ class Pipeline:
         return self._runs.timed()
 
     def take_bubble(self) -> float:
-        """Fraction of the last `timed` step in which this rank waited for messages, once the device has finished it."""
+        """Returns the share of the last `timed` step that this rank waited for messages; waits for the device."""
         waited, ran = self._waits.take(), self._runs.take()
         return waited / ran if ran else 0.0
 
     def evaluate(self, batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """Forward of all micro-batches through the same pipeline."""
+        """Runs the forward of all micro-batches through the same pipeline."""
         self.executor(len(batches), training=False).run(batches, loss, self.form)
 
     def passes(self, num_microbatches: int) -> dict[nn.Module, int]:
-        """Every local phase with its number of micro-batches, in the order in which phases finish.
+        """Returns every local phase with its number of micro-batches, in the order in which phases finish.
 
         The order is the same on all ranks that hold copies of the same stages.
         """
@@ -344,7 +344,7 @@ def passes_of(program: Program, phases: Mapping[tuple[int, int], Sequence[nn.Mod
 
 
 def _finish(program: Program, stage: int) -> tuple[int, int]:
-    """When a stage has its last weight gradient on all ranks that hold a copy, as (slots from the end, stage).
+    """Returns when a stage has its last weight gradient on all holders of a copy, as (slots from the end, stage).
 
     Slots are counted back from each rank's end, since ranks begin at different times and end together.
     """

@@ -7,11 +7,9 @@ that at most two messages per rank arrive before their time (four around overlap
 With fewer channels (one per pair of ranks, or one per direction) V-shaped, zigzag, bidirectional and looped zero-bubble
 schedules would deadlock.
 
-How a rank knows, without asking, that what it sent has arrived: by a message that the receiver sent later.
-
-A sent tensor may be freed once its transfer is over. To ask the transfer costs a call into the backend in every slot,
-and gloo does not answer. The Program tells it for free: if rank q consumes our message in slot c and sends us another
-one after slot c, then ours had arrived by the time that we have q's.
+A sent tensor may be freed once its send is complete. Polling costs a call into the backend in every slot, and gloo
+does not answer. The Program proves it for free: if rank q consumes our message in slot c and sends us another one
+after slot c, then our send is complete when q's message has arrived.
 """
 
 from __future__ import annotations
@@ -107,11 +105,11 @@ def slot_messages(program: Program, rank: int) -> Iterator[SlotMessages]:
 
 
 def finishes_with(program: Program, unproven: int) -> bool:
-    """Whether all ranks finish if each waits, after every message, until the other end has asked for all but the last.
+    """Returns whether all ranks finish if each waits after a message until all receives but the last are posted.
 
     Args:
         program: a verified Program.
-        unproven: so many of the last messages of a flow need not have been asked for yet.
+        unproven: number of the last messages of a flow whose receives need not be posted yet.
 
     The two actions of a slot have their inputs before either one sends.
     """
@@ -141,12 +139,12 @@ def _message(program: Program, kind: str, source: int, destination: int, microba
     return None if near == far else Message(Flow(near, far, kind, min(source, destination)), microbatch)
 
 
-Receipts = dict[Action, list[tuple[Flow, int]]]
-"""Action -> (flow, count): once the action's input is there, the first `count` messages of the flow have arrived."""
+CompletedSends = dict[Action, list[tuple[Flow, int]]]
+"""Action -> (flow, count): once the action's input has arrived, the first `count` sends of the flow are complete."""
 
 
-def receipts(program: Program, rank: int) -> Receipts:
-    """What each action's input proves about messages that `rank` has sent.
+def completed_sends(program: Program, rank: int) -> CompletedSends:
+    """Returns which sends of `rank` each action's input proves to be complete.
 
     Args:
         program: a verified Program.
@@ -160,7 +158,9 @@ def receipts(program: Program, rank: int) -> Receipts:
         if (message := input_of(program, action)) is not None
     }
     sent: dict[Flow, list[Message]] = defaultdict(list)
-    proofs: dict[int, list[tuple[int, int, Action]]] = defaultdict(list)  # peer -> (sent there, taken here, by whom)
+    proofs: dict[int, list[tuple[int, int, Action]]] = defaultdict(
+        list
+    )  # peer -> (position of the send there, of the receive here, consumer)
     for source, line in enumerate(program.ranks):
         for position, slot in enumerate(line):
             for action in slot:
@@ -171,7 +171,7 @@ def receipts(program: Program, rank: int) -> Receipts:
                     sent[message.flow].append(message)
                 elif message.flow.destination == rank:
                     proofs[source].append((position, *taken[message]))
-    found: Receipts = defaultdict(list)
+    found: CompletedSends = defaultdict(list)
     for flow, messages in sent.items():
         earliest = _earliest(proofs[flow.destination])
         counts: dict[Action, int] = {}
@@ -186,7 +186,7 @@ def receipts(program: Program, rank: int) -> Receipts:
 
 
 def _earliest(proofs: list[tuple[int, int, Action]]) -> list[tuple[int, int, Action]]:
-    """For every slot of the peer: of all that it sends from there on, what is taken here first."""
+    """Returns for every slot of the peer which of the messages it sends from there on is consumed here first."""
     ordered = sorted(proofs, key=lambda entry: entry[0])
     for index in range(len(ordered) - 2, -1, -1):
         if ordered[index + 1][1] < ordered[index][1]:

@@ -23,16 +23,16 @@ class PhaseHooks(Protocol):
     """Called by a stage as its phases begin and end; a unit that is gathered and reduced as one may have several."""
 
     def register(self, phases: Sequence[nn.Module]) -> None:
-        """A stage will run these phases, in this order forward; called when the stage is made."""
+        """Receives the phases that a stage will run, in forward order, when the stage is made."""
 
     def prefetch(self, phase: nn.Module, forward: bool) -> None:
-        """The action after the one that starts now begins with this phase, whose weights may be gathered early."""
+        """Announces the first phase of the action after the one that starts now: its weights may be gathered early."""
 
     def before(self, phase: nn.Module, kind: str) -> None:
-        """The phase is about to be run for one of KINDS. All but `wgrad` read its weights."""
+        """Announces that the phase is about to run for one of KINDS. All but `wgrad` read its weights."""
 
     def after(self, phase: nn.Module, kind: str) -> None:
-        """It has been run. The weights stay from `recompute` to the end of `backward`, and are not needed after others.
+        """Announces that it has run. Its weights stay from `recompute` to the end of `backward`; others release them.
 
         At the end of `wgrad` all weight gradients of this phase and micro-batch have been added up.
         """
@@ -92,11 +92,11 @@ class MicroBatch:
         return count if self.padding is None else count - self.padding.sum()
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> MicroBatch:
-        """The same micro-batch on another device."""
+        """Returns the same micro-batch on another device."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
-        """The same micro-batch in page-locked memory, from which copies to a GPU overlap with compute."""
+        """Returns the same micro-batch in page-locked memory, from which copies to a GPU overlap with compute."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change) -> MicroBatch:

@@ -1,7 +1,4 @@
-"""What makes a function of `schedules/` a schedule with a name; registry.py finds it.
-
-Schedules by name: a new one is one decorated function in one file of `schedules/`, and nothing else to edit.
-"""
+"""Schedules by name: a new one is one decorated function in one file of `schedules/`, and nothing else to edit."""
 
 import difflib
 import importlib
@@ -112,7 +109,7 @@ def _import_schedules() -> None:
 
 
 def schedule_faults(config: Config, world: int) -> list[Fault]:
-    """Whether `pipeline.schedule` is the name of a schedule, asked of any configuration."""
+    """Returns the fault of a `pipeline.schedule` that is no schedule's name."""
     name = config.pipeline.schedule
     if name == "auto" or ":" in name:  # the latter a law looks at
         return []

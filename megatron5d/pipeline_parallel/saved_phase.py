@@ -1,6 +1,6 @@
 """The saved context of one phase and micro-batch: its graph between forward and backward.
 
-What goes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other values.
+What passes from phase to phase is called a state: a tensor, or a tuple of tensors, tuples and other values.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class SavedPhase:
         self.phase, self.batch = phase, batch
         self.input_grads: Any = None  # state of the input, with an _InputGrad in place of each tensor with a gradient
         self.output_edges: Any = None  # state of the output, with its place in the graph instead of each such tensor
-        self.copies: list[HostCopy] = []  # saved tensors that wait on the host
+        self.copies: list[HostCopy] = []  # saved tensors that are offloaded to the host
         self.weight_grads = WeightGrads()
 
     def forward(self, x: Any) -> Any:
-        """The phase's output, detached from its graph; `x` is the detached output of the phase before."""
+        """Returns the phase's output, detached from its graph; `x` is the detached output of the phase before."""
         self.input_grads = map_tensors(_InputGrad, x)
         with torch.enable_grad(), policy_of(self.phase).saving(self.phase) as self.copies:
             y = self.phase(_attach(x, self.input_grads), self.batch, self.weight_grads)
@@ -48,13 +48,13 @@ class SavedPhase:
         return map_tensors(Tensor.detach, y)
 
     def fetch(self) -> None:
-        """Starts copying back what waits on the host."""
+        """Starts copying offloaded tensors back to the device."""
         copies, self.copies = self.copies, []
         for copy in copies:
             copy.fetch()
 
     def backward(self, grad: Any, split: bool) -> Any:
-        """Gradient of the input; `split` keeps the weight gradients for `weight_grads.run`."""
+        """Returns the gradient of the input; `split` keeps the weight gradients for `weight_grads.run`."""
         self.weight_grads.immediate = not split
         edges, self.output_edges = self.output_edges, None
         _backward(edges, grad)
@@ -77,8 +77,8 @@ class WeightGrads:
             self.waiting.append(closure)
 
     def run(self) -> None:
-        """W: runs all that was put off, in the order in which it was."""
-        with torch.no_grad():  # as in the backward that has put them off: their inputs still require gradients
+        """Runs the deferred weight gradients (W) in the order in which they were deferred."""
+        with torch.no_grad():  # as in the backward that deferred them: their inputs still require gradients
             for closure in self.waiting:
                 closure()
         self.waiting.clear()
@@ -112,14 +112,14 @@ class _PhaseInput(torch.autograd.Function):
 
 
 def _attach(x: Any, input_grads: Any) -> Any:
-    """The state that a phase is called with: its tensors lead their gradients to `input_grads`."""
+    """Returns the state that a phase is called with, whose gradients go to `input_grads`."""
     if isinstance(x, tuple):
         return tuple(map(_attach, x, input_grads))
     return _PhaseInput.apply(_ANCHOR, x, input_grads) if isinstance(input_grads, _InputGrad) else x
 
 
 def _arrived(input_grads: Any) -> Any:
-    """The gradients that a backward has left; the graph, which deferred weight gradients keep, lets them go."""
+    """Takes the gradients that a backward has left, so that the graph, which deferred W keeps, no longer holds them."""
     if isinstance(input_grads, tuple):
         return tuple(map(_arrived, input_grads))
     if not isinstance(input_grads, _InputGrad):
@@ -129,12 +129,12 @@ def _arrived(input_grads: Any) -> Any:
 
 
 def _edge(tensor: Tensor) -> GradientEdge | None:
-    """Where the gradient of a tensor enters the graph; unlike the tensor itself it keeps no values alive."""
+    """Returns where the gradient of a tensor enters the graph; unlike the tensor itself it keeps no values alive."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def _backward(edges: Any, grad: Any) -> None:
-    """Backward from a phase's output; leaves out entries without a gradient, and those that require none."""
+    """Runs backward from a phase's output, without entries that have or require no gradient."""
     both = zip(flattened(edges), flattened(grad), strict=True)
     pairs = [(edge, g) for edge, g in both if isinstance(edge, GradientEdge) and isinstance(g, Tensor)]
     roots, grads = tuple(edge for edge, _ in pairs), tuple(g for _, g in pairs)
@@ -144,7 +144,7 @@ def _backward(edges: Any, grad: Any) -> None:
 
 
 def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Listed once: walking the modules takes as long as a small phase."""
+    """Returns the parameters, listed once: walking the modules takes as long as a small phase."""
     listed = phase.__dict__.get("listed_parameters")
     if listed is None:
         listed = phase.__dict__["listed_parameters"] = tuple(phase.parameters())
@@ -152,19 +152,19 @@ def _parameters_of(phase: nn.Module) -> tuple[nn.Parameter, ...]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], state: Any) -> Any:
-    """A state with its floating-point tensors changed."""
+    """Returns a state with its floating-point tensors changed."""
     if isinstance(state, tuple):
         return tuple(map_tensors(change, item) for item in state)
     return change(state) if isinstance(state, Tensor) and state.is_floating_point() else state
 
 
 def flattened(state: Any) -> list[Any]:
-    """The entries of a state in order; an edge, which is a named tuple, counts as one."""
+    """Returns the entries of a state in order; an edge, which is a named tuple, counts as one."""
     return [entry for item in state for entry in flattened(item)] if type(state) is tuple else [state]
 
 
 def on_device(state: Any) -> Any:
-    """A state with what waits on the host back on its device."""
+    """Returns a state with offloaded tensors back on its device."""
     if isinstance(state, tuple):
         return tuple(map(on_device, state))
     return state.value() if isinstance(state, HostCopy) else state

@@ -126,7 +126,7 @@ def held_stash(program: Program, costs: StageCosts) -> np.ndarray:
 
 
 def _held(program: Program, size_of: np.ndarray, takes: tuple[int, ...], frees: tuple[int, ...]) -> np.ndarray:
-    """Memory follows from program order alone: a slot takes what it needs at its start and frees at its end."""
+    """Returns memory, which follows from program order alone: a slot allocates at its start and frees at its end."""
     table = program.table
     num_slots, slot = len(table.slot_start) - 1, table.slot
     size = size_of[table.stage]
@@ -267,7 +267,7 @@ def wiring(program: Program, comm: float) -> tuple[list[int], list[float], list[
     """Returns what every action waits for and makes, as numbers of values.
 
     A value is the output of a forward, of an input gradient or of a weight gradient of one (stage, micro-batch); the
-    last value is there from the beginning. Every action has two inputs: its neighbour stage's output (with the
+    last value exists from the beginning. Every action has two inputs: its neighbour stage's output (with the
     message's latency) and its own stage's earlier pass (without).
     """
     table, m, num_stages = program.table, program.num_microbatches, program.num_stages

@@ -64,8 +64,8 @@ class Stage:
     Args:
         phases: called as `phase(x, batch, defer) -> y` with hidden states `[s/cp/tp, b, h]`; the first stage's first
             phase ignores x (None) and reads tokens from the batch, the last stage's last returns sums of losses. A
-            stage without phases hands on what it is given.
-        hooks: told when phases begin and end; None = nobody listens.
+            stage without phases passes its input on.
+        hooks: called when phases begin and end; None = no hooks.
     """
 
     def __init__(self, phases: Sequence[nn.Module], hooks: PhaseHooks | None = None) -> None:
@@ -98,7 +98,7 @@ class Stage:
         return Pass(self, op, saved, x)
 
     def evaluate(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Forward without gradients; nothing is kept."""
+        """Runs the forward without gradients and keeps nothing."""
         with torch.no_grad():
             for phase in self.phases:
                 self.hooks.before(phase, "forward")
@@ -217,7 +217,7 @@ class Pass:
 
 
 def _kept(phase: nn.Module, x: Any) -> Any:
-    """What enters a recompute group, as it is kept: large tensors on the host where the group's first phase says so."""
+    """Returns a recompute group's input as it is kept: large tensors on the host where its first phase says so."""
     at_least = policy_of(phase).input_host_bytes
     if at_least is None:
         return x

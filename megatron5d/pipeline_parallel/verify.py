@@ -4,7 +4,7 @@ The channel model is the executor's: sends are asynchronous, each flow (see mess
 message blocks its channel until it has been received. Then a Program can only hang if its actions wait for each other
 in a circle, or if one end of a channel takes messages in another order than the other end sends them.
 
-How a fault in a Program is told: its place, its reason, and the schedule around it.
+A fault names its place, its reason, and the schedule around it.
 """
 
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ def verify(
 
 
 def _check_shape(program: Program) -> None:
-    """Whatever makes the integer arrays meaningless is refused before they are made."""
+    """Refuses whatever would make the integer arrays meaningless."""
     placement = program.placement
     num_ranks, num_stages, m = program.num_ranks, program.num_stages, program.num_microbatches
     if len(program.ranks) != num_ranks:
@@ -140,7 +140,7 @@ def _check_shape(program: Program) -> None:
 
 
 def _check_places(program: Program) -> None:
-    """Every action stands on the rank that holds its stage for its micro-batch's direction."""
+    """Checks that every action is on the rank that holds its stage for its micro-batch's direction."""
     table = program.table
     route, direction = np.array(program.placement.route), np.array(program.direction)
     expected = route[direction[table.microbatch], table.stage]
@@ -155,7 +155,7 @@ def _check_places(program: Program) -> None:
 
 
 def _check_complete(program: Program) -> None:
-    """Every micro-batch meets every stage in one F, and in one B or in one I and one W."""
+    """Checks that every micro-batch meets every stage in one F, and in one B or in one I and one W."""
     table, m = program.table, program.num_microbatches
     cell = table.stage.astype(np.int64) * m + table.microbatch
     seen = np.bincount(cell * len(OPS) + table.op, minlength=program.num_stages * m * len(OPS)).reshape(-1, len(OPS))
@@ -196,7 +196,7 @@ def _report_missing(program: Program, action: Action, split: bool) -> None:
 
 
 def _check_order(program: Program) -> None:
-    """On its rank an F comes before its I or B, an I before its W; what depends on each other never overlaps."""
+    """Checks that F comes before I or B, I before W, and that what depends on each other never overlaps."""
     table, m = program.table, program.num_microbatches
     slot = program.table.slot
     cell = table.stage.astype(np.int64) * m + table.microbatch
@@ -215,7 +215,7 @@ def _check_order(program: Program) -> None:
 
 
 def _check_overlaps(program: Program, slot: np.ndarray) -> None:
-    """Two actions of one micro-batch overlap only where neither needs the other's result.
+    """Checks that two actions of one micro-batch overlap only where neither needs the other's result.
 
     All forwards and input gradients of a micro-batch form one chain through the stages; a W hangs on its stage's I.
     """
@@ -235,7 +235,7 @@ def _check_overlaps(program: Program, slot: np.ndarray) -> None:
 
 
 def _check_channels(program: Program) -> None:
-    """In every flow messages are received in the order in which they are sent."""
+    """Checks that every flow receives its messages in the order in which they are sent."""
     table, m, num_stages = program.table, program.num_microbatches, program.num_stages
     index, stage = np.arange(len(table.op)), table.stage.astype(np.int64)
     cell = stage * m + table.microbatch

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from megatron5d.pipeline_parallel.program import Placement, Program, loop_placem
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.schedule_csv import read_program, write_program
 from megatron5d.pipeline_parallel.search.named import best_named, candidates, placement_called
-from megatron5d.pipeline_parallel.search.search import SearchResult
 from megatron5d.pipeline_parallel.simulate import peak_memory, simulate
 from megatron5d.pipeline_parallel.verify import ProgramError
 from megatron5d.planning.stage_costs import run_costs
@@ -36,6 +35,9 @@ from megatron5d.train.pipeline_layout import (
     sequences_at_once,
     verified,
 )
+
+if TYPE_CHECKING:  # numba takes a second to import
+    from megatron5d.pipeline_parallel.search.search import SearchResult
 
 PIPELINE_KNOBS = (
     *(f"pipeline.{key}" for key in ("schedule", "layout", "balance", "memory", "costs", "copies")),
@@ -59,7 +61,7 @@ class Found:
 
 
 def searched(config: Config, counts: Sequence[int]) -> Found:
-    """The fastest Program for each number of micro-batches, all with one placement and one split of the layers.
+    """Returns the fastest Program for each number of micro-batches, all with one placement and one split of the layers.
 
     It is kept beside the run's checkpoints (or its log), so that a run that goes on, goes on with the same one. The
     search ends after `pipeline.evaluations` schedules; only where `pipeline.search_s` ends it earlier does the result
@@ -98,7 +100,7 @@ def searched(config: Config, counts: Sequence[int]) -> Found:
 
 
 def known_programs(config: Config, counts: Sequence[int]) -> Found:
-    """The best named schedule for each number of micro-batches: what the search is never worse than, at once.
+    """Returns the best named schedule for each number of micro-batches: what the search is never worse than, at once.
 
     Raises:
         ValueError: none fits the memory and the layers.
@@ -190,7 +192,7 @@ def agreed_layout(config: Config, process: Process) -> PipelineLayout:
 
 
 def prediction(config: Config, program: Program, result: SearchResult | None) -> str:
-    """A line for the log: what the schedule is expected to cost, and what the search made of it.
+    """Returns a line for the log: what the schedule is expected to cost, and what the search made of it.
 
     Args:
         config: whose pipeline it is, with the split of the layers that the Program is for.
@@ -231,7 +233,7 @@ def _splits(config: Config) -> list[Config]:
 
 
 def _placements(config: Config) -> list[str]:
-    """Names of the placements that the model admits.
+    """Returns names of the placements that the model admits.
 
     Raises:
         ValueError: it admits none.
@@ -250,7 +252,7 @@ def _placements(config: Config) -> list[str]:
 
 
 def _why_not(config: Config, placement: Placement) -> str | None:
-    """Why the model cannot be laid out so; None where it can."""
+    """Returns why the model cannot be laid out so; None where it can."""
     try:
         layers_per_stage(config, placement)
         shared_by_mirror(placement, two_embeddings_knob(config.model))
@@ -260,7 +262,7 @@ def _why_not(config: Config, placement: Placement) -> str | None:
 
 
 def _cap(config: Config, num_microbatches: int) -> float:
-    """The most activations of a rank, in micro-batches of one rank's layers."""
+    """Returns the most activations of a rank, in micro-batches of one rank's layers."""
     costs = run_costs(config)
     program = build_program("1f1b", config.parallel.pp, num_microbatches)
     held = peak_memory(program, costs.of(loop_placement(config.parallel.pp)))[0]
@@ -268,7 +270,7 @@ def _cap(config: Config, num_microbatches: int) -> float:
 
 
 def pipeline_faults(config: Config, world: int) -> list[Fault]:
-    """What is wrong with the pipeline of a configuration that breaks no law, before any process group is made."""
+    """Returns what is wrong with the pipeline of a configuration that passes the checks of config/checks."""
     try:
         run_costs(config)
         quick_layout(config, world)
@@ -303,7 +305,7 @@ def _reason_and_fix(config: Config, error: ValueError) -> tuple[str, str]:
 
 
 def _another_schedule(config: Config) -> str:
-    """A schedule with a right order, for one of ours that has none."""
+    """Returns a schedule with a right order, for one of ours that has none."""
     for name in (name for name in ("1f1b", "gpipe") if name != config.pipeline.schedule):
         with suppress(ValueError):
             verified(build_program(name, config.parallel.pp, 2 * config.parallel.pp))
@@ -312,7 +314,7 @@ def _another_schedule(config: Config) -> str:
 
 
 def _nearest_batch(config: Config, world: int) -> str | None:
-    """The override that gives the schedule a number of micro-batches it admits; None where none is near."""
+    """Returns the override that gives the schedule a number of micro-batches it admits; None where none is near."""
     unit, program_of = sequences_at_once(config, world), named_programs(config)
     now = config.train.gbs // unit
     for m in sorted(range(1, now + 4 * config.parallel.pp + 1), key=lambda m: (abs(m - now), m)):

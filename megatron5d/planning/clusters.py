@@ -84,7 +84,7 @@ class Cluster:
     part: str = ""
 
     def line(self, ranks: Sequence[int]) -> Line:
-        """How many ranks of a line there are, and how many of them are in the node of the first.
+        """Returns how many ranks of a line there are, and how many of them are in the node of the first.
 
         Args:
             ranks: global ranks, ascending.
@@ -93,7 +93,7 @@ class Cluster:
         return Line(len(ranks), near)
 
     def seconds(self, line: Line, op: str, calls: float, num_bytes: float) -> float:
-        """Seconds that collectives take when nothing overlaps with them.
+        """Returns seconds that collectives take when nothing overlaps with them.
 
         The ring of a collective leaves each node once, over as many adapters as the line has ranks there. In a shift or
         a send, one rank of the node sends over its own adapter. An all-to-all sends the same to every rank of the line,
@@ -180,7 +180,7 @@ SHORT_NAMES = {"a100": "a100_80gb", "h100": "h100_sxm"}
 
 
 def cluster_called(name: str) -> Cluster:
-    """The cluster with a name of CLUSTERS or SHORT_NAMES.
+    """Returns the cluster with a name of CLUSTERS or SHORT_NAMES.
 
     Raises:
         ValueError: there is none.
@@ -192,5 +192,5 @@ def cluster_called(name: str) -> Cluster:
 
 
 def cluster_of(device_name: str) -> Cluster | None:
-    """The cluster of a device, by its name in CUDA; None for an unknown device."""
+    """Returns the cluster of a device, by its name in CUDA; None for an unknown device."""
     return next((each for each in CLUSTERS.values() if each.part and each.part in device_name), None)

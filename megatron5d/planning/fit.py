@@ -17,7 +17,7 @@ from megatron5d.train.preflight import device_faults
 
 
 def steps(config: Config) -> list[Change]:
-    """What may be changed, the cheapest first; each replaces what an earlier one has said of the same key."""
+    """Returns what may be changed, the cheapest first; each replaces what an earlier one has said of the same key."""
     parallel, train, mode = config.parallel, config.train, config.recompute.mode
     found: list[Change] = []
     if parallel.tp > 1 and not parallel.sp:
@@ -45,10 +45,10 @@ def steps(config: Config) -> list[Change]:
 
 
 def nearest_fit(config: Config, world: int, target: Target, have: int) -> tuple[Change, int] | None:
-    """The steps, one after the other, until the run fits; then without those that turn out not to be needed.
+    """Returns the steps, one after the other, until the run fits; then without those that turn out not to be needed.
 
     Args:
-        config: a lawful configuration that does not fit.
+        config: a valid configuration that does not fit.
         world: number of ranks.
         target: what is planned for.
         have: bytes of one device.
@@ -81,7 +81,7 @@ def _without_idle(taken: Change, needed: int, need: Callable[[Change], int | Non
 
 
 def _need(config: Config, world: int, target: Target) -> int | None:
-    """Bytes of the rank that needs most; None where the configuration is refused."""
+    """Returns bytes of the rank that needs most; None where the configuration is refused."""
     if run_checks(config, world, files=False) or pipeline_faults(config, world):
         return None
     ranks: dict[int, RankMemory] = Forecaster(config, world, target).ranks()
@@ -89,7 +89,7 @@ def _need(config: Config, world: int, target: Target) -> int | None:
 
 
 def fit_text(found: tuple[Change, int] | None) -> str:
-    """What `nearest_fit` has found, as overrides and what they need."""
+    """Returns what `nearest_fit` has found, as overrides and what they need."""
     if found is None:
         return (
             "no recompute, schedule, sharding or tensor parallelism makes it fit: a larger parallel.pp or cp, or more "
@@ -109,7 +109,7 @@ def device_bytes(config: Config) -> int | None:
 
 
 def target_here(config: Config) -> Target:
-    """What the ranks of this run are, judged by this process and by what is configured of the device."""
+    """Returns what the ranks of this run are, judged by this process and by what is configured of the device."""
     if torch.cuda.is_available() and torch.version.cuda:
         major, minor = torch.cuda.get_device_capability()
         return Target(f"sm_{major}{minor}", config.moe.planned_imbalance)
@@ -117,7 +117,7 @@ def target_here(config: Config) -> Target:
 
 
 def memory_faults(config: Config, world: int) -> list[Fault]:
-    """A lawful configuration that cannot fit its devices, where `log.memory_check = refuse` and a device is known."""
+    """Returns why a run cannot fit its devices, where `log.memory_check = refuse` and a device is known."""
     have = device_bytes(config)
     if config.log.memory_check != "refuse" or have is None or device_faults(config, world):
         return []
@@ -130,7 +130,7 @@ def memory_faults(config: Config, world: int) -> list[Fault]:
 
 
 def shortage(ranks: dict[int, RankMemory], have: int) -> str | None:
-    """What is wrong where the devices are too small; None where they are not."""
+    """Returns what is wrong where the devices are too small; None where they are not."""
     worst = max(ranks, key=lambda rank: ranks[rank].needed)
     if ranks[worst].needed <= have:
         return None

@@ -65,7 +65,7 @@ class Forecaster:
     """Memory of the ranks of one run.
 
     Args:
-        config: a lawful configuration.
+        config: a valid configuration.
         world: number of ranks.
         target: what is planned for.
         layout: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
@@ -95,7 +95,7 @@ class Forecaster:
             return self._on(mesh)
 
     def ranks(self) -> dict[int, RankMemory]:
-        """The memory of every pipeline rank."""
+        """Returns the memory of every pipeline rank."""
         return {rank: self.rank(rank) for rank in range(self.sizes.pp)}
 
     def activations(self, pp_rank: int) -> Counter[str]:
@@ -151,7 +151,7 @@ class Forecaster:
         return self.num_microbatches * sum(watch.rounded(tensor.nbytes) for tensor in tensors)
 
     def _message_bytes(self) -> int:
-        """Bytes of what is sent between stages."""
+        """Returns bytes of what is sent between stages."""
         form = boundary_form(self.config, "meta")
         message = torch.empty(form.shape, dtype=form.dtype, device="meta")
         return MemoryWatch(self.target.block).rounded(message.nbytes)
@@ -169,7 +169,7 @@ class Forecaster:
         return peak, replay.peak_bytes
 
     def _trace(self, model: GPT, sync: GradSync, stage: int, batch: MicroBatch) -> tuple[StageTrace, int]:
-        """The trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
+        """Returns the trace of one stage, and the bytes of boxes; stages with the same layers share a trace."""
         config, units, spec = self.config, _units(model.units_of(stage)), model.stages[stage]
         if not units:
             return empty_trace(self._message_bytes()), 0
@@ -216,7 +216,7 @@ def _signature(unit: list[nn.Module]) -> tuple:
 
 
 def _keeping(phase: nn.Module) -> tuple:
-    """What of a phase is kept, and where."""
+    """Returns what of a phase is kept, and where."""
     policy = policy_of(phase)
     return policy.parts.names, policy.host_bytes, policy.input_host_bytes
 
@@ -250,19 +250,19 @@ def set_load(model: GPT, imbalance: float, capacity_factor: float | None) -> Non
 
 
 def _bytes(tensors: Sequence[Tensor], watch: MemoryWatch) -> int:
-    """Bytes of the storages of tensors, each counted once."""
+    """Returns bytes of the storages of tensors, each counted once."""
     storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(watch.rounded(storage.nbytes()) for storage in storages.values())
 
 
 def _on_host(optimizer: Optimizer, watch: MemoryWatch) -> int:
-    """What of the optimiser lies in the host's memory."""
+    """Returns what of the optimiser lies in the host's memory."""
     away = [state for state in optimizer.slices if state.on_host]
     return _bytes([t for state in away for t in (state.master, state.grads, *state.moments.values())], watch)
 
 
 def _update(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
-    """The most, above what stays, while the weights are updated and gathered."""
+    """Returns the most, above what stays, while the weights are updated and gathered."""
     before = watch.forget_peak()
     optimizer.allocate_temporaries()
     update = watch.peak_bytes - before

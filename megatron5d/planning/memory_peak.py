@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from megatron5d.data_parallel.grad_sync import GradSync
-from megatron5d.pipeline_parallel.messages import Flow, input_of, output_of, receipts, slot_messages
+from megatron5d.pipeline_parallel.messages import Flow, completed_sends, input_of, output_of, slot_messages
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
 from megatron5d.pipeline_parallel.stage import Stage
 from megatron5d.planning.memory_trace import BOUNDARY, MemoryWatch, StageTrace, Step
@@ -61,7 +61,7 @@ class Replay(MemoryWatch):
             self._sync.prefetch(phases[0 if action.op == "F" else -1], action.op == "F")
 
     def before(self, action: Action, step: int) -> bool:
-        """A step of an action, counted from its first phase, is about to run.
+        """Returns a step of an action, counted from its first phase, is about to run.
 
         Returns:
             Whether it makes 8-bit copies of its weights.
@@ -142,7 +142,7 @@ def find_peak(
     message_bytes: int,
     replay: Replay | None = None,
 ) -> Peak:
-    """The worst moment of a step on one rank.
+    """Returns the worst moment of a step on one rank.
 
     Args:
         program: a verified Program.
@@ -189,7 +189,7 @@ class _Walk:
         self.program, self.traces, self.message_bytes, self.replay = program, traces, message_bytes, replay
         self.messages = self.stages = self.most = self.host = self.most_host = 0
         self.peak = Peak()
-        self._proofs = receipts(program, rank)
+        self._proofs = completed_sends(program, rank)
         self._sent: defaultdict[Flow, deque[int]] = defaultdict(deque)  # bytes of messages not known to have been sent
         self._settled: Counter[Flow] = Counter()
         self._local: dict[Passage, int] = {}  # bytes of outputs for another stage of this rank

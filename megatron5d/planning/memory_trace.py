@@ -32,7 +32,7 @@ BOUNDARY = "input"  # kind of the input and output of a stage
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in a tree; of a wrapper subclass, which has no memory of its own, those inside it."""
+    """Yields the tensors in a tree; of a wrapper subclass, which has no memory of its own, those inside it."""
     for leaf in tree_leaves(tree):
         if is_traceable_wrapper_subclass(leaf):
             yield from (getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
@@ -109,7 +109,7 @@ class MemoryWatch(TorchDispatchMode):
         size[0] = now
 
     def rounded(self, num_bytes: int) -> int:
-        """The bytes that the allocator uses for a request."""
+        """Returns the bytes that the allocator uses for a request."""
         return -(-num_bytes // self.block) * self.block
 
 
@@ -165,7 +165,7 @@ class StageTrace:
 
 
 def empty_trace(message_bytes: int) -> StageTrace:
-    """The trace of a stage without phases: it holds a message until it passes it on."""
+    """Returns the trace of a stage without phases: it holds a message until it passes it on."""
     passed = (Step(BOUNDARY, message_bytes, message_bytes), Step(BOUNDARY, 0, -message_bytes))
     return StageTrace({"F": passed, "B": passed, "I": passed, "W": ()}, output_kept=False)
 
@@ -233,7 +233,7 @@ class Tracer:
         return passes
 
     def _boundary(self, watch: MemoryWatch, last: bool) -> tuple[Tensor, Step]:
-        """The input of a pass, and the step that counts it."""
+        """Returns the input of a pass, and the step that counts it."""
         before = watch.forget_peak()
         x = torch.empty(self.num_sums, dtype=statistics_dtype(self.dtype), device="meta") if last else self._message()
         return x, Step(BOUNDARY, watch.live_bytes - before, watch.live_bytes - before)
@@ -325,7 +325,7 @@ def _abridged(signatures: Sequence[Hashable]) -> tuple[list[int], list[int]]:
 
 
 def _expanded(steps: Sequence[Step], times: Sequence[int]) -> tuple[Step, ...]:
-    """The steps of all phases: those of a unit that stands for several are repeated."""
+    """Returns the steps of all phases: those of a unit that stands for several are repeated."""
     out: list[Step] = []
     at = 0
     while at < len(steps):

@@ -34,7 +34,7 @@ KEPT_UP_FLOP = 7.5e11  # of a layer's forward on one rank; with fewer, launching
 
 
 def with_terms(memory: RankMemory, terms: dict[str, int]) -> RankMemory:
-    """The memory of a rank with more activations at its peak, given as kind -> bytes."""
+    """Returns the memory of a rank with more activations at its peak, given as kind -> bytes."""
     activations = memory.peak.activations | {kind: count for kind, count in terms.items() if count}
     return dataclasses.replace(memory, peak=dataclasses.replace(memory.peak, activations=activations))
 
@@ -42,7 +42,7 @@ def with_terms(memory: RankMemory, terms: dict[str, int]) -> RankMemory:
 def megatron_terms(
     config: Config, memory: RankMemory, num_stages: int, *, last: bool, options: Sequence[str] = ()
 ) -> dict[str, int]:
-    """The bytes that Megatron-LM's layers keep in addition to what ours keep.
+    """Returns the bytes that Megatron-LM's layers keep in addition to what ours keep.
 
     Args:
         config: of the run.
@@ -196,12 +196,12 @@ def _nanotron_layer(config: Config) -> int:
 
 
 def _column(config: Config) -> int:
-    """Bytes of one tensor [s, b, h] in bf16."""
+    """Returns bytes of one tensor [s, b, h] in bf16."""
     return 2 * config.train.mbs * config.train.seq_len * config.model.hidden_size
 
 
 def _held_by_collectives(config: Config, sizes: Sizes, stage: NanotronStage) -> int:
-    """Bytes of tensors that wait for collectives to finish."""
+    """Returns bytes of tensors that wait for collectives to finish."""
     tp, column = config.parallel.tp, _column(config)
     if _host_is_ahead(config, sizes):
         return HELD_COLUMNS_A_LAYER * stage.layers * column // tp + (HELD_COLUMNS_AHEAD * column if tp > 1 else 0)
@@ -209,7 +209,7 @@ def _held_by_collectives(config: Config, sizes: Sizes, stage: NanotronStage) -> 
 
 
 def _host_is_ahead(config: Config, sizes: Sizes) -> bool:
-    """Whether the host is so far ahead of the GPU that many tensors wait to be freed.
+    """Returns whether the host is so far ahead of the GPU that many tensors wait to be freed.
 
     It always is without a pipeline, and in a long pipeline, where the GPU waits for other ranks.
     """

@@ -50,10 +50,10 @@ class Estimator:
         self.workloads = Workloads(Target(cluster.architecture, imbalance))
 
     def step(self, config: Config, world: int, layout: PipelineLayout | None = None) -> StepCost:
-        """The time of a step.
+        """Returns the time of a step.
 
         Args:
-            config: a lawful configuration.
+            config: a valid configuration.
             world: number of ranks.
             layout: of the pipeline; None = made here, without the search that `pipeline.schedule = auto` will make.
 
@@ -79,7 +79,7 @@ class Estimator:
         What the forecast counts besides, temporary tensors and messages above all, is left out.
 
         Args:
-            config: a lawful configuration.
+            config: a valid configuration.
             world: number of ranks.
             layout: as in `step`.
         """
@@ -99,7 +99,7 @@ def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mappin
     """For each pipeline rank: axis -> bytes that it sends in a step, of experts that are evenly loaded.
 
     Args:
-        config: a lawful configuration.
+        config: a valid configuration.
         world: number of ranks.
         layout: of its pipeline.
     """
@@ -207,7 +207,7 @@ def expected_bubble(config: Config, layout: PipelineLayout, program: Program) ->
 
 
 def planned_config(overrides: Sequence[str], world: int, files: bool = False) -> Config:
-    """What pretrain.py would make of a command line.
+    """Returns what pretrain.py would make of a command line.
 
     Args:
         overrides: as pretrain.py takes them.
@@ -230,7 +230,7 @@ def planned_config(overrides: Sequence[str], world: int, files: bool = False) ->
 
 
 def unplanned_config(overrides: Sequence[str], world: int) -> Config:
-    """What a command line says, before anybody has asked whether it could run: a layout is still to be found.
+    """Returns what a command line says, before anybody has asked whether it could run: a layout is still to be found.
 
     Args:
         overrides, world: as in `planned_config`.

@@ -88,7 +88,7 @@ class RankMemory:
         return self.allocated + self.margin + self.boxes + self.outside
 
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind at the worst moment, in the order of the table; they add up to `needed`."""
+        """Returns bytes by kind at the worst moment, in the order of the table; they add up to `needed`."""
         kinds = {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -120,7 +120,7 @@ class RankMemory:
 
 
 def gemm_workspace(architecture: str | None) -> int:
-    """Bytes that torch gives the library of matrix products as its workspace, once a stream; none on a CPU.
+    """Returns bytes that torch gives the library of matrix products as its workspace, once a stream; none on a CPU.
 
     Source: ATen's cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
@@ -133,17 +133,17 @@ def gemm_workspace(architecture: str | None) -> int:
 
 
 def outside_bytes(num_communicators: int) -> int:
-    """Bytes of a GPU that a rank uses outside torch's allocator."""
+    """Returns bytes of a GPU that a rank uses outside torch's allocator."""
     return CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES
 
 
 def least_needed(allocated: float) -> float:
-    """Bytes that a GPU must have, at least, for so many that tensors take at once."""
+    """Returns bytes that a GPU must have, at least, for so many that tensors take at once."""
     return allocated * (1 + FRAGMENTATION) + CONTEXT_BYTES
 
 
 def gigabytes(num_bytes: float) -> str:
-    """A size as text, such as `12.34 GiB`; in MiB below a tenth of a GiB."""
+    """Returns a size as text, such as `12.34 GiB`; in MiB below a tenth of a GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"
 
 
@@ -160,7 +160,7 @@ def _table_order(kind: str) -> tuple[int, str]:
 
 
 def table(ranks: Mapping[int, RankMemory], limit: int = 8) -> str:
-    """A table with a line for each kind and a column for each pipeline rank; the one that needs most is marked.
+    """Returns a table with a line for each kind and a column for each pipeline rank; the one that needs most is marked.
 
     Args:
         ranks: pipeline rank -> its memory.

@@ -16,7 +16,7 @@ from megatron5d.pipeline_parallel.program import OPS, Placement
 
 
 def run_costs(config: Config) -> Costs | ModelCosts:
-    """What the stages cost: as `pipeline.costs` says, else by FLOPs.
+    """Returns what the stages cost: as `pipeline.costs` says, else by FLOPs.
 
     Raises:
         ValueError: `pipeline.costs` cannot be read.
@@ -81,7 +81,7 @@ class ModelCosts:
         return config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype] * config.pipeline.flops_per_byte
 
     def _sent(self, block: int) -> float:
-        """The same of a token's copies to the experts of a block and back; those of this rank's own stay."""
+        """Returns the same of a token's copies to the experts of a block and back; those of this rank's own stay."""
         model, ep = self.config.model, self.config.parallel.ep
         return 2 * model.top_k * (1 - 1 / ep) * self._hidden_state() if is_moe(model, block) else 0.0
 

@@ -202,12 +202,12 @@ class Prices:
         self.sharding = Sharding(config, mesh, shared)
 
     def compute(self, work: Work) -> tuple[float, float, float]:
-        """Seconds of products, of attention, and of what passes through memory."""
+        """Returns seconds of products, of attention, and of what passes through memory."""
         cluster, share = self.cluster, self.cluster.efficiency
         memory = cluster.memory_rate * share.memory
         products = 0.0
         for each in work.products:
-            peak = cluster.flops_8bit if each.eight_bits else cluster.flops
+            peak = cluster.flops_8bit if each.fp8 else cluster.flops
             products += share.kernel_s + each.flops / (peak * share.products) + each.num_bytes / memory
         attention = work.core_flops / (cluster.flops * share.attention)
         return products, attention, 2 * work.made_bytes / memory + work.made * share.kernel_s
@@ -215,7 +215,7 @@ class Prices:
     def stage(
         self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None
     ) -> tuple[dict[str, float], float]:
-        """Seconds of a pass of a stage by kind, and of its all-to-alls; `gathered` as in Sharding.beside."""
+        """Returns seconds of a pass of a stage by kind, and of its all-to-alls; `gathered` as in Sharding.beside."""
         work = together(unit.passes[op] for unit in units)
         products, attention, memory = self.compute(work)
         taken = defaultdict[str, float](float)
@@ -243,7 +243,7 @@ class Prices:
         return seconds - min(share * seconds, products)
 
     def transfers(self, sent: Mapping[tuple[str, str], float], calls: int) -> float:
-        """Seconds of collectives of data parallelism, one after the other."""
+        """Returns seconds of collectives of data parallelism, one after the other."""
         return sum(
             self.cluster.seconds(self.lines[axis], name, calls, num_bytes)
             for (axis, name), num_bytes in sent.items()
@@ -251,14 +251,14 @@ class Prices:
         )
 
     def message(self) -> float:
-        """Seconds of what travels between stages."""
+        """Returns seconds of what travels between stages."""
         return self.cluster.seconds(self.neighbours, "send", 1, message_bytes(self.config))
 
 
 def step_cost(
     prices: Prices, program: Program, stages: Sequence[Sequence[Unit]], world: int, token_flops: float
 ) -> StepCost:
-    """The time of a step.
+    """Returns the time of a step.
 
     Args:
         prices: of the layout.
@@ -294,21 +294,21 @@ def step_cost(
 
 
 def _waiting(found: Simulation, rank: int) -> dict[str, float]:
-    """The part of the makespan in which a rank runs no pass."""
+    """Returns the part of the makespan in which a rank runs no pass."""
     ep, p2p = float(found.exposed_a2a[rank]), float(found.exposed_p2p[rank])
     idle = found.makespan - float(found.work[rank]) - ep - p2p
     return {"ep": ep, "p2p": p2p, "bubble": max(0.0, idle)}  # below 0 by rounding
 
 
 def _passing(spent: np.ndarray, program: Program, rank: int) -> tuple[float, float]:
-    """Seconds of one micro-batch's forward, and backward, through what a rank holds."""
+    """Returns seconds of one micro-batch's forward, and backward, through what a rank holds."""
     stages = sorted({stage for _, stage in program.placement.stages_of(rank)})
     whole = spent[OPS.index("B")] if spent[OPS.index("B")].any() else spent[[OPS.index("I"), OPS.index("W")]].sum(0)
     return float(spent[OPS.index("F")][stages].sum()), float(whole[stages].sum())
 
 
 def _end(prices: Prices, held: Sequence[Sequence[Unit]], forward: float, backward: float) -> dict[str, float]:
-    """Seconds by kind that data parallelism and the optimiser add to a step of a rank.
+    """Returns seconds by kind that data parallelism and the optimiser add to a step of a rank.
 
     Reductions start as the last backward makes gradients, whose last unit nothing follows; weights are gathered in the
     order in which the next forward wants them.

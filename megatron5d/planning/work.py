@@ -13,14 +13,14 @@ Sent = Mapping[tuple[str, str], Traffic]
 
 
 @dataclass(frozen=True)
-class Product:
-    """One call that multiplies matrices.
+class Gemm:
+    """One GEMM, or a grouped one.
 
     Args:
         rows: tokens, in all.
         inputs, outputs: of the weight.
         stack: experts, each with a weight.
-        eight_bits: the operands are.
+        fp8: the operands are in FP8.
         summed: it is a weight's gradient, added to what is there in fp32.
     """
 
@@ -28,7 +28,7 @@ class Product:
     inputs: int
     outputs: int
     stack: int = 1
-    eight_bits: bool = False
+    fp8: bool = False
     summed: bool = False
 
     @property
@@ -38,7 +38,7 @@ class Product:
     @property
     def num_bytes(self) -> float:
         """Bytes that the device's memory reads and writes, at least."""
-        width = 1 if self.eight_bits else 2
+        width = 1 if self.fp8 else 2
         tokens, weights = self.rows * (self.inputs + self.outputs), self.stack * self.inputs * self.outputs
         return tokens * width + weights * (8 if self.summed else width)
 
@@ -57,7 +57,7 @@ class Work:
         kept_bytes: on the device after the pass that were not there before; of a forward, what its backward needs.
     """
 
-    products: tuple[Product, ...] = ()
+    products: tuple[Gemm, ...] = ()
     core_flops: float = 0.0
     made_bytes: float = 0.0
     made: int = 0
@@ -70,7 +70,7 @@ class Work:
         return sum(product.flops for product in self.products) + self.core_flops
 
     def times(self, sequences: int) -> Work:
-        """The same of a micro-batch of so many sequences: more rows and bytes, as many calls."""
+        """Returns the same of a micro-batch of so many sequences: more rows and bytes, as many calls."""
         sent = {
             key: Traffic(each.calls, each.elements * sequences, each.num_bytes * sequences)
             for key, each in self.sent.items()
@@ -150,7 +150,7 @@ class Unit:
 
 
 def together(works: Iterable[Work]) -> Work:
-    """The work of several passes, or phases of one, done one after the other."""
+    """Returns the work of several passes, or phases of one, done one after the other."""
     works = list(works)
     sent: dict[tuple[str, str], Traffic] = {}
     for work in works:

@@ -33,7 +33,7 @@ from megatron5d.optim.muon import replace_by_update, takes_muon
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.planning.memory_forecast import Target, planned_batch, set_load
 from megatron5d.planning.memory_trace import MemoryWatch
-from megatron5d.planning.work import Elements, Matrix, Product, Unit, Work, together
+from megatron5d.planning.work import Elements, Gemm, Matrix, Unit, Work, together
 from megatron5d.precision.fp8_recipes import is_quantized
 from megatron5d.precision.gemm import ExpertGemms, Gemms, expert_gemms_of, gemms_of
 from megatron5d.topology.mesh import planned_mesh
@@ -53,7 +53,7 @@ class _Counter(MemoryWatch):
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
-        self.ledger, self.products = ledger, list[Product]()
+        self.ledger, self.products = ledger, list[Gemm]()
         self.made = self.made_bytes = self.host_bytes = self.before = 0
 
     def _made(self, tensor: Tensor, operation: str) -> None:
@@ -82,7 +82,7 @@ class _IterationCounter(_Counter):
         if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
             first, second = args[-2:]
             stack, rows, inputs = first.shape
-            self.products.append(Product(stack * rows, inputs, second.shape[2], stack))
+            self.products.append(Gemm(stack * rows, inputs, second.shape[2], stack))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -98,10 +98,10 @@ class Workloads:
         self._known: dict[str, dict[Kind, Unit]] = {}
 
     def stages(self, config: Config, specs: Sequence[StageSpec], shared: str = "none") -> list[list[Unit]]:
-        """The units of every stage.
+        """Returns the units of every stage.
 
         Args:
-            config: a lawful configuration.
+            config: a valid configuration.
             specs: what each stage holds.
             shared: which parameters mirrored pipeline ranks hold together (`PipelineLayout.shared`).
         """
@@ -185,7 +185,7 @@ def _kinds(config: Config, stage: int, spec: StageSpec, frozen: frozenset[str]) 
 
 
 def _slices(config: Config) -> bool:
-    """The ends are computed again where anything is: of them the mode says nothing, `logit_tokens` does."""
+    """Returns the ends are computed again where anything is: of them the mode says nothing, `logit_tokens` does."""
     return config.recompute.mode != "none"
 
 
@@ -228,7 +228,7 @@ def _window(config: Config, frozen: frozenset[str]) -> range:
 
 
 def _traced(config: Config, target: Target) -> dict[Kind, Unit]:
-    """Every kind of unit of a configuration of `_alone`, for one sequence."""
+    """Returns every kind of unit of a configuration of `_alone`, for one sequence."""
     model, kinds, passes = _run_alone(config, target)
     counted: set[nn.Parameter] = set()
     readers = Counter(p for unit in model.units for p in {p for phase in unit for p in phase.parameters()})
@@ -332,7 +332,7 @@ def _passes(config: Config, model: GPT, batch, counter: _Counter) -> dict[str, d
 
 
 def _run(work: Pass, counter: _Counter, core: _Core) -> dict[nn.Module, Work]:
-    """What each phase does in a pass; one that is computed again does so in its own backward."""
+    """Returns what each phase does in a pass; one that is computed again does so in its own backward."""
     found: dict[nn.Module, list[Work]] = defaultdict(list)
     for kind, phase, *_ in work.steps:
         work.advance()
@@ -380,7 +380,7 @@ def _count_linear(counter: _Counter, product, name: str):
         features = weight.shape[1] if name == "forward" else weight.shape[0]
         shape = (weight.shape[0], weight.shape[1]) if name == "input_grad" else (weight.shape[1], weight.shape[0])
         rows, summed = tokens.numel() // features, name == "weight_grad"
-        counter.products.append(Product(rows, *shape, eight_bits=is_quantized(weight), summed=summed))
+        counter.products.append(Gemm(rows, *shape, fp8=is_quantized(weight), summed=summed))
         return product(first, second, *rest)
 
     return counted
@@ -394,7 +394,7 @@ def _count_grouped(counter: _Counter, product, name: str):
         weights, tokens, experts = given[place], given[1 - place][0], given[-2]
         inputs, outputs = weights.shape[-1], weights.numel() // weights.shape[-1] // experts
         summed = name == "weight_grad"
-        counter.products.append(Product(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
+        counter.products.append(Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
         return product(*given)
 
     return counted

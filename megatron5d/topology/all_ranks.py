@@ -110,7 +110,7 @@ def failure_among(faults: Sequence[str | None]) -> Failure | None:
 
 
 def of_any_rank(value: T | None) -> T | None:
-    """The value of the first rank that has one, the same on every rank; None where none has.
+    """Returns the value of the first rank that has one, the same on every rank; None where none has.
 
     Comm: as `first_failure`.
     """

@@ -82,7 +82,7 @@ def resolve(
 
     Args:
         world: number of ranks.
-        tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, lawful (config/checks/layout.py); etp=None means tp.
+        tp, cp, pp, ep, etp, dp_replicate: sizes of the axes, valid (config/checks/layout.py); etp=None means tp.
         order: the dense axes, slowest first.
         cp_inner: neighbours on the cp line that exchange heads for sequence (`parallel.cp_method=two_level`).
         ep_inner: neighbours on the ep line that are in one node.
@@ -114,7 +114,7 @@ class Grid:
         self._size = dict(zip(self.names, self.sizes))
 
     def coordinate(self, rank: int, name: str) -> int:
-        """The position of `rank` along one axis, 0 ... size-1."""
+        """Returns the position of `rank` along one axis, 0 ... size-1."""
         return self._position[rank] // self._stride[name] % self._size[name]
 
     def line(self, rank: int, *names: str) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class Grid:
         return tuple([self.ranks[start + sum(step)] for step in steps])  # a list is faster than a generator here
 
     def lines(self, *names: str) -> Iterator[tuple[int, ...]]:
-        """Every line along `names`, each once; together they are a partition of the ranks."""
+        """Yields every line along `names`, each once; together they are a partition of the ranks."""
         for rank in self.ranks:
             if all(self.coordinate(rank, name) == 0 for name in names):
                 yield self.line(rank, *names)
@@ -134,7 +134,7 @@ class Grid:
 
 @lru_cache(maxsize=8)
 def dense_grid(sizes: Sizes) -> Grid:
-    """The grid of pp, dp_replicate, dp_shard, cp and tp, in the configured order."""
+    """Returns the grid of pp, dp_replicate, dp_shard, cp and tp, in the configured order."""
     axes: list[tuple[str, int]] = []
     for name in sizes.order:
         if name == "dp":
@@ -145,7 +145,7 @@ def dense_grid(sizes: Sizes) -> Grid:
 
 
 def place_of(sizes: Sizes, rank: int) -> str:
-    """A rank for messages: its number and its coordinates in the dense view."""
+    """Returns a rank for messages: its number and its coordinates in the dense view."""
     grid = dense_grid(sizes)
     return f"rank {rank} ({', '.join(f'{axis} {grid.coordinate(rank, axis)}' for axis in grid.names)})"
 

@@ -19,7 +19,7 @@ _CHUNK = 1 << 22  # elements hashed at a time, so that the int64 temporaries tak
 
 
 def _signed(x: int) -> int:
-    """The low 64 bits of an integer as int64."""
+    """Returns the low 64 bits of an integer as int64."""
     x &= _MASK
     return x - (1 << 64) if x >> 63 else x
 

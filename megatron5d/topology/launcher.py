@@ -144,7 +144,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> _Place | None:
 
 
 def _integer(variables: Mapping[str, str], *names: str, high: int, low: int = 0) -> int | None:
-    """The value of the first of these variables that is set; None where none is.
+    """Returns the value of the first of these variables that is set; None where none is.
 
     Raises:
         ValueError: it is not a whole number, or out of range.
@@ -182,7 +182,7 @@ def _incomplete(place: _Place) -> str:
 
 
 def _meeting(launchers: set[_Launcher], world: int, variables: Mapping[str, str]) -> str:
-    """Where the ranks meet."""
+    """Returns where the ranks meet."""
     port = _integer(variables, "MASTER_PORT", low=1, high=_MAX_PORT)
     host = variables.get("MASTER_ADDR")
     if _TORCHRUN in launchers and "MEGATRON5D_MEETING" in variables:
@@ -214,7 +214,7 @@ def _meeting(launchers: set[_Launcher], world: int, variables: Mapping[str, str]
 def rank_0_listens(
     environment: Environment, patience_s: float = 20.0, variables: Mapping[str, str] = os.environ
 ) -> bool:
-    """Whether rank 0 opens the port at which the ranks are to meet; a rank that asks may have ended otherwise.
+    """Returns whether rank 0 opens the port at which the ranks are to meet; a rank that asks may have ended otherwise.
 
     Args:
         environment: of this process.
@@ -236,7 +236,7 @@ def rank_0_listens(
 
 
 def first_host(node_list: str) -> str:
-    """The first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07".
+    """Returns the first node of SLURM's compressed list: "gpu[07-11,20],login1" gives "gpu07".
 
     Raises:
         ValueError: the list names no node.

@@ -45,7 +45,7 @@ class Mesh(Mapping[str, Axis]):
 
 
 def lines_of(sizes: Sizes, rank: int, num_kv_heads: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The global ranks of every line through `rank`, by axis name.
+    """Returns the global ranks of every line through `rank`, by axis name.
 
     Args:
         sizes: of all axes.
@@ -78,7 +78,7 @@ def pair_lines_of(sizes: Sizes, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def _outer_and_inner(line: tuple[int, ...], rank: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The outer and the inner line through a rank, where a line is outer × `inner` ranks, inner fastest."""
+    """Returns the outer and the inner line through a rank, where a line is outer × `inner` ranks, inner fastest."""
     first, place = divmod(line.index(rank), inner)
     return line[place::inner], line[first * inner : (first + 1) * inner]
 
@@ -149,7 +149,7 @@ def planned_mesh(
     pairs: bool = False,
     recorder: Recorder | None = None,
 ) -> Mesh:
-    """The axes of any rank of any world, without process groups: for models on the meta device.
+    """Returns the axes of any rank of any world, without process groups: for models on the meta device.
 
     Args:
         sizes, num_kv_heads, pairs, recorder: as in `build_mesh`.

@@ -27,7 +27,7 @@ from megatron5d.topology.launcher import Environment
 
 
 def wandb_mode(configured: str) -> str:
-    """How Weights & Biases works: as WANDB_MODE says where it is set, as everywhere else; else as configured.
+    """Returns how Weights & Biases works: as WANDB_MODE says where it is set, as everywhere else; else as configured.
 
     Where there is no HOME, its service would print its own log: it is given the one of this user.
     """
@@ -78,12 +78,12 @@ def register(store: dist.Store, name: str, rank: int) -> None:
 
 
 def num_registered(store: dist.Store, name: str) -> int:
-    """The number of ranks in a register. Comm: one request."""
+    """Returns the number of ranks in a register. Comm: one request."""
     return store.add(f"{name}/count", 0)
 
 
 def missing_ranks(store: dist.Store, name: str, ranks: Sequence[int]) -> list[int]:
-    """Those of some ranks that are not in a register.
+    """Returns those of some ranks that are not in a register.
 
     Comm: one request for every 256 ranks; where one of these is missing, one for each of the 256.
     """
@@ -251,12 +251,12 @@ def _come(started: dist.Store, rank: int, trouble: str, remark: str) -> None:
 
 
 def _numbered(started: dist.Store, name: str) -> list[str]:
-    """The texts of one kind that ranks have brought to a start."""
+    """Returns the texts of one kind that ranks have brought to a start."""
     return [started.get(f"{name}/{n + 1}").decode() for n in range(min(started.add(name, 0), _MOST_TROUBLES))]
 
 
 def _store_of_start(store: dist.Store, number: int) -> dist.Store:
-    """The part of the store that belongs to one start of the ranks."""
+    """Returns the part of the store that belongs to one start of the ranks."""
     return dist.PrefixStore(f"start/{number}", store)
 
 
@@ -294,7 +294,7 @@ def _join_newest_start(store: dist.Store, rank: int, timeout_s: float, hello: He
 
 
 def _wait_for_registrations(started: dist.Store, world: int, timeout_s: float) -> str:
-    """The ranks that have not registered in time, as text; "" where all have.
+    """Returns the ranks that have not registered in time, as text; "" where all have.
 
     One or two requests count the ranks and the troubles; only after `SAY_WAITING_S` is each rank looked up. Once some
     rank cannot go on, the others are given `TROUBLED_S`, as they may have ended by themselves.

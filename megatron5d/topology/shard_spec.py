@@ -82,7 +82,7 @@ class ShardSpec:
 
 
 def whole(shape: tuple[int, ...], summed: tuple[str, ...] = (), owner: bool = True) -> tuple[Piece]:
-    """The only piece of a tensor that this rank holds entirely; the arguments are those of `Piece`."""
+    """Returns the only piece of a tensor that this rank holds entirely; the arguments are those of `Piece`."""
     return (Piece((0,) * len(shape), shape, 0, summed, owner),)
 
 
@@ -121,7 +121,7 @@ def new_parameter(local_shape: tuple[int, ...], spec: ShardSpec, dtype: torch.dt
 
 
 def spec_of(parameter: torch.Tensor) -> ShardSpec:
-    """The spec of a parameter that `new_parameter` made."""
+    """Returns the spec of a parameter that `new_parameter` made."""
     return parameter.spec  # type: ignore[attr-defined]
 
 

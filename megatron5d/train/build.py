@@ -164,7 +164,7 @@ def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
 
 
 def _gather_format(config: Config) -> type[GatherFormat] | None:
-    """The format in which ZeRO-3 gathers the weights of FP8 GEMMs; None = in their dtype."""
+    """Returns the format in which ZeRO-3 gathers the weights of FP8 GEMMs; None = in their dtype."""
     if config.parallel.zero < 3 or config.precision.fp8 == "none" or not config.precision.fp8_gather:
         return None
     from megatron5d.data_parallel.fp8_all_gather import Fp8ShardedWeights
@@ -200,7 +200,7 @@ def _first_weights(config: Config, sync: GradSync, optimizer: Optimizer, model: 
 
 
 def sizes_of(config: Config, world: int) -> Sizes:
-    """The sizes of a run's axes; dp is what remains of the world."""
+    """Returns the sizes of a run's axes; dp is what remains of the world."""
     p = config.parallel
     return resolve(
         world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, dp_replicate=p.dp_replicate, order=tuple(p.order),
@@ -209,10 +209,10 @@ def sizes_of(config: Config, world: int) -> Sizes:
 
 
 def grad_dtype(config: Config) -> torch.dtype:
-    """The dtype of main gradients: fp64 for a model in fp64, else as configured."""
+    """Returns the dtype of main gradients: fp64 for a model in fp64, else as configured."""
     return torch.float64 if config.precision.dtype == "fp64" else DTYPES[config.precision.grad_dtype]
 
 
 def rounding_seed(config: Config) -> int | None:
-    """The seed of stochastic rounding, for bf16 weights without fp32 masters; None where there are masters."""
+    """Returns the seed of stochastic rounding, for bf16 weights without fp32 masters; None where there are masters."""
     return None if config.precision.master_weights else config.train.seed

@@ -38,7 +38,7 @@ def crash_message(error: Exception, rank: int, world: int) -> str | None:
 
 
 def cause_of(error: Exception) -> BaseException | None:
-    """What went wrong, without the pipeline's word of where."""
+    """Returns what went wrong, without the pipeline's word of where."""
     return error.__cause__ if isinstance(error, PipelineError) else error
 
 

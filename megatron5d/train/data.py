@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def held_out(config: Config) -> dict[str, Part]:
-    """What evaluations read, by what stands behind `valid_loss` in a record.
+    """Returns what evaluations read, by what stands behind `valid_loss` in a record.
 
     "" is data.valid, or the valid part of data.split; "/web" is the set that data.valid_sets calls web.
 
@@ -103,7 +103,7 @@ def refuse_valid_without_targets(config: Config) -> None:
 
 
 def without_targets(config: Config) -> list[str]:
-    """A note on the depths of multi-token prediction for which the run's first samples have no target."""
+    """Returns a note on the depths of multi-token prediction for which the run's first samples have no target."""
     depths = config.model.num_mtp_layers
     if depths == 0:
         return []
@@ -130,7 +130,7 @@ def tokens_of_part(dataset: IndexedDataset, split: str | None, part: str) -> int
 
 
 def end_of_document(config: Config) -> int | None:
-    """The id after which a new document begins: data.eod, or the tokenizer's."""
+    """Returns the id after which a new document begins: data.eod, or the tokenizer's."""
     if config.data.eod is not None or config.data.tokenizer is None:
         return config.data.eod
     return eod_and_size(config.data.tokenizer)[0]
@@ -138,7 +138,7 @@ def end_of_document(config: Config) -> int | None:
 
 @cache
 def eod_and_size(tokenizer: str) -> tuple[int | None, int]:
-    """The token that ends a document, and the number of tokens.
+    """Returns the token that ends a document, and the number of tokens.
 
     Every evaluation of every set asks, and to read a vocabulary of 128,000 tokens takes a quarter of a second.
     """
@@ -162,7 +162,7 @@ class BlankSamples(Samples):
 def train_loader(
     config: Config, mesh: Mesh, consumed_samples: int, *, reads: bool = True, steps_left: int = 0
 ) -> Loader:
-    """The training data of this data-parallel rank, from `consumed_samples` on.
+    """Returns the training data of this data-parallel rank, from `consumed_samples` on.
 
     Args:
         config: data, train, and the model's vocabulary.

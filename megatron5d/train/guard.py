@@ -43,7 +43,7 @@ class Guard:
     def refuses(
         self, loss: float, grad_norm: float, share: Tensor, num_targets: int, where: StepSamples | None
     ) -> str | None:
-        """Why the update of this step is to be left out; None where it is to be made.
+        """Returns why the update of this step is to be left out; None where it is to be made.
 
         Args:
             loss: mean over the global batch.
@@ -85,7 +85,7 @@ class Guard:
         return reason
 
     def _origin(self, share: Tensor) -> str:
-        """The first ranks that hold something that is not finite, and the first parameter there."""
+        """Returns the first ranks that hold something that is not finite, and the first parameter there."""
         world, sizes, names = self._mesh["world"], self._mesh.sizes, self._nonfinite_parameters()
         bad = torch.tensor([not bool(share.isfinite().all()), bool(names)], device=share.device).double()
         firsts = all_reduce(-torch.where(bad > 0, world.rank, world.size).double(), world, "max")

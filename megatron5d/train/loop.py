@@ -14,7 +14,7 @@ import torch
 
 from megatron5d.checkpoint.folder import Keep, recover
 from megatron5d.checkpoint.lock_file import LockFile
-from megatron5d.checkpoint.save import SaveFailed, Saver
+from megatron5d.checkpoint.save import Exporter, SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
 from megatron5d.config.derived import batch_schedule, in_ranges
@@ -141,13 +141,14 @@ def _train(run: Run, predicted: Prediction, outputs: Outputs, snapshots: MemoryS
     if config.checkpoint.dir:
         c = config.checkpoint
         saver = outputs.saver = Saver(
-            c.dir,  # type: ignore[arg-type]  # a law: there is one
+            c.dir,  # type: ignore[arg-type]  # checked: there is one
             Keep.of(c.keep),
             c.async_save,
             config.parallel.timeout_s,
             outputs.lock,
             pinned=Path(c.resume),
             began=run.progress.step,
+            exporter=_exporter(run) if c.hf_export else None,
         )
     reporter = on_every_rank(lambda: Reporter(run, predicted))
     code = 1
@@ -228,8 +229,9 @@ def _steps(run: Run, reporter: Reporter, saver: Saver | None, stop: StopFlag, sn
             if valid_exists and (at_end or _due(progress.step, train_config.eval_every)):
                 losses = _evaluate(run, reporter, "valid_loss")
             reporter.step(result, lr)
-            if saver and (stopped or at_end or _due(progress.step, config.checkpoint.every)):
-                _save(run, saver, reporter, losses, last=stopped or at_end)
+            exported = _exported(config, progress.step, at_end)
+            if saver and (stopped or at_end or exported or _due(progress.step, config.checkpoint.every)):
+                _save(run, saver, reporter, losses, last=stopped or at_end, exported=exported)
                 saved_at = progress.step
             reporter.start_clock()
     finally:
@@ -281,7 +283,23 @@ def _mean_loss(run: Run, part: Part) -> float:
     return run.trainer.means(totals)["loss"]
 
 
-def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, last: bool) -> None:
+def _exporter(run: Run) -> Exporter:
+    """What `checkpoint.hf_export` writes. Comm: a broadcast over the world."""
+    from megatron5d.train.hf_export import RunExport, planned_export  # tokenizers and families: few runs need them
+
+    directory = Path(run.config.checkpoint.dir or "")
+    return RunExport(on_rank_0(lambda: planned_export(run.config, run.notes.append)), directory)
+
+
+def _exported(config: Config, step: int, at_end: bool) -> bool:
+    """Whether checkpoint.hf_export names a step."""
+    when, _, every = (config.checkpoint.hf_export or "").partition(":")
+    return at_end if when == "last" else when == "every" and _due(step, int(every))
+
+
+def _save(
+    run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float] | None, *, last: bool, exported: bool
+) -> None:
     """Saves a step. A save that fails, as on a full disk, ends the run only where it is the last one.
 
     Args:
@@ -290,6 +308,7 @@ def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float
         reporter: says which save has failed.
         losses: of the validation after this step, whose mean `checkpoint.keep=best` goes by; None = not evaluated.
         last: the run ends with this save.
+        exported: write it as a Hugging Face folder, too.
     """
     run.sync.finish_gather()
     tensors = run_tensors(run.sync, run.optimizer, run.model.weights(), writing=True)
@@ -300,7 +319,7 @@ def _save(run: Run, saver: Saver, reporter: Reporter, losses: Mapping[str, float
     with _failure_told(reporter):
         saver.wait()
     with nullcontext() if last else _failure_told(reporter):
-        saver.save(run.progress.step, tensors, record)
+        saver.save(run.progress.step, tensors, record, exported)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ STRETCH_TOKENS = 1 << 13
 
 
 def data_faults(config: Config, world: int) -> list[Fault]:
-    """What is wrong with files that are there: broken, of another kind, or too short for a single sample.
+    """Returns what is wrong with files that are there: broken, of another kind, or too short for a single sample.
 
     Sizes and a few stretches of tokens are read; other faults inside of the files are reported while training.
     """
@@ -41,7 +41,7 @@ def data_faults(config: Config, world: int) -> list[Fault]:
     try:
         sources = read_sources(config)
     except ValueError:
-        sources = []  # an illegal split, which a law reports
+        sources = []  # an illegal split, which a check reports
     if (needed := OPEN_FILES * len(sources)) > (left := files_left_for_data(world)):
         return [
             Fault(
@@ -61,7 +61,7 @@ def data_faults(config: Config, world: int) -> list[Fault]:
 
 
 def _source_faults(config: Config, knob: str, prefix: str, split: str | None, part: str) -> list[Fault]:
-    """What keeps one pair of .bin and .idx from giving samples."""
+    """Returns what keeps one pair of .bin and .idx from giving samples."""
     example = f"{knob}=[{'NAME ' if knob == 'data.valid_sets' else ''}PREFIX]"
     broken = partial(Fault, "data-broken", (knob,), fix=f"{example} of whole files, as tools/preprocess.py writes them")
     try:
@@ -69,7 +69,7 @@ def _source_faults(config: Config, knob: str, prefix: str, split: str | None, pa
     except (ValueError, OSError) as error:
         return [broken(f"{knob}: {error}", local=True)]
     if dataset.num_tokens == 0:
-        return []  # which a law reports
+        return []  # which a check reports
     megatron = config.data.order == "megatron"
     try:
         split_range(split, part, dataset.num_sequences if megatron else dataset.num_documents)
@@ -109,7 +109,7 @@ def _vocabulary_faults(config: Config, knob: str, prefix: str, stretches: int) -
 
 
 def _tokenizer_faults(config: Config) -> list[Fault]:
-    """Why a tokenizer's file does not say which token ends a document, where a setting needs it."""
+    """Returns why a tokenizer's file does not say which token ends a document, where a setting needs it."""
     try:
         eod = end_of_document(config)
     except (ValueError, OSError) as error:
@@ -159,10 +159,10 @@ EIGHT_BITS: dict[str, tuple[object, str]] = {
 
 
 def eight_bit_faults(config: Config, architecture: str) -> list[Fault]:
-    """What a GPU's table of kernel configurations has no 8-bit operations for.
+    """Returns what a GPU's table of kernel configurations has no 8-bit operations for.
 
     Args:
-        config: a lawful configuration.
+        config: a valid configuration.
         architecture: for example sm_80; the newest older one with a table stands for it.
     """
     served = tuning.nearest(architecture)
@@ -183,7 +183,7 @@ def eight_bit_faults(config: Config, architecture: str) -> list[Fault]:
 
 
 def device_faults(config: Config, world: int) -> list[Fault]:
-    """What this process's GPU cannot do; nothing where there is none."""
+    """Returns what this process's GPU cannot do; nothing where there is none."""
     if not torch.cuda.is_available():
         return []
     if not HAS_TRITON and config.precision.dtype != "fp64":

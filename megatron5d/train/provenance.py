@@ -20,7 +20,7 @@ _NEW_FILES = ("*.py", "*.yaml", "*.sh", "*.sbatch")  # that git does not know ye
 
 
 def source_hash() -> str:
-    """A hash of every Python file that a run executes, of its path and its text."""
+    """Returns a hash of every Python file that a run executes, of its path and its text."""
     total = hashlib.sha256()
     for path in sorted(path for room in SOURCES for path in (ROOT / room).rglob("*.py")):
         total.update(f"{path.relative_to(ROOT)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
@@ -28,7 +28,7 @@ def source_hash() -> str:
 
 
 def _git(*arguments: str, codes: tuple[int, ...] = (0,)) -> str | None:
-    """What git says about this checkout, from whatever folder the run was started; None where there is none."""
+    """Returns what git says about this checkout, from whatever folder the run was started; None where there is none."""
     command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *arguments]  # its owner may be another user
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)

@@ -110,7 +110,7 @@ def _shares(config: Config, entries: list[str], split: str | None, part: str) ->
 
 
 def epochs(config: Config) -> list[str]:
-    """How often the run goes through each of its datasets."""
+    """Returns how often the run goes through each of its datasets."""
     data, train = config.data, config.train
     taken = samples_of_steps(train.steps, batch_schedule(config)) * sample_len(config)
     told = [

@@ -17,8 +17,8 @@ from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, entries
 from megatron5d.checkpoint.megatron.writer import write_release
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig, TrainConfig
 from megatron5d.model.block_inputs import DTYPES
+from megatron5d.train.hf_export import check_complete
 from megatron5d.train.state import twin
-from tools.conversion.huggingface import check_complete
 from tools.conversion.new_checkpoint import check_empty, save_weights, widest_dtype
 
 

@@ -286,7 +286,7 @@ def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: Safeten
     return values.numel()
 
 
-_PART = "part-{:05d}.safetensors.tmp"
+_PART = "part-{:05d}-{:05d}.safetensors.tmp"  # rank, number
 
 
 def stored_tensors(
@@ -338,14 +338,27 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     check_vacant(folder, WEIGHTS)
-    for half in folder.glob(_PART.format(0).replace("00000", "*")):  # of an export that was interrupted
+    for half in folder.glob("part-*.safetensors.tmp"):  # of an export that was interrupted
         half.unlink()
-    parts: list[list[str]] = []
+    parts, total_bytes = write_parts(folder, tensors, max_shard_bytes)
+    name_files(folder, parts, total_bytes)
+    return total_bytes
+
+
+def write_parts(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int, rank: int = 0
+) -> tuple[list[tuple[str, list[str]]], int]:
+    """Writes one rank's files of a folder; arguments and errors as in `save_folder`.
+
+    Returns:
+        The name of each file, which is not its last one, and of the tensors in it; total size of these, in bytes.
+    """
+    parts: list[tuple[str, list[str]]] = []
     pending: dict[str, torch.Tensor] = {}
     total_bytes = pending_bytes = 0
 
     def flush() -> None:
-        part = folder / _PART.format(len(parts))
+        part = folder / _PART.format(rank, len(parts))
         try:
             part.touch()
             mode = part.stat().st_mode  # by the user's umask; safetensors makes a file that only its owner reads
@@ -354,7 +367,7 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
         except SafetensorError as error:
             part.unlink(missing_ok=True)
             raise OSError(f"{part} cannot be written: {error}") from error
-        parts.append(list(pending))
+        parts.append((part.name, list(pending)))
         pending.clear()
 
     for name, tensor in tensors:
@@ -365,19 +378,18 @@ def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]],
         pending_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     flush()
-    _name_files(folder, parts, total_bytes)
-    return total_bytes
+    return parts, total_bytes
 
 
-def _name_files(folder: Path, parts: list[list[str]], total_bytes: int) -> None:
-    """Renames the files to their final names, which contain their number, and then writes the index."""
+def name_files(folder: Path, parts: Sequence[tuple[str, list[str]]], total_bytes: int) -> None:
+    """Renames the files of all ranks to their final names, which contain their number, and then writes the index."""
     if len(parts) == 1:
-        os.replace(folder / _PART.format(0), folder / SINGLE)
+        os.replace(folder / parts[0][0], folder / SINGLE)
         return
     weight_map = {}
-    for i, names in enumerate(parts):
+    for i, (part, names) in enumerate(parts):
         file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
-        os.replace(folder / _PART.format(i), folder / file)
+        os.replace(folder / part, folder / file)
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -176,6 +176,15 @@ def checkpoint_every_needs_dir(c: Config, world: int) -> Faults:
         )
 
 
+@check("checkpoint.hf_export", "checkpoint.dir")
+def checkpoint_hf_export_needs_dir(c: Config, world: int) -> Faults:
+    if c.checkpoint.hf_export is not None and c.checkpoint.dir is None:
+        yield fault(
+            f"checkpoint.hf_export = {c.checkpoint.hf_export} and checkpoint.dir = null: nothing would be written",
+            "checkpoint.dir=runs/NAME/checkpoints, or checkpoint.hf_export=null",
+        )
+
+
 @check("checkpoint.keep", "checkpoint.every", "train.eval_every")
 def checkpoint_best_is_evaluated(c: Config, world: int) -> Faults:
     every, evaluated = c.checkpoint.every, c.train.eval_every

@@ -176,6 +176,8 @@ _SHAPES = [
            lambda c: "null"),
     _shape("checkpoint.keep", lambda c: all(re.fullmatch(r"((last|best):)?\d+|every:[1-9]\d*", each)
            for each in c.checkpoint.keep.split("+")), "K or last:K, every:N, best:K, joined by +", lambda c: "2"),
+    _shape("checkpoint.hf_export", lambda c: re.fullmatch(r"last|every:[1-9]\d*", c.checkpoint.hf_export or "last")
+           is not None, "every:N, last or null", lambda c: "last"),
     _shape("data.skip_steps", lambda c: all(re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", each) for each in c.data.skip_steps),
            "a list of steps from 1 and of ranges such as 120-169", lambda c: "[]"),
     *(_shape(f"optim.{key}", partial(_are_scales, key), 'a list of "factor glob", factors from 0', lambda c: "[]")

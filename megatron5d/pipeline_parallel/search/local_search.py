@@ -206,7 +206,7 @@ def _shift(run, at, gap):
 
 @compiled_part
 def _gains(graph, one, two):
-    """Whether two actions may overlap, and take less time then."""
+    """Returns whether two actions may overlap and take less time then."""
     if graph.microbatch[one] == graph.microbatch[two] or not graph.allowed[graph.op[one], graph.op[two]]:
         return False
     apart = graph.compute[one] + graph.a2a[one] + graph.compute[two] + graph.a2a[two]
@@ -260,7 +260,7 @@ def _in_turn(graph, run, low, high):
 
 @compiled_part
 def _fits(graph, run, low, high):
-    """Whether a rank keeps to its memory up to the end of a rewritten window."""
+    """Returns whether a rank keeps to its memory up to the end of a rewritten window."""
     rank = _rank_at(graph, low)
     held, freed = 0.0, 0.0
     for position in range(graph.rank_start[rank], high):

@@ -36,7 +36,7 @@ from megatron5d.pipeline_parallel.simulate import lower_bound, simulate
 from megatron5d.pipeline_parallel.verify import verify
 
 HEATS = 0.4
-"""Share of the budget at which the local search goes on with one Program alone, the most promising of those tried."""
+"""Share of the budget at which the local search continues with one Program alone, the fastest of those tried."""
 TRIED = 4
 """Programs that the local search tries: which of them it makes fastest, their makespans do not tell."""
 FINALISTS = 2
@@ -59,7 +59,7 @@ class SearchResult:
         placement: name of the placement.
         evaluations: list schedules tried.
         elapsed_s: time taken.
-        compiled: whether numba was there; without it a list schedule takes a hundred times as long.
+        compiled: whether numba is installed; without it a list schedule takes a hundred times as long.
         named: the best named schedule that fits, and its makespan; None where none does.
         split: which of several ways to deal the layers to stages it is for.
     """

@@ -80,13 +80,13 @@ class Times(NamedTuple):
 
     start: np.ndarray  # [A]
     end: np.ndarray  # [A]
-    arrival: np.ndarray  # [A] when the last input of its slot is there
+    arrival: np.ndarray  # [A] when the last input of its slot arrives
     last: np.ndarray  # [A] the action that made it, or -1
     free: np.ndarray  # [R] when a rank is done
     left: np.ndarray  # [R] compute that a rank has still to do
     cursor: np.ndarray  # [R] its next position
     todo: np.ndarray  # [2R] ranks that may go on
-    ready: np.ndarray  # [V] when a value is there, or -1
+    ready: np.ndarray  # [V] when a value is made, or -1
     waiting: np.ndarray  # [V] the rank that waits for it, or -1
 
 
@@ -257,6 +257,6 @@ def overlapped(compute, a2a, other_compute, other_a2a):
 
 @compiled_part
 def is_second(run, action):
-    """Whether an action runs together with the one before it."""
+    """Returns whether an action runs together with the one before it."""
     position = run.place[action]
     return position > 0 and run.joined[run.order[position - 1]]

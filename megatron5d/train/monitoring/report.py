@@ -171,7 +171,7 @@ class Reporter:
         self._writers.close(code)
 
     def _result(self) -> str:
-        """What the run has come to: one batch is noise."""
+        """Returns what the run has come to: one batch is noise."""
         losses = list(self._losses)
         told = f"finished step {self.run.progress.step}: training loss {sum(losses) / len(losses):.4f}"
         told += f" (mean of the last {len(losses)} steps)" if len(losses) > 1 else ""

@@ -22,7 +22,7 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4  # parts of a record in W&B's files
 
 
 def run_facts(config: Config, sizes: Sizes) -> dict[str, Any]:
-    """What a tracker tells of a run beside its configuration, which goes into `run` of W&B's config."""
+    """Returns what a tracker tells of a run beside its configuration, which goes into `run` of W&B's config."""
     layout = {name: getattr(sizes, name) for name in ("world", "dp", "tp", "cp", "pp", "ep")}
     return {**layout, "parameters": parameter_count(config.model), "commit": commit(), "versions": versions()}
 
@@ -104,7 +104,7 @@ def _tags(config: Config, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _steps_in(file: Path) -> Iterator[int]:
-    """The steps that an offline run has really written: a process that was killed takes some with it.
+    """Yields the steps that an offline run has really written: a process that was killed takes some with it.
 
     The file has LevelDB's framing: blocks of 32 KiB, and records in parts whose type says which they are.
     """

@@ -329,7 +329,7 @@ class ProgressDisplay:
 
 
 def round_steps(steps: float) -> int:
-    """The least of 1, 2, 5, 10, 20, 50, ... that is not below a number: every so many steps there is a line.
+    """Returns the least of 1, 2, 5, 10, 20, 50, ... that is not below a number: every so many steps there is a line.
 
     Steps of two runs can then be compared, which those of a clock cannot.
     """
@@ -338,5 +338,5 @@ def round_steps(steps: float) -> int:
 
 
 def readable(value: float, digits: int) -> str:
-    """A number with some digits behind the point; in powers of ten where a diverged run would fill the line."""
+    """Returns a number with some digits behind the point; in powers of ten where a diverged run would fill the line."""
     return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"

@@ -281,7 +281,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(OSError, match=r"part-00000.safetensors.tmp cannot be written: .*File too large"):
+        with pytest.raises(OSError, match=r"part-00000-00000.safetensors.tmp cannot be written: .*File too large"):
             save_folder(tmp_path, [("a", torch.zeros(1000))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -260,6 +260,7 @@ TEXTS = [
     "0:4 1K:8",
     "corpus",
     "best:2",
+    "last",
     ".",
 ]
 

@@ -14,7 +14,7 @@ from torch_pipelining import OurPipeline, unchecked_axis
 from megatron5d.comm.failures import P2PError
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.executor import Executor, PipelineError, forward_only
-from megatron5d.pipeline_parallel.messages import Flow, input_of, output_of, receipts
+from megatron5d.pipeline_parallel.messages import Flow, completed_sends, input_of, output_of
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.verify import verify
@@ -183,7 +183,7 @@ def test_receipts_hold_in_every_possible_order(schedule):
             for position, slot in enumerate(line)
             for action in slot
         }
-        for action, proofs in receipts(program, rank).items():
+        for action, proofs in completed_sends(program, rank).items():
             source, position = sender_of(program, input_of(program, action))
             known = before[source][position]
             for flow, count in proofs:

@@ -16,8 +16,8 @@ from megatron5d.checkpoint.load import SavedWeights
 from megatron5d.checkpoint.save import Saver
 from megatron5d.config.schema import Config, DataConfig
 from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.train import hf_export
 from tools import convert, generate, logits
-from tools.conversion import huggingface
 
 transformers = pytest.importorskip("transformers")
 
@@ -193,7 +193,7 @@ def test_biases_that_a_family_has_no_place_for_are_not_dropped(tmp_path):
         tensors = {"layers.0.router.bias": None, "layers.1.router.bias": None}
 
     with pytest.raises(ValueError, match=r"2 biases .layers.0.*bias .* moe.balance=bias .*model.router_bias=true"):
-        huggingface.check_complete(Saved(), [], tmp_path)
+        hf_export.check_complete(Saved(), [], tmp_path)
 
 
 def word_tokenizer(folder):
