@@ -22,18 +22,18 @@ KINDS = ("swiglu", "gelu", "gelu_tanh")
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """SwiGLU in plain torch, rounded once."""
+    """Computes SwiGLU in plain torch, rounded once."""
     gate, up = gate_up.to(statistics_dtype(gate_up.dtype)).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def gelu_reference(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU in plain torch, rounded once."""
+    """Computes GELU in plain torch, rounded once."""
     return F.gelu(x.to(statistics_dtype(x.dtype)), approximate=approximate).to(x.dtype)
 
 
 def activation_reference(x: Tensor, weights: Tensor | None, kind: str) -> Tensor:
-    """`activate`, or with weights `weighted_activation`, in plain torch, rounded once."""
+    """Computes `activate`, or with weights `weighted_activation`, in plain torch, rounded once."""
     wide = x.to(statistics_dtype(x.dtype))
     y = swiglu_reference(wide) if kind == "swiglu" else gelu_reference(wide, "tanh" if kind == "gelu_tanh" else "none")
     return (y if weights is None else y * weights[:, None].to(y.dtype)).to(x.dtype)
@@ -41,14 +41,14 @@ def activation_reference(x: Tensor, weights: Tensor | None, kind: str) -> Tensor
 
 @jit
 def swiglu_slopes(gate, up):
-    """silu(gate) · up, and its derivatives with respect to both."""
+    """Computes silu(gate) · up, and its derivatives with respect to both."""
     s = tl.sigmoid(gate)
     return gate * s * up, up * s * (1.0 + gate * (1.0 - s)), gate * s
 
 
 @jit
 def gelu_terms(z, TANH: tl.constexpr):
-    """The share of z that passes, and its derivative with respect to z."""
+    """Returns the share of z that passes, and its derivative with respect to z."""
     if TANH:
         u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
         t = 2.0 * tl.sigmoid(2.0 * u) - 1.0
@@ -112,7 +112,7 @@ def _weighted_backward_kernel(
     dy_ptr, x_ptr, weights_ptr, dx_ptr, dw_ptr, width, dy_stride, stride,
     GATED: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row, block after block, for the gradient of its weight."""
+    """Processes one row, block after block, for the gradient of its weight."""
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights_ptr + row).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -164,7 +164,7 @@ def _apply(x: Tensor, weights: Tensor | None, kind: str, overwrite: bool) -> Ten
 
 
 def swiglu(gate_up: Tensor, overwrite: bool = False) -> Tensor:
-    """`silu(gate) * up` where gate is the first half of the last dim and up the second.
+    """Computes `silu(gate) * up` where gate is the first half of the last dim and up the second.
 
     Args:
         gate_up: `[..., 2f]`, any floating dtype.
@@ -181,7 +181,7 @@ def swiglu(gate_up: Tensor, overwrite: bool = False) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: str = "none", overwrite: bool = False) -> Tensor:
-    """The Gaussian error linear unit.
+    """Computes GELU, the Gaussian error linear unit.
 
     Args:
         x: any shape, any floating dtype.
@@ -200,7 +200,7 @@ def gelu(x: Tensor, approximate: str = "none", overwrite: bool = False) -> Tenso
 
 
 def activate(x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-    """The activation between the two matrices of a feed-forward layer.
+    """Applies the activation between the two matrices of a feed-forward layer.
 
     Args:
         x: `[..., 2f]` for swiglu, else `[..., f]`.
@@ -217,7 +217,7 @@ def activate(x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
 
 
 def weighted_activation(x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-    """`activate` of rows, each times a weight of its own, differentiable in both.
+    """Computes `activate` of rows, each times a weight of its own, differentiable in both.
 
     Args:
         x: `[r, 2f]` for swiglu, else `[r, f]`; any floating dtype.
@@ -239,7 +239,7 @@ def weighted_activation(x: Tensor, weights: Tensor, kind: str, overwrite: bool =
 def activation_backward(
     dy: Tensor, x: Tensor, weights: Tensor | None, kind: str, overwrite: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of `activate`, or with weights of `weighted_activation`.
+    """Computes the gradients of `activate`, or with weights of `weighted_activation`.
 
     Args:
         dy: `[..., f]`.

@@ -37,12 +37,12 @@ _NUM_PROCESSORS_PLANNED = 132  # of an H100; it sizes partial sums of a few mega
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are kept in: float64 stays exact, everything narrower is summed in float32."""
+    """Returns the dtype sums are kept in: float64 stays exact, everything narrower is summed in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether an operation on this tensor runs its Triton kernel: on a GPU, or on the CPU under the interpreter.
+    """Says whether an operation on this tensor runs its Triton kernel: on a GPU, or on the CPU under the interpreter.
 
     float64 has no fast path anywhere and always takes the plain one, and so do empty tensors. Tensors on the meta
     device go the way of the GPU that is planned for.
@@ -67,7 +67,7 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that is refused where a graph of it is wanted (`create_graph=True`).
+    """Refuses a backward of which a graph is wanted (`create_graph=True`).
 
     What kernels compute is not recorded, nor is what was kept from the forward, such as the log-sum-exp: a second
     derivative would lack terms, and nothing would tell.
@@ -86,7 +86,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gradients_of(reference: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of a plain operation's inputs, by running it again."""
+    """Returns the gradients of a plain operation's inputs, by running it again."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         y = reference(*leaves)
@@ -94,7 +94,7 @@ def gradients_of(reference: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) 
 
 
 def num_processors(device: torch.device) -> int:
-    """How many streaming multiprocessors the device has; a few without a GPU, so that loops over work are tested."""
+    """Returns the number of streaming multiprocessors; a few without a GPU, so that loops over work are tested."""
     if device.type == "meta" and PLANNED.get() is not None:
         return _NUM_PROCESSORS_PLANNED
     if device.type != "cuda":
@@ -108,6 +108,6 @@ def _multi_processor_count(device: torch.device) -> int:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """`[..., n]` as `[rows, n]` with neighbours in memory along the row; a copy only where the layout demands it."""
+    """Views `[..., n]` as `[rows, n]` with contiguous rows; copies only if the layout demands it."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

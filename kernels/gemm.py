@@ -1,4 +1,4 @@
-"""One matrix product per expert over rows sorted by expert, without asking the host how many rows each has.
+"""Grouped GEMMs: one per expert over rows sorted by expert, without asking the host how many rows each has.
 
     forward          y[r] = W[e] x[r]          for the rows r of expert e
     input gradient   dx[r] = W[e]ᵀ dy[r]
@@ -6,7 +6,7 @@
 The grid is the largest that any distribution can need: ceil(rows / tile) + experts tiles of rows. A program finds its
 expert by counting how many experts end before it; rows past the last expert's get zeros from programs of their own, and
 programs beyond those leave. Rows of a tile that belong to the next expert are computed and not stored. Empty experts
-have no tile in the first two products and a gradient of zero in the third.
+have no tile in the first two GEMMs and a gradient of zero in the third.
 (MegaBlocks, arXiv:2211.15841, sec. 5, solves the same with block-sparse matrices.)
 
 The weight gradient of a linear layer, added straight into its main gradient.
@@ -25,19 +25,19 @@ from kernels.tuning import by_pointers, matrix, readable, settles, swizzled, tak
 
 
 def ends_of(offsets: Tensor, rows: int) -> list[int]:
-    """The offsets on the host; even ones where they have no values (meta)."""
+    """Returns the offsets on the host; even ones where they have no values (meta)."""
     return [rows * e // (len(offsets) - 1) for e in range(len(offsets))] if offsets.is_meta else offsets.tolist()
 
 
 def grouped_matmul_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """`x[rows of e] W[e]ᵀ` in plain torch, one product an expert; asks the host for the offsets."""
+    """Computes `x[rows of e] W[e]ᵀ` in plain torch, one GEMM an expert; asks the host for the offsets."""
     ends = ends_of(offsets, x.shape[0])
     parts = [x[lo:hi] @ w.t() for lo, hi, w in zip(ends, ends[1:], weight)]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[1])])
 
 
 def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
-    """`main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
+    """Computes `main_grad[e] += dyᵀ x` over the rows of e, in plain torch."""
     ends = ends_of(offsets, x.shape[0])
     for grad, lo, hi in zip(main_grad, ends, ends[1:]):
         grad.addmm_(dy[lo:hi].to(grad.dtype).t(), x[lo:hi].to(grad.dtype))
@@ -45,7 +45,7 @@ def grouped_weight_grad_reference(dy: Tensor, x: Tensor, offsets: Tensor, main_g
 
 @jit
 def expert_of(tile, offsets_ptr, num_experts, rows, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """A tile's expert, first row, and where the expert ends.
+    """Returns a tile's expert, first row, and where the expert ends.
 
     Where there are more lanes than experts, the rows past the last offset are expert num_experts; beyond them there is
     no tile: expert num_experts or more, and the end is 0.
@@ -65,7 +65,7 @@ def expert_of(tile, offsets_ptr, num_experts, rows, BLOCK_M: tl.constexpr, EXPER
 
 @jit
 def _store_rows(y_ptr, tile, row, last, column, n):
-    """The rows before `last` of a tile of y."""
+    """Stores the rows before `last` of a tile of y."""
     at = row.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(y_ptr + at, tile.to(y_ptr.dtype.element_ty), (row < last)[:, None] & (column < n)[None, :])
 
@@ -171,7 +171,7 @@ def _weight_grad_kernel(
 
 
 def launch_rows(x, weight, offsets, n: int, k: int, transposed: bool, scales: tuple | None, out_dtype) -> Tensor:
-    """y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when transposed."""
+    """Computes y `[rows, n]` from x `[rows, k]` and weight `[E, n, k]`, or `[E, k, n]` when transposed."""
     rows, experts = x.shape[0], weight.shape[0]
     config = tuning.select("grouped_matmul_fp8" if scales else "grouped_matmul", x.device)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
@@ -200,7 +200,7 @@ def _rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """`dx[r] = W[e]ᵀ dy[r]`.
+    """Computes `dx[r] = W[e]ᵀ dy[r]`.
 
     Args:
         dy: `[rows, n]` sorted by expert.
@@ -216,7 +216,7 @@ def grouped_input_grad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_weight_grad(dy: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor) -> None:
-    """`main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
+    """Computes `main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
 
     Args:
         dy: `[rows, n]` sorted by expert.
@@ -255,7 +255,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """`y[r] = W[e] x[r]` for rows sorted by expert, differentiable.
+    """Computes `y[r] = W[e] x[r]` for rows sorted by expert, differentiable.
 
     Args:
         x: `[rows, k]` sorted by expert.
@@ -271,12 +271,12 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def accumulate_weight_grad_reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """`main_grad += dyᵀ x` in plain torch; inputs of the main gradient's dtype are multiplied without a copy."""
+    """Computes `main_grad += dyᵀ x` in plain torch; inputs in the main gradient's dtype are not copied."""
     main_grad.addmm_(dy.to(main_grad.dtype).t(), x.to(main_grad.dtype))
 
 
 def accumulate_weight_grad_triton(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """`main_grad += dyᵀ x` as the weight gradient of a single expert that owns every row."""
+    """Computes `main_grad += dyᵀ x` as the weight gradient of a single expert that owns every row."""
     offsets = torch.tensor([0, dy.shape[0]], dtype=torch.int32).to(dy.device, non_blocking=True)
     grouped_weight_grad(dy, x, offsets, main_grad[None])
 
@@ -298,7 +298,7 @@ def accumulate_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
         shapes = f"dy {tuple(dy.shape)} transposed times x {tuple(x.shape)}"
         raise ValueError(f"main_grad {tuple(main_grad.shape)} is not {shapes}")
     if dy.is_meta and dispatch.PLANNED.get() is not None:
-        return  # one product in place, which allocates nothing
+        return  # one GEMM in place, which allocates nothing
     if dy.dtype == main_grad.dtype or not dispatch.runs_triton(dy):
         accumulate_weight_grad_reference(main_grad, dy, x)
     elif dy.is_cuda and main_grad.is_contiguous():

@@ -53,7 +53,7 @@ def places(experts: Tensor, num_experts: int) -> Places:
 
 @jit
 def _gather_kernel(x_ptr, token_ptr, scale_ptr, out_ptr, width, x_stride, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """out[r] = scale[r] · x[token[r]]."""
+    """Computes out[r] = scale[r] · x[token[r]]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ptr + row)
@@ -68,7 +68,7 @@ def _combine_kernel(
     rows_ptr, place_ptr, probs_ptr, out_ptr, num_rows, width, rows_stride,
     HAS_PROBS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over j of p[t, j] · rows[place[t, j]], summed in float32 in the order of the choices.
+    """Computes out[t] = sum over j of p[t, j] · rows[place[t, j]], in float32 in the order of the choices.
 
     Rows that do not exist are zeros.
     """
@@ -87,7 +87,7 @@ def _combine_kernel(
 
 @jit
 def _row_dots_kernel(dy_ptr, rows_ptr, token_ptr, out_ptr, width, dy_stride, rows_stride, BLOCK: tl.constexpr):
-    """out[r] = dy[token[r]] · rows[r]: the gradient of each row's probability."""
+    """Computes out[r] = dy[token[r]] · rows[r]: the gradient of each row's probability."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ptr + row)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -100,7 +100,7 @@ def _row_dots_kernel(dy_ptr, rows_ptr, token_ptr, out_ptr, width, dy_stride, row
 
 @jit
 def _topk_kernel(scores_ptr, values_ptr, indices_ptr, num_experts, stride, K: tl.constexpr, EXPERTS: tl.constexpr):
-    """The K largest of a row, largest first; of equals the one with the lower index. NaN counts as infinity."""
+    """Finds the K largest of a row, largest first; of equals the one with the lower index. NaN counts as infinity."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, EXPERTS)
     scores = tl.load(scores_ptr + row * stride + lane, lane < num_experts, other=float("-inf")).to(tl.float32)
@@ -118,7 +118,7 @@ def _topk_kernel(scores_ptr, values_ptr, indices_ptr, num_experts, stride, K: tl
 
 
 def _gather(x: Tensor, token: Tensor, scale: Tensor | None) -> Tensor:
-    """The rows of some tokens, each times its scale (one for each row)."""
+    """Returns the rows of some tokens, each times its scale (one for each row)."""
     if not dispatch.runs_triton(x) or token.numel() == 0:
         rows = x[token]
         return rows if scale is None else (rows.to(scale.dtype) * scale[:, None]).to(x.dtype)
@@ -132,7 +132,7 @@ def _gather(x: Tensor, token: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _combine(rows: Tensor, where: Places, probs: Tensor | None) -> Tensor:
-    """Tokens from rows, weighted by `probs` `[n, k]` or plainly summed; rows that are missing count as zeros."""
+    """Combines rows into tokens, weighted by `probs` `[n, k]` or plainly summed; missing rows count as zeros."""
     n, k = where.place.shape
     if not dispatch.runs_triton(rows):
         if rows.shape[0] < n * k:
@@ -150,7 +150,7 @@ def _combine(rows: Tensor, where: Places, probs: Tensor | None) -> Tensor:
 
 
 def _row_dots(dy: Tensor, rows: Tensor, token: Tensor) -> Tensor:
-    """Dot products of each row with its token's gradient."""
+    """Computes the dot product of each row with its token's gradient."""
     if not dispatch.runs_triton(rows):
         wide = statistics_dtype(rows.dtype)
         return (dy[token].to(wide) * rows.to(wide)).sum(-1)
@@ -193,7 +193,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _by_row(values: Tensor, where: Places) -> Tensor:
-    """`[n, k]` in the order of the choices -> `[n·k]` in that of the rows."""
+    """Computes `[n, k]` in the order of the choices -> `[n·k]` in that of the rows."""
     by_row = torch.empty_like(values.flatten())
     by_row[where.place.flatten()] = values.flatten()
     return by_row
@@ -279,7 +279,7 @@ class _TopK(torch.autograd.Function):
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest scores of each token and their experts, differentiable in the scores.
+    """Returns the k largest scores of each token and their experts, differentiable in the scores.
 
     Args:
         scores: `[n, E]`, any floating dtype.

@@ -63,7 +63,7 @@ class TensorTable:
         self.sizes = torch.tensor(self.counts, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def chunks(self, block: int) -> Tensor:
-        """`[chunks, 2]` int32: which tensor, and which block of it, each program works on."""
+        """Computes `[chunks, 2]` int32: which tensor, and which block of it, each program works on."""
         if block not in self._chunks:
             pairs = [(i, c) for i, count in enumerate(self.counts) for c in range(-(-count // block))]
             chunks = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
@@ -87,7 +87,7 @@ def _block(chunks_ptr, sizes_ptr, BLOCK: tl.constexpr):
 
 @jit
 def _tensor(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer read from memory: nothing tells the compiler that 16 bytes may be loaded at once, unless we do."""
+    """Reads a pointer from memory, and tells the compiler that 16 bytes may be loaded at once."""
     pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -96,7 +96,7 @@ def _tensor(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 def _read(pointer, live, FULL: tl.constexpr):
-    """A block as float32; a mask, whose edge may lie anywhere, would break up the wide loads of a full one."""
+    """Reads a block as float32; a mask, whose edge may lie anywhere, would break up the wide loads of a full one."""
     if FULL:
         x = tl.load(pointer)
     else:
@@ -127,7 +127,7 @@ def _squares_kernel(
 
 @jit
 def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, live, rates, HAS_COPY: tl.constexpr, FULL: tl.constexpr):
-    """AdamW of one block; rates: gradient factor, decay, step, betas, 1 - betas, root of 1 - b2^t, eps."""
+    """Updates one block by AdamW; rates: gradient factor, decay, step, betas, 1 - betas, root of 1 - b2^t, eps."""
     factor, kept, step, beta1, beta2, share1, share2, root_correction2, eps = rates
     g = _read(g_ptr, live, FULL) * factor
     m = beta1 * _read(m_ptr, live, FULL) + share1 * g
@@ -177,7 +177,7 @@ def _adamw_kernel(
 
 
 def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
-    """The sum of squares of all elements of a column.
+    """Returns the sum of squares of all elements of a column.
 
     Args:
         table: the tensors.
@@ -202,7 +202,7 @@ def squared_norm(table: TensorTable, column: str = "grad") -> Tensor:
 
 
 def adamw_reference(table: TensorTable, settings: AdamWSettings, factor: Tensor, weight_decay: Tensor) -> None:
-    """`adamw_step` in plain torch, tensor by tensor."""
+    """Computes `adamw_step` in plain torch, tensor by tensor."""
     columns = table.columns
     correction1, correction2 = settings.corrections
     for i, (p, grad) in enumerate(zip(columns["master"], columns["grad"])):
@@ -217,7 +217,7 @@ def adamw_reference(table: TensorTable, settings: AdamWSettings, factor: Tensor,
 
 
 def adamw_step(table: TensorTable, settings: AdamWSettings, factor: Tensor, weight_decay: Tensor) -> None:
-    """One AdamW step of every tensor of the table, in place, in one launch.
+    """Makes an AdamW step of every tensor of the table, in place, in one launch.
 
     Args:
         table: columns in this order: master, grad, exp_avg, exp_avg_sq, and perhaps copy; all float32 (or all float64)

@@ -25,14 +25,14 @@ from kernels.dispatch import cdiv, first_order, jit, next_power_of_2, rows_of, s
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in plain torch; the product with the weight is rounded once, to the dtype of `x`."""
+    """Computes RMSNorm in plain torch; the result is rounded once, to the dtype of `x`."""
     wide = x.to(statistics_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.to(wide.dtype)).to(x.dtype)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm in plain torch; the result is rounded once, to the dtype of `x`."""
+    """Computes LayerNorm in plain torch; the result is rounded once, to the dtype of `x`."""
     wide = x.to(statistics_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
@@ -42,13 +42,13 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: fl
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool) -> Tensor:
-    """`layer_norm_reference` if `centred`, else `rms_norm_reference`."""
+    """Computes `layer_norm_reference` if `centred`, else `rms_norm_reference`."""
     return layer_norm_reference(x, weight, bias, eps) if centred else rms_norm_reference(x, weight, eps)
 
 
 @jit
 def stored_sum(x, added, total_at, live):
-    """x + added, stored and rounded: the backward reads it back and must see the numbers of the statistics."""
+    """Stores x + added and returns it as rounded: the backward reads it back, and the statistics are of it."""
     total = (x + added.to(tl.float32)).to(total_at.dtype.element_ty)
     tl.store(total_at, total, live)
     return total.to(tl.float32)
@@ -56,7 +56,7 @@ def stored_sum(x, added, total_at, live):
 
 @jit
 def normalised(x, live, width, eps, statistics, row_is_live, CENTRED: tl.constexpr):
-    """Whole rows x of float32 without their mean and scale, which are stored at `statistics`."""
+    """Centres and scales whole rows of float32; their mean and 1 / scale are stored at `statistics`."""
     if CENTRED:
         mean = tl.sum(x, 1) / width
         x = tl.where(live, x - mean[:, None], 0.0)
@@ -68,7 +68,7 @@ def normalised(x, live, width, eps, statistics, row_is_live, CENTRED: tl.constex
 
 @jit
 def scaled(x, weight_ptr, bias_ptr, column, column_is_live, HAS_BIAS: tl.constexpr):
-    """Rows x times the weight, plus the bias."""
+    """Multiplies rows by the weight and adds the bias."""
     y = x * tl.load(weight_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + column, column_is_live, other=0.0).to(tl.float32)[None, :]
@@ -143,7 +143,7 @@ def _wide_forward_kernel(
     residual_stride, eps,
     CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program.
+    """Processes one row a program.
 
     LayerNorm keeps, for each lane, the mean of what it has seen and the squares about it, and joins the lanes at the
     end: one walk finds both, without the cancellation of mean(x²) - mean(x)² (Chan, Golub & LeVeque 1983, sec. 2).
@@ -195,7 +195,7 @@ def _wide_backward_kernel(
     CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program walks many rows, some at a time, and keeps its share of dw and db in memory."""
+    """Walks many rows, some at a time, and keeps the program's share of dw and db in memory."""
     mine = tl.program_id(0).to(tl.int64) * width
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = (tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -236,7 +236,7 @@ def _wide_backward_kernel(
 
 
 def _tile(operation: str, x: Tensor) -> dict:
-    """ROWS, WIDTH and warps for rows of this width, narrow ones (heads) sharing a program; CHUNK for wide rows."""
+    """Selects ROWS, WIDTH and warps for rows of this width, narrow ones share a program; CHUNK for wide rows."""
     config = tuning.select(operation, x.device, width=x.shape[-1])
     if "CHUNK" in config:
         return config
@@ -248,7 +248,7 @@ def _tile(operation: str, x: Tensor) -> dict:
 def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The norm of x + residual, that sum as rows, and mean (without `centred`, nothing) and 1 / scale of each row."""
+    """Returns the norm of x + residual, that sum as rows, and mean (only if `centred`) and 1 / scale of each row."""
     shape, x = x.shape, rows_of(x)
     num_rows, width = x.shape
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -293,7 +293,7 @@ def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, statistics: Sequence[Tensor],
     dtotal: Tensor | None = None, *, centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of `rms_norm`, or with `centred` of `layer_norm`.
+    """Computes the gradients of `rms_norm`, or with `centred` of `layer_norm`.
 
     Args:
         dy, x: `[..., h]`.
@@ -347,7 +347,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The RMSNorm of `x + residual`, and that sum, in one pass over memory each way.
+    """Returns the RMSNorm of `x + residual`, and that sum, in one pass over memory each way.
 
     Args:
         x: `[..., h]`, any floating dtype.
@@ -380,7 +380,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The LayerNorm of `x + residual`, and that sum: as `add_rms_norm`."""
+    """Returns the LayerNorm of `x + residual`, and that sum: as `add_rms_norm`."""
     return _add_norm(x, residual, weight, bias, eps, centred=True)
 
 

@@ -24,13 +24,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     else:
         x1, x2 = rotary.chunk(2, dim=-1)
         rotated = torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
-    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def apply_rope_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotary embedding in plain torch, rounded once."""
+    """Applies rotary embeddings in plain torch, rounded once."""
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
@@ -72,7 +73,7 @@ def _rotate_heads(
 
 @jit
 def _angles(cos_ptr, sin_ptr, half, BACKWARD: tl.constexpr, HALF: tl.constexpr):
-    """`[1, HALF]` cosines and sines of one token, of the inverse rotation for the gradient."""
+    """Computes `[1, HALF]` cosines and sines of one token, of the inverse rotation for the gradient."""
     j = tl.arange(0, HALF)[None, :]
     cos = tl.load(cos_ptr + j, j < half, other=0.0)
     sin = tl.load(sin_ptr + j, j < half, other=0.0)
@@ -167,9 +168,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _launch_pair(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool
-) -> tuple[Tensor, Tensor]:
+def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
     outputs = _like(q), _like(k)
     _launch((q, k), outputs, cos, sin, backward, interleaved)
     return outputs
@@ -180,13 +179,13 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _launch_pair(q, k, cos, sin, False, interleaved)
+        return _apply(q, k, cos, sin, False, interleaved)
 
     @staticmethod
     @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        return (*_launch_pair(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
+        return (*_apply(dq, dk, cos, sin, True, ctx.interleaved), None, None, None)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -328,20 +327,21 @@ def _join_kernel(
 
 
 def _rotate_in_place(qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    a, g = heads
-    q, k = qkv[:, :, :a], qkv[:, :, a : a + g]
     if dispatch.runs_triton(qkv) and qkv.stride(-1) == 1:
-        _launch((q, k), (q, k), cos, sin, False, interleaved)
-        return
-    for part in (q, k):
-        part.copy_(_rotate(part, cos, sin, interleaved))
+        q_and_k = qkv[:, :, : heads[0]], qkv[:, :, heads[0] : sum(heads)]
+        _launch(q_and_k, q_and_k, cos, sin, False, interleaved)
+    else:
+        both = qkv[:, :, : sum(heads)]
+        both.copy_(_rotate(both, cos, sin, interleaved))
 
 
 def _join_rotated_back(gradients: tuple[Tensor, ...], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """dq and dk rotated back, and dv, side by side."""
+    """Joins dq and dk, rotated back, and dv."""
     if not all(map(dispatch.runs_triton, gradients)):
-        dq, dk, dv = gradients
-        return torch.cat((_rotate(dq, cos, -sin, interleaved), _rotate(dk, cos, -sin, interleaved), dv), 2)
+        joined = torch.cat(gradients, 2)
+        both = joined[:, :, : -gradients[2].shape[2]]
+        both.copy_(_rotate(both, cos, -sin, interleaved))
+        return joined
     gradients = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in gradients)
     cos, sin, steps = _tables(cos, sin)
     s, b, q_heads, dim = gradients[0].shape
@@ -375,7 +375,7 @@ class _RopeOfProjection(torch.autograd.Function):
 def apply_rope_to_projection(
     qkv: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns the heads of q and k where a projection has put them, and splits it; the backward is one pass too.
+    """Rotates the heads of q and k in their projection, and splits it; the backward is one pass too.
 
     `apply_rope` instead writes rotated copies, and a v that is kept for the backward keeps all of qkv beside them.
     The old qkv is gone: autograd refuses a backward that needs it.

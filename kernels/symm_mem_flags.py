@@ -6,8 +6,8 @@ has to be reset. Release and acquire order the data before the flag for every GP
 scope .sys), and for every process that maps the memory on the CPU.
 On a GPU waiting and raising are work of the current stream; on the CPU they are done before the function returns.
 
-Nobody waits for ever. A kernel that has polled a flag as often as its patience allows writes down whose it was and goes
-on over whatever lies there, and so at once do all kernels behind it; the host finds the note and raises.
+No wait is endless. A kernel that has polled a flag as often as its patience allows notes whose it was and continues
+with whatever is there, as do all kernels behind it at once; the host finds the note and raises.
 """
 
 import threading
@@ -58,7 +58,7 @@ class Patience:
         return self.polls, self.note
 
     def given_up(self) -> str | None:
-        """The complaint of a kernel that has given up; None = none has so far. Waits for nothing."""
+        """Returns the complaint of a kernel that has given up; None = none has so far. Waits for nothing."""
         noted = 0 if self.note.is_meta else int(self.note)
         return self.complaint(noted % 2**32 - 1, noted >> 32) if noted else None
 
@@ -174,7 +174,7 @@ def raise_flags(flags: Sequence[Tensor], addresses: Tensor, epoch: int) -> None:
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> Tensor:
-    """`[n]` int64 on their device."""
+    """Returns `[n]` int64 on their device."""
     device = tensors[0].device
     if device.type == "meta":
         return torch.empty(len(tensors), dtype=torch.int64, device=device)

@@ -7,16 +7,14 @@ A file maps an operation to a list of entries, the first that fits wins:
 `up_to` gives upper bounds of shape keys; an entry without it fits everything.
 An architecture without a file takes the newest older one of its vendor.
 
-How products reach tiles of a matrix: by a descriptor for the copy engine, or, before Hopper, by aligned pointers.
+GEMMs reach tiles of a matrix by a descriptor for the copy engine, or, before Hopper, by aligned pointers.
 
 Without a copy engine Triton takes a descriptor apart and knows nothing of its shape and stride: every element would be
 loaded by itself, and nothing ahead of time. Made in the kernel, from arguments that are known to be multiples of 16,
 the same descriptor becomes wide asynchronous loads.
 
-What operations would allocate on a GPU that is not there.
-
-On the meta device tensors have shapes and no memory. Within `planned`, operations on them go the way that they would go
-on a GPU: each allocates its outputs, keeps what it keeps for the backward, and launches nothing.
+Within `planned`, operations on tensors of the meta device take the paths of a GPU: each allocates its outputs, keeps
+what it keeps for the backward, and launches nothing.
 """
 
 import contextlib
@@ -36,13 +34,13 @@ DIRECTORY = Path(__file__).parent / "configs"
 
 @functools.cache
 def table(architecture: str) -> dict[str, list[dict]]:
-    """All entries of an architecture, by operation."""
+    """Returns all entries of an architecture, by operation."""
     return json.loads((DIRECTORY / f"{architecture}.json").read_text())
 
 
 @functools.cache
 def nearest(architecture: str) -> str:
-    """The architecture whose file serves this one.
+    """Returns the architecture whose file serves this one.
 
     Raises:
         ValueError: no file of the vendor is old enough.
@@ -62,7 +60,7 @@ def nearest(architecture: str) -> str:
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The name of the table that serves a device."""
+    """Returns the name of the table that serves a device."""
     if device.type != "cuda":
         return "interpreter"
     if torch.version.hip:
@@ -72,7 +70,7 @@ def architecture(device: torch.device) -> str:
 
 
 def select(operation: str, device: torch.device, **key: int) -> dict:
-    """The launch configuration of an operation on a device for these shape keys.
+    """Returns the launch configuration of an operation on a device for these shape keys.
 
     Args:
         operation: a name in the tables.
@@ -93,23 +91,23 @@ _WITHOUT_COPY_ENGINE = ("sm_80", "gfx942")
 
 
 def by_pointers(device: torch.device) -> bool:
-    """Whether the device has no copy engine."""
+    """Says whether the device has no copy engine."""
     return architecture(device) in _WITHOUT_COPY_ENGINE
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the copy engine can read matrix x: neighbours in memory, rows 16 bytes apart."""
+    """Says whether the copy engine can read matrix x: neighbours in memory, rows 16 bytes apart."""
     return x.stride(-1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def tiles_of(x: Tensor, tile: list[int]) -> TensorDescriptor | tuple[Tensor, int]:
-    """What a kernel gives to `matrix`: x `[rows, columns]`, which is `readable`."""
+    """Returns what a kernel gives to `matrix`: x `[rows, columns]`, which is `readable`."""
     return (x, x.stride(0)) if by_pointers(x.device) else TensorDescriptor.from_tensor(x, tile)
 
 
 @jit
 def matrix(tiles, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POINTERS: tl.constexpr):
-    """The matrix behind `tiles_of`, of which `load` takes a tile; zeros beyond its rows and columns."""
+    """Returns the matrix behind `tiles_of`, of which `load` takes a tile; zeros beyond its rows and columns."""
     if POINTERS:
         tiles = tl.make_tensor_descriptor(tiles[0], [rows, columns], [tiles[1].to(tl.int64), 1], [ROWS, COLUMNS])
     return tiles
@@ -117,7 +115,7 @@ def matrix(tiles, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POIN
 
 @contextlib.contextmanager
 def planned(architecture: str) -> Iterator[None]:
-    """Within, tensors on the meta device take the paths of a GPU that has Triton, which need not be installed here.
+    """Makes tensors on the meta device take the paths of a GPU with Triton, which need not be installed.
 
     Args:
         architecture: for example sm_90; the newest older one with a table of tiles stands for it.
@@ -145,7 +143,7 @@ def _no_launches() -> Iterator[None]:
 
 @jit
 def swizzled(program, tiles_m, tiles_n, BAND: tl.constexpr):
-    """Tile coordinates in bands of `BAND` rows of tiles, so that neighbouring programs share operands in cache."""
+    """Returns tile coordinates in bands of `BAND` rows of tiles, so that programs share operands in cache."""
     band = program // (BAND * tiles_n)
     height = tl.minimum(tiles_m - band * BAND, BAND)
     within = program % (BAND * tiles_n)
@@ -153,10 +151,10 @@ def swizzled(program, tiles_m, tiles_n, BAND: tl.constexpr):
 
 
 def settles(device: torch.device) -> bool:
-    """Whether products that are scaled one by one are taken out behind a barrier: on Blackwell.
+    """Says whether MMAs that are scaled one by one are read behind a barrier: on Blackwell.
 
-    There one thread starts a product, and its sums lie in memory of the whole program. Triton 3.6 and 3.7 let the next
-    product overwrite what other warps have not read (triton-lang/triton, pull request 10263, puts barriers there).
+    There one thread starts an MMA, and its sums lie in memory of the whole program. Triton 3.6 and 3.7 let the next
+    MMA overwrite what other warps have not read (triton-lang/triton, pull request 10263, puts barriers there).
     The price is that copies no longer run ahead.
     """
     return architecture(device) == "sm_100"
@@ -164,7 +162,7 @@ def settles(device: torch.device) -> bool:
 
 @jit
 def taken_out(part, SETTLE: tl.constexpr):
-    """A product that every warp has taken out before one of them starts the next (`settles`)."""
+    """Returns an MMA's sums, read by every warp before one of them starts the next (`settles`)."""
     if SETTLE:
         tl.debug_barrier()
     return part

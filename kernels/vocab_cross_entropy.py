@@ -19,7 +19,7 @@ IGNORE_INDEX = -100
 
 
 def _target_columns(labels: Tensor, vocab_start: int, num_valid_columns: int) -> tuple[Tensor, Tensor]:
-    """The label's column in this shard (0 where it lies elsewhere), and whether it lies here."""
+    """Returns the label's column in this shard (0 where it lies elsewhere), and whether it lies here."""
     column = labels - vocab_start
     here = (column >= 0) & (column < num_valid_columns)
     return column.where(here, 0), here
@@ -28,7 +28,7 @@ def _target_columns(labels: Tensor, vocab_start: int, num_valid_columns: int) ->
 def vocab_statistics_reference(
     logits: Tensor, labels: Tensor, vocab_start: int, num_valid_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One shard's statistics in plain torch, 4096 rows at a time so that no whole widened copy exists."""
+    """Computes one shard's statistics in plain torch, 4096 rows at a time so that no whole widened copy exists."""
     wide = statistics_dtype(logits.dtype)
     rows = logits.shape[0]
     row_max = torch.full((rows,), float("-inf"), dtype=wide, device=logits.device)
@@ -58,7 +58,7 @@ def vocab_cross_entropy_backward_reference(
     z_coef: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """One shard's gradient in plain torch, written over `logits`."""
+    """Computes one shard's gradient in plain torch, written over `logits`."""
     wide = row_max.dtype
     num_valid_columns = max(num_valid_columns, 0)
     column, here = _target_columns(labels, vocab_start, num_valid_columns)
@@ -76,7 +76,7 @@ def vocab_cross_entropy_backward_reference(
 
 @jit
 def _exp(x):
-    """e to the x, in two instructions for the five of `tl.exp`; results below the normal numbers become 0."""
+    """Computes e to the x, in two instructions for the five of `tl.exp`; results below the normal numbers become 0."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -101,7 +101,7 @@ def _statistics_kernel(
     num_valid_columns,
     BLOCK: tl.constexpr,
 ):
-    """One row. A lane is what a thread loads at once, 16 bytes, so that its maximum and sum cross no threads."""
+    """Processes one row. A lane is the 16 bytes that a thread loads at once: its maximum and sum cross no threads."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     TOGETHER: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
@@ -159,7 +159,7 @@ def _backward_kernel(
 def vocab_statistics(
     logits: Tensor, labels: Tensor, vocab_start: int, num_valid_columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row maximum, sum of exp(z - maximum) and target logit of one shard of the vocabulary.
+    """Computes row maximum, sum of exp(z - maximum) and target logit of one shard of the vocabulary.
 
     Args:
         logits: `[n, v/tp]`, any floating dtype.
@@ -193,7 +193,7 @@ def vocab_cross_entropy_backward(
     z_coef: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """The gradient of the token loss with respect to one shard's logits, written over them.
+    """Computes the gradient of the token loss with respect to one shard's logits, written over them.
 
     Args:
         logits: `[n, v/tp]`, overwritten.
@@ -228,7 +228,7 @@ def cross_entropy_reference(
     z_coef: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Token losses of a whole vocabulary in plain torch, differentiable by autograd."""
+    """Computes the token losses of a whole vocabulary in plain torch, differentiable by autograd."""
     z = logits[:, :num_valid_columns].to(statistics_dtype(logits.dtype))
     kept = labels != ignore_index
     lse = z.logsumexp(-1)
@@ -264,7 +264,7 @@ def cross_entropy(
     z_coef: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Each token's cross-entropy over a whole vocabulary, differentiable.
+    """Computes each token's cross-entropy over a whole vocabulary, differentiable.
 
     Args:
         logits: `[n, v]`, any floating dtype.

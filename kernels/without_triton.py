@@ -18,7 +18,7 @@ class KernelInterface:
         self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        """`kernel[grid]`, which `tuning.py` puts another in place of.
+        """Stands for `kernel[grid]`, which `tuning.py` replaces.
 
         Raises:
             RuntimeError: always.
@@ -27,7 +27,7 @@ class KernelInterface:
 
 
 def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`@jit` and `@jit(options)`."""
+    """Serves `@jit` and `@jit(options)`."""
     return KernelInterface if kernel is None else KernelInterface(kernel)
 
 

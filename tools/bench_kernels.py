@@ -60,7 +60,7 @@ SILENCE_S = 150.0  # of one provider: three compilations and all its calls
 
 
 def measure(benchmark: Benchmark, sets: int, repeats: int) -> Iterator[tuple[str, dict]]:
-    """Milliseconds, rate and peak memory of each provider, or the reason why it has none."""
+    """Measures milliseconds, rate and peak memory of each provider, or says why it has none."""
     try:
         made = [benchmark.calls() for _ in range(sets)]
     except Exception as error:
@@ -82,7 +82,7 @@ def measure(benchmark: Benchmark, sets: int, repeats: int) -> Iterator[tuple[str
 
 
 def because(error: Exception) -> dict[str, str]:
-    """The first line of an error in the place of figures."""
+    """Returns the first line of an error in the place of figures."""
     said = str(error).strip().partition("\n")[0]
     return {"unavailable": f"{type(error).__name__}: {said[:120]}"}
 
@@ -102,7 +102,7 @@ def work(sets: int, repeats: int, names: Sequence[str], tell: Callable[[tuple], 
 
 
 def table(name: str, rows: dict[str, dict], limits: dict[str, float]) -> str:
-    """One benchmark as lines of text: rate, share of the device's limit, memory, our speed over each provider's."""
+    """Formats one benchmark: rate, share of the device's limit, memory, our speed over each provider's."""
     lines = [name]
     ours = rows.get("ours", {}).get("ms")
     for provider, row in rows.items():

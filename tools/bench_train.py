@@ -102,7 +102,7 @@ class Figures:
 
 
 def configured(overrides: list[str]) -> Config:
-    """One rank's configuration. Raises ConfigError where it breaks a law; where tokens come from is not asked."""
+    """Makes one rank's configuration. Raises ConfigError where it breaks a law; where tokens come from is not asked."""
     config = load_config([*overrides, "precision.dtype=bf16", "optim.clip=1.0"])
     config = replace(config, train=replace(config.train, gbs=config.train.mbs))
     faults = [fault for fault in run_checks(config, 1) if not all(knob.startswith("data.") for knob in fault.knobs)]
@@ -112,7 +112,7 @@ def configured(overrides: list[str]) -> Config:
 
 
 def fitted(config: Config, have: int, target: Target) -> Config:
-    """The configuration with as many of its layers as a device of `have` bytes holds; at least one."""
+    """Returns the configuration with as many of its layers as a device of `have` bytes holds; at least one."""
     low, high = 1, config.model.num_layers
     while low < high:
         middle = (low + high + 1) // 2
@@ -126,7 +126,7 @@ def _with_layers(config: Config, count: int) -> Config:
 
 
 def tokens(config: Config) -> Iterator[torch.Tensor]:
-    """Int64 `[b, s+1]`, the same for every provider."""
+    """Draws int64 `[b, s+1]`, the same for every provider."""
     generator = torch.Generator().manual_seed(0)
     while True:
         yield torch.randint(
@@ -135,13 +135,13 @@ def tokens(config: Config) -> Iterator[torch.Tensor]:
 
 
 def ours(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:
-    """A function that trains one step and returns its loss."""
+    """Returns a function that trains one step and returns its loss."""
     run = build_run(config, Process(0, 1, 0, device), pipeline_layout(config, 1))
     return lambda rows: run.trainer.step([make_micro_batch(rows)], LEARNING_RATE).losses["loss"]
 
 
 def theirs(config: Config, device: torch.device) -> Callable[[torch.Tensor], float]:
-    """The same in transformers: fp32 weights under autocast, scaled dot-product attention, fused AdamW."""
+    """Returns the same in transformers: fp32 weights under autocast, scaled dot-product attention, fused AdamW."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = hf_config_from_model(config.model, "fp32")
@@ -171,7 +171,7 @@ PROVIDERS = {"ours": ours, "transformers + compile": theirs}
 def measure(
     step: Callable[[torch.Tensor], float], config: Config, device: torch.device, steps: int
 ) -> Iterator[Figures]:
-    """The figures after each timed step; as many before them as compilation and tuning need are not timed.
+    """Returns the figures after each timed step; as many before them as compilation and tuning need are not timed.
 
     Returning a loss waits for the device.
     """
@@ -191,7 +191,7 @@ def measure(
 
 
 def side(name: str, config: Config, device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
-    """What `measure` finds out about a provider, or the reason why it goes no further.
+    """Returns what `measure` finds out about a provider, or the reason why it goes no further.
 
     Raises:
         Exception: the provider has broken the device, which a new process finds sound.
@@ -268,7 +268,7 @@ def report(told: Iterator[tuple], found: dict[str, Any], file: Path | None) -> N
 
 
 def table(name: str, row: dict[str, Any]) -> str:
-    """One model as lines of text."""
+    """Formats one model as lines of text."""
     lines = [name]
     if "model" in row:
         lines = [f"{name}: {row['model']}, {row['layers']} layers, {row['parameters']:,} parameters, "

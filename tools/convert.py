@@ -15,8 +15,8 @@ to-hf writes weights, config.json, generation_config.json and a tokenizer with w
 the ids of training; texts are compared before anything is written. End tokens and chat templates are those of the
 folder that the tokenizer comes from.
 Families: Llama, Mistral, Phi-3 (read only), Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3.
-from-megatron reads the weights of a GPT model of Megatron-Core, torch_dist or mp_rank files; to-megatron writes a
-torch_dist release with its arguments, for Megatron-LM's --load and --use-checkpoint-args (docs/checkpoints.md).
+from-megatron reads a GPT model of Megatron-Core, torch_dist or mp_rank files, and Adam's moments where they lie by
+parameter; to-megatron writes its weights for --load and --use-checkpoint-args of Megatron-LM (docs/checkpoints.md).
 Exit code 2 for bad input.
 """
 

@@ -77,7 +77,7 @@ SPACE: dict[
         "ours, float8",
         {"BLOCK_N": (64, 128), "BLOCK_K": (64, 128), "BAND": (4, 8, 16), **WARPS_STAGES},
     ),
-    "fp8_quantize": ("float8 rows 16384x4096", "ours, both ways", {"num_warps": (4, 8, 16)}),
+    "fp8_quantize": ("float8 rows 16384x4096", "ours, blocks", {"num_warps": (4, 8, 16)}),
     "fp8_tensor": ("float8, one scale, 16384x4096", "ours, both ways", {"TILE": (64, 128), "num_warps": (4, 8, 16)}),
     "fp8_transpose": ("float8 transposed 16384x4096", "ours", {"num_warps": (4, 8, 16)}),
     "fp8_swiglu": ("SwiGLU to float8 8192x14336", "ours", {"ROWS": (4, 8, 16, 32), "num_warps": (2, 4, 8)}),

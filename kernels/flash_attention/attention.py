@@ -39,7 +39,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:
 
 
 def _open(rule: AttentionRule, s: int, t: int) -> AttentionRule:
-    """Without a window that closes nowhere: its sums with positions could overflow, and its mask costs time."""
+    """Drops a window that closes nowhere: its sums with positions could overflow, and its mask costs time."""
     hides_nothing = rule.window is not None and rule.window >= max(s, t)
     return replace(rule, window=None) if hides_nothing and rule.q_positions is rule.k_positions is None else rule
 
@@ -60,7 +60,7 @@ def _aligned(rule: AttentionRule, s: int, t: int) -> AttentionRule:
 
 
 def _runs_cpu_flash(q: Tensor) -> bool:
-    """On the CPU, and on the meta device where no GPU is planned for."""
+    """Says whether torch's CPU kernel runs: on the CPU, and on the meta device if no GPU is planned for."""
     return q.device.type == "cpu" or (q.is_meta and dispatch.PLANNED.get() is None)
 
 
@@ -103,14 +103,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink has probability exp(sink - lse) and value 0, so its gradient is -sum of probability · delta."""
+    """Computes -sum of probability · delta: a sink has probability exp(sink - lse) and value 0."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)  # [b, a, s]
     probability = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def documents_from_cu_seqlens(cu_seqlens: Tensor, length: int) -> Tensor:
-    """The `documents` of one packed row whose boundaries are given as cumulative lengths, without a host sync.
+    """Returns the `documents` of one packed row whose boundaries are given as cumulative lengths, without a host sync.
 
     Args:
         cu_seqlens: `[n + 1]` int32 or int64, not decreasing from 0; document i holds tokens cu_seqlens[i] to
@@ -144,7 +144,7 @@ def attention(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scaled dot-product attention with grouped heads, and its log-sum-exp.
+    """Computes scaled dot-product attention with grouped heads, and its log-sum-exp.
 
     Args:
         q: `[s, b, a, d]`.
@@ -189,7 +189,7 @@ def attention_backward(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of dq, and the dk and dv, that come from these keys, given the *global* out and lse.
+    """Computes the share of dq, and the dk and dv, that come from these keys, given the *global* out and lse.
 
     Args:
         dout: `[s, b, a, dv]`, gradient of the global out.

@@ -4,7 +4,7 @@ Dao, arXiv:2307.08691, algorithm 2, in two kernels. With P = exp(S - lse), dP = 
     one program per block of keys:     dv = Pᵀ dout,  dk = scale · (P ∘ (dP - delta))ᵀ q   over all queries of its group
     of heads one program per block of queries:  dq = scale · (P ∘ (dP - delta)) k
 The scores are computed twice; in return nothing is added up in an order that depends on timing.
-The keys' kernel works on transposed tiles, so that P and dS enter the second product from registers.
+The keys' kernel works on transposed tiles, so that P and dS enter the second GEMM from registers.
 """
 
 import torch
@@ -56,7 +56,7 @@ def _delta_kernel(
     ROWS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """For some queries of a head: lse in units of log2, and rowsum(dout ∘ out) from contiguous `[s, b, a, d]`.
+    """Makes for some queries of a head: lse in units of log2, and rowsum(dout ∘ out) from contiguous `[s, b, a, d]`.
 
     A query that saw nothing, or lies past the end, gets lse +inf: probability 0.
     """
@@ -77,7 +77,7 @@ def _delta_kernel(
 
 @jit
 def _uncapped(d_scores, scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """The gradient before the soft-cap: d tanh = 1 - tanh²."""
+    """Returns the gradient before the soft-cap: d tanh = 1 - tanh²."""
     if HAS_SOFTCAP:
         share = scores / (softcap * 1.4426950408889634)
         d_scores = d_scores * (1.0 - share * share)
@@ -324,7 +324,7 @@ def _query_kernel(
 
 
 def _row_statistics(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """lse in units of log2, and delta: `[2, b, a, s]`, with s rounded up, so that no block of queries ends past it."""
+    """Makes lse in units of log2, and delta: `[2, b, a, s]`, with s rounded up to whole blocks of queries."""
     s, b, a, dv = out.shape
     padded = cdiv(s, PADDING) * PADDING
     rows = torch.empty(2, b, a, padded, dtype=torch.float32, device=out.device)
@@ -335,7 +335,7 @@ def _row_statistics(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
 
 
 def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv as `flash_attention.attention_backward` describes them."""
+    """Computes dq, dk, dv as `flash_attention.attention_backward` describes them."""
     q, k, v = (aligned(x) for x in (q, k, v))
     dout, lse = aligned(dout.contiguous()), lse.contiguous()
     rows = _row_statistics(dout, out.contiguous(), lse)
@@ -366,6 +366,6 @@ def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tens
 
 
 def _mask_order(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(q positions, k positions, q documents, k documents) as the kernels index them: queries first."""
+    """Orders (q positions, k positions, q documents, k documents) as the kernels index them: queries first."""
     q_at, k_at, q_documents, k_documents = inputs
     return q_at, q_documents, k_at, k_documents

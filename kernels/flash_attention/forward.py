@@ -40,7 +40,7 @@ from kernels.flash_attention.tiles import (
 
 @jit
 def _following(place, span, MASKED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First key of the block that is attended to after the one at `place`: the edges' blocks, then those between."""
+    """Finds the first key of the block that is attended to after that at `place`: edges first, then those between."""
     following = place + BLOCK_N
     if MASKED:
         if SPLIT:
@@ -214,7 +214,7 @@ def _forward_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out `[s, b, a, dv]` and lse `[b, a, s]` float32, as `flash_attention.attention` describes them."""
+    """Computes out `[s, b, a, dv]` and lse `[b, a, s]` float32, as `flash_attention.attention` describes them."""
     q, k, v = (aligned(x) for x in (q, k, v))
     s, b, a, d = q.shape
     t, g, dv = k.shape[0], k.shape[2], v.shape[3]

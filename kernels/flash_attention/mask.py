@@ -20,7 +20,7 @@ def visible(
     HAS_WINDOW: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
 ):
-    """The mask of a tile; positions and documents broadcast against each other, in either orientation."""
+    """Returns the mask of a tile; positions and documents broadcast against each other, in either orientation."""
     if not CAUSAL:
         seen = (q_at == q_at) & (k_at == k_at)
     elif q_at.shape[0] == 1 and not HAS_DOCUMENTS:  # rows of keys: the difference takes fewer registers there
@@ -52,7 +52,7 @@ def up_to_last_key(q_at, num_keys, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexp
 
 @jit
 def among_keys(seen, key, num_keys, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_K_POSITIONS: tl.constexpr):
-    """The mask of a tile without columns past the last key, where `up_to_last_key` has not hidden them."""
+    """Returns the mask of a tile without columns past the last key, where `up_to_last_key` has not hidden them."""
     if HAS_WINDOW or HAS_K_POSITIONS or not CAUSAL:
         seen &= (key < num_keys)[None, :]
     return seen
@@ -80,7 +80,7 @@ def key_range(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What a block of queries meets: the keys [start, stop); all its queries see all of [left, right)."""
+    """Returns what a block of queries meets: the keys [start, stop); all its queries see all of [left, right)."""
     if HAS_SPANS:
         span = spans_ptr + batch * span_stride + block * 4
         start, left, right, stop = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
@@ -117,7 +117,7 @@ def query_range(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What a block of keys meets: the queries [start, stop); all of [left, right) see all its keys."""
+    """Returns what a block of keys meets: the queries [start, stop); all of [left, right) see all its keys."""
     if HAS_SPANS:
         span = spans_ptr + batch * span_stride + block * 4
         start, left, right, stop = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
@@ -143,14 +143,14 @@ def query_range(
 
 @jit
 def at_edges(place, span):
-    """Where the `place`-th token is, counted without those in [left, right), which is where blocks are seen whole."""
+    """Finds the `place`-th token, counted without those in [left, right), which is where blocks are seen whole."""
     _, left, right, _ = span
     return tl.where(place < left, place, place + right - left)
 
 
 @jit
 def loop_bounds(span, MASKED: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr):
-    """[begin, end) of a loop over a span: over its edges where MASKED (`at_edges`), else over what lies between them.
+    """Computes [begin, end) of a loop over a span: its edges if MASKED (`at_edges`), else what lies between them.
 
     Without SPLIT there is only one edge, and its places are the tokens themselves: LATE is that behind `right`.
     """
@@ -168,7 +168,7 @@ def loop_bounds(span, MASKED: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.conste
 
 @jit
 def _extremes(pointer, batch, index, count, BATCHED: tl.constexpr, GIVEN: tl.constexpr):
-    """Least and greatest of the tokens of each row of `index`; the last token stands for those past it."""
+    """Finds the least and greatest token of each row of `index`; the last token stands for those past it."""
     index = tl.minimum(index, count - 1)
     if GIVEN:
         at = pointer + index
@@ -196,7 +196,7 @@ def _spans_kernel(
     OTHER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """What one block of queries (or of keys) may meet: from the first to past the last block of the other side.
+    """Finds what a block of queries (or of keys) may meet: from the first to past the last block of the other side.
 
     Between them, from the first to past the last block that it sees entirely, if all blocks between are such.
     `own` and `other` are positions and documents of the block's side and of the other one.
@@ -243,7 +243,7 @@ def _spans_kernel(
 
 
 def needs_spans(rule: AttentionRule) -> bool:
-    """Whether the blocks to visit depend on data (documents, positions), not on indices alone."""
+    """Says whether the blocks to visit depend on data (documents, positions), not on indices alone."""
     return rule.documents is not None or rule.q_positions is not None or rule.k_positions is not None
 
 
@@ -264,7 +264,7 @@ def _spans(
 
 
 def key_spans(rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, block_m: int, block_n: int) -> Tensor:
-    """For each block of queries `[b|1, query blocks, 4]` int32: what `key_range` gives; zeros where it sees no key.
+    """Makes for each block of queries `[b|1, query blocks, 4]` int32 what `key_range` gives; zeros if it sees no key.
 
     Args:
         inputs: int32 positions of queries and keys, documents of queries and keys.
@@ -274,6 +274,6 @@ def key_spans(rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, b
 
 
 def query_spans(rule: AttentionRule, inputs: tuple[Tensor, ...], s: int, t: int, block_m: int, block_n: int) -> Tensor:
-    """For each block of keys `[b|1, key blocks, 4]` int32: what `query_range` gives, as `key_spans`."""
+    """Makes for each block of keys `[b|1, key blocks, 4]` int32 what `query_range` gives, as `key_spans`."""
     q_at, k_at, q_documents, k_documents = inputs
     return _spans(rule, (k_at, k_documents), (q_at, q_documents), (t, s), (block_n, block_m), False)

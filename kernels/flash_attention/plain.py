@@ -39,7 +39,7 @@ class AttentionRule:
         return self.window is None and self.softcap == 0.0 and self.documents is None and not positions
 
     def visible(self, queries: slice, num_keys: int, device: torch.device) -> Tensor | None:
-        """`[b|1, 1, 1, queries, t]` bool: which keys the queries of this slice see; None where all see all."""
+        """Computes `[b|1, 1, 1, queries, t]` bool: which keys the queries of this slice see; None where all see all."""
         if not self.causal and self.window is None and self.documents is None:
             return None
         seen = torch.ones(1, 1, 1, queries.stop - queries.start, num_keys, dtype=torch.bool, device=device)
@@ -59,7 +59,7 @@ class AttentionRule:
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None = None):
-    """The whole score matrix at once, differentiable by plain autograd: the truth the other paths are held to.
+    """Computes the whole score matrix at once, differentiable by plain autograd: the truth the other paths are held to.
 
     Args:
         q: `[s, b, a, d]`.
@@ -92,7 +92,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, si
 
 
 def _block_scores(q: Tensor, k: Tensor, rule: AttentionRule, queries: slice) -> tuple[Tensor, Tensor | None]:
-    """Masked scores `[b, g, r, block, t]` of some queries, and the capped scores over the cap where there is a cap."""
+    """Computes masked scores `[b, g, r, block, t]` of some queries, and the capped scores over the cap, if any."""
     scores = torch.einsum("sbgrd,tbgd->bgrst", q, k) * rule.scale
     capped = None
     if rule.softcap:
@@ -109,7 +109,7 @@ def _query_blocks(s: int):
 
 
 def chunked_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None):
-    """As `attention_reference`, holding the scores of `QUERY_BLOCK` queries at a time; not recorded by autograd."""
+    """Computes `attention_reference`, holding the scores of `QUERY_BLOCK` queries at a time; unrecorded by autograd."""
     wide = statistics_dtype(q.dtype)
     s, b, a, _ = q.shape
     g = k.shape[2]
@@ -128,7 +128,7 @@ def chunked_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks:
 
 
 def chunked_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule):
-    """dq, dk, dv of one block of keys from the out and lse of the whole sequence, `QUERY_BLOCK` queries at a time."""
+    """Computes dq, dk, dv of a block of keys from the global out and lse, `QUERY_BLOCK` queries at a time."""
     wide = statistics_dtype(q.dtype)
     a, g = q.shape[2], k.shape[2]
     heads = (g, a // g)
@@ -153,13 +153,13 @@ def chunked_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 
 def _heads_first(x: Tensor, dim: int) -> Tensor:
-    """`[s, b, a, d]` -> `[b, a, s, dim]`, padded with zeros: torch's CPU kernel wants one head dim for q, k and v."""
+    """Permutes `[s, b, a, d]` -> `[b, a, s, dim]`, padded with zeros: torch's CPU kernel takes one head dim."""
     x = x.permute(1, 2, 0, 3)
     return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
 
 
 def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule):
-    """torch's own CPU flash kernel: for a plain rule, in O(s) memory."""
+    """Runs torch's own CPU flash kernel: for a plain rule, in O(s) memory."""
     dim = max(q.shape[-1], v.shape[-1])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(_heads_first(x, dim) for x in (q, k, v)), 0.0, rule.causal, scale=rule.scale
@@ -168,7 +168,7 @@ def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule):
 
 
 def cpu_flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionRule):
-    """The backward of `cpu_flash_forward`, from a given out and lse."""
+    """Computes the backward of `cpu_flash_forward`, from a given out and lse."""
     dim = max(q.shape[-1], v.shape[-1])
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(_heads_first(x, dim) for x in (dout, q, k, v, out)), lse, 0.0, rule.causal, scale=rule.scale

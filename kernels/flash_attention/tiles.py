@@ -14,13 +14,13 @@ POINTERS, ROWS, HEADS = 0, 1, 2
 
 
 def takes(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
-    """Whether the kernels know this dtype, these head dims and this scale."""
+    """Says whether the kernels know this dtype, these head dims and this scale."""
     dims = (q.shape[-1], v.shape[-1])
     return q.dtype in DTYPES and all(16 <= d <= MAX_HEAD_DIM and d % 8 == 0 for d in dims) and rule.scale > 0
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy where the copy engine could not read it: it wants neighbours in memory and 16-byte strides.
+    """Returns x, or a copy if the copy engine cannot read it: it takes neighbours in memory and 16-byte strides.
 
     `contiguous` would not do: it gives back what begins anywhere, and any stride of a dim of size 1.
     """
@@ -30,9 +30,9 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def reach(tensors: list[Tensor], described: bool) -> int:
-    """How tiles of these tensors are loaded: by POINTERS, by descriptors of ROWS, or by descriptors of HEADS.
+    """Returns how tiles of these tensors are loaded: by POINTERS, by descriptors of ROWS, or by descriptors of HEADS.
 
-    A descriptor of rows sees `[s, everything else]`: the tile is two-dimensional and enters a product straight from
+    A descriptor of rows sees `[s, everything else]`: the tile is two-dimensional and enters an MMA straight from
     shared memory. It cannot cut at a head's edge, so head dims must be powers of two, and tokens must be the outermost
     dim.
     """
@@ -45,7 +45,7 @@ def reach(tensors: list[Tensor], described: bool) -> int:
 
 
 def sources(tensors: list[Tensor], blocks: list[int], mode: int) -> tuple[tuple, tuple]:
-    """What a kernel needs to load `[block, head dim]` tiles of `[s, b, heads, d]`: descriptors or pointers, layouts."""
+    """Makes the arguments with which a kernel loads `[block, head dim]` tiles: descriptors or pointers, layouts."""
     layouts = tuple((*x.stride()[:3], x.shape[0], x.shape[3]) for x in tensors)
     if mode == POINTERS:
         return tuple(tensors), layouts
@@ -62,7 +62,7 @@ def _descriptor(x: Tensor, block: int, mode: int) -> TensorDescriptor:
 
 @jit
 def tile(source, layout, first, batch, head, BLOCK: tl.constexpr, D: tl.constexpr, REACH: tl.constexpr):
-    """Tokens [first, first + BLOCK) of one batch entry and head, `[BLOCK, D]`, zeros past every edge."""
+    """Loads tokens [first, first + BLOCK) of one batch entry and head, `[BLOCK, D]`, zeros past every edge."""
     if REACH == 1:
         loaded = source.load([first, batch * layout[1] + head * layout[2]])
     elif REACH == 2:
@@ -88,19 +88,19 @@ def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 def kernel_scale(rule: AttentionRule) -> float:
-    """The factor that `capped` expects."""
+    """Returns the factor that `capped` expects."""
     return rule.scale if rule.softcap else rule.scale * LOG2_E
 
 
 def tuning_key(d: int, dv: int, rule: AttentionRule) -> dict[str, int]:
-    """The shape keys of the configuration tables: head dims that are cut and masks at two edges take more registers."""
+    """Returns the shape keys of the tables: head dims that are cut and masks at two edges take more registers."""
     cut = d != next_power_of_2(d) or dv != next_power_of_2(dv) or d != dv
     split = needs_spans(rule) or rule.window is not None
     return {"head_dim": max(d, dv), "cut": int(cut), "split": int(split)}
 
 
 def flags(rule: AttentionRule) -> dict:
-    """The parts of a rule that select code in the kernels."""
+    """Returns the parts of a rule that select code in the kernels."""
     return {
         "CAUSAL": rule.causal,
         "HAS_WINDOW": rule.window is not None,

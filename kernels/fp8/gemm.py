@@ -1,17 +1,15 @@
-"""Products of 8-bit floats with scales: tensorwise, and blockwise by 128 along the contracted dim.
+"""FP8 GEMMs with scales: tensorwise, and blockwise by 128 along the contracted dim; and those of experts.
 
     y[i, j] = sum over groups g of sa[i, g] sb[j, g] · (sum over the 128 columns of g of a[i, k] b[j, k])
-The inner sum is made by the tensor cores, whose 8-bit accumulator keeps about 14 bits on Hopper; every 128 columns it
-is taken out, scaled and added in float32 (DeepSeek-V3, arXiv:2412.19437, sec. 3.3.2). Tensorwise products are promoted
-as often.
+The inner sum is made by the tensor cores, whose FP8 accumulator keeps about 14 bits on Hopper; every 128 columns it is
+scaled and added in float32 (DeepSeek-V3, arXiv:2412.19437, sec. 3.3.2). Tensorwise GEMMs are promoted as often.
 
-The three products of experts in 8 bits, over tokens sorted by expert; counts stay on the device.
+The three GEMMs of experts, over tokens sorted by expert; counts stay on the device.
 
     forward          y[r] = W[e] x[r]                                     1×128 groups of x, 128×128 blocks of W
     input gradient   dx[r] = W[e]ᵀ dy[r]                                  the same with the transposed weight
     weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ      both transposed: 1×128 groups of tokens
-Every 128 terms the product leaves the tensor cores, is scaled and added in float32 (see gemm.py). The groups of
-the weight gradient begin anew with every expert (quantize.py), so no group mixes tokens of two.
+The groups of the weight gradient begin anew with every expert (quantize.py), so none mixes tokens of two.
 """
 
 import torch
@@ -25,13 +23,13 @@ from kernels.tuning import readable, settles, swizzled, taken_out
 
 
 def fp8_matmul_reference(a: Quantized, b: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`a bᵀ` in plain torch, in float32 or float64."""
+    """Computes `a bᵀ` in plain torch, in float32 or float64."""
     return a.dequantize(dtype) @ b.dequantize(dtype).t()
 
 
 @jit
 def scales_of_tile(scales, strides, first, index, count, group, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """A group's scales: of each row of a tile, or one for all of them; 1 where the whole matrix has one."""
+    """Returns a group's scales: of each row of a tile, or one for all of them; 1 where the whole matrix has one."""
     scale = 1.0
     if ROWS == 1:
         scale = tl.load(scales + index.to(tl.int64) * strides[0] + group * strides[1], index < count, other=0.0)
@@ -43,7 +41,7 @@ def scales_of_tile(scales, strides, first, index, count, group, ROWS: tl.constex
 
 @jit
 def scaled_sum(total, part, a, b, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr):
-    """total + part · a · b, with one multiplication and addition an element where only one side has a scale a row."""
+    """Computes total + part · a · b, with one multiply-add an element if only one side has a scale a row."""
     if A_ROWS == 1 and B_ROWS == 1:
         total += part * a[:, None] * b[None, :]
     elif A_ROWS == 1:
@@ -111,20 +109,20 @@ def _check(a: Quantized, b: Quantized, accumulate_into: Tensor | None) -> None:
 
 
 def _reads(x: Tensor) -> bool:
-    """Whether the copy engine can read x: rows 16 bytes apart, neighbours in memory."""
+    """Says whether the copy engine can read x: rows 16 bytes apart, neighbours in memory."""
     return x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def fp8_matmul(
     a: Quantized, b: Quantized, *, out_dtype: torch.dtype = torch.bfloat16, accumulate_into: Tensor | None = None
 ) -> Tensor:
-    """`a bᵀ` of quantised matrices.
+    """Computes `a bᵀ` of quantised matrices.
 
     Args:
         a: values `[m, k]`; any of the three kinds of scales.
         b: values `[n, k]`; any kind (a weight `[out, in]` as it lies).
         out_dtype: bfloat16, float16 or float32; float64 takes the plain path.
-        accumulate_into: `[m, n]` contiguous, of one of these dtypes, that the product is added into, in place;
+        accumulate_into: `[m, n]` contiguous, of one of these dtypes, that the GEMM is added into, in place;
             `out_dtype` is then ignored.
 
     Returns:
@@ -139,8 +137,8 @@ def fp8_matmul(
     dtype = out_dtype if accumulate_into is None else accumulate_into.dtype
     fast = dispatch.runs_triton(a.scales) and dtype != torch.float64 and bool(m and n and k)
     if not (fast and _reads(a.values) and _reads(b.values)):
-        product = fp8_matmul_reference(a, b, dispatch.statistics_dtype(dtype))
-        return product.to(out_dtype) if accumulate_into is None else accumulate_into.add_(product)
+        y = fp8_matmul_reference(a, b, dispatch.statistics_dtype(dtype))
+        return y.to(out_dtype) if accumulate_into is None else accumulate_into.add_(y)
     out = accumulate_into
     if out is None:
         out = torch.empty(m, n, dtype=out_dtype, device=a.values.device)
@@ -162,7 +160,7 @@ def fp8_matmul(
 def grouped_matmul_fp8(
     x: Quantized, weight: Quantized, offsets: Tensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """`y[r] = W[e] x[r]` for rows sorted by expert; the input gradient is the same call with the transposed weight.
+    """Computes `y[r] = W[e] x[r]` for rows sorted by expert; with the transposed weight, the input gradient.
 
     Args:
         x: values `[rows, k]`, a scale for each 1×128 group.
@@ -183,7 +181,7 @@ def grouped_matmul_fp8(
 
 
 def grouped_weight_grad_fp8_reference(dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor) -> None:
-    """`grouped_weight_grad_fp8` in plain torch; asks the host for the offsets."""
+    """Computes `grouped_weight_grad_fp8` in plain torch; asks the host for the offsets."""
     wide = dispatch.statistics_dtype(main_grad.dtype)
     a, b, group = dy.dequantize(wide), x.dequantize(wide), 0
     ends = ends_of(offsets, (dy.scales.shape[1] - offsets.numel() + 1) * GROUP)
@@ -195,7 +193,7 @@ def grouped_weight_grad_fp8_reference(dy: Quantized, x: Quantized, offsets: Tens
 
 @jit
 def _groups_of_expert(expert, offsets_ptr, num_experts, GROUP: tl.constexpr, EXPERTS: tl.constexpr):
-    """The first group of an expert, and how many it has."""
+    """Returns the first group of an expert, and how many it has."""
     lane = tl.arange(0, EXPERTS)
     real = lane < num_experts
     first = tl.load(offsets_ptr + lane, real, other=0).to(tl.int32)
@@ -244,7 +242,7 @@ def _weight_grad_fp8_kernel(
 
 
 def grouped_weight_grad_fp8(dy: Quantized, x: Quantized, offsets: Tensor, main_grad: Tensor) -> None:
-    """`main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
+    """Computes `main_grad[e] += sum over the rows of e of dy xᵀ`, in place.
 
     Args:
         dy: from `fp8_transpose` with these offsets: values `[n, G·128]`, scales `[n, G]`.

@@ -1,8 +1,8 @@
-"""Operations whose result is wanted in 8 bits only: SwiGLU before a down-projection, a norm before an up-projection.
+"""Operations whose result is wanted in FP8 only: SwiGLU before a down-projection, a norm before an up-projection.
 
 The wide result is never written: it is computed in registers, rounded to the dtype that it would have been stored in,
 and quantised in 1×128 groups. So the outcome is that of the two operations one after the other, at a third of the
-traffic (bfloat16 in, 8 bits out, instead of in, out, in, out).
+traffic (bfloat16 in, FP8 out, instead of in, out, in, out).
 """
 
 import torch
@@ -32,7 +32,7 @@ def _swiglu_kernel(
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One group of columns of some rows."""
+    """Processes one group of columns of some rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1).to(tl.int64)
     column = group * GROUP + tl.arange(0, GROUP)
@@ -71,7 +71,7 @@ def _norm_kernel(
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Whole rows, then group by group of their columns."""
+    """Normalises whole rows, then quantises them group by group."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     live = (row < rows)[:, None] & (column < width)[None, :]
@@ -98,7 +98,7 @@ def _outputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) ->
 def swiglu_quantized(
     gate_up: Tensor, dtype: torch.dtype = E4M3, *, weights: Tensor | None = None, powers_of_two: bool = False
 ) -> Quantized:
-    """`quantize_rows(swiglu(gate_up))` in one pass; not differentiable, as nothing in 8 bits is.
+    """Computes `quantize_rows(swiglu(gate_up))` in one pass; not differentiable.
 
     Args:
         gate_up: `[..., 2f]`, any floating dtype.
@@ -136,7 +136,7 @@ def norm_quantized(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype = E4M3, *, centred: bool,
     powers_of_two: bool = False,
 ) -> tuple[Quantized, tuple[Tensor, Tensor]]:  # fmt: skip
-    """`quantize_rows(rms_norm(x))`, or with `centred` of `layer_norm`, in one pass; not differentiable.
+    """Computes `quantize_rows(rms_norm(x))`, or with `centred` of `layer_norm`, in one pass; not differentiable.
 
     Args:
         x: `[..., h]`, any floating dtype.

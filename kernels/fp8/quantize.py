@@ -1,4 +1,4 @@
-"""Quantisation to 8-bit floats with one scale per 1×128 group of a row, or per 128×128 block.
+"""Quantisation to FP8 with one scale per 1×128 group of a row, or per 128×128 block.
 
 value ≈ scale · q with scale = amax / largest finite q (448 for e4m3, 57344 for e5m2), so the largest value of each
 group meets the largest number (Micikevicius et al., arXiv:2209.05433, sec. 3; groups: DeepSeek-V3, arXiv:2412.19437,
@@ -8,7 +8,7 @@ again in other groups loses nothing but what falls below their smallest number.
 The arithmetic is fixed so that every device gives the same bits: scale = amax / largest, q = round(x · (1 / scale)),
 each operation rounded once in float32. A group of zeros has scale 1. A group that holds an infinity or NaN is NaN
 throughout, with scale 1: what has gone wrong stays visible. An amax below 2⁻¹⁰⁰ counts as 2⁻¹⁰⁰, so that 1 / scale is
-finite; what lies under it by more than the 8-bit range becomes zero.
+finite; what lies under it by more than the FP8 range becomes zero.
 
 The transpose of a quantised matrix, quantised anew along its other dim: the operands of a weight gradient.
 
@@ -41,7 +41,7 @@ SMALLEST_AMAX = 2.0**-100
 
 @dataclass(frozen=True)
 class Quantized:
-    """Values in 8 bits and what to multiply them with.
+    """FP8 values and their scales.
 
     Args:
         values: `[..., rows, columns]` float8.
@@ -55,7 +55,7 @@ class Quantized:
     rows_per_scale: int
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[..., rows, columns]` in a wide dtype, rounded once."""
+        """Computes `[..., rows, columns]` in a wide dtype, rounded once."""
         wide, scales = self.values.to(statistics_dtype(dtype)), self.scales
         if self.rows_per_scale:
             rows, columns = wide.shape[-2:]
@@ -65,7 +65,7 @@ class Quantized:
 
 
 def scales_of(amax: Tensor, dtype: torch.dtype, powers_of_two: bool) -> Tensor:
-    """float32 scales of groups whose largest magnitudes are `amax` (infinite where one is not a number)."""
+    """Computes float32 scales of groups whose largest magnitudes are `amax` (infinite where one is not a number)."""
     scale = amax.clamp(min=SMALLEST_AMAX) / torch.finfo(dtype).max
     if powers_of_two:  # the mantissa's carry raises the exponent unless the mantissa is zero
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
@@ -73,12 +73,12 @@ def scales_of(amax: Tensor, dtype: torch.dtype, powers_of_two: bool) -> Tensor:
 
 
 def magnitude_of(x: Tensor) -> Tensor:
-    """|x|, and infinity where x is not a number, which a maximum must not lose."""
+    """Computes |x|, and infinity where x is not a number, which a maximum must not lose."""
     return torch.where(x.isnan(), torch.inf, x.abs())
 
 
 def cast_scaled(x: Tensor, amax: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 x in 8 bits; `amax` and `scales` of the groups broadcast over x."""
+    """Casts float32 x to FP8; `amax` and `scales` of the groups broadcast over x."""
     largest = torch.finfo(dtype).max
     q = (x * (1.0 / scales)).clamp(-largest, largest)
     return torch.where(amax < torch.inf, q, torch.nan).to(dtype)
@@ -100,7 +100,7 @@ def quantize_reference(
 
 @jit
 def largest(x, axis: tl.constexpr):
-    """The largest |x| along an axis, x float32, and infinity where one is not a number.
+    """Returns the largest |x| along an axis, x float32, and infinity where one is not a number.
 
     It is found among the bits: as integers they are in the same order, NaN above infinity, and a warp compares integers
     in one instruction.
@@ -111,7 +111,7 @@ def largest(x, axis: tl.constexpr):
 
 @jit
 def quantized(x, amax, LARGEST: tl.constexpr, POWERS_OF_TWO: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile over its scales (`amax` broadcasts), saturated by the cast; and the scales. The reference's bits."""
+    """Divides a tile by its scales (`amax` broadcasts) and casts it, saturating; bits as in the reference."""
     scale = tl.div_rn(tl.maximum(amax, 7.888609052210118e-31), LARGEST)
     if POWERS_OF_TWO:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -133,23 +133,20 @@ def _quantize_kernel(
     row_groups,
     column_groups,
     BLOCKS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
     POWERS_OF_TWO: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One 128×128 tile: quantised by rows (or as a block), and its transpose quantised by the tile's columns."""
+    """Processes one 128×128 tile: quantised by rows, or as a block together with its transpose."""
     row_group, column_group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
     x_ptr += matrix * rows * x_stride
     values_ptr += matrix * rows * columns
-    transposed_ptr += matrix * rows * columns
     row = row_group * GROUP + tl.arange(0, GROUP)
     column = column_group * GROUP + tl.arange(0, GROUP)
     live = (row < rows)[:, None] & (column < columns)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     at = row[:, None] * columns + column[None, :]
-    transposed_at = column[None, :] * rows + row[:, None]
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     if BLOCKS:
         groups = matrix * row_groups * column_groups
@@ -157,48 +154,36 @@ def _quantize_kernel(
         values, scale = quantized(x, amax, LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
         tl.store(scales_ptr + groups + row_group * column_groups + column_group, scale)
-        if TRANSPOSED:
-            tl.store(transposed_ptr + transposed_at, values, live)
-            tl.store(transposed_scales_ptr + groups + column_group * row_groups + row_group, scale)
+        transposed_ptr += matrix * rows * columns
+        tl.store(transposed_ptr + column[None, :] * rows + row[:, None], values, live)
+        tl.store(transposed_scales_ptr + groups + column_group * row_groups + row_group, scale)
     else:
         values, scale = quantized(x, largest(x, 1)[:, None], LARGEST, POWERS_OF_TWO, DTYPE)
         tl.store(values_ptr + at, values, live)
         tl.store(scales_ptr + row[:, None] * column_groups + column_group, scale, (row < rows)[:, None])
-        if TRANSPOSED:
-            values, scale = quantized(x, largest(x, 0)[None, :], LARGEST, POWERS_OF_TWO, DTYPE)
-            tl.store(transposed_ptr + transposed_at, values, live)
-            tl.store(
-                transposed_scales_ptr + column[None, :] * row_groups + row_group, scale, (column < columns)[None, :]
-            )
 
 
-def _launch(
-    x: Tensor, rows_per_scale: int, dtype: torch.dtype, powers_of_two: bool, transposed: bool
-) -> tuple[Quantized, Quantized | None]:
-    """x `[rows, columns]`, or `[matrices, rows, columns]` contiguous where blocks are wanted."""
+def _launch(x: Tensor, blocks: bool, dtype: torch.dtype, powers_of_two: bool) -> tuple[Quantized, Quantized]:
+    """Quantises x `[rows, columns]` by rows; or x `[..., rows, columns]`, contiguous, in blocks, and its transpose."""
     *matrices, rows, columns = x.shape
     row_groups, column_groups = cdiv(rows, GROUP), cdiv(columns, GROUP)
-    blocks = rows_per_scale == GROUP
-    values = torch.empty(x.shape, dtype=dtype, device=x.device)
-    shape = (*matrices, row_groups if blocks else rows, column_groups)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-    transposed_values, transposed_scales = values, scales
-    if transposed:
-        transposed_values = torch.empty((*matrices, columns, rows), dtype=dtype, device=x.device)
-        transposed_shape = (*matrices, column_groups if blocks else columns, row_groups)
-        transposed_scales = torch.empty(transposed_shape, dtype=torch.float32, device=x.device)
-    outputs = (values, scales, transposed_values, transposed_scales)
+    made = [torch.empty(x.shape, dtype=dtype, device=x.device)]
+    made.append(torch.empty((*matrices, row_groups if blocks else rows, column_groups), device=x.device))
+    if blocks:
+        made.append(torch.empty((*matrices, columns, rows), dtype=dtype, device=x.device))
+        made.append(torch.empty((*matrices, column_groups, row_groups), device=x.device))
     sizes = (rows, columns, x.stride(-2), row_groups, column_groups)
-    flags = {"BLOCKS": blocks, "TRANSPOSED": transposed, "POWERS_OF_TWO": powers_of_two}
-    config = tuning.select("fp8_quantize", x.device)
+    flags = {"BLOCKS": blocks, "POWERS_OF_TWO": powers_of_two, "LARGEST": torch.finfo(dtype).max, "GROUP": GROUP}
     grid = (row_groups, column_groups, matrices[0] if matrices else 1)
-    _quantize_kernel[grid](x, *outputs, *sizes, **flags, LARGEST=torch.finfo(dtype).max, GROUP=GROUP, **config)
-    quantized_x = Quantized(values, scales, rows_per_scale)
-    return quantized_x, Quantized(transposed_values, transposed_scales, rows_per_scale) if transposed else None
+    values, scales, transposed, transposed_scales = made if blocks else made * 2
+    outputs = (values, scales, transposed, transposed_scales)
+    _quantize_kernel[grid](x, *outputs, *sizes, **flags, **tuning.select("fp8_quantize", x.device))
+    height = GROUP if blocks else 1
+    return Quantized(values, scales, height), Quantized(transposed, transposed_scales, height)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False) -> Quantized:
-    """One scale for each group of 128 neighbours in a row: activations and gradients.
+    """Quantises with a scale for each group of 128 neighbours in a row: activations and gradients.
 
     Args:
         x: `[rows, columns]`, any floating dtype.
@@ -209,34 +194,14 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool =
         values `[rows, columns]`, scales `[rows, ceil(columns/128)]`.
     """
     if dispatch.runs_triton(x):
-        return _launch(rows_of(x), 1, dtype, powers_of_two, False)[0]
+        return _launch(rows_of(x), False, dtype, powers_of_two)[0]
     return quantize_reference(x, 1, dtype, powers_of_two)
-
-
-def quantize_rows_both_ways(
-    x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
-) -> tuple[Quantized, Quantized]:
-    """`quantize_rows` of x and of its transpose, reading x once.
-
-    Args:
-        x: `[rows, columns]`, any floating dtype.
-        dtype: float8_e4m3fn or float8_e5m2.
-        powers_of_two: round the scales up to powers of two.
-
-    Returns:
-        x with scales `[rows, ceil(columns/128)]`, and xᵀ `[columns, rows]` with scales `[columns, ceil(rows/128)]`.
-    """
-    if dispatch.runs_triton(x):
-        straight, transposed = _launch(rows_of(x), 1, dtype, powers_of_two, True)
-        assert transposed is not None
-        return straight, transposed
-    return quantize_reference(x, 1, dtype, powers_of_two), quantize_reference(x.t(), 1, dtype, powers_of_two)
 
 
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """One scale for each 128×128 block, of x and of its transpose (the same numbers): weights.
+    """Quantises with a scale for each 128×128 block, of x and of its transpose (the same numbers): weights.
 
     Args:
         x: `[rows, columns]`, or a stack of such matrices `[E, rows, columns]` (experts); any floating dtype.
@@ -247,9 +212,7 @@ def quantize_blocks(
         x with scales `[..., ceil(rows/128), ceil(columns/128)]`, and xᵀ with those scales transposed.
     """
     if dispatch.runs_triton(x):
-        straight, transposed = _launch(rows_of(x) if x.ndim == 2 else x.contiguous(), GROUP, dtype, powers_of_two, True)
-        assert transposed is not None
-        return straight, transposed
+        return _launch(rows_of(x) if x.ndim == 2 else x.contiguous(), True, dtype, powers_of_two)
     straight = quantize_reference(x, GROUP, dtype, powers_of_two)
     return straight, Quantized(straight.values.mT.contiguous(), straight.scales.mT.contiguous(), GROUP)
 
@@ -257,7 +220,7 @@ def quantize_blocks(
 def fp8_transpose_reference(
     x: Quantized, offsets: Tensor | None = None, *, powers_of_two: bool = False, keep: bool = False
 ) -> Quantized:
-    """`fp8_transpose` in plain torch; asks the host for the offsets."""
+    """Computes `fp8_transpose` in plain torch; asks the host for the offsets."""
     rows, columns = x.values.shape
     ends = [0, rows] if offsets is None else ends_of(offsets, rows)
     num_groups = groups_of(rows, offsets)
@@ -278,7 +241,7 @@ def fp8_transpose_reference(
 
 
 def groups_of(rows: int, offsets: Tensor | None) -> int:
-    """How many groups of 128 tokens there can be, however the tokens are distributed over experts."""
+    """Returns how many groups of 128 tokens there can be, however the tokens are distributed over experts."""
     return cdiv(rows, GROUP) + (0 if offsets is None else offsets.numel() - 1)
 
 
@@ -299,7 +262,7 @@ def _fp8_transpose_kernel(
     LARGEST: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One 128×128 tile."""
+    """Processes one 128×128 tile."""
     group, column_group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = group * GROUP, rows
     if EXPERTS > 0:
@@ -328,7 +291,7 @@ def _fp8_transpose_kernel(
 
 @jit
 def _transpose_kernel(x_ptr, out_ptr, rows, columns, TILE: tl.constexpr):
-    """One tile of one matrix of bytes."""
+    """Processes one tile of one matrix of bytes."""
     across = tl.cdiv(columns, TILE)
     matrix = tl.program_id(1).to(tl.int64) * rows * columns
     row = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -361,7 +324,7 @@ def transpose_values(values: Tensor) -> Tensor:
 def fp8_transpose(
     x: Quantized, offsets: Tensor | None = None, *, powers_of_two: bool = False, keep: bool = False
 ) -> Quantized:
-    """`xᵀ` with a scale for each group of 128 tokens.
+    """Computes `xᵀ` with a scale for each group of 128 tokens.
 
     Args:
         x: values `[rows, columns]` contiguous, a scale for each 1×128 group.
@@ -372,7 +335,7 @@ def fp8_transpose(
     Returns:
         values `[columns, G·128]`, scales `[columns, G]`, with G = ceil(rows/128), and E more with offsets. Groups
         behind the last expert's hold nothing that may be read. Scales of one group are neighbours in memory: a
-        product reads those of many columns at a time.
+        GEMM reads those of many columns at a time.
     """
     rows, columns = x.values.shape
     if not dispatch.runs_triton(x.scales) or not x.values.numel():

@@ -1,4 +1,4 @@
-"""Quantisation to 8-bit floats with one scale for a whole tensor, from its present maximum.
+"""Quantisation to FP8 with one scale for a whole tensor, from its present maximum.
 
 Two passes over memory: the largest magnitude (`amax_of`), then scaling and the saturating cast (`quantize_tensor`).
 They are calls of their own, so that the maximum can be one over several ranks (current scaling: Micikevicius et al.,
@@ -20,7 +20,7 @@ from kernels.fp8.quantize import E4M3, Quantized, cast_scaled, largest, quantize
 
 
 def amax_reference(x: Tensor) -> Tensor:
-    """`amax_of` in plain torch."""
+    """Computes `amax_of` in plain torch."""
     if not x.numel():
         return torch.zeros((), device=x.device)
     amax = torch.linalg.vector_norm(x, torch.inf).float()  # one pass; exact in any dtype, and NaN where an element is
@@ -30,7 +30,7 @@ def amax_reference(x: Tensor) -> Tensor:
 def quantize_tensor_reference(
     x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
 ) -> Quantized:
-    """`quantize_tensor` in plain torch."""
+    """Computes `quantize_tensor` in plain torch."""
     amax = amax_reference(x) if amax is None else amax
     scale, largest = scales_of(amax, dtype, powers_of_two), torch.finfo(dtype).max
     factor = torch.where(amax < torch.inf, 1.0 / scale, torch.nan).reshape(1)  # not 0-d, which would leave 16 bits so
@@ -39,7 +39,7 @@ def quantize_tensor_reference(
 
 
 def amax_of_rows_reference(x: Tensor) -> Tensor:
-    """`amax_of_rows` in plain torch."""
+    """Computes `amax_of_rows` in plain torch."""
     amax = torch.linalg.vector_norm(x, torch.inf, dim=-1).float()
     return torch.where(amax.isnan(), torch.inf, amax)
 
@@ -47,14 +47,14 @@ def amax_of_rows_reference(x: Tensor) -> Tensor:
 def quantize_by_row_reference(
     x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_by_row` in plain torch."""
+    """Computes `quantize_by_row` in plain torch."""
     scales = scales_of(amax[:, None], dtype, powers_of_two)
     return cast_scaled(x.float(), amax[:, None], scales, dtype).contiguous(), scales
 
 
 @jit
 def _tile(rows, columns, TILE: tl.constexpr):
-    """The rows and columns of this program's tile, and which of its elements exist."""
+    """Returns the rows and columns of this program's tile, and which of its elements exist."""
     tile, across = tl.program_id(0).to(tl.int64), tl.cdiv(columns, TILE)
     row = tile // across * TILE + tl.arange(0, TILE)
     column = tile % across * TILE + tl.arange(0, TILE)
@@ -63,7 +63,7 @@ def _tile(rows, columns, TILE: tl.constexpr):
 
 @jit(do_not_specialize=["rows"])
 def _amax_kernel(x_ptr, parts_ptr, rows, columns, x_stride, BY_ROW: tl.constexpr, TILE: tl.constexpr):
-    """The largest magnitude of one tile, or of each of its rows."""
+    """Finds the largest magnitude of one tile, or of each of its rows."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     if BY_ROW:
@@ -88,7 +88,7 @@ def _cast_kernel(
     POWERS_OF_TWO: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile in 8 bits, and its transpose; the first program writes the scale, which each computes for itself."""
+    """Casts one tile, and its transpose; the first program writes the scale, which each computes for itself."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
@@ -112,7 +112,7 @@ def _cast_rows_kernel(
     POWERS_OF_TWO: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile in 8 bits with a scale for each row; the first tile of a row writes them. Rows change with each step."""
+    """Casts one tile with a scale for each row; the first tile of a row writes them. Rows change with each step."""
     row, column, live = _tile(rows, columns, TILE)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], live, other=0.0).to(tl.float32)
     amax = tl.load(amax_ptr + row, row < rows, other=0.0)
@@ -127,7 +127,7 @@ def _tiles(rows: int, columns: int, tile: int) -> int:
 
 
 def _amax(x: Tensor, by_row: bool) -> Tensor:
-    """The maxima of the tiles of a matrix, `[tiles]`, or of its rows in each tile, `[rows, tiles across]`."""
+    """Returns the maxima of the tiles of a matrix, `[tiles]`, or of its rows in each tile, `[rows, tiles across]`."""
     rows, columns = x.shape
     config = tuning.select("fp8_tensor", x.device)
     tile, tiles = config["TILE"], _tiles(rows, columns, config["TILE"])
@@ -140,7 +140,7 @@ def _amax(x: Tensor, by_row: bool) -> Tensor:
 def _cast(
     x: Tensor, dtype: torch.dtype, powers_of_two: bool, amax: Tensor, transposed: bool
 ) -> tuple[Quantized, Quantized]:
-    """x `[..., columns]`, and its transpose `[columns, rows]`, which holds nothing unless it is asked for."""
+    """Casts x `[..., columns]`, and its transpose `[columns, rows]` if `transposed`."""
     flat = rows_of(x)
     rows, columns = flat.shape
     values, scale = torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(1, 1, device=x.device)
@@ -153,7 +153,7 @@ def _cast(
 
 
 def _maximum(x: Tensor, amax: Tensor | None) -> Tensor:
-    """The given maximum, or that of x."""
+    """Checks the given maximum, or finds that of x."""
     if amax is None:
         return amax_of(x)
     if amax.numel() != 1 or amax.dtype != torch.float32 or amax.device != x.device:
@@ -164,7 +164,7 @@ def _maximum(x: Tensor, amax: Tensor | None) -> Tensor:
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, in one pass and without waiting for the device.
+    """Returns the largest magnitude of a tensor, in one pass and without waiting for the device.
 
     Args:
         x: any shape, floating dtype and layout; one whose last dim is not contiguous is copied first.
@@ -180,7 +180,7 @@ def amax_of(x: Tensor) -> Tensor:
 def quantize_tensor(
     x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
 ) -> Quantized:
-    """One scale for the whole tensor.
+    """Quantises with one scale for the whole tensor.
 
     Args:
         x: `[..., columns]`, any floating dtype and layout; one whose last dim is not contiguous is copied first.
@@ -204,7 +204,7 @@ def quantize_tensor(
 def quantize_tensor_both_ways(
     x: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False, amax: Tensor | None = None
 ) -> tuple[Quantized, Quantized]:
-    """`quantize_tensor` of a matrix and of its transpose, which have the same scale, from one reading of x.
+    """Computes `quantize_tensor` of a matrix and of its transpose, which have the same scale, from one reading of x.
 
     Args:
         x: `[rows, columns]`; everything else as in `quantize_tensor`.
@@ -226,7 +226,7 @@ def quantize_tensor_both_ways(
 
 
 def amax_of_rows(x: Tensor) -> Tensor:
-    """The largest magnitude of each row of a matrix `[rows, columns]`, columns > 0.
+    """Returns the largest magnitude of each row of a matrix `[rows, columns]`, columns > 0.
 
     Args:
         x: any floating dtype and layout, as in `amax_of`.
@@ -242,7 +242,7 @@ def amax_of_rows(x: Tensor) -> Tensor:
 def quantize_by_row(
     x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3, *, powers_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """A scale for each row, from maxima that rows may share.
+    """Quantises with a scale for each row, from maxima that rows may share.
 
     Args:
         x: `[rows, columns]`, any floating dtype and layout, as in `quantize_tensor`.

@@ -71,7 +71,7 @@ class HostCopy:
         self._back.record_stream(stream)
 
     def value(self) -> Tensor:
-        """The tensor on its device; work that is queued from now on may read it."""
+        """Returns the tensor on its device; work that is queued from now on may read it."""
         self.fetch()
         assert self._back is not None
         if self._arrived is not None:

@@ -1,18 +1,18 @@
-"""Selective recomputation and offloading: which activations a phase keeps between its forward and its backward.
+"""Selective recomputation and offloading of the activations that a phase keeps for its backward.
 
 A part is a section of a phase, such as its norm. A recomputed part saves its inputs, but neither its outputs nor what
 it computes in between. Its outputs are marked: an operation that needs one in its own backward (a GEMM needs its input
-for its weight gradient) saves the mark instead. The first one to ask for the value runs the part again, with a graph,
-which the part's own backward then uses. So every recomputed part runs, and communicates, once more per micro-batch, in
-B or I and never in W.
+for its weight gradient) saves the mark instead. The first one to read the value recomputes the part, with a graph that
+the part's own backward then uses. So every recomputed part runs, and communicates, once more per micro-batch, in B or I
+and never in W.
 
 What each part saves per micro-batch and layer, in elements of the model's dtype, and what it costs. t = s/cp·b tokens,
 u = t/tp with sp (else t), r rows of this rank's experts; h, a, g, d, dv, f as everywhere, a·d, g·d and f over tp:
 
-    part         not kept                                      computed again
+    part         not kept                                      recomputed
     norm         u·h a norm, and its statistics in fp32        the norms
     qkv          q, k, v: t·(a+2g)·d (MLA t·a·(2(dn+dr)+dv))   the projection (MLA: up-projections), rope; all_gather tp
-    attention    its output: t·a·dv, and t·a in fp32           softmax(q·kᵀ)·v; what travels over cp travels again
+    attention    its output: t·a·dv, and t·a in fp32           softmax(q·kᵀ)·v; its communication over cp
     activation   t·f dense or shared, r·f routed               swiglu or gelu
     mlp          t·3f (gelu 2f) dense or shared                the up GEMM, the activation; all_gather tp
     experts      r·3f (gelu 2f)                                the grouped up GEMM, the activation
@@ -47,7 +47,7 @@ class RecomputedParts:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names = frozenset(names)
-        self._rerunning = False  # inside a part that runs again, no part is recomputed a third time
+        self._rerunning = False  # inside a part that is recomputed, no other is
 
     def run(self, name: str, fn: Callable[..., Any], *inputs: Tensor) -> Any:
         """Runs a part, which will be recomputed if `name` is among the names and there will be a backward.
@@ -65,17 +65,17 @@ class RecomputedParts:
         return _Part.apply(self, fn, *inputs)
 
     def source(self, name: str, x: Tensor) -> Source | None:
-        """What a part that ends in a later phase is computed from once more (`computed_from`); None if it is kept."""
+        """Returns what a part that ends in a later phase is recomputed from (`computed_from`); None if it is kept."""
         if name not in self.names or not torch.is_grad_enabled():
             return None
         return _mark_of(x) or x.detach()
 
     def keeps(self, name: str) -> bool:
-        """Whether a part is not recomputed, so that its inputs may be overwritten in its backward."""
+        """Says whether a part is not recomputed, so that its inputs may be overwritten in its backward."""
         return name not in self.names
 
     def rerun(self, fn: Callable[..., Any], inputs: Iterable[Tensor]) -> Any:
-        """`fn(*inputs)` with a graph, in which no part is recomputed."""
+        """Runs `fn(*inputs)` with a graph, in which no part is recomputed."""
         self._rerunning = True
         try:
             with torch.enable_grad():
@@ -109,7 +109,7 @@ class _Part(torch.autograd.Function):
 
 
 def _outputs_again(ctx) -> tuple[Tensor, ...]:
-    """The outputs of a part, computed again at the first call."""
+    """Returns the outputs of a part, recomputed at the first call."""
     if ctx.outputs is None:
         ctx.leaves = [x.detach().requires_grad_(asks) for x, asks in zip(ctx.saved_tensors, ctx.asks)]
         y = ctx.parts.rerun(ctx.fn, ctx.leaves)
@@ -118,14 +118,14 @@ def _outputs_again(ctx) -> tuple[Tensor, ...]:
 
 
 def _inner(tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors inside a wrapper subclass (Fp8Tensor); empty for a plain tensor."""
+    """Returns the tensors inside a wrapper subclass (Fp8Tensor); empty for a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return {}
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
 def _plain(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Plain tensors, those inside wrapper subclasses among them."""
+    """Lists plain tensors, those inside wrapper subclasses among them."""
     return [each for tensor in tensors for each in (_inner(tensor).values() or (tensor,))]
 
 
@@ -164,7 +164,7 @@ def _unpack(kept: Kept) -> Tensor:
 
 
 def _mark_of(tensor: Tensor) -> _Mark | _Wrapper | None:
-    """What is saved instead of a tensor that is recomputed; None for others."""
+    """Returns what is saved instead of a tensor that is recomputed; None for others."""
     if inner := _inner(tensor):
         marks = {name: mark for name, each in inner.items() if (mark := _mark_of(each)) is not None}
         return _Wrapper(tensor, marks) if len(marks) == len(inner) else None
@@ -173,7 +173,7 @@ def _mark_of(tensor: Tensor) -> _Mark | _Wrapper | None:
 
 
 class _Derived:
-    """The results of a function of a tensor, such as a recomputed part's output, which are computed again from it."""
+    """The results of a function of a tensor, such as a recomputed part's output, which are recomputed from it."""
 
     def __init__(self, source: Source, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         self.source, self.fn = source, fn
@@ -187,7 +187,7 @@ class _Derived:
 
 
 def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns `fn(x)`; if x is an output of a recomputed part, its results are computed again as well, not saved.
+    """Returns `fn(x)`; if x is an output of a recomputed part, its results are recomputed as well, not saved.
 
     Args:
         x: for example the input of a GEMM.
@@ -205,7 +205,7 @@ def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple
 
 
 def computed_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> None:
-    """Has `y` computed again as `fn(source)` where a backward needs it. Its own gradient goes the way it came.
+    """Has `y` recomputed as `fn(source)` where a backward needs it. Its gradient is not affected.
 
     Args:
         source: from `RecomputedParts.source`.
@@ -217,7 +217,7 @@ def computed_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) -> 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """Which activations a phase keeps between its forward and its backward, and where (`phase.activation_policy`).
+    """The activations that a phase keeps for its backward, and where (`phase.activation_policy`).
 
     Args:
         parts: of its layer, those that are recomputed (recompute.mode=selective).
@@ -234,7 +234,7 @@ class ActivationPolicy:
 
     @contextmanager
     def saving(self, phase: nn.Module) -> Iterator[list[HostCopy]]:
-        """The context of the phase's forward: outputs of recomputed parts are not saved, and large tensors offloaded.
+        """Wraps the phase's forward: outputs of recomputed parts are not saved, and large tensors offloaded.
 
         Args:
             phase: its weights are not offloaded.

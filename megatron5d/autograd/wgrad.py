@@ -24,12 +24,12 @@ Defer = Callable[[Closure], None]
 
 
 def run_now(closure: Closure) -> None:
-    """The `Defer` that defers nothing."""
+    """Runs the closure: the `Defer` that defers nothing."""
     closure()
 
 
 def grad_buffer(parameter: Tensor) -> Tensor:
-    """The tensor in which a parameter's gradient is accumulated; allocated and set to zero if it is not there."""
+    """Returns the tensor in which a parameter's gradient is accumulated; allocated and zeroed if missing."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         allocate = getattr(parameter, "allocate_main_grad", None)
@@ -48,7 +48,7 @@ def defer_weight_grad(weight: Tensor, defer: Defer, closure: Closure) -> None:
 
 
 def add_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> None:
-    """grad(weight) += dyᵀ·x.
+    """Adds dyᵀ·x to a weight's gradient.
 
     Args:
         weight: `[out, in]`.

@@ -55,7 +55,7 @@ def start_all_to_all(x: Tensor, axis: Axis, send: list[int] | None = None, recei
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Equal shares of the rows to each rank of the axis, differentiable. Comm: all_to_all / all_to_all."""
+    """Sends equal shares of the rows to each rank of the axis, differentiable. Comm: all_to_all / all_to_all."""
     return differentiable(x, axis, _all_to_all, _all_to_all)
 
 
@@ -64,7 +64,7 @@ def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
-    """`[counts[rank], ...]` -> `[sum(counts), ...]`, rows of rank 0 first.
+    """Gathers `[counts[rank], ...]` -> `[sum(counts), ...]`, rows of rank 0 first.
 
     Comm: all_gather / reduce_scatter, each as an all_to_all.
     """
@@ -72,7 +72,7 @@ def gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
-    """Partial `[sum(counts), ...]` -> summed `[counts[rank], ...]`.
+    """Sums and scatters `[sum(counts), ...]` -> `[counts[rank], ...]`.
 
     Comm: reduce_scatter / all_gather, each as an all_to_all.
     """

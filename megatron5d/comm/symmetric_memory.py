@@ -191,12 +191,12 @@ class SymmetricBuffers:
         return BufferExchange(self, layout)
 
     def flags(self, holder: int, slot: int) -> Tensor:
-        """`[size]` int32 in a rank's memory: the last exchange for which each rank has filled its buffer there."""
+        """Views `[size]` int32 in a rank's memory: the last exchange for which each rank filled its buffer there."""
         every = self._segments[holder][: self._flag_bytes].view(torch.int32)
         return every.narrow(0, slot * self.axis.size, self.axis.size)
 
     def tensor(self, holder: int, slot: int, writer: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """One tensor in the buffer that `writer` fills at `holder`."""
+        """Views one tensor in the buffer that `writer` fills at `holder`."""
         start = self._flag_bytes + (slot * self.axis.size + writer) * self.buffer_bytes + offset
         num_bytes = math.prod(shape) * dtype.itemsize
         return self._segments[holder].narrow(0, start, num_bytes).view(dtype).view(shape)
@@ -224,32 +224,32 @@ class BufferExchange:
         self.arrivals = Arrivals(buffers.flags(axis.rank, self._slot), self.epoch, buffers.patience)
 
     def _others(self) -> list[int]:
-        """The other ranks in the order of sending: the next one reads this rank's chunk first after its own."""
+        """Returns the other ranks in the order of sending: the next one reads this rank's chunk first after its own."""
         axis = self._buffers.axis
         return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
     def send_buffers(self, part: int) -> list[Tensor]:
-        """The memory at each rank into which this rank writes a part."""
+        """Returns the memory at each rank into which this rank writes a part."""
         buffers, (shape, dtype) = self._buffers, self._layout[part]
         place = buffers.axis.rank, self._offsets[part], shape, dtype
         return [buffers.tensor(holder, self._slot, *place) for holder in range(buffers.axis.size)]
 
     def send_buffer_addresses(self, part: int) -> Tensor:
-        """`[size]` int64: the addresses of `send_buffers`."""
+        """Returns `[size]` int64: the addresses of `send_buffers`."""
         return self._buffers.addresses((self._slot, self._offsets[part]), self.send_buffers(part))
 
     def signals(self) -> list[Tensor]:
-        """`[1]` each: this rank's flag at each rank."""
+        """Views `[1]` each: this rank's flag at each rank."""
         buffers = self._buffers
         rank = buffers.axis.rank
         return [buffers.flags(holder, self._slot)[rank : rank + 1] for holder in range(buffers.axis.size)]
 
     def signal_addresses(self) -> Tensor:
-        """`[size]` int64: the addresses of `signals`."""
+        """Returns `[size]` int64: the addresses of `signals`."""
         return self._buffers.addresses((self._slot, "flags"), self.signals())
 
     def receive_buffer(self, part: int) -> Tensor:
-        """`[size, *shape]`: a part of every rank's buffer here; a source's may be read once its flag is raised."""
+        """Views `[size, *shape]`: a part of every rank's buffer here; readable once the source's flag is raised."""
         buffers, (shape, dtype) = self._buffers, self._layout[part]
         rank = buffers.axis.rank
         first = buffers.tensor(rank, self._slot, 0, self._offsets[part], shape, dtype)

@@ -95,7 +95,7 @@ class Segment:
     owned: tuple[int, int]
 
     def pieces(self) -> list[tuple[Piece, tuple[int, int]]]:
-        """The pieces that overlap the segment, each with its flat range in the owned slice."""
+        """Returns the pieces that overlap the segment, each with its flat range in the owned slice."""
         shift = self.owned[0] - self.local[0]
         found = []
         for piece in self.spec.pieces:
@@ -160,7 +160,7 @@ class Bucket:
             self.format = gather_format(self.parameters, self.offsets, self.weight_slice, shard)
 
     def _buffer(self, dtype: torch.dtype, temporary: bool) -> tuple[Tensor, Tensor]:
-        """(whole buffer, owned slice): the slice is a view, or has its own memory where the whole is temporary."""
+        """Makes (whole buffer, owned slice): the slice is a view, or has its own memory if the whole is temporary."""
         device = self.parameters[0].device
         if temporary:
             whole = torch.empty(self.numel, dtype=dtype, device=device)
@@ -169,7 +169,7 @@ class Bucket:
         return whole, whole[self.owned]
 
     def _view(self, flat: Tensor, parameter: nn.Parameter, offset: int) -> Tensor:
-        """The part of a flat buffer that belongs to a parameter, in its shape."""
+        """Returns the part of a flat buffer that belongs to a parameter, in its shape."""
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
     def _bind_parameters(self) -> None:
@@ -204,7 +204,7 @@ class Bucket:
         return self.grad_slice if self.shards_grads else self.grads
 
     def segments(self) -> list[Segment]:
-        """The parts of parameters that lie in the owned slice, in its order."""
+        """Returns the parts of parameters that lie in the owned slice, in its order."""
         return [segment for _, segment in self._owned_parts()]
 
     def _owned_parts(self) -> list[tuple[nn.Parameter, Segment]]:
@@ -218,7 +218,7 @@ class Bucket:
         return parts
 
     def shares(self) -> list[list[tuple[int, int]]]:
-        """For each parameter, the flat range of it that each rank of `shard` owns; it may be empty."""
+        """Returns for each parameter the flat range of it that each rank of `shard` owns; it may be empty."""
         edges = [rank * self.slice_numel for rank in range(self.shard.size + 1)]
         shares = []
         for parameter, offset in zip(self.parameters, self.offsets):
@@ -291,7 +291,7 @@ class Bucket:
         return start_all_reduce(self.grad_slice, self.replicate)
 
     def holds(self, wide: bool) -> bool:
-        """Whether the whole weights are in memory: as the phases read them, or (wide) in the model's dtype."""
+        """Says whether the whole weights are in memory: as the phases read them, or (wide) in the model's dtype."""
         return self.holds_weights if self.format is None or wide else self.format.is_held
 
     def start_gather(self, wide: bool = False) -> Pending:

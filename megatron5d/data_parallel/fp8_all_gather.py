@@ -4,7 +4,7 @@
     whole    | p0 | p1 | ... | pad |                   in memory while the unit computes; read by the GEMMs
     scales   one for each 128×128 block, float32       stay in memory on every rank
 
-The numbers are the same as if bf16 weights had been gathered and then quantised: each rank finds the largest magnitude
+The numbers are those of gathering bf16 weights and quantising them: each rank finds the largest magnitude
 of each block in its slice, one all_reduce gives the maximum over the whole block, and the scale depends only on that.
 """
 
@@ -68,14 +68,14 @@ class Fp8ShardedWeights:
         return [self.slice, *self.scales]
 
     def owned(self, index: int) -> tuple[slice, int]:
-        """(range of the owned slice that holds a parameter, perhaps empty; first element of the parameter there)."""
+        """Returns (the range of the owned slice with a parameter, perhaps empty; its first element there)."""
         offset, numel = self._offsets[index], self._parameters[index].numel()
         start = min(max(offset, self._first), offset + numel)
         stop = max(min(offset + numel, self._first + self._weight_slice.numel()), start)
         return slice(start - self._first, stop - self._first), start - offset
 
     def maxima(self) -> list[Tensor]:
-        """For each parameter, the largest magnitude of each of its blocks in this rank's slice."""
+        """Finds for each parameter the largest magnitude of each of its blocks in this rank's slice."""
         found = []
         for index, stack in enumerate(self._stacks):
             span, first = self.owned(index)
@@ -83,14 +83,14 @@ class Fp8ShardedWeights:
         return found
 
     def gemms(self) -> list:
-        """For each parameter, how it is multiplied (precision/gemm.py)."""
+        """Returns each parameter's recipe (precision/fp8_recipes.py)."""
         return [parameter.gemms for parameter in self._parameters]  # type: ignore[attr-defined]
 
     def quantize(self, maxima: Sequence[Tensor]) -> None:
         """Quantises the slice anew.
 
         Args:
-            maxima: for each parameter, the magnitudes that its scales are made of; broadcast over its blocks.
+            maxima: for each parameter, the magnitudes of its scales, which broadcast over its blocks.
         """
         for index, (stack, most, gemms) in enumerate(zip(self._stacks, maxima, self.gemms())):
             span, first = self.owned(index)

@@ -48,7 +48,7 @@ from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
 
 def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> tuple[Axis, Axis]:
-    """The axes over which a bucket is sharded and replicated.
+    """Returns the axes over which a bucket is sharded and replicated.
 
     Args:
         mesh: this rank's axes.
@@ -71,7 +71,7 @@ def data_axes(mesh: Mesh, zero: int, shared: str = "", expert: bool = False) -> 
 
 
 def _kind(parameter: nn.Parameter, gather_format: type[GatherFormat] | None) -> tuple[str, bool, bool]:
-    """The kind of a parameter: those of one kind are reduced over the same ranks and gathered in the same format."""
+    """Returns a parameter's kind: those of one kind are reduced over the same ranks and gathered in one format."""
     spec = spec_of(parameter)
     return spec.shared, spec.expert, gather_format is not None and gather_format.accepts(parameter)
 
@@ -251,7 +251,7 @@ class GradSync:
             torch._foreach_copy_(views, list(flat.split([view.numel() for view in views])))
 
     def start_gather(self) -> None:
-        """After the update: starts gathering the new weights, below ZeRO-3."""
+        """Starts gathering the updated weights, below ZeRO-3."""
         self.weights.start_gather()
 
     def finish_gather(self) -> None:
@@ -259,7 +259,7 @@ class GradSync:
         self.weights.finish_gather()
 
     def buckets_of(self, phase: nn.Module) -> Sequence[int]:
-        """Indices of the buckets that hold the phase's parameters."""
+        """Returns the indices of the buckets that hold the phase's parameters."""
         return self._uses[phase]
 
     def drop(self) -> None:
@@ -271,5 +271,5 @@ class GradSync:
                 bucket.drop_grads()
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """A context in which all parameters can be read, as `GatheredWeights.whole`."""
+        """Returns a context in which all parameters can be read, as `GatheredWeights.whole`."""
         return self.weights.whole()

@@ -172,7 +172,7 @@ class GatheredWeights:
         assert not held and not self._reserved, f"buckets {held} are still gathered, {self._reserved} were never used"
 
     def start_gather(self) -> None:
-        """After an update: drops copies of old weights, and below ZeRO-3 starts gathering the new weights.
+        """Drops copies of weights after their update, and below ZeRO-3 starts gathering the new weights.
 
         Comm: all_gather over the shard axis of numel/size elements per bucket; none under ZeRO-3.
         """
@@ -190,7 +190,7 @@ class GatheredWeights:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside this context all weights are whole in the model's dtype and may be read outside the phases.
+        """Holds all weights whole, in the model's dtype, so that they can be read outside the phases.
 
         Comm: under ZeRO-3 all_gather over the shard axis of numel/size elements per bucket.
         """

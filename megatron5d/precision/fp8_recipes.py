@@ -1,22 +1,22 @@
-"""FP8 recipes: the products of gemm.py with both operands in 8 bits.
+"""FP8 recipes: the GEMMs of gemm.py with both operands in FP8.
 
                  inputs x           gradients dy       weights W          formats
     blockwise    1×128 of features  1×128 of features  128×128            e4m3 everywhere
     tensorwise   one scale          one scale          one scale          e4m3; gradients e5m2
 
-A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are made from the 8-bit values
-that forward and input gradient have used (kernels/fp8/quantize.py), so only those are kept. Every product is
-accumulated in float32 after at most 128 terms; the result has the dtype of the weights (a weight gradient that of the
-main gradient). On the CPU the same scales and blocks are multiplied in float32, or in float64 for a model in float64.
+A weight gradient sums over tokens, so a blockwise one needs groups of 128 tokens. They are made from the FP8 values of
+forward and input gradient (kernels/fp8/quantize.py), so only those are kept. Every GEMM is accumulated in float32 after
+at most 128 terms; the result has the dtype of the weights (a weight gradient that of the main gradient). On the CPU the
+same scales and blocks are multiplied in float32, or in float64 for a model in float64.
 
 An operand is (values, scales), both with the tokens in the leading dims: sequence shards are quantised first and
-gathered in 8 bits, which gives the same numbers as the other order. Blockwise, SwiGLU and norms whose result only these
-products read write it in 8 bits at once (fp8_tensor.py): the same bits with one pass over memory. Weights and their
-transposes are quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are
-quantised and gathered in 8 bits (fp8_weights.py).
+gathered in FP8, which gives the same numbers as the other order. With blockwise, SwiGLU and norms whose result only
+these GEMMs read write it in FP8 (fp8_tensor.py): the same bits with one pass over memory. Weights and their transposes
+are quantised at the first use after a change and kept until `forget_copies`; under ZeRO-3 slices are quantised and
+gathered in FP8 (fp8_weights.py).
 
 Tensorwise scales are maxima over all ranks that hold a part of the tensor, so they do not depend on tp or cp. Experts
-have a scale each, over the rows that have come to this rank, so it depends on ep.
+have a scale each, over the rows of this rank, so it depends on ep.
 
 Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; current scaling: Micikevicius et al. 2022 (arXiv:2209.05433).
 """
@@ -53,28 +53,28 @@ from megatron5d.precision.gemm import ExpertGemms, Gemms, Operand, by_expert
 from megatron5d.topology.shard_spec import spec_of
 
 Reduce = Callable[[Tensor], Tensor]
-"""The maximum, over some ranks, of a float32 tensor."""
+"""Reduces a float32 tensor to its maximum over some ranks."""
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether a weight's products are made in 8 bits."""
-    return isinstance(getattr(weight, "gemms", None), (BlockwiseGemms, TensorwiseGemms, BlockwiseExpertGemms))
+    """Says whether a weight is multiplied in FP8."""
+    return isinstance(getattr(weight, "gemms", None), Fp8Recipe)
 
 
 def quantized_copies(weight: Tensor) -> QuantizedPair:
-    """The 8-bit copies of a weight for which `is_quantized`, made where they are not there."""
+    """Returns the FP8 copies of a weight for which `is_quantized`, made if they are missing."""
     experts = (stack_of(weight)[0],) if spec_of(weight).expert else ()
     return weight.gemms.copies(weight, *experts)  # type: ignore[attr-defined]
 
 
 def _flat(x: Operand) -> tuple[Tensor, Tensor]:
-    """An operand with all tokens in one dim: values `[rows, features]`, scales `[rows, c]`."""
+    """Flattens the tokens of an operand into one dim: values `[rows, features]`, scales `[rows, c]`."""
     values, scales = x
     return values.flatten(0, -2), scales.flatten(0, -2)
 
 
 def _rows(x: Tensor, powers_of_two: bool) -> Operand:
-    """x `[..., features]` quantised in 1×128 groups, as an Fp8Tensor already is."""
+    """Quantises x `[..., features]` in 1×128 groups, unless it is an Fp8Tensor."""
     if isinstance(x, Fp8Tensor):
         return x.qdata, x.scales
     q = quantize_rows(x.reshape(-1, x.shape[-1]), E4M3, powers_of_two=powers_of_two)
@@ -82,8 +82,8 @@ def _rows(x: Tensor, powers_of_two: bool) -> Operand:
     return q.values.view(x.shape), q.scales.view(*x.shape[:-1], num_scales)
 
 
-class BlockwiseGemms(Gemms):
-    """Products of a linear layer with the blockwise recipe.
+class Fp8Recipe:
+    """Quantises weights with a scale for each 128×128 block; a subclass may reduce the blocks' maxima further.
 
     Args:
         powers_of_two: scales are powers of two.
@@ -91,6 +91,22 @@ class BlockwiseGemms(Gemms):
 
     def __init__(self, powers_of_two: bool) -> None:
         self.powers_of_two = powers_of_two
+
+    def weight_maxima(self, blocks: Tensor) -> Tensor:
+        """Maps maxima of blocks `[matrices, down, across]` to those of the scales, which broadcast over blocks."""
+        return blocks
+
+    def over_ranks(self, maxima: Tensor) -> Tensor:
+        """Maps maxima of this rank to maxima over all ranks that hold parts of the same weights."""
+        return maxima
+
+    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
+        """Joins `[..., out, in]` in e4m3 and the scales of its blocks `[matrices, down, across]` for the GEMMs."""
+        return Quantized(values, scales.view(*values.shape[:-2], *scales.shape[1:]), GROUP)
+
+
+class BlockwiseGemms(Fp8Recipe, Gemms):
+    """GEMMs of a linear layer with the blockwise recipe."""
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
         return _rows(x, self.powers_of_two)
@@ -107,40 +123,28 @@ class BlockwiseGemms(Gemms):
         return NormFp8.apply(x, weight, bias, eps, True, self.powers_of_two)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
-        return self._product(x, self.copies(weight).plain, weight.dtype)
+        return self._gemm(x, self.copies(weight).plain, weight.dtype)
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        return self._product(dy, self.copies(weight).transposed, weight.dtype)
+        return self._gemm(dy, self.copies(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
         a, b = (fp8_transpose(Quantized(*_flat(each), 1), powers_of_two=self.powers_of_two) for each in (dy, x))
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
-    def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """Magnitudes of 128×128 blocks `[1, down, across]` -> those that scales are made of, broadcast over blocks."""
-        return blocks
-
-    def over_ranks(self, maxima: Tensor) -> Tensor:
-        """Maxima of this rank -> maxima over all ranks that hold parts of the same weights."""
-        return maxima
-
-    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
-        """`[out, in]` in e4m3 and the scale of each block `[1, down, across]`, as the products read them."""
-        return Quantized(values, scales[0], GROUP)
-
-    def _product(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
+    def _gemm(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
         y = fp8_matmul(Quantized(*_flat(x), 1), weight, out_dtype=dtype)
         return y.view(*x[0].shape[:-1], -1)
 
     def copies(self, weight: Tensor) -> QuantizedPair:
-        """The 8-bit copies of a weight, made where they are not there."""
+        """Returns the FP8 copies of a weight, made if they are missing."""
         return quantized_weight(
             weight, lambda: QuantizedPair(*quantize_blocks(weight.detach(), powers_of_two=self.powers_of_two))
         )
 
 
-class TensorwiseGemms(Gemms):
-    """Products of a linear layer with the tensorwise recipe.
+class TensorwiseGemms(Fp8Recipe, Gemms):
+    """GEMMs of a linear layer with the tensorwise recipe.
 
     Args:
         powers_of_two: scales are powers of two.
@@ -149,7 +153,8 @@ class TensorwiseGemms(Gemms):
     """
 
     def __init__(self, powers_of_two: bool, of_tokens: Reduce, of_weight: Reduce) -> None:
-        self.powers_of_two, self.of_tokens, self.of_weight = powers_of_two, of_tokens, of_weight
+        super().__init__(powers_of_two)
+        self.of_tokens, self.of_weight = of_tokens, of_weight
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
         amax = self.of_tokens(amax_of(x))
@@ -157,33 +162,30 @@ class TensorwiseGemms(Gemms):
         return q.values, q.scales.expand(*x.shape[:-1], 1).contiguous()
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
-        return self._product(x, self.copies(weight).plain, weight.dtype)
+        return self._gemm(x, self.copies(weight).plain, weight.dtype)
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        return self._product(dy, self.copies(weight).transposed, weight.dtype)
+        return self._gemm(dy, self.copies(weight).transposed, weight.dtype)
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
         a, b = (Quantized(transpose_values(values), scales[:1], 0) for values, scales in map(_flat, (dy, x)))
         fp8_matmul(a, b, accumulate_into=grad_buffer(weight))
 
     def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """As in BlockwiseGemms."""
         return blocks.amax().view(1, 1, 1)
 
     def over_ranks(self, maxima: Tensor) -> Tensor:
-        """As in BlockwiseGemms."""
         return self.of_weight(maxima)
 
     def stored(self, values: Tensor, scales: Tensor) -> Quantized:
-        """As in BlockwiseGemms."""
         return Quantized(values, scales[0, :1, :1], 0)
 
-    def _product(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
+    def _gemm(self, x: Operand, weight: Quantized, dtype: torch.dtype) -> Tensor:
         values, scales = _flat(x)
         return fp8_matmul(Quantized(values, scales[:1], 0), weight, out_dtype=dtype).view(*x[0].shape[:-1], -1)
 
     def copies(self, weight: Tensor) -> QuantizedPair:
-        """As in BlockwiseGemms."""
+        """Returns the FP8 copies of a weight, made if they are missing."""
 
         def make() -> QuantizedPair:
             amax = self.of_weight(amax_of(weight.detach()))
@@ -193,15 +195,8 @@ class TensorwiseGemms(Gemms):
         return quantized_weight(weight, make)
 
 
-class BlockwiseExpertGemms(ExpertGemms):
-    """Products of experts with the blockwise recipe; no group of 128 tokens has tokens of two experts.
-
-    Args:
-        powers_of_two: scales are powers of two.
-    """
-
-    def __init__(self, powers_of_two: bool) -> None:
-        self.powers_of_two = powers_of_two
+class BlockwiseExpertGemms(Fp8Recipe, ExpertGemms):
+    """GEMMs of experts with the blockwise recipe; no group of 128 tokens has tokens of two experts."""
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
         return _rows(x, self.powers_of_two)
@@ -223,18 +218,6 @@ class BlockwiseExpertGemms(ExpertGemms):
         a, b = (self._transposed(self._grouped(each), offsets) for each in (dy, x))
         grouped_weight_grad_fp8(a, b, offsets, by_expert(grad_buffer(parameter), num_local))
 
-    def weight_maxima(self, blocks: Tensor) -> Tensor:
-        """As in BlockwiseGemms, `[E, down, across]`."""
-        return blocks
-
-    def over_ranks(self, maxima: Tensor) -> Tensor:
-        """As in BlockwiseGemms."""
-        return maxima
-
-    def stored(self, values: Tensor, scales: Tensor) -> Quantized:
-        """As in BlockwiseGemms, `[E, out, in]`."""
-        return Quantized(values, scales, GROUP)
-
     def _grouped(self, x: Operand) -> Quantized:
         values, scales = x
         return Quantized(values, scales, 1)
@@ -243,7 +226,7 @@ class BlockwiseExpertGemms(ExpertGemms):
         return fp8_transpose(x, offsets, powers_of_two=self.powers_of_two)
 
     def copies(self, parameter: Tensor, num_local: int) -> QuantizedPair:
-        """As in BlockwiseGemms."""
+        """Returns the FP8 copies of a weight, made if they are missing."""
 
         def make() -> QuantizedPair:
             return QuantizedPair(
@@ -254,9 +237,9 @@ class BlockwiseExpertGemms(ExpertGemms):
 
 
 class TensorwiseExpertGemms(BlockwiseExpertGemms):
-    """Products of experts with one scale for each expert's weight and for each expert's rows.
+    """GEMMs of experts with one scale for each expert's weight and for each expert's rows.
 
-    The scales are repeated for each block, so that the kernels of blockwise products can read them.
+    The scales are repeated for each block, so that the kernels of blockwise GEMMs can read them.
 
     Args:
         powers_of_two: scales are powers of two.
@@ -268,7 +251,7 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         self.over_parts = over_parts
 
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        # not in 8 bits: the scale of an expert's rows is known only when all of them are
+        # not in FP8: the scale of an expert's rows is known only when all of them are
         return ExpertGemms.activate(self, x, weights, kind, overwrite)
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
@@ -299,8 +282,8 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
             stack = by_expert(parameter.detach(), num_local)
             rows, height = stack.flatten(0, 1), stack.shape[1]
             amax = self.over_parts(amax_of_rows(rows).view(num_local, height).amax(1)).repeat_interleave(height)
-            eight, each = quantize_by_row(rows, amax, powers_of_two=self.powers_of_two)
-            values, scales = eight.view(stack.shape), each.view(num_local, height, 1)[:, :1]
+            values, each = quantize_by_row(rows, amax, powers_of_two=self.powers_of_two)
+            values, scales = values.view(stack.shape), each.view(num_local, height, 1)[:, :1]
             blocks = scales.expand(-1, *(-(-n // GROUP) for n in stack.shape[1:])).contiguous()
             other = Quantized(transpose_values(values), blocks.mT.contiguous(), GROUP)
             return QuantizedPair(Quantized(values, blocks, GROUP), other)

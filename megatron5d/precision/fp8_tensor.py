@@ -113,13 +113,13 @@ class Fp8DispatchCodec:
     """Encodes rows `[n, h]` as uint8 `[n, h + ceil(h/128)]`."""
 
     def encode(self, rows: Tensor) -> Tensor:
-        """`[n, h]` of any floating dtype -> bytes."""
+        """Encodes `[n, h]` of any floating dtype as bytes."""
         q = quantize_rows(rows, powers_of_two=True)
         exponents = (q.scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
         return torch.cat((q.values.view(torch.uint8), exponents), 1)
 
     def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
-        """Bytes -> `[n, h]` in `dtype`."""
+        """Decodes bytes to `[n, h]` in `dtype`."""
         groups = -(-wire.shape[1] // (GROUP + 1))  # h + ceil(h/128) bytes hold as many groups
         values, exponents = wire.split([wire.shape[1] - groups, groups], 1)
         scales = (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)

@@ -1,4 +1,4 @@
-"""The 8-bit copies of a weight, and how the ranks quantise flat slices of it to the same numbers.
+"""The FP8 copies of a weight, and the quantisation of its flat slices on several ranks to the same numbers.
 
 A weight, or a stack of them (experts), is divided into blocks of 128×128. Each rank finds the largest magnitude of each
 block in its slice; the maximum over ranks is that of the whole weight. So the quantised slices are slices of the
@@ -34,7 +34,7 @@ class QuantizedPair:
 
     @property
     def transposed(self) -> Quantized:
-        """The transpose, which input gradients are computed with."""
+        """The transpose, with which input gradients are computed."""
         if self._transposed is None:
             values, scales = transpose_values(self.plain.values), self.plain.scales.mT.contiguous()
             self._transposed = Quantized(values, scales, self.plain.rows_per_scale)
@@ -42,11 +42,11 @@ class QuantizedPair:
 
     @property
     def has_transposed(self) -> bool:
-        """Whether the transpose is there."""
+        """Whether the transpose has been made."""
         return self._transposed is not None
 
     def forget_transposed(self) -> None:
-        """Drops the transpose, which is made again when it is read."""
+        """Drops the transpose; it is made again when it is read."""
         self._transposed = None
 
     @property
@@ -56,15 +56,15 @@ class QuantizedPair:
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
-    """Changes when a weight is changed through torch."""
+    """Returns what changes when a weight is changed through torch."""
     return weight.data_ptr(), weight._version
 
 
 def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> QuantizedPair:
-    """A weight's 8-bit copies, made at the first use after a change and kept on the parameter.
+    """Returns a weight's FP8 copies, made at the first use after a change and kept on the parameter.
 
-    A change through the parameter itself is noticed. Code that writes its memory in another way (optimiser, gathering)
-    must call `forget_copies`.
+    A change through the parameter itself is noticed. Code that writes its memory otherwise (optimiser, gathering) must
+    call `forget_copies`.
 
     Args:
         weight: the parameter.
@@ -77,12 +77,12 @@ def quantized_weight(weight: Tensor, make: Callable[[], QuantizedPair]) -> Quant
 
 
 def hold_quantized(weight: Tensor, pair: QuantizedPair) -> None:
-    """Sets a weight's 8-bit copies, which are valid until it changes."""
+    """Sets a weight's FP8 copies, which are valid until it changes."""
     weight.quantized = _state(weight), pair  # type: ignore[attr-defined]
 
 
 def stack_of(parameter: Tensor) -> tuple[int, int, int]:
-    """The form of a local matrix or stack of experts: (matrices, rows of one, columns)."""
+    """Returns the shape of a local matrix or stack of experts: (matrices, rows of one, columns)."""
     spec = spec_of(parameter)
     held = {piece.offset[0] + i for piece in spec.pieces for i in range(piece.shape[0])} if spec.expert else {0}
     columns = parameter.shape[-1]
@@ -90,7 +90,7 @@ def stack_of(parameter: Tensor) -> tuple[int, int, int]:
 
 
 def stored_pair(weight: Tensor, values: Tensor, scales: Tensor) -> QuantizedPair:
-    """The 8-bit copies of a weight as its products read them; the transpose is made when first read.
+    """Makes the FP8 copies of a weight from its elements; the transpose is made when first read.
 
     Args:
         weight: the parameter.
@@ -103,7 +103,7 @@ def stored_pair(weight: Tensor, values: Tensor, scales: Tensor) -> QuantizedPair
 
 
 def blocks_in(stack: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The number of 128×128 blocks of a stack: (matrices, blocks down, blocks across)."""
+    """Returns the number of 128×128 blocks of a stack: (matrices, blocks down, blocks across)."""
     count, rows, columns = stack
     return count, -(-rows // GROUP), -(-columns // GROUP)
 
@@ -126,7 +126,7 @@ class Band:
     columns: int
 
     def blocks(self, values: Tensor) -> Tensor:
-        """The band's `values` as `[block rows, 128, block columns, 128]` float32, zeros where it has none."""
+        """Returns the band's `values` as `[block rows, 128, block columns, 128]` float32, zeros where it has none."""
         ahead, rows = self.start - self.origin, -(-(self.stop - self.origin) // self.columns)
         rows += -rows % GROUP
         wide = torch.nn.functional.pad(values.float(), (ahead, rows * self.columns - ahead - values.numel()))
@@ -134,7 +134,7 @@ class Band:
         return wide.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
 
     def flat(self, blocks: Tensor) -> Tensor:
-        """The values of the band, flat, from the form that `blocks` returns."""
+        """Returns the flat values of the band from what `blocks` returned."""
         rows = blocks.flatten(2, 3).flatten(0, 1)[:, : self.columns].reshape(-1)
         return rows[self.start - self.origin : self.stop - self.origin]
 
@@ -160,7 +160,7 @@ def bands(stack: tuple[int, int, int], start: int, stop: int) -> Iterator[Band]:
 
 
 def block_maxima(values: Tensor, stack: tuple[int, int, int], start: int) -> Tensor:
-    """The largest magnitude that a flat slice has in each block of a stack; 0 in blocks outside the slice.
+    """Finds the largest magnitude of a flat slice in each block of a stack; 0 in blocks outside the slice.
 
     Args:
         values: the slice, flat.
@@ -193,5 +193,5 @@ def quantize_slice(
         span = slice(band.start - start, band.stop - start)
         blocks = band.blocks(values[span])
         rows = slice(band.row, band.row + blocks.shape[0])
-        eight = cast_scaled(blocks, maxima[rows], scales[rows], E4M3)
-        out[span] = band.flat(eight.view(torch.uint8))
+        fp8 = cast_scaled(blocks, maxima[rows], scales[rows], E4M3)
+        out[span] = band.flat(fp8.view(torch.uint8))

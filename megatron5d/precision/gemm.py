@@ -1,15 +1,15 @@
-"""The three matrix products of a linear layer, as an object that its weight carries (`weight.gemms`).
+"""The three GEMMs of a linear layer, as an object that its weight carries (`weight.gemms`).
 
     forward        y  = x·Wᵀ
     input_grad     dx = dy·W
     weight_grad    dW += dyᵀ·x
 
 An operand is what is multiplied, gathered over ranks and kept for the backward: a tuple of tensors with the tokens in
-their leading dims, which layers pass on without looking inside. Here it is the tensor itself; in fp8_recipes.py it is
-8-bit values and their scales. model/options.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
+their leading dims, opaque to layers. Here it is the tensor itself; in fp8_recipes.py it is FP8 values and their scales.
+model/options.py sets `weight.gemms`; a weight without it is multiplied in its own dtype.
 
-The operation before a product (`activate`, the norms) is here as well, because its result may have a form that only
-the product can read.
+The operation before a GEMM (`activate`, the norms) is here as well, because its result may have a format that only the
+GEMM can read.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Operand = tuple[Tensor, ...]
 
 
 class Gemms:
-    """Products in the dtype of the tensors."""
+    """GEMMs in the dtype of the tensors."""
 
     def operand(self, x: Tensor, gradient: bool = False) -> Operand:
-        """The operand for x.
+        """Makes the operand of x.
 
         Args:
             x: `[..., features]`, an input of the layer, or a gradient of its output.
@@ -40,60 +40,60 @@ class Gemms:
         return (x,)
 
     def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """The activation before the product: `[..., 2f]` (swiglu) or `[..., f]` -> `[..., f]`."""
+        """Applies the activation before the GEMM: `[..., 2f]` (swiglu) or `[..., f]` -> `[..., f]`."""
         return activate(x, kind, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(RMSNorm of x, x), both `[..., in]`; x is returned so that one backward pass adds up both gradients."""
+        """Returns (RMSNorm of x, x), both `[..., in]`; one backward pass adds up the gradients of both."""
         return add_rms_norm(x, None, weight, eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(LayerNorm of x, x), as `rms_norm`."""
+        """Returns (LayerNorm of x, x), as `rms_norm`."""
         return add_layer_norm(x, None, weight, bias, eps)
 
     def forward(self, x: Operand, weight: Tensor) -> Tensor:
-        """`[..., in]`, `[out, in]` -> `[..., out]`."""
+        """Multiplies `[..., in]`, `[out, in]` -> `[..., out]`."""
         return F.linear(x[0], weight)
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        """`[..., out]`, `[out, in]` -> `[..., in]`."""
+        """Multiplies `[..., out]`, `[out, in]` -> `[..., in]`."""
         return dy[0] @ weight
 
     def weight_grad(self, weight: Tensor, dy: Operand, x: Operand) -> None:
-        """grad(weight) += dyᵀ·x."""
+        """Adds dyᵀ·x to the weight's gradient."""
         add_weight_grad(weight, dy[0], x[0])
 
 
 class ExpertGemms:
-    """The products of a rank's experts in the dtype of the tensors.
+    """GEMMs of a rank's experts in the dtype of the tensors.
 
     Rows of x are sorted by expert; those of expert e are offsets[e] ... offsets[e+1]-1. `parameter` is the stack of
     this rank's experts, `num_local` their number E/ep.
     """
 
     def operand(self, x: Tensor, offsets: Tensor, gradient: bool = False) -> Operand:
-        """The operand for x `[r, features]`."""
+        """Makes the operand of x `[r, features]`."""
         return (x.contiguous() if gradient else x,)
 
     def activate(self, x: Tensor, weights: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """The activation before the product, times the weight `[r]` of each row; else as in Gemms."""
+        """Applies the activation before the GEMM, times the weight `[r]` of each row; else as in Gemms."""
         return weighted_activation(x, weights, kind, overwrite)
 
     def forward(self, x: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
-        """`[r, in]` -> `[r, out]`."""
+        """Multiplies `[r, in]` -> `[r, out]`."""
         return grouped_matmul(x[0], by_expert(parameter.detach(), num_local), offsets)
 
     def input_grad(self, dy: Operand, parameter: Tensor, num_local: int, offsets: Tensor) -> Tensor:
-        """`[r, out]` -> `[r, in]`."""
+        """Multiplies `[r, out]` -> `[r, in]`."""
         return grouped_input_grad(dy[0], by_expert(parameter.detach(), num_local), offsets)
 
     def weight_grad(self, parameter: Tensor, dy: Operand, x: Operand, num_local: int, offsets: Tensor) -> None:
-        """grad(parameter) += dyᵀ·x, expert by expert."""
+        """Adds dyᵀ·x to the parameter's gradient, expert by expert."""
         grouped_weight_grad(dy[0], x[0], offsets, by_expert(grad_buffer(parameter), num_local))
 
 
 def by_expert(stack: Tensor, num_local: int) -> Tensor:
-    """A local parameter, or its gradient, as `[E/ep, out, in]`."""
+    """Views a local parameter, or its gradient, as `[E/ep, out, in]`."""
     return stack.view(num_local, -1, stack.shape[-1])
 
 
@@ -102,13 +102,13 @@ PLAIN_EXPERTS = ExpertGemms()
 
 
 def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
-    """The products of a weight; PLAIN where other weights with the same input have different ones."""
+    """Returns the GEMMs of a weight; PLAIN if other weights with the same input have different ones."""
     gemms = getattr(weight, "gemms", PLAIN)
     return gemms if all(gemms_of(other) is gemms for other in others) else PLAIN
 
 
 def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
-    """The products of a stack of experts."""
+    """Returns the GEMMs of a stack of experts."""
     return getattr(parameter, "gemms", PLAIN_EXPERTS)
 
 

@@ -87,7 +87,7 @@ class Trainer:
         self, batches: Sequence[MicroBatch], lr: float, stop: bool = False, watched: bool = False,
         where: StepSamples | None = None, *, left_out: bool = False,
     ) -> StepResult:  # fmt: skip
-        """Forward and backward of all micro-batches, gradient reduction, and one update of the weights.
+        """Runs forward and backward of all micro-batches, reduces gradients, and updates the weights once.
 
         Args:
             batches: this rank's micro-batches `[b, s/cp]`, the same number on every rank.
@@ -122,7 +122,7 @@ class Trainer:
         return result
 
     def _agree(self, sums: torch.Tensor, stop: bool, cp_balance: float, where: StepSamples | None) -> StepResult:
-        """The step's figures, the same on every rank, from each rank's share of them.
+        """Returns the step's figures, the same on every rank, from each rank's share of them.
 
         Args:
             sums: as `accumulate` returned them.
@@ -153,7 +153,7 @@ class Trainer:
         )
 
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:
-        """Forward and backward of all micro-batches; once reduced, the owned slices hold the mean gradient.
+        """Runs forward and backward of all micro-batches; once reduced, the owned slices hold the mean gradient.
 
         Args:
             batches: this rank's micro-batches of the step, on the host.
@@ -193,7 +193,7 @@ class Trainer:
             balancer.finish_counting()
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Forward alone, of micro-batches on the host; returns what `accumulate` returns.
+        """Runs the forward of micro-batches on the host; returns what `accumulate` returns.
 
         Comm: that of the layers' forward and the pipeline.
         """
@@ -204,7 +204,7 @@ class Trainer:
         return self._counted_once(loss.sums)
 
     def means(self, totals: Sequence[float]) -> dict[str, float]:
-        """What `accumulate` or `evaluate` returned, added up over the world, as means by name; NaN without a target."""
+        """Returns the sums of `accumulate` or `evaluate`, totalled, as means by name; NaN of no target."""
         counts = totals[len(self.terms) :]
         held = [(term.name, total, counts[term.count_index]) for term, total in zip(self.terms, totals)]
         found = {}
@@ -214,12 +214,12 @@ class Trainer:
         return found
 
     def _counted_once(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sums on the first tp rank, zeros on the others: all tp ranks have computed the same loss."""
+        """Returns the sums on the first tp rank, zeros on the others: all tp ranks have computed the same loss."""
         return sums * (self.mesh["tp"].rank == 0)
 
 
 def imbalance_of(batches: Sequence[MicroBatch]) -> float:
-    """How much longer attention takes than if cp ranks had equally much to do; 1 = even, or sequences are whole."""
+    """Returns how much longer attention takes than with equal work on cp ranks; 1 = equal, or whole sequences."""
     plans = [batch.context for batch in batches if batch.context is not None]
     return imbalance(plans) if plans else 1.0
 
@@ -254,7 +254,7 @@ class _SummedLoss:
         return self._grad
 
     def _gradient(self, counts: torch.Tensor) -> torch.Tensor:
-        """fp64 `[terms]`: of the objective in each sum, from the global batch's numbers of targets."""
+        """Computes fp64 `[terms]`, the gradients of the sums, from the global batch's numbers of targets."""
         some = (counts > 0).to(counts.dtype)
         found = []
         for term in self._terms:

@@ -17,7 +17,7 @@ from tools.bench.harness import Benchmark, Calls, Forward, one_way, random
 def _flex(
     s: int, window: int, document: int, device: str, tiles: tuple[Tensor, Tensor, Tensor]
 ) -> Callable[[], Tensor]:
-    """torch's flex attention with the same mask; tensors are `[b, heads, s, d]`."""
+    """Makes torch's flex attention with the same mask; tensors are `[b, heads, s, d]`."""
 
     def seen(batch, head, query, key):
         visible = query >= key
@@ -37,7 +37,7 @@ def _flex(
 
 
 def _varlen(s: int, window: int, document: int, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    """torch's flash attention over packed sequences; tensors are `[s, b, heads, d]`."""
+    """Makes torch's flash attention over packed sequences; tensors are `[s, b, heads, d]`."""
     length = document or s
     q, k, v = (x.detach().transpose(0, 1).flatten(0, 1).requires_grad_(x.requires_grad) for x in (q, k, v))
     ends = torch.arange(0, q.shape[0] + 1, length, device=q.device, dtype=torch.int32)
@@ -64,7 +64,7 @@ def attention(
     window: int = 0,
     document: int = 0,
 ) -> Calls:
-    """Causal attention of a query heads over g key heads; window and documents of so many tokens, 0 = none."""
+    """Benchmarks causal attention of a query heads over g key heads; window and document lengths, 0 = none."""
     sizes = ((a, d), (g, d), (g, dv or d))
     q, k, v = (random(device, s, b, *heads, grad=backward) for heads in sizes)
     qh, kh, vh = tiles = tuple(x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k, v))
@@ -90,7 +90,7 @@ def attention(
 
 
 def floating_point_operations(*, s, b, a, g, d, dv=0, window=0, document=0) -> float:
-    """Operations of the forward: two products over all pairs of a query and a key that it sees."""
+    """Counts the operations of the forward: two GEMMs over all pairs of a query and a key that it sees."""
     pairs = s * (window - window / 2 * window / s if window else (document or s) / 2)
     return 2 * (d + (dv or d)) * pairs * b * a
 
@@ -110,7 +110,7 @@ VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 
 def _rows(way: str, backward: bool) -> dict[str, Benchmark]:
     def work(**sizes) -> float:
-        return floating_point_operations(**sizes) * (2.5 if backward else 1)  # five products for two
+        return floating_point_operations(**sizes) * (2.5 if backward else 1)  # five GEMMs for two
 
     make = partial(attention, backward=backward)
     return {

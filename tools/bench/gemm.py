@@ -1,4 +1,4 @@
-"""Matrix products: in 8 bits, of experts, into a main gradient, and of rows that come from other ranks."""
+"""GEMMs: in FP8, of experts, into a main gradient, and of rows from other ranks."""
 
 from collections.abc import Callable
 
@@ -16,12 +16,12 @@ from kernels.symm_mem_flags import Arrivals, Patience, addresses_of
 from tools.bench.harness import Benchmark, Calls, random, writing
 
 
-def _product(m: int, n: int, k: int) -> float:
+def _gemm_flops(m: int, n: int, k: int) -> float:
     return 2 * m * n * k
 
 
 def float8(device: str, m: int, n: int, k: int) -> Calls:
-    """A product of quantised matrices, and the forms of it that torch has."""
+    """Benchmarks an FP8 GEMM, and torch's forms of it."""
     x, weight = random(device, m, k), random(device, n, k)
     rows, blocks, weight_rows = quantize_rows(x), quantize_blocks(weight)[0], quantize_rows(weight)
     whole = quantize_tensor(x), quantize_tensor(weight)
@@ -53,7 +53,7 @@ def _offsets(device: str, experts: int, rows: int) -> Tensor:
 
 
 def grouped(device: str, experts: int, m: int, n: int, k: int) -> Calls:
-    """m rows, evenly over the experts."""
+    """Benchmarks m rows, evenly over the experts."""
     x, weight, offsets = random(device, m, k), random(device, experts, n, k), _offsets(device, experts, m)
     ends = offsets[1:].int()
     rows8, weight8 = quantize_rows(x), quantize_blocks(weight)[0]
@@ -72,7 +72,7 @@ def grouped(device: str, experts: int, m: int, n: int, k: int) -> Calls:
 
 
 def grouped_weight(device: str, experts: int, m: int, n: int, k: int) -> Calls:
-    """The weight gradient of `grouped`, into float32 main gradients."""
+    """Returns the weight gradient of `grouped`, into float32 main gradients."""
     x, dy, offsets = random(device, m, k), random(device, m, n), _offsets(device, experts, m)
     ends, main = offsets[1:].int(), torch.zeros(experts, n, k, device=device)
     transposed_dy, transposed_x = (fp8_transpose(quantize_rows(each), offsets) for each in (dy, x))
@@ -84,34 +84,34 @@ def grouped_weight(device: str, experts: int, m: int, n: int, k: int) -> Calls:
 
 
 def weight_gradient(device: str, m: int, n: int, k: int) -> Calls:
-    """A linear layer's weight gradient `[m, n]` from k tokens, added into the float32 main gradient."""
+    """Returns a linear layer's weight gradient `[m, n]` from k tokens, added into the float32 main gradient."""
     dy, x, main = random(device, k, m), random(device, k, n), torch.zeros(m, n, device=device)
     return {
         "ours": writing(lambda: accumulate_weight_grad(main, dy, x), main),
         "ours, Triton": writing(lambda: accumulate_weight_grad_triton(main, dy, x), main),
-        "torch, product and sum": writing(lambda: main.add_(dy.t() @ x), main),
-        "cuBLAS bfloat16, product alone": lambda: dy.t() @ x,
+        "torch, GEMM and sum": writing(lambda: main.add_(dy.t() @ x), main),
+        "cuBLAS bfloat16, GEMM alone": lambda: dy.t() @ x,
     }
 
 
 def _arrived(device: str, size: int) -> Arrivals:
-    """Flags of `size` ranks that have long been raised: what the products cost when nothing is awaited."""
+    """Makes raised flags of `size` ranks: the GEMMs without waits."""
     raised = torch.ones(size, dtype=torch.int32, device=device)
     return Arrivals(raised, 1, Patience(900.0, raised.device))
 
 
 def gathered(device: str, size: int, m: int, n: int, k: int) -> Calls:
-    """m rows of `size` ranks each."""
+    """Benchmarks m rows of `size` ranks each."""
     x, weight, arrivals = random(device, size, m, k), random(device, n, k), _arrived(device, size)
     return {
         "ours": lambda: all_gather_gemm(x, weight, arrivals, 1),
         "cuBLAS bfloat16": lambda: x.flatten(0, 1) @ weight.t(),
-        "cuBLAS, a product a chunk": lambda: torch.cat([chunk @ weight.t() for chunk in x]),
+        "cuBLAS, a GEMM a chunk": lambda: torch.cat([chunk @ weight.t() for chunk in x]),
     }
 
 
 def scattered(device: str, size: int, m: int, n: int, k: int) -> Calls:
-    """m rows for `size` ranks each."""
+    """Benchmarks m rows for `size` ranks each."""
     x, weight, arrivals = random(device, size, m, k), random(device, n, k), _arrived(device, size)
     terms, finished = random(device, size, m, n), torch.zeros_like(arrivals.flags)
     boxes, views = list(terms.unbind()), list(arrivals.flags.split(1))
@@ -129,23 +129,23 @@ TINY = {"m": 48, "n": 64, "k": 128}
 OF_TWO = {"size": 2, **TINY}
 PRODUCTS = {
     "float8 blockwise GEMM 4096x7168x16384": Benchmark(
-        float8, _product, "TFLOP/s", {"m": 4096, "n": 7168, "k": 16384}, TINY
+        float8, _gemm_flops, "TFLOP/s", {"m": 4096, "n": 7168, "k": 16384}, TINY
     ),
     "grouped GEMM, 64 experts": Benchmark(
-        grouped, lambda experts, **sizes: _product(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS
+        grouped, lambda experts, **sizes: _gemm_flops(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS
     ),
     "grouped GEMM weight gradient, 64 experts": Benchmark(
-        grouped_weight, lambda experts, **sizes: _product(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS
+        grouped_weight, lambda experts, **sizes: _gemm_flops(**sizes), "TFLOP/s", EXPERTS, FEW_EXPERTS
     ),
     "weight gradient into float32 14336x4096x8192": Benchmark(
-        weight_gradient, _product, "TFLOP/s", {"m": 14336, "n": 4096, "k": 8192}, TINY
+        weight_gradient, _gemm_flops, "TFLOP/s", {"m": 14336, "n": 4096, "k": 8192}, TINY
     ),
     "all-gather GEMM, 8 ranks, 8192x1792x8192": Benchmark(
-        gathered, lambda size, m, n, k: _product(size * m, n, k), "TFLOP/s",
+        gathered, lambda size, m, n, k: _gemm_flops(size * m, n, k), "TFLOP/s",
         {"size": 8, "m": 1024, "n": 1792, "k": 8192}, OF_TWO,
     ),
     "GEMM reduce-scatter, 8 ranks, 8192x8192x1792": Benchmark(
-        scattered, lambda size, m, n, k: _product(size * m, n, k), "TFLOP/s",
+        scattered, lambda size, m, n, k: _gemm_flops(size * m, n, k), "TFLOP/s",
         {"size": 8, "m": 1024, "n": 8192, "k": 1792}, OF_TWO,
     ),
 }  # fmt: skip

@@ -51,17 +51,17 @@ class Benchmark:
         return self.work(**self.sizes)
 
     def calls(self, device: str = "cuda", tiny: bool = False) -> Calls:
-        """Every provider's call, on new inputs."""
+        """Returns every provider's call, on new inputs."""
         return self.make(device, **(self.tiny if tiny else self.sizes))
 
 
 def random(device: str, *shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal numbers."""
+    """Draws normal numbers."""
     return torch.randn(shape, device=device, dtype=dtype).requires_grad_(grad)
 
 
 def writing(call: Callable[[], object], *written: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """A call that returns what it has written."""
+    """Returns a call that returns what it has written."""
 
     def run() -> tuple[Tensor, ...]:
         call()
@@ -71,7 +71,7 @@ def writing(call: Callable[[], object], *written: Tensor) -> Callable[[], tuple[
 
 
 def failing(error: Exception) -> Callable[[], object]:
-    """The call of a provider that could not be made ready: it says why."""
+    """Returns the call of a provider that could not be made ready: it says why."""
 
     def run() -> object:
         raise error
@@ -80,7 +80,7 @@ def failing(error: Exception) -> Callable[[], object]:
 
 
 def liger(name: str) -> Callable[..., Any]:
-    """A function of Liger-Kernel, or, where it is not installed or has none of that name, one that says so."""
+    """Returns a function of Liger-Kernel, or, where it is not installed or has none of that name, one that says so."""
     try:
         return getattr(importlib.import_module("liger_kernel.transformers.functional"), name)
     except (ImportError, AttributeError) as error:
@@ -93,7 +93,7 @@ Forward = tuple[Callable[[], Any], tuple[Tensor, ...]]
 
 
 def one_way(forwards: Mapping[str, Forward], backward: bool) -> Calls:
-    """The forwards as they are, or the backwards of graphs that the first call records."""
+    """Returns the forwards as they are, or the backwards of graphs that the first call records."""
     return {name: _backward(*each) if backward else each[0] for name, each in forwards.items()}
 
 
@@ -114,7 +114,7 @@ def _backward(run: Callable[[], Any], leaves: tuple[Tensor, ...]) -> Callable[[]
 def beside_compiled(
     ours: Callable[..., Any], reference: Callable[..., Any], leaves: tuple[Tensor, ...], backward: bool, **others
 ) -> Calls:
-    """Our operation, the compiler's version of its plain one, and others by name; all take the leaves."""
+    """Makes our operation, its plain version compiled, and others by name; all take the leaves."""
     every = {"ours": ours, "torch.compile": torch.compile(reference), **others}
     return one_way({name: (partial(run, *leaves), leaves) for name, run in every.items()}, backward)
 
@@ -125,7 +125,7 @@ _LONGEST_S = 0.01
 
 
 def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float:
-    """Median time of a call in milliseconds.
+    """Measures the median time of a call in milliseconds.
 
     Args:
         calls: the same work on different inputs, taken in turn.
@@ -155,7 +155,7 @@ def median_ms(calls: Sequence[Callable[[], object]], repeats: int = 50) -> float
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most that is allocated during a call, what it returns included, beyond what was before it."""
+    """Returns the most that is allocated during a call, what it returns included, beyond what was before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -165,14 +165,14 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def copy_gb_s() -> float:
-    """Bytes read and written a second by a plain copy of 2 GiB, in GB/s."""
+    """Measures the bytes read and written a second by a plain copy of 2 GiB, in GB/s."""
     source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_ms([lambda: target.copy_(source)], 20) / 1e6
 
 
 def gemm_tflop_s() -> float:
-    """bfloat16 GEMM of 8192³ by the vendor's library, in TFLOP/s."""
+    """Times a bfloat16 GEMM of 8192³ by the vendor's library, in TFLOP/s."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     return 2 * 8192**3 / median_ms([lambda: a @ b.t()], 20) / 1e9
 
@@ -182,7 +182,7 @@ Worker = Callable[[Sequence[str], Callable[[tuple], None]], None]
 
 
 def device_is_lost() -> bool:
-    """Whether an earlier kernel has broken this process's GPU, so that nothing more runs on it."""
+    """Says whether an earlier kernel has broken this process's GPU, so that nothing more runs on it."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -206,7 +206,7 @@ def _run(worker: Worker, names: Sequence[str], connection: Connection) -> None:
 def in_turn(
     worker: Worker, names: Sequence[str], limit_s: float, until: float, context: BaseContext | None = None
 ) -> Iterator[tuple]:
-    """What a worker tells, piece by piece; where it dies or falls silent, another one goes on behind that piece.
+    """Yields a worker's reports, piece by piece; if it dies or hangs, another one continues after that piece.
 
     Args:
         worker: runs in the other process; a function of a module.
@@ -236,7 +236,7 @@ def in_turn(
 
 
 def _told(receive: Connection, left: list[str], limit_s: float, until: float) -> Iterator[tuple]:
-    """What one process tells; takes from `left` what it has done, and the piece that it has not survived."""
+    """Returns what one process tells; takes from `left` what it has done, and the piece that it has not survived."""
     while left:
         patience = min(limit_s, until - time.monotonic())
         if not receive.poll(max(patience, 0.0)):

@@ -17,7 +17,6 @@ from kernels.fp8.quantize import (
     quantize_blocks,
     quantize_reference,
     quantize_rows,
-    quantize_rows_both_ways,
     transpose_values,
 )
 from kernels.fp8.quantize_tensor import (
@@ -34,7 +33,7 @@ EPS = 1e-5
 
 
 def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """Without a residual."""
+    """Benchmarks it without a residual."""
     leaves = random(device, rows, width, grad=backward), random(device, width, grad=backward)
     return beside_compiled(
         partial(kernels.rms_norm, eps=EPS), partial(kernels.rms_norm_reference, eps=EPS), leaves, backward,
@@ -44,7 +43,7 @@ def rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 
 
 def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """With a bias."""
+    """Benchmarks it with a bias."""
     leaves = tuple(random(device, *shape, grad=backward) for shape in ((rows, width), (width,), (width,)))
     return beside_compiled(
         partial(kernels.layer_norm, eps=EPS), partial(kernels.layer_norm_reference, eps=EPS), leaves, backward,
@@ -54,7 +53,7 @@ def layer_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 
 
 def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """The sum of two and its norm; backward, gradients of both arrive."""
+    """Returns the sum of two and its norm; backward, gradients of both arrive."""
     shapes = (rows, width), (rows, width), (width,)
     leaves = tuple(random(device, *shape, grad=backward) for shape in shapes)
 
@@ -69,7 +68,7 @@ def add_rms_norm(device: str, *, backward: bool, rows: int, width: int) -> Calls
 
 
 def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
-    """The backward of the norm that a residual branch begins with, and of the stream beside it."""
+    """Returns the backward of the norm that a residual branch begins with, and of the stream beside it."""
     leaves = random(device, rows, width, grad=True), random(device, width, grad=True)
     return beside_compiled(
         lambda x, w: kernels.add_rms_norm(x, None, w, EPS),
@@ -81,7 +80,7 @@ def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
 
 
 def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """From gate and up side by side."""
+    """Takes gate and up side by side."""
     gate_up = random(device, rows, 2 * width, grad=backward)
     halves = [half.detach().contiguous().requires_grad_(backward) for half in gate_up.chunk(2, -1)]
     forwards: dict[str, Forward] = {
@@ -93,21 +92,21 @@ def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
 
 
 def expert_swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """From gate and up side by side, times a weight of each row."""
+    """Takes gate and up side by side, times a weight of each row."""
     leaves = random(device, rows, 2 * width, grad=backward), torch.rand(rows, device=device, requires_grad=backward)
     ours, reference = (partial(each, kind="swiglu") for each in (weighted_activation, activation_reference))
     return beside_compiled(ours, reference, leaves, backward)
 
 
 def gelu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
-    """The tanh form, as GPT-2 has it."""
+    """Returns the tanh form, as GPT-2 has it."""
     leaves = (random(device, rows, width, grad=backward),)
     ours, reference = (partial(each, approximate="tanh") for each in (kernels.gelu, kernels.gelu_reference))
     return beside_compiled(ours, reference, leaves, backward, torch=partial(F.gelu, approximate="tanh"))
 
 
 def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int) -> Calls:
-    """q of a heads and k of g, half-split."""
+    """Rotates q of a heads and k of g, half-split."""
     q, k = (random(device, s, b, heads, d, grad=backward) for heads in (a, g))
     qkv = random(device, s, b, a + 2 * g, d, grad=backward)
     angle = random(device, s, 1, d // 2, dtype=torch.float32)
@@ -125,19 +124,18 @@ def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int)
 
 
 def quantisers(device: str, rows: int, width: int) -> Calls:
-    """1x128 rows, and what is made in the same pass."""
+    """Quantises 1x128 rows, and 128x128 blocks with their transpose."""
     x = random(device, rows, width)
     compiled = torch.compile(lambda x: quantize_reference(x, 1))
     return {
         "ours": lambda: quantize_rows(x),
-        "ours, both ways": lambda: quantize_rows_both_ways(x),
-        "ours, blocks both ways": lambda: quantize_blocks(x),
+        "ours, blocks": lambda: quantize_blocks(x),
         "torch.compile": lambda: compiled(x),
     }
 
 
 def one_scale(device: str, rows: int, width: int) -> Calls:
-    """Two passes, as the scale is known only after the first."""
+    """Takes two passes, as the scale is known only after the first."""
     x = random(device, rows, width)
     compiled = torch.compile(quantize_tensor_reference)
     return {
@@ -151,7 +149,7 @@ def one_scale(device: str, rows: int, width: int) -> Calls:
 
 
 def transposed(device: str, rows: int, width: int) -> Calls:
-    """8-bit rows as the weight gradient reads them."""
+    """Transposes FP8 rows as the weight gradient reads them."""
     x = quantize_rows(random(device, rows, width))
     return {
         "ours": lambda: fp8_transpose(x, powers_of_two=True),
@@ -171,12 +169,12 @@ def _to_float8(ours: Callable, kernel: Callable, reference: Callable, *inputs: T
 
 
 def swiglu_to_float8(device: str, rows: int, width: int) -> Calls:
-    """Nothing wide is written."""
+    """Writes nothing wide."""
     return _to_float8(swiglu_quantized, kernels.swiglu, kernels.swiglu_reference, random(device, rows, 2 * width))
 
 
 def norm_to_float8(device: str, *, centred: bool, rows: int, width: int) -> Calls:
-    """RMSNorm, or LayerNorm with a bias; nothing wide is written."""
+    """Computes RMSNorm, or LayerNorm with a bias; nothing wide is written."""
     x, weight, bias = (random(device, *shape) for shape in ((rows, width), (width,), (width,)))
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -197,7 +195,7 @@ HEADS, FEW_HEADS = {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128}, {"s": 6, "b":
 
 
 def _row(make: Callable[..., Calls], bytes_each: int, sizes: dict[str, int]) -> Benchmark:
-    """Bytes that must move for each row and column."""
+    """Counts the bytes that must move for each row and column."""
     return Benchmark(make, lambda rows, width: rows * width * bytes_each, "GB/s", sizes, TINY)
 
 

@@ -17,7 +17,7 @@ def _labels(device: str, tokens: int, vocabulary: int) -> Tensor:
 
 
 def cross_entropy(device: str, tokens: int, vocabulary: int) -> Calls:
-    """Token losses."""
+    """Benchmarks token losses."""
     logits, labels = random(device, tokens, vocabulary), _labels(device, tokens, vocabulary)
     compiled = torch.compile(kernels.cross_entropy_reference)
     return {
@@ -28,7 +28,7 @@ def cross_entropy(device: str, tokens: int, vocabulary: int) -> Calls:
 
 
 def cross_entropy_backward(device: str, tokens: int, vocabulary: int) -> Calls:
-    """The gradient of the logits; ours is written over them, as the model's head does it."""
+    """Computes the gradient of the logits; ours is written over them, as the model's head does it."""
     logits, labels = random(device, tokens, vocabulary, grad=True), _labels(device, tokens, vocabulary)
     dloss, written = torch.ones(tokens, device=device), logits.detach().clone()
     row_max, row_sum, _ = kernels.vocab_statistics(written, labels, 0, vocabulary)
@@ -71,13 +71,13 @@ def _routed(device: str, tokens: int, experts: int, k: int) -> tuple[Tensor, moe
 
 
 def permute(device: str, tokens: int, width: int, experts: int, k: int) -> Calls:
-    """Tokens to the rows of their experts."""
+    """Sends tokens to the rows of their experts."""
     x, (_, where) = random(device, tokens, width), _routed(device, tokens, experts, k)
     return {"ours": lambda: moe.permute(x, where), "torch": lambda: x[where.token]}
 
 
 def unpermute(device: str, *, backward: bool, tokens: int, width: int, experts: int, k: int) -> Calls:
-    """Rows back to their tokens, weighted by probabilities."""
+    """Returns rows to their tokens, weighted by probabilities."""
     values, where = _routed(device, tokens, experts, k)
     rows, values = random(device, tokens * k, width, grad=backward), values.requires_grad_(backward)
 
@@ -94,7 +94,7 @@ def unpermute(device: str, *, backward: bool, tokens: int, width: int, experts: 
 
 
 def top_k(device: str, tokens: int, experts: int, k: int) -> Calls:
-    """The experts of each token, and where each choice goes."""
+    """Returns the experts of each token, and where each choice goes."""
     scores = random(device, tokens, experts, dtype=torch.float32)
     chosen = scores.topk(k).indices
     return {
@@ -109,7 +109,7 @@ def _tensors(device: str, tensors: int, count: int) -> list[Tensor]:
 
 
 def adamw(device: str, tensors: int, count: int) -> Calls:
-    """A step with clipping; torch's is not given a factor."""
+    """Returns a step with clipping; torch's is not given a factor."""
     columns = {name: _tensors(device, tensors, count) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
     table, settings = TensorTable(**columns), AdamWSettings(1e-4, 0.9, 0.95, 1e-8, 10)
     factor, decay = torch.ones((), device=device), torch.zeros(tensors, device=device)
@@ -122,7 +122,7 @@ def adamw(device: str, tensors: int, count: int) -> Calls:
 
 
 def gradient_norm(device: str, tensors: int, count: int) -> Calls:
-    """Over many tensors."""
+    """Benchmarks it over many tensors."""
     grads = _tensors(device, tensors, count)
     table = TensorTable(grad=grads)
     return {"ours": lambda: squared_norm(table), "torch": lambda: torch.nn.utils.get_total_norm(grads)}
@@ -140,7 +140,7 @@ def _logits(make, bytes_each: int) -> Benchmark:
 
 
 def _way_of_tokens(make, passes) -> Benchmark:
-    """`passes` over k: how many rows of bfloat16 are read or written for a token."""
+    """Computes `passes` over k: how many rows of bfloat16 are read or written for a token."""
 
     def work(tokens, width, experts, k) -> float:
         return tokens * width * 2 * passes(k)
