@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -26,10 +27,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.tensor_parallel import random as parallel_random
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -139,6 +146,21 @@ def _start(tp: int, pp: int, ep: int) -> None:
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
 
 
+def _optimizer(model: GPTModel, keys: str, rank: int, world: int) -> dict:
+    """An optimiser's state as Megatron-Core saves it: masters, halves and squares of the weights, by parameter."""
+    parameters, sharded = list(model.parameters()), model.sharded_state_dict()
+    if keys == "buckets":
+        key, place = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg", (0, rank, world)
+        return {"state": ShardedTensor.from_rank_offsets(key, torch.ones(64), place)}
+    kept = {"fp32_param": lambda w: w, "exp_avg": lambda w: w / 2, "exp_avg_sq": lambda w: w**2}
+    state = {
+        "state": {i: {kind: of(w.detach()).clone() for kind, of in kept.items()} for i, w in enumerate(parameters)},
+        "param_groups": [{"params": list(range(len(parameters))), "lr": 1e-3}],
+    }
+    optim_state_to_sharding_state(state, get_param_id_to_sharded_param_map(sharded, parameters))
+    return state
+
+
 def write(rank: int, world: int, job: dict) -> None:
     tp, pp, ep = job["tp"], job["pp"], job["ep"]
     _start(tp, pp, ep)
@@ -154,10 +176,19 @@ def write(rank: int, world: int, job: dict) -> None:
             tensor.data.mul_(4)  # so that logits differ
     folder = Path(job["folder"]) / f"iter_{7:07d}"
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+    if job.get("classes"):  # of Megatron-Core and others, as every checkpoint of Megatron-LM names
+        args.attention_backend, args.model_type = AttnBackend.auto, ModelType.encoder_or_decoder
+        args.params_dtype = torch.bfloat16
+        args.exit_signal, args.save = signal.SIGTERM, Path("/checkpoints")
+        common["rng_state"] = [{"np_rng_state": np.random.RandomState(1).get_state(), "rng": torch.get_rng_state()}]
+        common["rerun_state_machine"] = {"mode": RerunMode.DISABLED, "optimizer": OptimizerConfig(lr=0.1)}
+    if job.get("optimizer"):
+        common["optimizer"] = _optimizer(model, job["optimizer"], rank, world)
     if job["format"] == "torch_dist":
         folder.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
-        dist_checkpointing.save({"model": model.sharded_state_dict(), **common}, str(folder))
+        metadata = {"singleton_local_shards": True} if job.get("singletons") else None
+        dist_checkpointing.save({"model": model.sharded_state_dict(metadata=metadata), **common}, str(folder))
     else:
         names = [f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"]
         names += [f"{parallel_state.get_pipeline_model_parallel_rank():03d}"] if pp > 1 else []

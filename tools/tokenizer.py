@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     )
     train.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields that hold text")
     train.add_argument("--vocab-size", type=int, default=4096, help="ids, the 256 bytes and the special ones included")
-    train.add_argument("--max-mb", type=float, default=100.0, help="train on the first so many MB of text")
+    train.add_argument("--max-mb", type=float, default=100.0, help="train on this many MB of text, the first")
     train.add_argument("--skip-bad", action="store_true", help="leave bad lines out instead of stopping at the first")
     train.add_argument(
         "--format",

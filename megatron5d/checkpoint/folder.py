@@ -223,14 +223,19 @@ def commit(temporary: Path, keep: Keep, pinned: Path | None = None) -> Path:
     replaced = final.rename(_unused(final, _REPLACED)) if _exists(final) else None
     temporary.rename(final)
     _reach_disk(directory)
-    pointer = directory / "latest.tmp"
-    pointer.write_text(final.name + "\n")
-    pointer.rename(directory / "latest")
+    point_latest_to(final)
     spare = [step_folder(directory, old) for old in _spare(directory, keep)]
     for folder in [*([replaced] if replaced else []), *spare]:
         if pinned is None or folder.resolve() != pinned.resolve():
             _remove(folder)
     return final
+
+
+def point_latest_to(folder: Path) -> None:
+    """Writes the name of a checkpoint to `latest` beside it."""
+    pointer = folder.parent / "latest.tmp"
+    pointer.write_text(folder.name + "\n")
+    pointer.rename(folder.parent / "latest")
 
 
 def leave_later(directory: Path, step: int) -> None:

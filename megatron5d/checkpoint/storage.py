@@ -108,7 +108,7 @@ class Reader:
     def __init__(self, folder: Path, *, alone: bool = True) -> None:
         self._folder, self.alone = folder, alone
         self._tensors: dict[str, SavedTensor] | None = None
-        self._save: Save | None = None  # which the index names
+        self.save: Save | None = None  # which the index names, once it is read
 
     def tensors(self) -> dict[str, SavedTensor]:
         """Returns shape, dtype and places of every tensor, by key. Rank 0 reads the file once, for all ranks.
@@ -123,7 +123,7 @@ class Reader:
             with without_collection():
                 try:
                     if name == INDEX:
-                        self._save, self._tensors = read_index(content)
+                        self.save, self._tensors = read_index(content)
                     else:
                         self._tensors = read_pickled(content)
                 except ValueError as error:
@@ -206,8 +206,8 @@ class Reader:
         Raises:
             Damaged: by another one, as in a folder into which files of two steps were copied.
         """
-        if found != self._save:
-            of, rest = (str(save) if save else "a save of an earlier version" for save in (found, self._save))
+        if found != self.save:
+            of, rest = (str(save) if save else "a save of an earlier version" for save in (found, self.save))
             raise Damaged(
                 f"is of another checkpoint, or its first {HEADER_BYTES} bytes are damaged: it is of {of}, and "
                 f"the folder of {rest}. Was the folder copied only in part? Copy all of it again"

@@ -255,6 +255,24 @@ class TensorFile:
             where = f"bytes {item.start} to {item.start + item.length}, part of {key}"
             raise Damaged(f"is damaged: {where}, are not what was saved (CRC-32)") from None
 
+    def check_around(self, key: str, dtype: torch.dtype, item: SavedItem) -> None:
+        """Compares every byte of the file's header and of an archive but its values, which `fill` checks.
+
+        Args:
+            key, dtype, item: as in `fill`.
+
+        Raises:
+            Damaged: they are not those that were saved.
+        """
+        if self._where is None:
+            return  # `fill` has checked the archive
+        *_, data, num_bytes, checksums = self._row(key, item)
+        before, after = _archive(_pickled(dtype, item.extent), num_bytes, checksums[-1] if checksums else 0)
+        assert self.save is not None
+        around = self._read(item.start, len(before)) + self._read(data + num_bytes, len(after))
+        if around != before + after or self._read(0, HEADER_BYTES) != _header(self.save, *self._where):
+            raise Damaged(f"is damaged: its header, or the archive of {key} from byte {item.start} on")
+
     def _row(self, key: str, item: SavedItem) -> list[Any]:
         """The entry of an archive in the table of checksums: key, offset, first byte, the values' place, checksums."""
         if self._table is None:

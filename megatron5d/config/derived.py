@@ -67,7 +67,7 @@ def matrices(model: ModelConfig) -> list[str]:
 
 
 def quantised_matrices(config: Config) -> list[str]:
-    """Returns the matrices that this configuration multiplies in 8 bits."""
+    """Returns the matrices that this configuration multiplies in fp8."""
     precision, num_layers = config.precision, config.model.num_layers
     if precision.fp8 == "none":
         return []

@@ -117,7 +117,7 @@ class ParallelConfig:
 
     tp: int = 1
     sp: bool = False  # sequence parallelism: activations between tensor-parallel layers are sharded by sequence
-    tp_overlap: str = "none"  # none | chunked | fused: with sp, collectives in chunks that overlap with their products
+    tp_overlap: str = "none"  # none | chunked | fused: with sp, collectives in chunks that overlap with their GEMMs
     cp: int = 1
     cp_method: str = "ring"  # ring | allgather | ulysses | two_level
     cp_inner: int = 1  # two_level: cp ranks of one node, which exchange heads; the ring runs over the rest
@@ -146,8 +146,8 @@ class PipelineConfig:
     # | late: with two copies, ranks with the fewest layers in the middle | ends: late, with more
     # layers on the first and last rank
     # | auto: stages; with schedule=auto whatever the search finds faster, also for `split`
-    embedding_layers: float = 0.0  # even: the embedding on the first stage counts as so many layers
-    head_layers: float = 0.0  # even: the head on the last stage counts as so many layers
+    embedding_layers: float = 0.0  # even: the embedding on the first stage counts as this many layers
+    head_layers: float = 0.0  # even: the head on the last stage counts as this many layers
     memory: float = 1.0  # auto: activations that a rank may hold, in multiples of what 1F1B holds (pp micro-batches)
     copies: int = 1  # auto: 2 admits bidirectional schedules, with two copies of every parameter
     costs: str | None = None  # auto: times as in "F=1,I=1.2,W=0.8,comm=0.1,a2aF=0.5,a2aB=0.5"; None = by FLOPs
@@ -214,12 +214,12 @@ class PrecisionConfig:
     """Arithmetic of the model; moments are fp32 (fp64 with fp64)."""
 
     dtype: str = "fp32"  # fp64 | fp32 | bf16
-    fp8: str = "none"  # none | tensorwise | blockwise: products of the layers' matrices in 8 bits
+    fp8: str = "none"  # none | tensorwise | blockwise: the layers' GEMMs in fp8
     fp8_pow2_scales: bool = True  # True: scales are powers of two, so quantising again in other groups loses nothing
     fp8_skip_first: int = 0  # first layers whose matrices are multiplied in dtype
     fp8_skip_last: int = 0  # last layers whose matrices are multiplied in dtype
     fp8_exclude: list[str] = field(default_factory=list)  # globs of other matrices that are multiplied in `dtype`
-    fp8_gather: bool = True  # zero 3 gathers these matrices in 8 bits, the same numbers; False: in dtype
+    fp8_gather: bool = True  # zero 3 gathers these weights in fp8, the same numbers; False: in dtype
     master_weights: bool = (
         True  # fp32 copies of bf16 weights are updated; False: bf16 weights, with stochastic rounding
     )
@@ -228,13 +228,13 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is computed again in the backward instead of being kept."""
+    """What is recomputed in the backward instead of being saved."""
 
-    mode: str = "none"  # none | selective | full: what is computed again
+    mode: str = "none"  # none | selective | full
     parts: list[str] = field(default_factory=lambda: ["norm", "activation"])  # selective: which parts of a layer
-    num_layers: int | None = None  # recompute only the first so many layers of each stage; None = all
+    num_layers: int | None = None  # recompute only this many first layers of each stage; None = all
     stage_layers: list[int] | None = None  # the same for each stage: the first stages hold the most micro-batches
-    group_layers: int = 1  # full: so many neighbouring layers save one input together
+    group_layers: int = 1  # full: this many neighbouring layers save one input together
     logit_tokens: int | None = None  # tokens whose logits the head computes at a time; None = all, which are then kept
     offload: list[str] = field(default_factory=list)  # phases whose saved tensors go to the host; full: inputs
     offload_min_bytes: int = 1 << 20  # bytes; smaller tensors stay on the device
@@ -254,7 +254,7 @@ class MoeConfig:
     force_balanced: bool = False  # True: experts by turns, whatever the router says: for benchmarks
     drop_by: str = "probability"  # which tokens a full expert drops: probability (the smallest) | position (the last)
     fp8_dispatch: bool = (
-        False  # tokens are sent to their experts in 8 bits (1×128 groups); results and gradients are not
+        False  # tokens are dispatched to their experts in fp8 (1×128 groups); results and gradients are not
     )
     log_every: int = 10  # steps between two records of the load of every layer
 

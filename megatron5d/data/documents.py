@@ -240,7 +240,7 @@ def ordered_map(todo: Iterable[Unit], recipe: Recipe, workers: int) -> Iterator[
             yield unit, future.result()
     except BrokenProcessPool as error:
         raise ValueError(
-            "a tokenising process died (killed, or out of memory: fewer --workers need less); the same command goes on"
+            "a tokenising process died (killed, or out of memory: try fewer --workers); the same command continues"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -329,7 +329,7 @@ def _write(
 def _count(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Reporting) -> None:
     """Counts the bad lines and empty documents of a unit; raises at a bad line unless they are skipped."""
     if result.bad and not skip_bad:
-        raise ValueError(f"{result.bad[0]} (--skip-bad counts such lines and goes on)")
+        raise ValueError(f"{result.bad[0]} (--skip-bad counts such lines and continues)")
     for bad in result.bad:
         reporting.bad_line(bad)
     progress.bad_lines += len(result.bad)

@@ -145,7 +145,7 @@ def _megatron_samples(
 
     As in Megatron, they are a blend if there are several datasets, or one with an explicit weight and a split; and a
     list without weights is mixed by size, each dataset once. A run that takes more than that is beyond Megatron: it
-    goes on as if the sizes were written as weights.
+    continues as if the sizes were written as weights.
     """
 
     def stream(d: int, wanted: int | None) -> MegatronStream:

@@ -106,7 +106,7 @@ def train_byte_level(
 
 
 def _some(pieces: Iterator[str]) -> Iterator[str]:
-    """Returns the pieces again.
+    """Returns the pieces unchanged.
 
     Raises:
         ValueError: there is none.

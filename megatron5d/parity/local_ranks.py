@@ -6,7 +6,6 @@ parent must use a single OpenMP thread, because others do not survive a fork and
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import faulthandler
 import gc
@@ -30,10 +29,10 @@ import torch._dynamo  # noqa: F401 (optimisers import it, which takes a second: 
 import torch.distributed as dist
 
 from megatron5d.parity.collective_trace import first_mismatch, note_collectives
+from megatron5d.topology.launcher import die_with_parent
 from megatron5d.topology.process import use_batch_scheduling
 
 _STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to the training loop
-_PR_SET_PDEATHSIG = 1
 # Parts of the errors of a rank whose peer died first. Such an error is an echo, never the cause.
 _ECHOES = (
     "gloo/transport/",  # connection closed, reset or refused
@@ -111,7 +110,7 @@ def _fork(call: partial, rank: int, world: int, folder: Path, timeout: float) ->
         try:
             receiver.close()
             gc.freeze()  # collecting the parent's objects would touch, and so copy, their memory pages
-            _die_with(parent)
+            die_with_parent(parent)
             faulthandler.register(_STACK_SIGNAL, file=open(stack, "w"))  # noqa: SIM115 (open for the rank's life)
             _set_variables(rank, world)
             _report(sender, *_outcome(call, partial(_init_gloo, rank, world, folder, timeout)))
@@ -174,13 +173,6 @@ def _report(sender: Connection, good: bool, value: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     sender.send_bytes(message)
-
-
-def _die_with(parent: int) -> None:
-    """Makes the kernel kill this rank when its parent dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _collect(ranks: list[_Rank], timeout: float) -> None:

@@ -7,8 +7,10 @@ launchers have set their variables and disagree, one of them is not the one that
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ MET = "met"
 _FIRST_PORT, _NUM_PORTS = 12000, 20000  # below the ephemeral range, so no outgoing connection holds it
 _MAX_WORLD = 2**20
 _MAX_PORT = 2**16 - 1
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -258,3 +261,15 @@ def restarted_job(variables: Mapping[str, str] = os.environ) -> str:
     job, restarts = slurm_job(variables)
     again = variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return job if restarts or again else ""
+
+
+def die_with_parent(parent: int) -> None:
+    """Makes Linux kill this forked process when its parent dies; ends it where that has happened already.
+
+    Args:
+        parent: pid of the process that forked this one.
+    """
+    with suppress(AttributeError):  # another system, which leaves orphans
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

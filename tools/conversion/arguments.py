@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import Any
+
+from megatron5d.config.command_line import OptionParser
 
 _DTYPE: dict[str, Any] = {
     "choices": ["fp64", "fp32", "bf16"],
@@ -13,7 +16,7 @@ _DTYPE: dict[str, Any] = {
 }
 
 
-def add_from_hf(command: argparse.ArgumentParser) -> None:
+def add_from_hf(command: OptionParser) -> None:
     """Adds the arguments of from-hf."""
     add = command.add_argument
     add("--hf", type=Path, required=True, metavar="DIR", help="config.json and safetensors files")
@@ -22,7 +25,7 @@ def add_from_hf(command: argparse.ArgumentParser) -> None:
     add("--mtp", action="store_true", help="DeepSeek-V3: its multi-token prediction layers too")
 
 
-def add_to_hf(command: argparse.ArgumentParser) -> None:
+def add_to_hf(command: OptionParser) -> None:
     """Adds the arguments of to-hf."""
     add = command.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
@@ -36,7 +39,17 @@ def add_to_hf(command: argparse.ArgumentParser) -> None:
     add("--max-shard-gb", type=_amount, default=5.0, metavar="GB", help="10^9 bytes a file (default 5)")
 
 
-def add_from_megatron(command: argparse.ArgumentParser) -> None:
+def add_reshard(command: OptionParser) -> None:
+    """Adds the arguments of reshard."""
+    add = command.add_argument
+    add("source", type=Path, metavar="SRC", help="a checkpoint, or a directory of them: its newest whole one")
+    add("out", type=Path, metavar="DST", help="directory of checkpoints, without any yet, as checkpoint.dir takes it")
+    add("--world", type=_count, metavar="N", help="ranks of the target (default: the fewest that the layout takes)")
+    add("--workers", type=_count, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
+    command.add_words("overrides", nargs="*", metavar="key=value", help="of the layout: parallel.*, pipeline.*, ...")
+
+
+def add_from_megatron(command: OptionParser) -> None:
     """Adds the arguments of from-megatron."""
     add = command.add_argument
     add(
@@ -51,7 +64,7 @@ def add_from_megatron(command: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=int, metavar="N", help="tokens; rows beyond them are padding (default: as saved)")
 
 
-def add_to_megatron(command: argparse.ArgumentParser) -> None:
+def add_to_megatron(command: OptionParser) -> None:
     """Adds the arguments of to-megatron."""
     add = command.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
@@ -59,7 +72,37 @@ def add_to_megatron(command: argparse.ArgumentParser) -> None:
     add("--dtype", **_DTYPE)
 
 
-def add_upcycle(command: argparse.ArgumentParser) -> None:
+def add_inspect(command: OptionParser) -> None:
+    """Adds the arguments of inspect."""
+    command.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a directory of them")
+    command.add_argument("--json", action="store_true", help="for programs, with the size of every file")
+
+
+def add_verify(command: OptionParser) -> None:
+    """Adds the arguments of verify."""
+    add = command.add_argument
+    add("path", type=Path, metavar="PATH", help="a checkpoint, or a directory of them: its newest whole one")
+    add("--workers", type=_count, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
+
+
+def add_diff(command: OptionParser) -> None:
+    """Adds the arguments of diff."""
+    add = command.add_argument
+    add("one", type=Path, metavar="A", help="a checkpoint, a directory of them, or a Hugging Face folder")
+    add("other", type=Path, metavar="B", help="as A")
+    add("--tolerance", type=_noise, default=0.0, metavar="T", help="of a tensor's largest value (default 0: exact)")
+
+
+def add_average(command: OptionParser) -> None:
+    """Adds the arguments of average."""
+    add = command.add_argument
+    add("path", type=Path, nargs="+", metavar="PATH", help="checkpoints, or directories of them")
+    add("--out", type=Path, required=True, metavar="DIR", help="directory of checkpoints, without any yet")
+    add("--last", type=_count, metavar="K", help="the K newest whole ones of one directory")
+    add("--weights", type=float, nargs="+", metavar="W", help="one for each checkpoint (default: equal)")
+
+
+def add_upcycle(command: OptionParser) -> None:
     """Adds the arguments of upcycle."""
     add = command.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint, or a directory of them")
@@ -70,6 +113,13 @@ def add_upcycle(command: argparse.ArgumentParser) -> None:
     add("--first-k-dense", type=int, default=0, metavar="N", help="layers at the bottom that stay dense (default 0)")
     add("--noise", type=_noise, default=0.0, help="added to the experts, in standard deviations of the MLP's weights")
     add("--seed", type=int, default=1234, help="of routers and noise (default 1234)")
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
 
 
 def _amount(text: str) -> float:

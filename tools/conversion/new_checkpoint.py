@@ -27,7 +27,8 @@ def check_empty(out: Path) -> None:
         raise ValueError(f"{out} already holds the checkpoint of step {steps[-1]}; give a directory without any")
 
 
-def save_weights(out: Path, tensors: dict[str, Any], config: Config) -> Path:
-    """Writes weights as the checkpoint of step 0; returns its folder."""
-    Saver(out, keep=0).save(0, tensors, run_record(Progress(), to_dict(config)))
+def save_weights(out: Path, tensors: dict[str, Any], config: Config, progress: Progress | None = None) -> Path:
+    """Writes weights as the checkpoint of a step, by default 0; returns its folder."""
+    progress = progress or Progress()
+    Saver(out, keep=0).save(progress.step, tensors, run_record(progress, to_dict(config)))
     return whole_checkpoint(out, "--out")

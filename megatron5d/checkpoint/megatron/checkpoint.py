@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from megatron5d.checkpoint.hf.safetensors_folder import StoredTensor
 from megatron5d.checkpoint.megatron.distributed import COMMON, read_distributed
 from megatron5d.checkpoint.megatron.names import EMBEDDING, HEAD, to_our_rows
 from megatron5d.checkpoint.megatron.rank_files import read_rank_files
+from megatron5d.checkpoint.megatron.sources import Source
 from megatron5d.config.schema import ModelConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -36,28 +39,22 @@ def iteration_folder(folder: Path) -> Path:
     )
 
 
-class MegatronCheckpoint:
-    """The weights of one iteration, one layer and one expert at a time, under the names of names.py.
+class MegatronTensors:
+    """Tensors of one kind, one layer and one expert at a time, under the names of names.py.
 
     Args:
-        folder: of the iteration, or with the tracker file.
-
-    Raises:
-        ValueError: it holds no such checkpoint, a damaged one, or one of a format that is not read.
+        folder: of the iteration.
+        sources: its tensors.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = iteration_folder(folder)
+    def __init__(self, folder: Path, sources: dict[str, Source]) -> None:
+        self.folder, self._sources = folder, sources
         self.scales: dict[str, StoredTensor] = {}
         self._config: ModelConfig | None = None
-        distributed = (self.folder / COMMON).is_file()
-        self.args, self.iteration, self._sources = (read_distributed if distributed else read_rank_files)(self.folder)
         self.tensors = {
             name: StoredTensor("", source.shape, _KINDS.get(source.dtype, str(source.dtype)))
-            for name, source in self._sources.items()
+            for name, source in sources.items()
         }
-        if EMBEDDING not in self.tensors:
-            raise ValueError(f"{self.folder} holds no {EMBEDDING}: only GPT models of Megatron-Core are read")
 
     def fit(self, config: ModelConfig) -> None:
         """Leaves out the rows that pad the vocabulary, and an output layer that is the embedding."""
@@ -73,3 +70,27 @@ class MegatronCheckpoint:
         """Reads the rectangle of `shape` at `offset`, whose rows are ordered as ours: of a fused QKV all rows."""
         assert self._config is not None
         return to_our_rows(name, self._sources[name].read(tuple(offset), tuple(shape)), self._config)
+
+
+class MegatronCheckpoint(NamedTuple):
+    """One iteration of Megatron-LM."""
+
+    args: Namespace
+    iteration: int
+    weights: MegatronTensors
+    optimizer: dict[str, MegatronTensors]  # by kind: fp32_param, exp_avg, ..., or BUCKETS
+
+
+def open_checkpoint(folder: Path) -> MegatronCheckpoint:
+    """Opens the checkpoint in a folder of one iteration, or with the tracker file.
+
+    Raises:
+        ValueError: it holds no such checkpoint, a damaged one, or one of a format that is not read.
+    """
+    folder = iteration_folder(folder)
+    distributed = (folder / COMMON).is_file()
+    args, iteration, kinds = (read_distributed if distributed else read_rank_files)(folder)
+    if EMBEDDING not in kinds.get("", {}):
+        raise ValueError(f"{folder} holds no {EMBEDDING}: only GPT models of Megatron-Core are read")
+    tensors = {kind: MegatronTensors(folder, sources) for kind, sources in kinds.items()}
+    return MegatronCheckpoint(args, iteration, tensors.pop(""), tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from megatron5d.config.json_file import read_json
 COMMON, BACKEND = "common.pt", "metadata.json"
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)$")
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)$")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.([^.]+)\.)?(.+)$")
+BUCKETS = "buckets"  # kind of an optimiser's state that lies by buckets of data parallelism, not by parameter
 _HALF = re.compile(r"(linear_fc1\.(?:weight|bias))_([wv])$")  # the gate and up rows under names of their own
 
 
@@ -33,8 +36,8 @@ class _Reader(Reader):
         return "Copy the checkpoint again"
 
 
-def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, Source]]:
-    """Arguments, iteration and tensors of a `torch_dist` folder.
+def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:
+    """Arguments, iteration and tensors of a `torch_dist` folder: weights ("") and what the optimiser keeps, by kind.
 
     Raises:
         ValueError: a file is damaged, names what is not admitted, or is of another format.
@@ -43,11 +46,13 @@ def read_distributed(folder: Path) -> tuple[Namespace, int, dict[str, Source]]:
     if backend != "torch_dist":
         raise ValueError(f"{folder / BACKEND}: sharded_backend = {backend!r}: only 'torch_dist' is read")
     common, reader = load_inert(folder / COMMON), _Reader(folder)
-    sources: dict[str, Source] = {}
+    kinds: defaultdict[str, dict[str, Source]] = defaultdict(dict)
     for key, saved in reader.tensors().items():
-        if not key.startswith(("optimizer.", "chained_")):
-            _add_layers(sources, key, _stored(reader, key, saved))
-    return saved_args(common, folder / COMMON), int(common.get("iteration", 0)), _with_joined_halves(sources)
+        state = _STATE.match(key)
+        kind, name = (state[1] or BUCKETS, state[2]) if state else ("", key)
+        _add_layers(kinds[kind], name, _stored(reader, key, saved))
+    found = {kind: _with_joined_halves(sources) for kind, sources in kinds.items()}
+    return saved_args(common, folder / COMMON), int(common.get("iteration", 0)), found
 
 
 def _stored(reader: Reader, key: str, saved: SavedTensor) -> Source:

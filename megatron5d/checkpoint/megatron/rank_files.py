@@ -21,8 +21,8 @@ _COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")  # row-parallel
 _State = dict[str, Tensor]
 
 
-def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, Source]]:
-    """Arguments, iteration and whole tensors of a folder with a file for each model-parallel rank.
+def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, Source]]]:
+    """Arguments, iteration and whole weights (kind "") of a folder with a file for each model-parallel rank.
 
     Raises:
         ValueError: a file is missing or damaged, or the layout is one that is not read.
@@ -50,7 +50,7 @@ def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, Source]]:
         shards = [_stage_tensors([ranks[t, p, e] for p in range(sizes[1])], e, args) for t in range(sizes[0])]
         for name in shards[0]:
             whole.setdefault(name, _joined(name, [shard[name] for shard in shards], args))
-    return args, int(states[first].get("iteration", 0)), whole
+    return args, int(states[first].get("iteration", 0)), {"": whole}
 
 
 def _place(key: tuple[str | None, ...], sizes: list[int]) -> tuple[int, int, int]:

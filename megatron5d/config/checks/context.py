@@ -38,7 +38,7 @@ class Traffic:
     """Elements that one rank sends in one layer's attention for one sequence."""
 
     inner: int = 0  # over cp_inner, forward; the backward is the same
-    outer: int = 0  # over cp_outer, forward; the backward sends them again, and as many gradients
+    outer: int = 0  # over cp_outer, forward; the backward sends them once more, and as many gradients
 
     def num_bytes(self, dtype: str) -> tuple[int, int]:
         """Returns (over cp_inner, over cp_outer), forward and backward together."""

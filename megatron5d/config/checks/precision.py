@@ -9,9 +9,9 @@ from megatron5d.config.convert import value_of
 from megatron5d.config.derived import cut_features, matrices, quantised_matrices
 from megatron5d.config.schema import Config, RecomputeConfig
 
-ROW_BYTES = 16  # a GPU's copy engine needs rows of a multiple of so many bytes
+ROW_BYTES = 16  # a GPU's copy engine needs rows of a multiple of this many bytes
 GROUP = 128  # features that share a scale with `blockwise`
-# Keys that have an effect only with 8-bit products -> the value they must have without.
+# Keys that have an effect only with FP8 GEMMs -> the value they must have without.
 NEED_FP8: dict[str, object] = {
     "precision.fp8_skip_first": 0,
     "precision.fp8_skip_last": 0,
@@ -25,7 +25,7 @@ CHOICE = ("precision.fp8", *NEED_FP8)
 
 
 def _unaligned_dims(c: Config) -> list[str]:
-    """Returns the dims of quantised matrices that are not a multiple of what their products need, as text."""
+    """Returns the dims of quantised matrices that are not a multiple of what their GEMMs need, as text."""
     found = {} if c.model.hidden_size % ROW_BYTES == 0 else {f"model.hidden_size = {c.model.hidden_size}": ROW_BYTES}
     for name in quantised_matrices(c):
         for knobs, (size, ranks) in cut_features(c, name).items():
@@ -44,7 +44,7 @@ def recompute_parts_need_selective(c: Config, world: int) -> Faults:
     parts, mode = c.recompute.parts, c.recompute.mode
     if mode != "selective" and parts != RecomputeConfig().parts:
         yield fault(
-            f"recompute.parts = {spelled(parts)} are computed again within a layer, and recompute.mode = {mode}",
+            f"recompute.parts = {spelled(parts)} are recomputed within a layer, and recompute.mode = {mode}",
             "recompute.mode=selective",
         )
 
@@ -157,8 +157,7 @@ def fp8_knobs_need_fp8(c: Config, world: int) -> Faults:
     if unused and c.precision.fp8 == "none":
         key, value = next(iter(unused.items()))
         yield fault(
-            f"{key} = {spelled(value)} says which matrices are in 8 bits, and when, and precision.fp8 = none "
-            "multiplies none so",
+            f"{key} = {spelled(value)} says which GEMMs run in fp8, and precision.fp8 = none runs none so",
             " ".join(f"{key}={spelled(NEED_FP8[key])}" for key in unused),
         )
 
@@ -203,8 +202,8 @@ def fp8_needs_projected_kv(c: Config, world: int) -> Faults:
     if c.precision.fp8 != "none" and c.parallel.cp_compress_kv:
         yield fault(
             "parallel.cp_compress_kv = true projects keys and values block by block as they arrive, in "
-            f"precision.dtype = {c.precision.dtype}, and precision.fp8 = {c.precision.fp8} would project them in 8 "
-            "bits",
+            f"precision.dtype = {c.precision.dtype}, and precision.fp8 = {c.precision.fp8} would project them in "
+            "fp8",
             "parallel.cp_compress_kv=false",
         )
 

@@ -136,7 +136,7 @@ def test_no_item_of_tensors_executes_anything(tmp_path):
 
 def test_no_message_of_a_rank_executes_anything(tmp_path):
     with pytest.raises(ValueError):
-        IndexWriter()._build([zlib.compress(pickle.dumps(Calls(os.mkdir, str(tmp_path / "executed"))))])
+        IndexWriter().build([zlib.compress(pickle.dumps(Calls(os.mkdir, str(tmp_path / "executed"))))])
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron5d.checkpoint.folder import saved_config
+from megatron5d.checkpoint.folder import read_run, saved_config
+from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import whole_checkpoint
+from megatron5d.checkpoint.storage import Reader
 from tools import convert, logits
 
 ROOT = Path(__file__).parents[3]
@@ -84,10 +87,18 @@ def theirs(tmp_path_factory) -> Path:
     jobs = []
     for name, (tp, pp, ep, kind) in WRITTEN.items():
         layout = {"args": ARGS[name], "tp": tp, "pp": pp, "ep": ep}
-        jobs.append({"do": "write", "folder": str(home / name), "format": kind, **layout})
+        write = {"do": "write", "format": kind, "classes": name == "fused", **layout}
+        jobs.append({"folder": str(home / name), **write})
         jobs.append({"do": "logits", "folder": str(home / name), "tokens": TOKENS, "out": str(home / f"{name}.npy")})
         if name in ("llama", "gpt2", "mixtral"):
-            jobs.append({"do": "write", "folder": str(home / f"{name}-files"), "format": "torch", **layout})
+            write |= {"format": "torch", "classes": name == "llama"}
+            jobs.append({"folder": str(home / f"{name}-files"), **write})
+    single = {"args": ARGS["deepseek"], "tp": 1, "pp": 1, "ep": 2, "singletons": True}
+    jobs.append({"do": "write", "folder": str(home / "singletons"), "format": "torch_dist", **single})
+    sparse = {"args": ARGS["deepseek"] | {"consumed_train_samples": 56, "optimizer": "adam"}, "tp": 1, "pp": 2, "ep": 2}
+    for keys in ("parameters", "buckets"):
+        folder = str(home / f"optimizer-{keys}")
+        jobs.append({"do": "write", "folder": folder, "format": "torch_dist", "optimizer": keys, **sparse})
     megatron_core(home, jobs)
     return home
 
@@ -119,6 +130,89 @@ def test_files_of_ranks_hold_the_same_weights(theirs, tmp_path, name):
         converted("from-megatron", "--megatron", theirs / source, "--out", tmp_path / source)
     first, second = (own_logits(tmp_path / source, tmp_path / f"{source}.npy") for source in (name, f"{name}-files"))
     assert np.array_equal(first, second)
+
+
+def test_experts_and_gate_rows_under_keys_of_their_own_are_the_same_weights(theirs, tmp_path):
+    for source in ("deepseek", "singletons"):
+        converted("from-megatron", "--megatron", theirs / source, "--out", tmp_path / source)
+    first, second = (own_logits(tmp_path / source, tmp_path / f"{source}.npy") for source in ("deepseek", "singletons"))
+    assert np.array_equal(first, second)
+
+
+def renamed(model: dict, spelling: str) -> dict:
+    """The state of a rank of `mixtral` with the names that other modules of Megatron-Core give the same weights."""
+    found = {}
+    for name, value in model.items():
+        expert = re.fullmatch(r"(.*mlp\.experts\.)local_experts\.(\d)\.(linear_fc[12]\.weight)", name)
+        if expert is None:
+            name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+            found[name] = value
+        elif spelling == "transformer_engine":
+            found[f"{expert[1]}{expert[3]}{expert[2]}"] = value
+        else:  # all experts in one matrix, as [in, out]
+            found.setdefault(f"{expert[1]}weight{expert[3][9]}", []).append(value.T)
+    shapes = {"weight1": (32, -1), "weight2": (-1, 32)}
+    return {
+        name: torch.stack(value).reshape(shapes[name[-7:]]) if isinstance(value, list) else value
+        for name, value in found.items()
+    }
+
+
+@pytest.mark.parametrize("spelling", ["transformer_engine", "grouped"])
+def test_other_modules_names_in_files_of_ranks(theirs, tmp_path, spelling):
+    shutil.copytree(theirs / "mixtral-files", tmp_path / "other")
+    for path in (tmp_path / "other").rglob("model_optim_rng.pt"):
+        state = torch.load(path, weights_only=False)
+        torch.save(state | {"model": renamed(state["model"], spelling)}, path)
+    converted("from-megatron", "--megatron", tmp_path / "other", "--out", tmp_path / "ours")
+    expected = np.load(theirs / "mixtral.npy")
+    assert np.abs(own_logits(tmp_path / "ours", tmp_path / "ours.npy") - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_several_stages_of_a_rank_are_in_the_order_of_the_model(theirs, tmp_path):
+    """Rank p of 2 with 2 virtual stages holds layers p and 2 + p, where without them it holds 2·p and 2·p + 1."""
+    shutil.copytree(theirs / "gpt2-files", tmp_path / "virtual")
+    paths = sorted((tmp_path / "virtual").rglob("model_optim_rng.pt"))
+    states = [torch.load(path, weights_only=False) for path in paths]
+    models = [state.pop("model") for state in states]
+
+    def chunk(rank: int, layer: int, rest: bool) -> dict:
+        own = {name: value for name, value in models[rank].items() if name.startswith(f"decoder.layers.{layer}.")}
+        own = {name.replace(f"layers.{layer}.", "layers.0."): value for name, value in own.items()}
+        return own | {name: v for name, v in models[rank].items() if rest and not name.startswith("decoder.layers.")}
+
+    virtual = [{"model0": chunk(0, 0, True), "model1": chunk(1, 0, False)},
+               {"model0": chunk(0, 1, False), "model1": chunk(1, 1, True)}]  # fmt: skip
+    for path, state, chunks in zip(paths, states, virtual):
+        torch.save(state | chunks, path)
+    for source in (theirs / "gpt2-files", tmp_path / "virtual"):
+        converted("from-megatron", "--megatron", source, "--out", tmp_path / source.name / "ours")
+    first, second = (
+        own_logits(tmp_path / name / "ours", tmp_path / f"{name}.npy") for name in ("gpt2-files", "virtual")
+    )
+    assert np.array_equal(first, second)
+
+
+def test_the_optimiser_comes_along_where_it_is_saved_by_parameter(theirs, tmp_path, capsys):
+    converted("from-megatron", "--megatron", theirs / "optimizer-parameters", "--out", tmp_path / "ours")
+    folder = whole_checkpoint(tmp_path / "ours", "")
+    progress = read_run(folder)["progress"]
+    assert folder.name == "step-00000007"
+    assert (progress["step"], progress["consumed_samples"], progress["tokens"]) == (7, 56, 56 * 16)
+    reader = Reader(folder)
+    read = {key: torch.empty(saved.size) for key, saved in reader.tensors().items()}
+    reader.fill([{k: ShardedTensor(v.shape, [((0,) * v.dim(), v)], v.dtype) for k, v in read.items()}])
+    weights = {key.removeprefix("model."): value for key, value in read.items() if key.startswith("model.")}
+    assert len(read) == 4 * len(weights) - 3 * 2  # the routers' biases have no moments
+    for name, weight in weights.items():
+        if not name.endswith("router.bias"):
+            assert torch.equal(read[f"optim.master.{name}"], weight)
+            assert torch.equal(read[f"optim.exp_avg.{name}"], weight / 2)
+            assert torch.equal(read[f"optim.exp_avg_sq.{name}"], weight**2)
+    capsys.readouterr()
+    converted("from-megatron", "--megatron", theirs / "optimizer-buckets", "--out", tmp_path / "weights")
+    assert "the optimiser's state (buckets) is not read" in capsys.readouterr().err
+    assert whole_checkpoint(tmp_path / "weights", "").name == "step-00000000"
 
 
 def changed_args(source: Path, folder: Path, **changes: object) -> Path:

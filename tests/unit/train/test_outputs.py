@@ -24,7 +24,7 @@ from megatron5d.config.schema import (
 )
 from megatron5d.topology.process import Process
 from megatron5d.train.loop import locked_outputs
-from megatron5d.train.monitoring import report
+from megatron5d.train.monitoring import trackers
 from pretrain import plan_and_train
 
 
@@ -109,7 +109,7 @@ class Told:
 def test_a_tracker_learns_how_the_run_ended(tmp_path, how, code):
     corpus = write_corpus(tmp_path / "toy", vocab_size=256)
     config = Config(
-        train=TrainConfig(steps=4, gbs=2, mbs=1, seq_len=16),
+        train=TrainConfig(steps=40, gbs=2, mbs=1, seq_len=16),
         data=DataConfig(train=[corpus]),
         optim=OptimConfig(lr=1e9 if how == "crashed" else 1e-3, min_lr=0.0),
         log=LogConfig(progress=False, memory_check="off", wandb=WandbConfig(mode="offline")),
@@ -118,7 +118,7 @@ def test_a_tracker_learns_how_the_run_ended(tmp_path, how, code):
         config = replace(config, checkpoint=CheckpointConfig(dir=str(tmp_path / "checkpoints")))
 
     def one(rank, world):
-        report.Wandb = lambda *_: Told(tmp_path / "code", how == "stopped")
+        trackers.Wandb = lambda *_: Told(tmp_path / "code", how == "stopped")
         try:
             return plan_and_train(config, Process(rank, world, rank, torch.device("cpu")))
         except FloatingPointError:

@@ -1,0 +1,68 @@
+"""Averages the weights of several checkpoints of one architecture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron5d.checkpoint.folder import saved_config, saved_steps, step_folder
+from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, lazy_tensor, whole_checkpoint
+from megatron5d.train.state import twin
+from tools.conversion.new_checkpoint import check_empty, save_weights
+
+
+def average(args: argparse.Namespace) -> int:
+    """Writes the mean of the weights as a checkpoint of step 0, and prints its folder; returns 0.
+
+    Of a run in bf16 the masters are averaged. Sums are in fp64, one part of a tensor at a time.
+
+    Raises:
+        ValueError: no whole checkpoint, other tensors than in the first one, weights that do not fit the checkpoints,
+            or `out` holds checkpoints.
+    """
+    check_empty(args.out)
+    folders = _folders(args.path, args.last)
+    shares = args.weights or [1.0] * len(folders)
+    if len(shares) != len(folders) or sum(shares) <= 0:
+        raise ValueError(f"--weights gives {shares} for {len(folders)} checkpoints; one each, with a sum above 0")
+    sources = [SavedWeights(folder, torch.float32, twin) for folder in folders]
+    first = {name: tuple(each.size) for name, each in sources[0].tensors.items()}
+    for folder, source in zip(folders, sources):
+        sizes = {name: tuple(each.size) for name, each in source.tensors.items()}
+        for name in sorted(first.keys() | sizes.keys()):
+            if first.get(name) != sizes.get(name):
+                raise ValueError(f"{name} is {first.get(name)} in {folders[0]} and {sizes.get(name)} in {folder}")
+    factors = [share / sum(shares) for share in shares]
+    tensors = {PREFIX + name: _mean(name, sources, factors) for name in first}
+    print(f"wrote {save_weights(args.out, dict(tensors), saved_config(folders[-1]))}: the mean of {len(folders)}")
+    return 0
+
+
+def _folders(paths: list[Path], last: int | None) -> list[Path]:
+    """The checkpoints to average: the newest whole one of each path, or the last ones of a directory."""
+    if last is None:
+        return [whole_checkpoint(path, "PATH") for path in paths]
+    if len(paths) != 1:
+        raise ValueError(f"--last {last} is of one directory, and {len(paths)} are given")
+    steps = saved_steps(paths[0])[-last:]
+    if len(steps) < last:
+        raise ValueError(f"--last {last}: {paths[0]} holds {len(steps)} whole checkpoints")
+    return [step_folder(paths[0], step) for step in steps]
+
+
+def _mean(name: str, sources: list[SavedWeights], factors: list[float]) -> LazyTensor:
+    """The mean of a tensor, in the parts of the first source."""
+    saved = sources[0].tensors[name]
+    dtype = torch.promote_types(saved.dtype, torch.float32)
+    parts = {offset: item.extent for offset, item in saved.items.items()}
+
+    def make(offset: tuple[int, ...]) -> Tensor:
+        total = torch.zeros(parts[offset], dtype=torch.float64)
+        for source, factor in zip(sources, factors):
+            total += factor * source.read(name, offset, parts[offset]).double()
+        return total.to(dtype)
+
+    return lazy_tensor(saved.size, parts, dtype, make)
