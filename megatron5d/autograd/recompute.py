@@ -262,9 +262,9 @@ class ActivationPolicy:
                 found.append(copies[key][0])
             return copies[key][0]
 
-        def pack(tensor: Tensor) -> Kept:
+        def pack(tensor: Tensor) -> Kept:  # does not call itself: the cycle would keep the copies until gc finds it
             if inner := _inner(tensor):
-                return _Wrapper(tensor, {name: pack(each) for name, each in inner.items()})
+                return _Wrapper(tensor, {name: _mark_of(each) or place(each) for name, each in inner.items()})
             return _mark_of(tensor) or place(tensor)
 
         with saved_tensors_hooks(pack, _unpack):
