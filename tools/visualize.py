@@ -328,6 +328,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     docs = pictures.add_parser("docs", help="write the generated tables and pictures of the documentation")
     docs.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="default docs")
     docs.set_defaults(run=run_docs)
+    _add_loss(pictures)
+    return parser.parse_args(argv)
+
+
+def _add_loss(pictures: Any) -> None:
     loss = pictures.add_parser("loss", help="loss over tokens, one colour a run")
     loss.add_words(
         "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, its .jsonl file, or a folder of runs"
@@ -339,7 +344,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     loss.add_argument("--smooth", type=int, metavar="N", help="draw means of N records (default: 1/40 of the run)")
     loss.add_argument("--json", action="store_true", help="print the first and last losses as JSON")
     loss.set_defaults(run=run_loss)
-    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
