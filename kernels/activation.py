@@ -1,9 +1,12 @@
-"""Feed-forward activations SwiGLU and GELU, and the same for experts: times the router's weight of each row.
+"""Feed-forward activations SwiGLU, GeGLU and GELU, and the same for experts: times the router's weight of each row.
 
 SwiGLU   silu(gate) · up, silu(z) = z s, s = sigmoid(z)                       Shazeer, arXiv:2002.05202, eq. 6
          d gate = dy up s (1 + z (1 - s)),   d up = dy silu(z)
 GELU     z Phi(z), or z (1 + tanh u) / 2, u = sqrt(2/pi) (z + 0.044715 z³)   Hendrycks & Gimpel, arXiv:1606.08415
          dz = Phi(z) + z phi(z), and for the approximation (1 + t) / 2 + z (1 - t²) u' / 2
+GeGLU    gelu(gate) · up, with the tanh form of GELU                          Shazeer, arXiv:2002.05202, eq. 6
+clamped  g s (u + 1), g = min(gate, 7), s = sigmoid(1.702 g), u = up clamped to [-7, 7]   gpt-oss (OpenAI, 2025)
+         beyond a limit the derivative is 0
 weighted y[r] = w[r] · act(x[r])     dx[r] = w[r] · dact(x[r], dy[r])     dw[r] = dy[r] · act(x[r])
 
 The next GEMM is linear, so the weight may as well apply to an expert's output. There the outputs would have to be kept
@@ -18,7 +21,8 @@ from torch import Tensor
 from megatron5d.kernels import dispatch, tuning
 from megatron5d.kernels.dispatch import cdiv, first_order, jit, rows_of, statistics_dtype, tl
 
-KINDS = ("swiglu", "gelu", "gelu_tanh")
+GATED = ("swiglu", "geglu_tanh", "swiglu_clamped")
+KINDS = (*GATED, "gelu", "gelu_tanh")
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -32,10 +36,22 @@ def gelu_reference(x: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(x.to(statistics_dtype(x.dtype)), approximate=approximate).to(x.dtype)
 
 
+def _approximation(kind: str) -> str:
+    return "tanh" if kind == "gelu_tanh" else "none"
+
+
 def activation_reference(x: Tensor, weights: Tensor | None, kind: str) -> Tensor:
     """Computes `activate`, or with weights `weighted_activation`, in plain torch, rounded once."""
     wide = x.to(statistics_dtype(x.dtype))
-    y = swiglu_reference(wide) if kind == "swiglu" else gelu_reference(wide, "tanh" if kind == "gelu_tanh" else "none")
+    if kind in ("geglu_tanh", "swiglu_clamped"):
+        gate, up = wide.chunk(2, dim=-1)
+        if kind == "geglu_tanh":
+            y = gelu_reference(gate, "tanh") * up
+        else:
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            y = gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+    else:
+        y = swiglu_reference(wide) if kind == "swiglu" else gelu_reference(wide, _approximation(kind))
     return (y if weights is None else y * weights[:, None].to(y.dtype)).to(x.dtype)
 
 
@@ -61,16 +77,37 @@ def gelu_terms(z, TANH: tl.constexpr):
 
 
 @jit
+def gated_slopes(gate, up, TANH: tl.constexpr, CLAMPED: tl.constexpr):
+    """Computes a gated activation, and its derivatives with respect to gate and up."""
+    if CLAMPED:
+        g = tl.minimum(gate, 7.0)
+        u = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+        s = tl.sigmoid(1.702 * g)
+        y = g * s * u
+        slope_gate = tl.where(gate <= 7.0, u * s * (1.0 + 1.702 * g * (1.0 - s)), 0.0)
+        slope_up = tl.where((up >= -7.0) & (up <= 7.0), g * s, 0.0)
+    elif TANH:
+        share, slope = gelu_terms(gate, True)
+        y = gate * share * up
+        slope_gate = up * (share + gate * slope)
+        slope_up = gate * share
+    else:
+        y, slope_gate, slope_up = swiglu_slopes(gate, up)
+    return y, slope_gate, slope_up
+
+
+@jit
 def _activation_kernel(
     x_ptr, weights_ptr, y_ptr, width, stride,
-    GATED: tl.constexpr, TANH: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, TANH: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
     z = tl.load(x_ptr + row * stride + column, live, other=0.0).to(tl.float32)
     if GATED:
-        y = z * tl.sigmoid(z) * tl.load(x_ptr + row * stride + width + column, live, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * stride + width + column, live, other=0.0).to(tl.float32)
+        y, _, _ = gated_slopes(z, up, TANH, CLAMPED)
     else:
         share, _ = gelu_terms(z, TANH)
         y = z * share
@@ -80,12 +117,14 @@ def _activation_kernel(
 
 
 @jit
-def _block_gradient(dy, x_ptr, dx_ptr, column, width, live, GATED: tl.constexpr, TANH: tl.constexpr):
+def _block_gradient(
+    dy, x_ptr, dx_ptr, column, width, live, GATED: tl.constexpr, TANH: tl.constexpr, CLAMPED: tl.constexpr
+):
     """Stores the gradient of a block of a row, perhaps over the block, and returns its activation."""
     z = tl.load(x_ptr + column, live, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(x_ptr + width + column, live, other=0.0).to(tl.float32)
-        y, slope_gate, slope_up = swiglu_slopes(z, up)
+        y, slope_gate, slope_up = gated_slopes(z, up, TANH, CLAMPED)
         tl.store(dx_ptr + column, (dy * slope_gate).to(dx_ptr.dtype.element_ty), live)
         tl.store(dx_ptr + width + column, (dy * slope_up).to(dx_ptr.dtype.element_ty), live)
     else:
@@ -97,20 +136,21 @@ def _block_gradient(dy, x_ptr, dx_ptr, column, width, live, GATED: tl.constexpr,
 
 @jit
 def _activation_backward_kernel(
-    dy_ptr, x_ptr, dx_ptr, width, dy_stride, stride, GATED: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr
-):
+    dy_ptr, x_ptr, dx_ptr, width, dy_stride, stride,
+    GATED: tl.constexpr, TANH: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
     dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
     dx_ptr += row * (width * (1 + GATED))
-    _block_gradient(dy, x_ptr + row * stride, dx_ptr, column, width, live, GATED, TANH)
+    _block_gradient(dy, x_ptr + row * stride, dx_ptr, column, width, live, GATED, TANH, CLAMPED)
 
 
 @jit
 def _weighted_backward_kernel(
     dy_ptr, x_ptr, weights_ptr, dx_ptr, dw_ptr, width, dy_stride, stride,
-    GATED: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, TANH: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Processes one row, block after block, for the gradient of its weight."""
     row = tl.program_id(0).to(tl.int64)
@@ -121,19 +161,20 @@ def _weighted_backward_kernel(
         column = start + tl.arange(0, BLOCK)
         live = column < width
         dy = tl.load(dy_ptr + row * dy_stride + column, live, other=0.0).to(tl.float32)
-        total += dy * _block_gradient(dy * weight, x_ptr + row * stride, dx_ptr, column, width, live, GATED, TANH)
+        y = _block_gradient(dy * weight, x_ptr + row * stride, dx_ptr, column, width, live, GATED, TANH, CLAMPED)
+        total += dy * y
     tl.store(dw_ptr + row, tl.sum(total, 0).to(dw_ptr.dtype.element_ty))
 
 
 def _flags(kind: str) -> dict[str, bool]:
-    return {"GATED": kind == "swiglu", "TANH": kind == "gelu_tanh"}
+    return {"GATED": kind in GATED, "TANH": kind.endswith("tanh"), "CLAMPED": kind == "swiglu_clamped"}
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, kind: str, overwrite: bool):
         rows = rows_of(x)
-        width = rows.shape[1] // 2 if kind == "swiglu" else rows.shape[1]
+        width = rows.shape[1] // 2 if kind in GATED else rows.shape[1]
         y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
         config = tuning.select("swiglu", x.device)
         grid = (rows.shape[0], cdiv(width, config["BLOCK"]))
@@ -154,8 +195,8 @@ class _Activation(torch.autograd.Function):
 def _apply(x: Tensor, weights: Tensor | None, kind: str, overwrite: bool) -> Tensor:
     if kind not in KINDS:
         raise ValueError(f"the activation is one of {', '.join(KINDS)}, not {kind!r}")
-    if kind == "swiglu" and x.shape[-1] % 2:
-        raise ValueError(f"swiglu splits the last dim in two halves (gate, up); {x.shape[-1]} is odd")
+    if kind in GATED and x.shape[-1] % 2:
+        raise ValueError(f"{kind} splits the last dim in two halves (gate, up); {x.shape[-1]} is odd")
     if overwrite and x.is_leaf and x.requires_grad:
         raise ValueError(f"overwrite=True would write the gradient of the leaf {tuple(x.shape)} over its value")
     if not dispatch.runs_triton(x):
@@ -203,7 +244,7 @@ def activate(x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
     """Applies the activation between the two matrices of a feed-forward layer.
 
     Args:
-        x: `[..., 2f]` for swiglu, else `[..., f]`.
+        x: `[..., 2f]` for a gated kind, gate first, else `[..., f]`.
         kind: one of `KINDS`.
         overwrite: as in `swiglu`.
 
@@ -211,7 +252,7 @@ def activate(x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
         `[..., f]`.
 
     Raises:
-        ValueError: an unknown kind, an odd last dim of swiglu, or a leaf would be overwritten.
+        ValueError: an unknown kind, an odd last dim of a gated one, or a leaf would be overwritten.
     """
     return _apply(x, None, kind, overwrite)
 
@@ -220,7 +261,7 @@ def weighted_activation(x: Tensor, weights: Tensor, kind: str, overwrite: bool =
     """Computes `activate` of rows, each times a weight of its own, differentiable in both.
 
     Args:
-        x: `[r, 2f]` for swiglu, else `[r, f]`; any floating dtype.
+        x: `[r, 2f]` for a gated kind, gate first, else `[r, f]`; any floating dtype.
         weights: `[r]`, any floating dtype.
         kind: one of `KINDS`.
         overwrite: as in `swiglu`.

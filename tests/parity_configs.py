@@ -41,6 +41,15 @@ MODELS = {
     },
     "one_norm_window": {"num_kv_heads": 2, "parallel_block": "one_norm", "attention_window": 5, "window_layers": [1]},
     "gated_sandwich": {"num_kv_heads": 2, "attention_gate": True, "qkv_bias": True, "block_norm": "both"},
+    "gemma2_style": {
+        "num_kv_heads": 2, "block_norm": "both", "norm_zero_centered": True, "activation": "geglu_tanh",
+        "embedding_scale": 5.7, "query_pre_attn_scalar": 12, "attention_softcap": 3.0, "logit_softcap": 5.0,
+        "attention_window": 5, "window_layers": [0], "tie_embeddings": True,
+    },
+    "gpt_oss_style": {
+        "num_kv_heads": 2, "activation": "swiglu_clamped", "attention_sinks": True, "attention_window": 5,
+        "window_layers": [0], "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+    },
 }  # fmt: skip
 
 

@@ -151,7 +151,11 @@ def _block_options(dice: random.Random, chosen: dict[str, Any]) -> dict[str, Any
     if "num_experts" in chosen:
         more |= _some(dice, 0.2, mlp_bias=True)
         more |= _some(dice, 0.5, shared_expert_gate=True) if chosen["shared_ffn_hidden_size"] else {}
-    return more
+    dice = random.Random(repr(more))
+    more |= _some(dice, 0.2, norm_zero_centered=True) | _some(dice, 0.2, embedding_scale=3.0)
+    more |= _some(dice, 0.2, activation=dice.choice(["geglu_tanh", "swiglu_clamped"]))
+    more |= _some(dice, 0.2, query_pre_attn_scalar=5) if chosen.get("attention") != "mla" else {}
+    return more | (_some(dice, 0.3, router_linear_bias=True) if "num_experts" in chosen else {})
 
 
 def _grouped_heads(dice: random.Random, num_heads: int) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from megatron5d.topology.init_weights import stream_key, uniform
 
 def norm(x, w, name, c):
     if c.norm == "layernorm":
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], c.norm_eps)
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"] + c.norm_zero_centered, w[f"{name}.bias"], c.norm_eps)
     return rms(x, w[f"{name}.weight"], c)
 
 
 def rms(x, weight, c):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + c.norm_eps) * weight
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + c.norm_eps) * (weight + c.norm_zero_centered)
 
 
 def linear(x, w, name):
@@ -77,7 +77,7 @@ def latent_heads(x, w, name, c, positions):
 
 def attention(x, w, name, c, positions, documents, windowed):
     q, k, v, gate = (latent_heads if c.attention == "mla" else grouped_heads)(x, w, name, c, positions)  # [b, a, s, d]
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scores = q @ k.transpose(-1, -2) / math.sqrt(c.query_pre_attn_scalar or q.shape[-1])
     if c.attention_softcap:
         scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
     row, column = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])[None, :]
@@ -95,24 +95,23 @@ def attention(x, w, name, c, positions, documents, windowed):
     return linear(out * torch.sigmoid(gate) if c.attention_gate else out, w, f"{name}.out")
 
 
+def activate(inner, c):
+    if c.activation in ("gelu", "gelu_tanh"):
+        return F.gelu(inner, approximate="tanh" if c.activation == "gelu_tanh" else "none")
+    gate, up = inner.chunk(2, -1)
+    if c.activation == "swiglu_clamped":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return (F.silu(gate) if c.activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+
+
 def mlp(x, w, name, c):
-    inner = linear(x, w, f"{name}.up")
-    if c.activation == "swiglu":
-        gate, up = inner.chunk(2, -1)
-        inner = F.silu(gate) * up
-    else:
-        inner = F.gelu(inner, approximate="tanh" if c.activation == "gelu_tanh" else "none")
-    return linear(inner, w, f"{name}.down")
+    return linear(activate(linear(x, w, f"{name}.up"), c), w, f"{name}.down")
 
 
 def expert(x, w, name, e, c):
     up_bias, down_bias = ((w[f"{name}.{each}.bias"][e] if c.mlp_bias else 0.0) for each in ("up", "down"))
-    inner = x @ w[f"{name}.up.weight"][e].T + up_bias
-    if c.activation == "swiglu":
-        gate, up = inner.chunk(2, -1)
-        inner = F.silu(gate) * up
-    else:
-        inner = F.gelu(inner, approximate="tanh" if c.activation == "gelu_tanh" else "none")
+    inner = activate(x @ w[f"{name}.up.weight"][e].T + up_bias, c)
     return inner @ w[f"{name}.down.weight"][e].T + down_bias
 
 
@@ -169,6 +168,7 @@ def jittered(x, layer, moe, seed, samples):
 def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
     """Mixture of experts on [b, s, h]; what balancing needs goes into `book` (a dict of sums over layers)."""
     z = jittered(x, layer, moe, *noise) @ w[f"{layer}.router.weight"].T
+    z = z + w[f"{layer}.router.linear_bias"] if c.router_linear_bias else z
     scores = torch.softmax(z, -1) if c.router_score == "softmax" else torch.sigmoid(z)
     chosen = by_turns(scores, noise[1], c) if moe.force_balanced else route(scores.detach(), w, layer, c)
     chosen = chosen * real
@@ -232,7 +232,7 @@ def block(x, w, i, c, positions, documents, *, moe, **routing):
 
 def trunk(w, c, tokens, positions, documents, **routing):
     """tokens int64 [b, s] -> normed output of the last layer [b, s, h]"""
-    x = w["embedding.weight"][tokens]
+    x = w["embedding.weight"][tokens] * c.embedding_scale
     if c.position == "learned":
         x = x + w["position_embedding.weight"][positions]
     for i in range(c.num_layers):
@@ -272,7 +272,7 @@ def ahead_loss(h, w, c, batch, **routing):
             mask[:, :last] *= ~batch.padding[:, j : j + last]
         if batch.documents is not None:
             mask[:, :last] *= batch.documents[:, k:] == batch.documents[:, :last]
-        e = norm(w["embedding.weight"][tokens], w, f"layers.{i}.mtp.embedding_norm", c)
+        e = norm(w["embedding.weight"][tokens] * c.embedding_scale, w, f"layers.{i}.mtp.embedding_norm", c)
         x = torch.cat((e, norm(h, w, f"layers.{i}.mtp.hidden_norm", c)), -1) @ w[f"layers.{i}.mtp.join.weight"].T
         x = block(x, w, i, c, batch.positions, batch.documents, **routing)
         h = norm(x, w, f"layers.{i}.mtp.final_norm", c)

@@ -88,7 +88,7 @@ def upcycled_weights(
 
             made[PREFIX + name] = lazy_tensor(shape, {zero: shape}, entry.dtype, same)
     h, inner = sparse.hidden_size, sparse.expert_hidden_size
-    slices, parts = dense.ffn_hidden_size // inner, 2 if dense.activation == "swiglu" else 1
+    slices, parts = dense.ffn_hidden_size // inner, 2 if dense.gated else 1
     shapes = {"up": (parts * inner, h), "down": (h, inner)}
     for i in (i for i in blocks(dense) if is_moe(sparse, i)):
         for part, shape in shapes.items():

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # by precision.dtype
+GATED = ("swiglu", "geglu_tanh", "swiglu_clamped")  # activations of a gate and an up projection
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RopeScaling:
     attention_factor: float | None = None  # yarn: multiplies cos and sin; None = 0.1 ln(factor) + 1
     mscale: float = 1.0  # yarn, DeepSeek's variant of attention_factor
     mscale_all_dim: float = 0.0  # yarn, DeepSeek's variant: divides attention_factor; mla: scales the softmax
+    truncate: bool = True  # yarn: the ramp begins and ends at whole dims
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class ModelConfig:
     max_positions: int = 4096  # tokens; rows of the position table where position=learned
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_eps: float = 1e-5
-    activation: str = "swiglu"  # swiglu | gelu | gelu_tanh
+    norm_zero_centered: bool = False  # norms scale by 1 + weight (Gemma; Megatron's zero-centered gamma)
+    activation: str = "swiglu"  # swiglu | geglu_tanh | swiglu_clamped (gpt-oss) | gelu | gelu_tanh
     position: str = "rope"  # rope | learned
     rope_theta: float = 10000.0
     rope_interleaved: bool = False  # False: half-split pairs (Llama); True: neighbouring pairs
@@ -59,9 +62,11 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
+    embedding_scale: float = 1.0  # multiplies token embeddings; sqrt(hidden_size) in Gemma
     attention_causal: bool = True  # a query sees no later token; False: the whole row, or document
     attention_window: int | None = None  # tokens that a query sees on each side, itself included; None = all
     window_layers: list[int] | None = None  # the layers with attention_window, counted from 0; None = all
+    query_pre_attn_scalar: int | None = None  # scores are divided by its square root (Gemma 2); None = head_dim
     attention_softcap: float = 0.0  # cap·tanh(score/cap); 0 = off
     attention_sinks: bool = False  # a learned logit per head that every query also sees, without a value
     attention_gate: bool = False  # heads' outputs are multiplied by the sigmoid of a projection of the input
@@ -89,7 +94,13 @@ class ModelConfig:
     top_groups: int = 1  # groups that a token may choose experts from
     group_score: str = "max"  # the score of a group: max (DeepSeek-V2) | top2_sum (DeepSeek-V3)
     router_bias: bool = False  # a bias per expert that is used to choose experts and not in their weights
+    router_linear_bias: bool = False  # a trained bias per expert, part of the router's logits (gpt-oss)
     num_mtp_layers: int = 0  # blocks after the last layer, each predicting one more token ahead (MTP)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first matrix of an MLP makes a gate and an up projection."""
+        return self.activation in GATED
 
     @property
     def expert_hidden_size(self) -> int:

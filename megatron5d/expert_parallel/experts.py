@@ -1,6 +1,6 @@
 """The experts' own matrices: one grouped GEMM for all experts of this rank, backward split into input and weights.
 
-up    [E, 2f, h]   with swiglu the gate rows, then the up rows, of each expert; E cut over ep, f over etp
+up    [E, 2f, h]   of a gated activation the gate rows, then the up rows, of each expert; E cut over ep, f over etp
 down  [E, h, f]    E cut over ep, f over etp: the output is a partial sum over etp
 
 The router's weights are applied between the two (kernels/activation.py).
@@ -62,7 +62,7 @@ class Experts(nn.Module):
         self.activation, self.ep, self.etp = config.activation, ep, etp
         self.num_local = ep.divide(config.num_experts, "model.num_experts")  # E/ep
         first, inner = ep.rank * self.num_local, etp.divide(f, "model.moe_ffn_hidden_size")  # f/etp
-        halves = 2 if config.activation == "swiglu" else 1
+        halves = 2 if config.gated else 1
         if etp.size == 1:
             local_shape: tuple[int, ...] = (self.num_local, halves * f, h)
             pieces: tuple[Piece, ...] = (Piece((first, 0, 0), local_shape),)

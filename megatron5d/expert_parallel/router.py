@@ -1,6 +1,6 @@
 """Which experts a token goes to, and how much each of them counts.
 
-    logits   x·Wᵀ, in fp32 (fp64 for a model in fp64)
+    logits   x·Wᵀ, plus a trained bias where there is one, in fp32 (fp64 for a model in fp64)
     scores   softmax over the experts, or sigmoid of each
     choice   the k best scores, plus the bias where there is one, among the experts of the best groups
     weights  the chosen scores without the bias, divided by their sum if so configured, times the scaling factor
@@ -108,6 +108,11 @@ class Router(nn.Module):
         axes = (tp.name,) if tp.size > 1 else ()
         spec = ShardSpec(f"{name}.weight", shape, whole(shape, summed=axes, owner=tp.rank == 0), init=config.init_std)
         self.weight = new_parameter(shape, spec, dtype, device)
+        self.linear_bias = None
+        if config.router_linear_bias:
+            pieces = whole(shape[:1], summed=axes, owner=tp.rank == 0)
+            spec = ShardSpec(f"{name}.linear_bias", shape[:1], pieces, decay=False)
+            self.linear_bias = new_parameter(shape[:1], spec, dtype, device)
         bias = None
         if biased:
             bias = torch.zeros(config.num_experts, dtype=statistics_dtype(dtype), device=device)
@@ -117,7 +122,8 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor, defer: Defer = run_now) -> Tensor:
         """`[n, h]` -> `[n, E]` in fp32 or fp64."""
-        return _RouterLinear.apply(x, self.weight, defer)
+        logits = _RouterLinear.apply(x, self.weight, defer)
+        return logits if self.linear_bias is None else logits + self.linear_bias.to(logits.dtype)
 
     def forward(self, logits: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """

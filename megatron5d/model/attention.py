@@ -113,7 +113,7 @@ class SelfAttention(AttentionBranch):
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if config.qk_norm_all_heads:
-            norm = {"tp": tp, "eps": config.norm_eps, **shared.factory}
+            norm = {"tp": tp, "eps": config.norm_eps, "zero_centered": config.norm_zero_centered, **shared.factory}
             self.q_norm = AllHeadsNorm(a, d, f"{name}.q_norm", copies=shared.mesh["tp_kv"], **norm)
             self.k_norm = AllHeadsNorm(g, d, f"{name}.k_norm", copies=shared.mesh["tp_kv"], **norm)
         elif config.qk_norm:
@@ -122,7 +122,7 @@ class SelfAttention(AttentionBranch):
         # Not with q and k norms, whose outputs are new tensors anyway. Not over cp, where keys and values are copied to
         # be sent: q, as a view, would keep the whole projection in memory.
         self.rotates_in_place = not (config.qk_norm or config.attention_gate) and shared.context is None
-        self.core = AttentionCore(shared, layer, 1 / math.sqrt(d))
+        self.core = AttentionCore(shared, layer, 1 / math.sqrt(config.query_pre_attn_scalar or d))
         self.out = RowParallelLinear(
             a * d, h, f"{name}.out", tp, bias=config.attention_out_bias, init=config.output_init_std, **linear
         )

@@ -104,5 +104,5 @@ class BlockInputs:
         """
         partial_grad = self.sp if partial_grad is None else partial_grad
         size = size or self.model.hidden_size
-        eps = self.model.norm_eps
-        return Norm(kind or self.model.norm, size, name, self.tp, partial_grad=partial_grad, eps=eps, **self.factory)
+        options = {"eps": self.model.norm_eps, "zero_centered": self.model.norm_zero_centered, **self.factory}
+        return Norm(kind or self.model.norm, size, name, self.tp, partial_grad=partial_grad, **options)

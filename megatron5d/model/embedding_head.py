@@ -27,7 +27,9 @@ class Embedding(nn.Module):
         model, self.tp, self.sp = shared.model, shared.tp, shared.sp and shared.tp.size > 1
         h, std = model.hidden_size, model.init_std
         table = vocab_weight(model.vocab_size, h, TIED, self.tp, std, **shared.factory)
-        self.tokens = VocabParallelEmbedding(table, model.vocab_size, self.tp, sp=shared.sp)
+        self.tokens = VocabParallelEmbedding(
+            table, model.vocab_size, self.tp, sp=shared.sp, scale=model.embedding_scale
+        )
         self.positions = None
         if model.position == "learned":
             self.positions = replicated_parameter(

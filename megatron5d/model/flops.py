@@ -25,7 +25,11 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
     attention = _attention_matrices(model) + _attention_vectors(model) + branch
     second = 0 if model.parallel_block == "one_norm" else branch
     mlps = sum(_feed_forward(model, i, active) + second + _mlp_biases(model, i, active) for i in blocks(model))
-    routers = sum(is_moe(model, i) for i in blocks(model)) * model.num_experts * (1 if model.router_bias else 0)
+    routers = (
+        sum(is_moe(model, i) for i in blocks(model))
+        * model.num_experts
+        * (model.router_bias + model.router_linear_bias)
+    )
     ends = v * h * (1 if model.tie_embeddings else 2) + norm
     ends += model.max_positions * h if model.position == "learned" else 0
     ahead = model.num_mtp_layers * (2 * h * h + 3 * norm)
@@ -102,7 +106,7 @@ def _attention_vectors(model: ModelConfig) -> int:
 
 def _up(model: ModelConfig, inner: int) -> int:
     """Outputs of the first matrix of an MLP with `inner` features."""
-    return 2 * inner if model.activation == "swiglu" else inner
+    return 2 * inner if model.gated else inner
 
 
 def _mlp_biases(model: ModelConfig, layer: int, active: bool) -> int:

@@ -16,7 +16,7 @@ from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelL
 
 
 class FeedForward(nn.Module):
-    """down(activation(up(x))), the inner dim cut over tp; with swiglu, `up` holds the gate rows, then the up rows.
+    """down(activation(up(x))), the inner dim cut over tp; if gated, `up` holds the gate rows, then the up rows.
 
     Args:
         shared: what it is built from.
@@ -31,7 +31,7 @@ class FeedForward(nn.Module):
         super().__init__()
         model, tp, h, f = shared.model, shared.tp, shared.model.hidden_size, inner_size
         self.activation = model.activation
-        blocks = [(f, 1), (f, 1)] if model.activation == "swiglu" else [(f, 1)]
+        blocks = [(f, 1), (f, 1)] if model.gated else [(f, 1)]
         linear = {"sp": shared.sp, "bias": bias, **shared.factory}
         self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, init=model.init_std, **linear)
         self.down = RowParallelLinear(f, h, f"{name}.down", tp, init=model.output_init_std, **linear)

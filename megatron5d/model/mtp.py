@@ -55,7 +55,8 @@ class MtpInput(nn.Module):
         super().__init__()
         model, name = shared.model, f"layers.{shared.model.num_layers + depth}.mtp"
         self.depth, h = depth, model.hidden_size
-        self.tokens = VocabParallelEmbedding(table, model.vocab_size, shared.tp, sp=shared.sp)
+        scale = model.embedding_scale
+        self.tokens = VocabParallelEmbedding(table, model.vocab_size, shared.tp, sp=shared.sp, scale=scale)
         self.embedding_norm = shared.norm(f"{name}.embedding_norm")
         self.hidden_norm = shared.norm(f"{name}.hidden_norm")
         self.join = replicated_parameter(

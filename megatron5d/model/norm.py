@@ -24,16 +24,21 @@ class Norm(nn.Module):
         tp: ranks that hold copies of the weight.
         partial_grad: this rank's norm sees a share of the sequence or of the heads, so its gradient is summed over tp.
         eps: added to the variance.
+        zero_centered: it scales by 1 + weight.
         factory: dtype and device.
     """
 
     parts = KEEP_ALL  # `norm` may be recomputed
 
-    def __init__(self, kind: str, size: int, name: str, tp: Axis, *, partial_grad: bool, eps: float, **factory) -> None:
+    def __init__(
+        self, kind: str, size: int, name: str, tp: Axis, *,
+        partial_grad: bool, eps: float, zero_centered: bool = False, **factory,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
+        init = "zeros" if zero_centered else "ones"
         self.weight = replicated_parameter(
-            (size,), f"{name}.weight", tp, partial_grad=partial_grad, init="ones", **factory
+            (size,), f"{name}.weight", tp, partial_grad=partial_grad, init=init, **factory
         )
         self.bias = None
         self.kind = kind
@@ -62,9 +67,10 @@ class Norm(nn.Module):
         return self._norm_and_input(x, gemms) if self.parts.keeps("norm") else (self(x, gemms), x)
 
     def _norm_and_input(self, x: Tensor, gemms: Gemms) -> tuple[Tensor, Tensor]:
+        weight = centred_weight(self.weight) if self.zero_centered else self.weight
         if self.bias is not None:
-            return gemms.layer_norm(x, self.weight, self.bias, self.eps)
-        return gemms.rms_norm(x, self.weight, self.eps)
+            return gemms.layer_norm(x, weight, self.bias, self.eps)
+        return gemms.rms_norm(x, weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.weight.shape[0]}"
@@ -79,14 +85,20 @@ class AllHeadsNorm(nn.Module):
         tp: axis that cuts the heads.
         copies: tp ranks that share a head.
         eps: added to the mean square.
+        zero_centered: as in Norm.
         factory: dtype and device.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, name: str, tp: Axis, copies: Axis, eps: float, **factory) -> None:
+    def __init__(
+        self, num_heads: int, head_dim: int, name: str, tp: Axis, *,
+        copies: Axis, eps: float, zero_centered: bool = False, **factory,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.tp, self.eps = tp, eps
+        self.tp, self.eps, self.zero_centered = tp, eps, zero_centered
         rows, pieces = column_pieces([(num_heads, head_dim)], (), tp, copies)
-        spec = ShardSpec(f"{name}.weight", (num_heads * head_dim,), pieces, init="ones", decay=False)
+        spec = ShardSpec(
+            f"{name}.weight", (num_heads * head_dim,), pieces, init="zeros" if zero_centered else "ones", decay=False
+        )
         self.weight = new_parameter((rows,), spec, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +107,13 @@ class AllHeadsNorm(nn.Module):
         squares = wide.square().sum(-1, keepdim=True)
         # [s/cp, b, 1]  all_reduce tp, both ways; a copied head counts as often in the sum as in its size
         mean = copy_to(reduce_from(squares, self.tp), self.tp) / (self.tp.size * wide.shape[-1])
-        return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype).view(x.shape)
+        weight = centred_weight(self.weight) if self.zero_centered else self.weight
+        return (wide * torch.rsqrt(mean + self.eps) * weight).to(x.dtype).view(x.shape)
+
+
+def centred_weight(weight: Tensor) -> Tensor:
+    """Returns 1 + weight, in fp32 (fp64 for fp64): in bf16 the sum would lose most bits of a small weight."""
+    return weight.to(statistics_dtype(weight.dtype)) + 1.0
 
 
 def enter_branch(

@@ -58,8 +58,10 @@ def _yarn(inv: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
         """The (fractional) pair index that makes so many turns over the original context."""
         return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dim_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(dim_of(scaling.beta_slow)), dim - 1)
+    low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=inv.dtype) - low) / max(high - low, 0.001)).clamp(0, 1)
     return inv / scaling.factor * ramp + inv * (1 - ramp)
 

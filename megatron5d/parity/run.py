@@ -7,6 +7,7 @@ to a model on one page (tests/reference_gpt.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import sqrt
@@ -115,8 +116,8 @@ def perturb(parameters, coarse: bool = False) -> None:
         if len(spec.shape) == 1:
             generator = torch.Generator().manual_seed(len(spec.name) * 1009 + spec.shape[0])
             noise = 0.3 * torch.randn(spec.shape, generator=generator, dtype=torch.float64)
-            matrix = specs.get(spec.name.removesuffix("bias") + "weight")
-            if spec.name.endswith(".bias") and matrix is not None and len(matrix.shape) == 2:
+            matrix = specs.get(re.sub(r"\.(linear_)?bias$", ".weight", spec.name))
+            if spec.name.endswith("bias") and matrix is not None and len(matrix.shape) == 2:
                 noise *= float(matrix.init)
                 if spec.name.endswith("router.bias"):  # scores are softmax or sigmoid of w·x, with features of about 1
                     noise *= sqrt(matrix.shape[1]) / matrix.shape[0]

@@ -40,7 +40,7 @@ class Gemms:
         return (x,)
 
     def activate(self, x: Tensor, kind: str, overwrite: bool = False) -> Tensor:
-        """Applies the activation before the GEMM: `[..., 2f]` (swiglu) or `[..., f]` -> `[..., f]`."""
+        """Applies the activation before the GEMM: `[..., 2f]` (gated) or `[..., f]` -> `[..., f]`."""
         return activate(x, kind, overwrite)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -75,10 +75,12 @@ class VocabParallelEmbedding(nn.Module):
         vocab_size: true number of tokens; padding to equal shares is internal.
         tp: axis that cuts the vocabulary.
         sp: the result leaves cut along the sequence.
+        scale: multiplies the result; rounded to the weight's dtype, as Gemma was trained.
     """
 
-    def __init__(self, weight: nn.Parameter, vocab_size: int, tp: Axis, *, sp: bool) -> None:
+    def __init__(self, weight: nn.Parameter, vocab_size: int, tp: Axis, *, sp: bool, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = torch.tensor(scale, dtype=weight.dtype).item()
         self.tp, self.sp = tp, sp and tp.size > 1
         self.vocab = VocabRange(vocab_size, tp)
         self.weight = weight
@@ -96,4 +98,5 @@ class VocabParallelEmbedding(nn.Module):
         """
         x = _Lookup.apply(self.weight, tokens.t(), self.vocab.start, defer)  # partial [s/cp, b, h]
         # [s/cp/tp, b, h]  reduce_scatter tp; without sp [s/cp, b, h]  all_reduce tp
-        return reduce_scatter_to(x, self.tp) if self.sp else reduce_from(x, self.tp)
+        x = reduce_scatter_to(x, self.tp) if self.sp else reduce_from(x, self.tp)
+        return x if self.scale == 1.0 else x * self.scale

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import end_tokens, token_ids, token_source
 from megatron5d.checkpoint.hf.names import hf_copies, hf_entries
-from megatron5d.checkpoint.hf.safetensors_folder import Entry, name_files, stored_tensors, write_parts
+from megatron5d.checkpoint.hf.safetensors_folder import name_files, stored_tensors, write_parts
 from megatron5d.checkpoint.load import SavedWeights
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, ModelConfig

@@ -79,6 +79,8 @@ def _pointwise() -> None:
     forward_and_backward(kernels.swiglu(meta(4096, 2 * 14336, grad=True)))
     for approximate in ("none", "tanh"):
         forward_and_backward(kernels.gelu(meta(4096, 8192, grad=True), approximate))
+    for kind in expert_activation.GATED[1:]:
+        forward_and_backward(kernels.activate(meta(4096, 2 * 2048, grad=True), kind))
     for kind in expert_activation.KINDS:
         x, weights = meta(8192, 2 * 2048, grad=True), meta(8192, dtype=torch.float32, grad=True)
         forward_and_backward(expert_activation.weighted_activation(x, weights, kind))

@@ -38,6 +38,10 @@ def test_activations_equal_their_formulas(dtype):
     close(kernels.gelu(x), z * 0.5 * (1 + torch.erf(z / math.sqrt(2))), dtype)
     tanh = torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))
     close(kernels.gelu(x, "tanh"), 0.5 * z * (1 + tanh), dtype)
+    close(kernels.activate(x, "geglu_tanh"), 0.5 * gate * (1 + tanh[:, :5]) * up, dtype)
+    x, gate, up = 8 * x, torch.minimum(8 * gate, torch.tensor(7.0)), (8 * up).clamp(-7, 7)
+    assert (gate == 7).any() and (up == 7).any() and (up == -7).any()
+    close(kernels.activate(x, "swiglu_clamped"), gate / (1 + torch.exp(-1.702 * gate)) * (up + 1), dtype)
 
 
 def test_odd_gate_up_is_refused():

@@ -14,6 +14,8 @@ SPARSE = {
     "neox_style": {"mlp_bias": False, "activation": "swiglu"},
     "one_norm_window": {"shared_expert_gate": True, "num_mtp_layers": 1},
     "gated_sandwich": {"shared_expert_gate": True, "first_k_dense": 1},
+    "gemma2_style": {"num_mtp_layers": 1, "router_linear_bias": True},
+    "gpt_oss_style": {"router_linear_bias": True},
 }
 
 

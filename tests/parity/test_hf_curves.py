@@ -25,6 +25,9 @@ CONFIGS = {
     "mistral": lambda: transformers.MistralConfig(**TINY, sliding_window=5),
     "qwen2": lambda: transformers.Qwen2Config(**TINY),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=16, tie_word_embeddings=True),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **TINY | {"hidden_size": 64}, head_dim=12, pad_token_id=None, sliding_window=5
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCAB, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     ),

@@ -38,6 +38,15 @@ GLM = TINY | {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
 }  # fmt: skip
+GEMMA = TINY | {"hidden_size": 64, "head_dim": 12, "pad_token_id": 0}  # sqrt(64), as transformers rounds it to fp32
+GEMMA2 = GEMMA | {"num_hidden_layers": 3, "sliding_window": 5}
+GPT_OSS = TINY | {
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 5,
+}
 MIXTRAL = TINY | {"num_local_experts": 4}
 QWEN3 = TINY | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LATENT = TINY | {
@@ -76,6 +85,17 @@ DENSE = {
     "olmo2, biases, yarn, tied": lambda: transformers.Olmo2Config(
         **TINY, pad_token_id=0, attention_bias=True, rope_parameters=YARN, tie_word_embeddings=True
     ),
+    "gemma": lambda: transformers.GemmaConfig(**GEMMA),
+    "gemma, MQA, biases, untied": lambda: transformers.GemmaConfig(
+        **GEMMA | {"num_key_value_heads": 1}, attention_bias=True, tie_word_embeddings=False
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(**GEMMA2, query_pre_attn_scalar=20),
+    "gemma2, no caps, window in the last layer": lambda: transformers.Gemma2Config(
+        **GEMMA2,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+    ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**NEOX),
     "gpt_neox, one after the other, no biases": lambda: transformers.GPTNeoXConfig(
         **NEOX, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_new", rotary_pct=0.5
@@ -88,6 +108,10 @@ DENSE = {
 SPARSE = {
     "mixtral": lambda: transformers.MixtralConfig(**MIXTRAL),
     "mixtral, window, top 1": lambda: transformers.MixtralConfig(**MIXTRAL, sliding_window=5, num_experts_per_tok=1),
+    "gpt_oss": lambda: transformers.GptOssConfig(**GPT_OSS),
+    "gpt_oss, llama3, no attention biases, tied": lambda: transformers.GptOssConfig(
+        **GPT_OSS, rope_parameters=LLAMA3, attention_bias=False, tie_word_embeddings=True
+    ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN3),
     "qwen3_moe, norm, bias": lambda: transformers.Qwen3MoeConfig(**QWEN3, norm_topk_prob=True, attention_bias=True),
     "qwen3_moe, dense below": lambda: transformers.Qwen3MoeConfig(**QWEN3, mlp_only_layers=[0]),

@@ -27,6 +27,9 @@ LATENT = TINY | {
 }  # fmt: skip
 CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(**TINY | {"num_hidden_layers": 1}, num_local_experts=4),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **TINY | {"num_hidden_layers": 1}, head_dim=12, num_local_experts=4, sliding_window=5
+    ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **TINY, head_dim=16, num_experts=4, moe_intermediate_size=24, mlp_only_layers=[0], norm_topk_prob=True
     ),
@@ -42,8 +45,8 @@ LAYOUTS = {
 
 def reference(model, tokens, balanced):
     """(loss, gradient norm, router loss) of each step."""
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    named = [(p, p.ndim >= 2 and not name.endswith("bias")) for name, p in model.named_parameters()]
+    decayed, others = ([p for p, decays in named if decays == wanted] for wanted in (True, False))
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
     curve = []

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.hf.safetensors_folder import Entry, check_names
+from megatron5d.checkpoint.hf.entry import Entry
+from megatron5d.checkpoint.hf.safetensors_folder import check_names
 from megatron5d.checkpoint.hf.weights import lazy_weights
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, whole_checkpoint
 from megatron5d.checkpoint.megatron.arguments import args_of, model_config_of

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron5d.checkpoint.hf.families import GELU, SAME, WINDOW_BY_LAYER
+from megatron5d.checkpoint.hf.families import GELU, GEMMA, SAME, WINDOW_BY_LAYER
 from megatron5d.checkpoint.hf.moe_mla import (
     LATENT,
     SPARSE,
@@ -24,7 +24,8 @@ from megatron5d.config.schema import ModelConfig, RopeScaling
 
 _ARCHITECTURE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel",
+    "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel", "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gpt_oss": "GptOssForCausalLM",
     "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmo2": "Olmo2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_neox": "GPTNeoXForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -34,6 +35,7 @@ _DTYPE = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 _ALL: dict[str, Any] = {
     "attention": "gqa", "attention_softcap": 0.0, "logit_softcap": 0.0, "attention_sinks": False, "num_mtp_layers": 0,
     "attention_causal": True, "attention_gate": False, "qk_norm_all_heads": False, "window_layers": None,
+    "norm_zero_centered": False, "embedding_scale": 1.0, "query_pre_attn_scalar": None, "router_linear_bias": False,
 }  # fmt: skip
 _DECODER = {
     "norm": "rmsnorm", "activation": "swiglu", "position": "rope", "rope_interleaved": False, "block_norm": "pre",
@@ -44,7 +46,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "mistral": {"qk_norm": False, "qkv_bias": False, "mlp_bias": False},
     "qwen2": {"qk_norm": False, "qkv_bias": True, "attention_out_bias": False, "mlp_bias": False},
     "qwen3": {"qk_norm": True, "mlp_bias": False},
+    "gemma": {"qk_norm": False, "mlp_bias": False, "attention_window": None},
+    "gemma2": {"qk_norm": False, "mlp_bias": False, "block_norm": "both"},
     "mixtral": {"qk_norm": False, "qkv_bias": False},
+    "gpt_oss": {"qk_norm": False, "activation": "swiglu_clamped", "attention_sinks": True},
     "qwen3_moe": {"qk_norm": True},
     "olmo2": {
         "qk_norm": True,
@@ -68,9 +73,9 @@ def hf_family(config: ModelConfig) -> str:
     Raises:
         ValueError: none does; says for each which fields stand in the way.
     """
-    families: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gpt2", "gpt_neox")
+    families: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gpt2", "gpt_neox")
     if config.num_experts:
-        families = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe")
+        families = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss")
     if config.attention == "mla":
         families = LATENT[::-1]
     obstacles = {family: _obstacles(config, family) for family in families}
@@ -95,6 +100,13 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
         wanted = _DECODER | {"attention_out_bias": config.qkv_bias}
         wanted |= wanted_attention(config, family) if family in LATENT else _OWN[family]
         wanted |= wanted_routing(config, family) if family in SPARSE else {}
+    if family in GEMMA:
+        wanted |= {
+            "norm_zero_centered": True, "activation": "geglu_tanh", "embedding_scale": config.hidden_size**0.5,
+        }  # fmt: skip
+    if family == "gemma2":
+        free = ("query_pre_attn_scalar", "attention_softcap", "logit_softcap")
+        wanted |= {field: getattr(config, field) for field in free}
     if family in WINDOW_BY_LAYER:
         wanted["window_layers"] = config.window_layers
     if family in ("deepseek_v3", "glm4_moe"):
@@ -106,7 +118,7 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
         for field, value in wanted.items()
         if getattr(config, field) != value
     ]
-    if family == "llama" and config.hidden_size % config.num_heads:
+    if family in ("llama", "gemma2") and config.hidden_size % config.num_heads:
         reasons.append(f"model.num_heads = {config.num_heads}, no divisor of hidden_size = {config.hidden_size}")
     if family in ("gpt2", "gpt_neox") and config.hidden_size != config.num_heads * config.head_dim:
         width = config.hidden_size / config.num_heads
@@ -164,6 +176,8 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
         return fields | mla_settings(config, family) | routing_settings(config, family)
     if family == "olmo2":
         return fields
+    if family == "gemma":
+        return fields | {"hidden_act": "gelu_pytorch_tanh"}
     if family == "glm4_moe":
         rotated = {"partial_rotary_factor": config.rotary_percent}
         fields |= rotated | {"rope_parameters": fields["rope_parameters"] | rotated, "use_qk_norm": config.qk_norm}
@@ -175,11 +189,19 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
     assert family in WINDOW_BY_LAYER
     windowed = [i for i in range(config.num_layers) if window_of(config, i)]
     fields |= {
-        "use_sliding_window": sliding,
         "sliding_window": config.attention_window,
-        "max_window_layers": min(windowed, default=config.num_layers),
         "layer_types": ["sliding_attention" if i in windowed else "full_attention" for i in range(config.num_layers)],
     }
+    if family == "gemma2":
+        return fields | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_dim,
+            "attn_logit_softcapping": config.attention_softcap or None,
+            "final_logit_softcapping": config.logit_softcap or None,
+        }
+    if family == "gpt_oss":
+        return fields | routing_settings(config, family)
+    fields |= {"use_sliding_window": sliding, "max_window_layers": min(windowed, default=config.num_layers)}
     if family == "qwen2_moe":
         return fields | {"qkv_bias": config.qkv_bias} | routing_settings(config, family)
     return fields
@@ -228,6 +250,8 @@ def _rope_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
     if scaling.type == "llama3":
         return fields | {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    if not scaling.truncate:
+        fields["truncate"] = False
     if scaling.attention_factor is not None:
         fields["attention_factor"] = scaling.attention_factor
     if scaling.mscale_all_dim:

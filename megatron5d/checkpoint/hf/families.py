@@ -9,9 +9,19 @@ from typing import Any
 
 from megatron5d.checkpoint.hf.moe_mla import LATENT_EPS
 
-DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3", "olmo2")  # Llama, but for biases, windows, norms, packing
+DENSE = (
+    "llama",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "olmo2",
+    "gemma",
+    "gemma2",
+)  # Llama, but for biases, windows, norms, packing
 PARTLY_ROTATED = ("glm4_moe", "gpt_neox")
-WINDOW_BY_LAYER = ("qwen2", "qwen3", "qwen2_moe")  # whose layers may differ in what they see
+GEMMA = ("gemma", "gemma2")
+WINDOW_BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "gemma2", "gpt_oss")  # whose layers may differ in what they see
 _DECODER_DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "hidden_act": "silu",
     "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
@@ -24,6 +34,10 @@ _QWEN_DEFAULTS: dict[str, Any] = _DECODER_DEFAULTS | {
 _LATENT_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None, "head_dim": None, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+_GEMMA_DEFAULTS: dict[str, Any] = _DECODER_DEFAULTS | {
+    "vocab_size": 256000, "head_dim": 256, "max_position_embeddings": 8192, "mlp_bias": False,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _DECODER_DEFAULTS | {
@@ -44,6 +58,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "olmo2": _DECODER_DEFAULTS | {
         "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None, "head_dim": None,
         "max_position_embeddings": 2048, "mlp_bias": False, "rms_norm_eps": 1e-5,
+    },
+    "gemma": _GEMMA_DEFAULTS | {
+        "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh",
+    },
+    "gemma2": _GEMMA_DEFAULTS | {
+        "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+    },
+    "gpt_oss": _DECODER_DEFAULTS | {
+        "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+        "mlp_bias": True, "rms_norm_eps": 1e-5, "default_theta": 150000.0, "attention_bias": True,
+        "sliding_window": 128, "layer_types": None, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
     },
     "mixtral": _DECODER_DEFAULTS | {
         "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": None,
@@ -95,6 +125,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
+# the rotary settings of a gpt-oss folder that has none
+GPT_OSS_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+}  # fmt: skip
 # Other spellings that transformers reads.
 ALIASES = {
     "gpt2": {
@@ -104,6 +138,7 @@ ALIASES = {
         "max_position_embeddings": "n_positions",
     },
     "mixtral": {"num_experts": "num_local_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "qwen2_moe": {"num_experts": "num_local_experts"},
     "glm4_moe": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
@@ -131,6 +166,7 @@ _DECODER_COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (None, 1.0),
 }
+_CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False), "mlp_bias": (False,)}
 _LATENT_COMPUTED: dict[str, tuple[Any, ...]] = _DECODER_COMPUTED | {
     "mlp_bias": (False,),
     "attention_bias": (False,),
@@ -153,6 +189,13 @@ COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "deepseek_v3": _LATENT_COMPUTED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     "olmo2": _DECODER_COMPUTED | {"mlp_bias": (False,)},
+    "gemma": {  # transformers reads hidden_act alone, and its gelu as the tanh form
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        **_CAUSAL,
+    },
+    "gemma2": {"hidden_activation": ("gelu_pytorch_tanh",), **_CAUSAL},
+    "gpt_oss": _DECODER_COMPUTED | {"mlp_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "qwen2_moe": _DECODER_COMPUTED | {"mlp_bias": (False,)},
     "glm4_moe": {"hidden_act": ("silu", "swish"), "mlp_bias": (False,)},
     "gpt_neox": {"hidden_act": tuple(GELU)},

@@ -12,7 +12,17 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from megatron5d.checkpoint.hf.families import ALIASES, COMPUTED, DEFAULTS, GELU, PARTLY_ROTATED, SAME, WINDOW_BY_LAYER
+from megatron5d.checkpoint.hf.families import (
+    ALIASES,
+    COMPUTED,
+    DEFAULTS,
+    GELU,
+    GEMMA,
+    GPT_OSS_YARN,
+    PARTLY_ROTATED,
+    SAME,
+    WINDOW_BY_LAYER,
+)
 from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import LATENT, mla_fields, routing_fields
 from megatron5d.checkpoint.hf.safetensors_folder import BLOCK
@@ -139,6 +149,9 @@ def _unknown_quantisation(config: dict[str, Any]) -> list[str]:
         return []
     if not isinstance(given, dict):
         return [f"quantization_config = {given!r}: only an object of settings is supported"]
+    if given.get("quant_method") == "mxfp4":
+        return ["quantization_config.quant_method = 'mxfp4': only bf16 weights of this family are supported; load the "
+                "model with transformers' Mxfp4Config(dequantize=True) and save it"]  # fmt: skip
     wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
     found = {"fmt": "e4m3"} | given
     return [
@@ -184,6 +197,22 @@ def _decoder(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
         "mlp_bias": config["mlp_bias"],
         **_windows(config, refused),
         **routing_fields(config, refused),
+        **(_gemma(config) if family in GEMMA else {}),
+        **({"activation": "swiglu_clamped", "attention_sinks": True} if family == "gpt_oss" else {}),
+    }
+
+
+def _gemma(config: dict[str, Any]) -> dict[str, Any]:
+    fields = {
+        "norm_zero_centered": True, "activation": "geglu_tanh", "embedding_scale": config["hidden_size"] ** 0.5,
+    }  # fmt: skip
+    if config["model_type"] == "gemma":
+        return fields
+    return fields | {
+        "block_norm": "both",
+        "query_pre_attn_scalar": config["query_pre_attn_scalar"],
+        "attention_softcap": config["attn_logit_softcapping"] or 0.0,
+        "logit_softcap": config["final_logit_softcapping"] or 0.0,
     }
 
 
@@ -244,8 +273,10 @@ def _windows(config: dict[str, Any], refused: list[str]) -> dict[str, Any]:
     window = config["sliding_window"] if config.get("use_sliding_window", True) else None
     if config["model_type"] not in WINDOW_BY_LAYER:
         return {"attention_window": window}
-    layers, first = range(config["num_hidden_layers"]), config["max_window_layers"]
-    alternates = config["model_type"] == "qwen2_moe"  # the even layers below `first`; others slide from there on
+    layers = range(config["num_hidden_layers"])
+    first = config.get("max_window_layers", len(layers))
+    # in some families the even layers below `first` slide; in others those from there on
+    alternates = config["model_type"] in ("qwen2_moe", "gemma2", "gpt_oss")
     slides = [i % 2 == 0 and i < first if alternates else i >= first for i in layers]
     kinds = config["layer_types"] or [
         "sliding_attention" if window is not None and slides[i] else "full_attention" for i in layers
@@ -275,6 +306,8 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
     if new and old and new != old:
         refused.append(f"rope_parameters {new} and rope_scaling {old} disagree")
     rope = new or old
+    if config["model_type"] == "gpt_oss" and not any(config.get(key) for key in ("rope_parameters", "rope_scaling")):
+        rope = GPT_OSS_YARN
     kind = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and config["model_type"] not in PARTLY_ROTATED:
         refused.append(f"partial_rotary_factor = {rope['partial_rotary_factor']}: only 1.0 is supported")
@@ -295,7 +328,7 @@ def _rope(config: dict[str, Any], refused: list[str]) -> tuple[float, RopeScalin
         return theta, RopeScaling(type=kind, factor=float(rope["factor"]))
     if kind == "yarn":
         return theta, _yarn(rope, config["max_position_embeddings"], original, refused)
-    frequencies = {key: float(rope[key]) for key in needed[kind]}
+    frequencies: dict[str, Any] = {key: float(rope[key]) for key in needed[kind]}
     return theta, RopeScaling(type=kind, original_max_positions=original, **frequencies)
 
 
@@ -321,8 +354,6 @@ def _flat(rope: dict[str, Any] | None, refused: list[str]) -> dict[str, Any]:
 
 def _yarn(rope: dict[str, Any], max_positions: int, original: int, refused: list[str]) -> RopeScaling:
     """YaRN (arXiv:2309.00071); mscale counts only together with mscale_all_dim, which also scales latent attention."""
-    if not rope.get("truncate", True):
-        refused.append("rope_parameters.truncate = false: only yarn ranges rounded to whole dims are supported")
     factor = float(rope.get("factor") or max_positions / original)
     attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -337,4 +368,5 @@ def _yarn(rope: dict[str, Any], max_positions: int, original: int, refused: list
         attention_factor=attention_factor,
         mscale=float(mscale) if mscale and mscale_all_dim else 1.0,
         mscale_all_dim=float(mscale_all_dim or 0.0),
+        truncate=bool(rope.get("truncate", True)),
     )

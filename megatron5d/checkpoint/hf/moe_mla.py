@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron5d.checkpoint.hf.safetensors_folder import Entry
+from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import ModelConfig
 
@@ -73,12 +73,12 @@ def mla_entries(config: ModelConfig, i: int) -> list[Entry]:
     return [Entry(f"{ours}.{name}", (0, shape[0]), f"{theirs}.{hf}.weight", shape) for name, hf, shape in parts]
 
 
-SPARSE = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", *LATENT)
+SPARSE = ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", *LATENT)
 LIKE_DEEPSEEK = (*LATENT, "glm4_moe")  # in experts and routers
 # the module on disk that holds router and experts, and the names of an expert's matrices: gate, up, down
 _NAMES = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    **dict.fromkeys(SPARSE[1:], ("mlp", "gate_proj", "up_proj", "down_proj")),
+    **dict.fromkeys(SPARSE[2:], ("mlp", "gate_proj", "up_proj", "down_proj")),
 }
 FUSED = "experts.gate_up_proj"  # what tells folders of fused experts apart
 _PLAIN: dict[str, Any] = {
@@ -99,8 +99,9 @@ def routing_fields(config: dict[str, Any], refused: list[str]) -> dict[str, Any]
         All of them for a sparse family, none for a dense one.
     """
     family = config["model_type"]
-    if family == "mixtral":
-        return {**_PLAIN, "num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
+    if family in ("mixtral", "gpt_oss"):
+        sizes = {"num_experts": config["num_local_experts"], "top_k": config["num_experts_per_tok"]}
+        return {**_PLAIN, **sizes, "router_linear_bias": family == "gpt_oss"}
     if family == "qwen3_moe":
         return _qwen3_moe(config, refused)
     if family == "qwen2_moe":
@@ -163,7 +164,9 @@ def wanted_routing(config: ModelConfig, family: str) -> dict[str, Any]:
     }  # fmt: skip
     if family == "qwen2_moe":
         wanted |= {"shared_ffn_hidden_size": config.shared_ffn_hidden_size, "shared_expert_gate": True}
-    if family == "mixtral":
+    if family == "gpt_oss":
+        wanted |= {"mlp_bias": True, "router_linear_bias": True}
+    if family in ("mixtral", "gpt_oss"):
         wanted["norm_topk_prob"] = True
         if len(moe_layers(config)) < config.num_layers:
             wanted |= {"first_k_dense": 0, "moe_interval": 1, "moe_layers": None}
@@ -188,7 +191,7 @@ def _wanted_deepseek(config: ModelConfig, family: str) -> dict[str, Any]:
 def routing_settings(config: ModelConfig, family: str) -> dict[str, Any]:
     """What config.json says about experts and routers; `wanted_routing` must hold."""
     inner = config.expert_hidden_size
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         return {
             "num_local_experts": config.num_experts,
             "num_experts_per_tok": config.top_k,
@@ -232,12 +235,27 @@ def _deepseek_settings(config: ModelConfig, family: str, inner: int) -> dict[str
     return settings | {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if limited else "greedy"}
 
 
+def gpt_oss_entries(config: ModelConfig, i: int) -> list[Entry]:
+    """The router and the experts of a layer, in stacks: `[E, in, out]` on disk, where gate and up alternate."""
+    h, f, e = config.hidden_size, config.expert_hidden_size, config.num_experts
+    ours, theirs, rows = f"layers.{i}", f"model.layers.{i}.mlp", (0, e)
+    experts, up, down = f"{ours}.experts", f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
+    return [
+        Entry(f"{ours}.router.weight", rows, f"{theirs}.router.weight", (e, h)),
+        Entry(f"{ours}.router.linear_bias", rows, f"{theirs}.router.bias", (e,)),
+        Entry(f"{experts}.up.weight", rows, up, (e, h, 2 * f), transposed=True, interleaved=True),
+        Entry(f"{experts}.up.bias", rows, f"{up}_bias", (e, 2 * f), interleaved=True),
+        Entry(f"{experts}.down.weight", rows, down, (e, f, h), transposed=True),
+        Entry(f"{experts}.down.bias", rows, f"{down}_bias", (e, h)),
+    ]
+
+
 def moe_entries(config: ModelConfig, family: str, i: int, fused: bool = False) -> list[Entry]:
     """The router, the experts and the shared expert of a layer.
 
     Args:
         config: the architecture.
-        family: one of SPARSE.
+        family: one of SPARSE but gpt_oss.
         i: the layer, one that is a mixture of experts.
         fused: all experts of a layer lie in two tensors.
     """

@@ -6,9 +6,9 @@ no row is permuted; GPT-2's Conv1D keeps [in, out] and already fuses q, k and v 
 
 from __future__ import annotations
 
+from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.hf.families import DENSE
-from megatron5d.checkpoint.hf.moe_mla import SPARSE, mla_entries, moe_entries
-from megatron5d.checkpoint.hf.safetensors_folder import Entry
+from megatron5d.checkpoint.hf.moe_mla import SPARSE, gpt_oss_entries, mla_entries, moe_entries
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
 
@@ -105,13 +105,24 @@ def _decoder_layer(config: ModelConfig, family: str, i: int, fused: bool) -> lis
     latent, sparse = config.attention == "mla", is_moe(config, i)
     packed = family == "phi3"  # q, k and v lie in one tensor, and so do gate and up, in our order
     attention, mlp = (f"{ours}.attention", f"{theirs}.self_attn"), (f"{ours}.mlp", f"{theirs}.mlp")
+    norms: tuple[tuple[str, str], ...]
     norms = ("attention.norm", "input_layernorm"), ("mlp.norm", "post_attention_layernorm")
     if config.block_norm == "post":
         norms = ("attention.post_norm", "post_attention_layernorm"), ("mlp.post_norm", "post_feedforward_layernorm")
+    elif config.block_norm == "both":
+        norms = (
+            ("attention.norm", "input_layernorm"), ("attention.post_norm", "post_attention_layernorm"),
+            ("mlp.norm", "pre_feedforward_layernorm"), ("mlp.post_norm", "post_feedforward_layernorm"),
+        )  # fmt: skip
+    second = _mlp(config, *mlp, packed) if not sparse else []
+    if sparse:
+        second = gpt_oss_entries(config, i) if family == "gpt_oss" else moe_entries(config, family, i, fused)
+    sinks = [Entry(f"{attention[0]}.sinks", (0, config.num_heads), f"{attention[1]}.sinks", (config.num_heads,))]
     return [
         *(entry for own, hf in norms for entry in _vectors(f"{ours}.{own}", f"{theirs}.{hf}", h, bias=False)),
         *(mla_entries(config, i) if latent else _attention(config, *attention, packed)),
-        *(moe_entries(config, family, i, fused) if sparse else _mlp(config, *mlp, packed)),
+        *(sinks if config.attention_sinks else []),
+        *second,
     ]
 
 

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.hf.files import INDEX, SINGLE, WEIGHTS, check_vacant, weight_files, wrong_kind
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.topology.shard_spec import ShardSpec
@@ -29,51 +30,6 @@ EIGHT_BITS = "F8_E4M3"
 SCALES = "_scale_inv"  # behind the name of a tensor in 8 bits: what its blocks are multiplied by
 BLOCK = 128  # rows and columns of such a block
 _LISTED = 40  # how many names of one kind of fault a message lists
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor on disk and its place in ours.
-
-    Args:
-        name: global name of our tensor.
-        rows: (start, stop) in dim 0 of our tensor, or of one expert of it; the other dims are whole.
-        hf_name: name on disk.
-        shape: shape on disk.
-        transposed: on disk it is [in, out] (GPT-2's Conv1D) where ours is [out, in].
-        expert: which expert of our stack `[experts, rows, ...]`; None = our tensor is no stack of experts.
-        heads: on disk q, k and v of each of so many heads lie together (GPT-NeoX); None = all q, all k, all v, as ours.
-        wide: at least fp32 on disk and in memory, whatever the model's dtype (a router's bias).
-    """
-
-    name: str
-    rows: tuple[int, int]
-    hf_name: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-    expert: int | None = None
-    wide: bool = False
-    heads: int | None = None
-
-    @property
-    def our_shape(self) -> tuple[int, ...]:
-        shape = self.shape[::-1] if self.transposed else self.shape
-        return shape if self.expert is None else (1, *shape)
-
-    @property
-    def our_offset(self) -> tuple[int, ...]:
-        """First index of the tensor in ours."""
-        inner = (self.rows[0], *(0 for _ in self.shape[1:]))
-        return inner if self.expert is None else (self.expert, *inner)
-
-    def regrouped(self, rows: torch.Tensor, to_disk: bool = False) -> torch.Tensor:
-        """Returns whole rows by part, as ours, from rows by head, as on disk; or back."""
-        groups = (3, self.heads or 1, -1) if to_disk else (self.heads or 1, 3, -1)
-        return rows if self.heads is None else rows.unflatten(0, groups).transpose(0, 1).flatten(0, 2)
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of this tensor in a model whose weights have `dtype`."""
-        return torch.promote_types(dtype, torch.float32) if self.wide else dtype
 
 
 @dataclass(frozen=True)
@@ -279,11 +235,14 @@ def _fill(view: torch.Tensor, at: tuple[int, ...], entry: Entry, stored: Safeten
     shape = tuple(c - a for a, c in zip(begin, end))
     if entry.expert is not None:
         offset, shape = offset[1:], shape[1:]
-    if entry.transposed:
-        values = stored.read(entry.hf_name, offset[::-1], shape[::-1]).t()
-    elif entry.heads is not None:
-        whole = entry.regrouped(stored.read(entry.hf_name, (0,) * len(entry.shape), entry.shape))
-        values = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
+    if entry.heads is not None or entry.interleaved:  # rows are scattered on disk: all of them, or of the experts here
+        first, count = (offset[0], shape[0]) if entry.interleaved else (0, entry.shape[0])
+        whole = stored.read(entry.hf_name, (first, *(0 for _ in entry.shape[1:])), (count, *entry.shape[1:]))
+        places = zip((offset[0] - first, *offset[1:]), shape)
+        values = entry.ours(whole)[tuple(slice(o, o + n) for o, n in places)]
+    elif entry.transposed:
+        swapped = [(*dims[:-2], dims[-1], dims[-2]) for dims in (offset, shape)]
+        values = entry.ours(stored.read(entry.hf_name, *swapped))
     else:
         values = stored.read(entry.hf_name, offset, shape)
     view[place].copy_(values if entry.expert is None else values.unsqueeze(0))
@@ -321,8 +280,7 @@ def stored_tensors(
             )
         if entry.expert is not None:
             tensor = tensor.squeeze(0)
-        tensor = entry.regrouped(tensor, to_disk=True)
-        yield entry.hf_name, tensor.t() if entry.transposed else tensor
+        yield entry.hf_name, entry.theirs(tensor)
 
 
 def save_folder(folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = 5 << 30) -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
+from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.moe_mla import FUSED
 from megatron5d.checkpoint.hf.names import BASE_PREFIX, HEAD, IGNORED, hf_copies, hf_entries
-from megatron5d.checkpoint.hf.safetensors_folder import Entry, SafetensorsFolder, Stored, check_names, load_shards
+from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, Stored, check_names, load_shards
 from megatron5d.checkpoint.layout import ShardedTensor, sharded_parameter
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, lazy_tensor
 from megatron5d.checkpoint.new_parts import EMBEDDING, fill_new_parts, new_parts
@@ -139,8 +140,7 @@ def _lazy(entries: list[Entry], stored: Stored, dtype: torch.dtype) -> LazyTenso
     def make(offset: tuple[int, ...]) -> torch.Tensor:
         entry = at[offset]
         values = stored.read(entry.hf_name, (0,) * len(entry.shape), entry.shape).to(dtype)
-        values = values.t().contiguous() if entry.transposed else entry.regrouped(values)
-        return values.view(entry.our_shape)
+        return entry.ours(values).reshape(entry.our_shape)
 
     parts = {offset: entry.our_shape for offset, entry in at.items()}
     ends = [[start + extent for start, extent in zip(*part)] for part in parts.items()]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.hf.safetensors_folder import Entry
+from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.config.derived import is_moe
 from megatron5d.config.schema import ModelConfig
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron5d.checkpoint.hf.safetensors_folder import Entry
+from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.index_writer import IndexWriter
 from megatron5d.checkpoint.load import LazyTensor, lazy_tensor
 from megatron5d.checkpoint.megatron.checkpoint import TRACKER

@@ -24,6 +24,7 @@ NEED_EXPERTS: dict[str, Any] = {
     "moe.fp8_dispatch": False,
     "model.shared_ffn_hidden_size": 0,
     "model.router_bias": False,
+    "model.router_linear_bias": False,
 }
 
 
@@ -216,13 +217,16 @@ def mla_kv_heads(c: Config, world: int) -> Faults:
         )
 
 
-@check("model.attention", "model.qk_norm", "model.qkv_bias", "model.attention_gate")
+_NOT_IN_MLA = {"qk_norm": False, "qkv_bias": False, "attention_gate": False, "query_pre_attn_scalar": None}
+
+
+@check("model.attention", *(f"model.{name}" for name in _NOT_IN_MLA))
 def mla_has_no_such_option(c: Config, world: int) -> Faults:
-    options = [f"model.{name}" for name in ("qk_norm", "qkv_bias", "attention_gate") if getattr(c.model, name)]
+    options = {f"model.{name}": idle for name, idle in _NOT_IN_MLA.items() if getattr(c.model, name) != idle}
     if c.model.attention == "mla" and options:
         yield fault(
-            f"model.attention = mla norms its latents and has no bias on them: {', '.join(options)}",
-            " ".join(f"{option}=false" for option in options),
+            f"model.attention = mla norms and scales on its own and has no bias on latents: {', '.join(options)}",
+            " ".join(f"{option}={spelled(idle)}" for option, idle in options.items()),
         )
 
 

@@ -11,7 +11,7 @@ from megatron5d.config.checks.check import Check, Faults, check, check_id, fault
 from megatron5d.config.convert import kind_of, value_of
 from megatron5d.config.derived import STAGE
 from megatron5d.config.errors import alternatives, closest
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import GATED, Config
 
 BALANCES = ("none", "aux", "seq_aux", "global_aux", "bias")
 PARTS = ("norm", "qkv", "attention", "activation", "mlp", "experts", "permute")
@@ -26,7 +26,7 @@ AT_LEAST = {
         parallel.ep parallel.etp parallel.dp_replicate train.steps train.gbs train.mbs train.seq_len train.eval_batches
         recompute.num_layers optim.ns_steps recompute.group_layers recompute.logit_tokens log.every model.top_k
         model.moe_ffn_hidden_size model.moe_interval model.num_groups model.top_groups moe.log_every parallel.ep_inner
-        moe.planned_imbalance log.profile_step data.sample_len""",
+        moe.planned_imbalance log.profile_step data.sample_len model.query_pre_attn_scalar""",
     0: """pipeline.embedding_layers pipeline.head_layers pipeline.evaluations pipeline.flops_per_byte
         model.attention_softcap model.logit_softcap
         model.rope_scaling.mscale_all_dim train.z_loss train.eval_every train.stop_after train.seed optim.min_lr
@@ -40,7 +40,7 @@ ABOVE_ZERO = """pipeline.memory model.norm_eps model.rope_theta model.init_std m
     model.rope_scaling.high_freq_factor model.rope_scaling.beta_fast model.rope_scaling.beta_slow
     model.rope_scaling.attention_factor model.rope_scaling.mscale optim.lr optim.eps parallel.timeout_s
     pipeline.search_s moe.capacity_factor log.peak_tflops log.device_memory_gb model.routed_scaling_factor
-    model.rotary_percent"""
+    model.rotary_percent model.embedding_scale"""
 # a number with more digits is a slip of the hand, and overflows what computes with it
 AT_MOST = {
     "model.rotary_percent": 1.0,
@@ -51,7 +51,7 @@ AT_MOST = {
 MOST = 2**31 - 1  # of integers without a limit of their own
 WORDS: dict[str, Sequence[str]] = {
     "model.norm": ("rmsnorm", "layernorm"),
-    "model.activation": ("swiglu", "gelu", "gelu_tanh"),
+    "model.activation": (*GATED, "gelu", "gelu_tanh"),
     "model.block_norm": ("pre", "post", "both"),
     "model.parallel_block": ("none", "two_norms", "one_norm"),
     "model.attention": ("gqa", "mla"),

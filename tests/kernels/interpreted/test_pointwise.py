@@ -1,10 +1,12 @@
 """SwiGLU, GELU and RoPE kernels against torch in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron5d import kernels
-from megatron5d.kernels.activation import KINDS, weighted_activation
+from megatron5d.kernels.activation import GATED, KINDS, activation_reference, weighted_activation
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
@@ -76,11 +78,24 @@ def test_rope_of_views_into_one_qkv():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["geglu_tanh", "swiglu_clamped"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 14), (2, 258)])
+def test_gated(shape, dtype, kind):
+    """The clamp's with values of up to 20: beyond its limits, where a gradient is 0."""
+    run = partial(kernels.activate, kind=kind)
+    compare(
+        run,
+        lambda x: activation_reference(x, None, kind),
+        ((6 if kind == "swiglu_clamped" else 1) * torch.randn(shape)).to(dtype),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 5, 14), (2, 258)])
 def test_activations_backward_over_their_input(kind, shape):
     leaf = torch.randn(shape).bfloat16().requires_grad_()
-    dy = torch.randn(*shape[:-1], shape[-1] // (2 if kind == "swiglu" else 1)).bfloat16()
+    dy = torch.randn(*shape[:-1], shape[-1] // (2 if kind in GATED else 1)).bfloat16()
     (want,) = torch.autograd.grad(kernels.activate(leaf, kind), leaf, dy)
     held = leaf.clone()
     got = torch.autograd.grad(kernels.activate(held, kind, True), held, dy, retain_graph=True)[0]
@@ -98,7 +113,7 @@ def test_activations_backward_over_their_input(kind, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_of_experts(kind, rows, width, dtype):
     """Times a weight of each row, against float64; and over their input, to the bit."""
-    x = torch.randn(rows, width * (2 if kind == "swiglu" else 1)).to(dtype).requires_grad_()
+    x = torch.randn(rows, width * (2 if kind in GATED else 1)).to(dtype).requires_grad_()
     weights, dy = torch.rand(rows, 2)[:, 1].requires_grad_(), torch.randn(rows, width).to(dtype)  # not side by side
     y = weighted_activation(x, weights, kind)
     found = (y, *torch.autograd.grad(y, (x, weights), dy))

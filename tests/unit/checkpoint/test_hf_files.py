@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from megatron5d.checkpoint.hf.entry import Entry
 from megatron5d.checkpoint.hf.files import INDEX, SINGLE
 from megatron5d.checkpoint.hf.safetensors_folder import (
-    Entry,
     SafetensorsFolder,
     load_shards,
     save_folder,

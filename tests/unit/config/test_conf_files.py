@@ -29,6 +29,8 @@ PUBLISHED = {
     "qwen3_0_6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
     "qwen3_32b": 32_762_123_264,
+    "gemma2_2b": 2_614_341_888,
+    "gpt_oss_20b": 20_914_757_184,
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_620_634_112,
     "qwen3_30b_a3b": 30_532_122_624,
@@ -103,6 +105,7 @@ def parameters(model: ModelConfig, experts: int | None = None) -> int:
     h, f, d = model.hidden_size, model.ffn_hidden_size, model.head_dim
     q, kv = model.num_heads * d, model.num_kv_heads * d
     norm = 2 * h if model.norm == "layernorm" else h
+    branches = 4 if model.block_norm == "both" else 2
     if model.attention == "mla":
         a, dn, dr, dv = model.num_heads, model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
         rq, r = model.q_lora_rank, model.kv_lora_rank
@@ -111,8 +114,8 @@ def parameters(model: ModelConfig, experts: int | None = None) -> int:
     else:
         attention = h * q + 2 * h * kv + q * h
         attention += (q + 2 * kv) * model.qkv_bias + 2 * d * model.qk_norm
-    attention += h * model.attention_out_bias
-    matrices = 3 if model.activation == "swiglu" else 2
+    attention += h * model.attention_out_bias + model.num_heads * model.attention_sinks
+    matrices = 2 if model.activation in ("gelu", "gelu_tanh") else 3
     mlp = matrices * h * f + ((matrices - 1) * f + h) * model.mlp_bias
     embeddings = model.vocab_size * h * (1 if model.tie_embeddings else 2)
     positions = model.max_positions * h if model.position == "learned" else 0
@@ -121,8 +124,11 @@ def parameters(model: ModelConfig, experts: int | None = None) -> int:
         sparse = (E if experts is None else experts) * (model.moe_ffn_hidden_size or f) + model.shared_ffn_hidden_size
         layers = [i for i in range(model.num_layers) if i >= model.first_k_dense and (i + 1) % model.moe_interval == 0]
         layers += [last] * ahead * (last in layers)
-        moe = len(layers) * (matrices * h * sparse + E * h + E * model.router_bias - mlp)
-    blocks = (model.num_layers + ahead) * (attention + mlp + 2 * norm) + ahead * (2 * h * h + 3 * norm)
+        active = E if experts is None else experts
+        biases = active * ((matrices - 1) * (model.moe_ffn_hidden_size or f) + h) * model.mlp_bias
+        routers = E * (h + model.router_bias + model.router_linear_bias)
+        moe = len(layers) * (matrices * h * sparse + biases + routers - mlp)
+    blocks = (model.num_layers + ahead) * (attention + mlp + branches * norm) + ahead * (2 * h * h + 3 * norm)
     return embeddings + positions + blocks + norm + moe
 
 

@@ -50,6 +50,9 @@ FAMILIES = {
         topk_group=2,
         n_shared_experts=2,
     ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **TINY, head_dim=12, num_local_experts=4, num_experts_per_tok=3, sliding_window=7
+    ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(**LATENT, topk_method="group_limited_greedy"),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**LATENT),
 }

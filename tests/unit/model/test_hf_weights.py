@@ -41,6 +41,8 @@ FAMILIES = {
         **TINY, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "olmo2, biases": lambda: transformers.Olmo2Config(**TINY, pad_token_id=0, attention_bias=True),
+    "gemma": lambda: transformers.GemmaConfig(**TINY, head_dim=16, pad_token_id=0),
+    "gemma2": lambda: transformers.Gemma2Config(**TINY, head_dim=16, pad_token_id=0, sliding_window=5),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**NEOX),
     "gpt_neox, one after the other": lambda: transformers.GPTNeoXConfig(
         **NEOX, use_parallel_residual=False, attention_bias=False, rotary_pct=0.5
@@ -101,6 +103,11 @@ def whole_tensors(config: ModelConfig, theirs: dict) -> dict[str, torch.Tensor]:
                 ours[f"layers.{i}.mlp.down.{kind}"] = cat("mlp.down_proj")
         if config.block_norm == "post":
             ours[f"layers.{i}.attention.post_norm.weight"] = layer["post_attention_layernorm.weight"]
+            ours[f"layers.{i}.mlp.post_norm.weight"] = layer["post_feedforward_layernorm.weight"]
+        elif config.block_norm == "both":
+            ours[f"layers.{i}.attention.norm.weight"] = layer["input_layernorm.weight"]
+            ours[f"layers.{i}.attention.post_norm.weight"] = layer["post_attention_layernorm.weight"]
+            ours[f"layers.{i}.mlp.norm.weight"] = layer["pre_feedforward_layernorm.weight"]
             ours[f"layers.{i}.mlp.post_norm.weight"] = layer["post_feedforward_layernorm.weight"]
         else:
             ours[f"layers.{i}.attention.norm.weight"] = layer["input_layernorm.weight"]
@@ -168,7 +175,7 @@ class Cut:
             return blocks
         if "mlp.up" in name:
             f = c.ffn_hidden_size
-            parts = (0, f) if c.activation == "swiglu" else (0,)
+            parts = (0, f) if c.gated else (0,)
             return [(start + rank * f // tp, start + (rank + 1) * f // tp) for start in parts]
         if name in ("embedding.weight", "head.weight"):
             share = -(-c.vocab_size // tp)
