@@ -42,7 +42,7 @@ def _parts(name, tensor, m, per_head):
         return list(tensor.split(m.qk_nope_head_dim + m.qk_rope_head_dim))
     if per_head and name.endswith(".kv_up.weight"):
         return list(tensor.split(m.qk_nope_head_dim + m.v_head_dim))
-    if name.endswith(".up.weight") and m.activation == "swiglu":
+    if name.endswith(".up.weight") and m.gated:
         return [tensor[: len(tensor) // 2], tensor[len(tensor) // 2 :]]
     return [tensor]
 

@@ -80,7 +80,7 @@ def test_rope_of_views_into_one_qkv():
 
 @pytest.mark.parametrize("kind", ["geglu_tanh", "swiglu_clamped"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 14), (2, 258)])
+@pytest.mark.parametrize("shape", [(3, 5, 14), (2, 258)])
 def test_gated(shape, dtype, kind):
     """The clamp's with values of up to 20: beyond its limits, where a gradient is 0."""
     run = partial(kernels.activate, kind=kind)

@@ -56,6 +56,8 @@ EXPERIMENTS = {
     "llama3_405b": 2048,
     "qwen3_0_6b": 8,
     "qwen3_8b": 64,
+    "gemma2_2b": 16,
+    "gpt_oss_20b": 64,
     "qwen3_32b": 128,
     "qwen3_30b_a3b": 64,
     "qwen3_235b_a22b": 512,

@@ -35,7 +35,6 @@ def test_parameters_are_those_of_the_built_model(model):
         "olmo2_style",
         "neox_style",
         "gated_sandwich",
-        "gemma2_style",
         "mqa_qk_norm",
         "gpt2_style",
         "mla",

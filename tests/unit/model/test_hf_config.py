@@ -160,6 +160,7 @@ def test_yarn_attention_factor_as_transformers(tmp_path):
         {"attention_factor": 1.7},
         {"factor": None, "original_max_position_embeddings": 16},
         {"beta_fast": 8.0, "beta_slow": 0.5},
+        {"truncate": False},
     ]
     for extra in cases:
         config = transformers.LlamaConfig(**TINY, rope_parameters=YARN | extra | {"rope_theta": 1e4})
@@ -179,7 +180,11 @@ REFUSED = {
     "mlp_bias": ("qwen2", {"mlp_bias": True}),
     "makes longrope of it": ("phi3", {"rope_parameters": YARN}),
     "'dynamic'": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
-    "truncate": ("qwen3", {"rope_parameters": YARN | {"truncate": False}}),
+    "swiglu_limit": ("gpt_oss", {"swiglu_limit": 5.0}),
+    "swiglu_alpha": ("gpt_oss", {"swiglu_alpha": 1.0}),
+    "hidden_activation": ("gemma2", {"hidden_activation": "gelu"}),
+    "use_bidirectional_attention": ("gemma", {"use_bidirectional_attention": True}),
+    "'mxfp4'": ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}),
     "low_freq_factor": ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}),
     "disagree": ("llama", {"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}}),
     "rope_theta is given as": ("llama", {"rope_theta": 7.0}),
