@@ -6,7 +6,7 @@ import faulthandler
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron5d.train.signals import EndOnSignals, StopFlag
 
@@ -188,9 +188,14 @@ def import_training() -> None:
         importlib.import_module(f"megatron5d.{name}")
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """Runs one rank with this process's arguments and ends the process."""
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # before the training loop, or a second Ctrl-C within it
         print("ended by SIGINT; what was done since the last checkpoint is lost", file=sys.stderr, flush=True)
         sys.exit(130)  # 128 + SIGINT, as in a shell
+
+
+if __name__ == "__main__":
+    run()

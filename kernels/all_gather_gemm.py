@@ -10,11 +10,11 @@ Source: Chang et al. 2024, "FLUX: fast software-based communication overlap on G
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import cdiv, jit, tl
-from kernels.flash_attention.tiles import DTYPES
-from kernels.symm_mem_flags import Arrivals, wait_flag, wait_for
-from kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import cdiv, jit, tl
+from megatron5d.kernels.flash_attention.tiles import DTYPES
+from megatron5d.kernels.symm_mem_flags import Arrivals, wait_flag, wait_for
+from megatron5d.kernels.tuning import by_pointers, matrix, readable, swizzled, tiles_of
 
 
 def all_gather_gemm_reference(

@@ -21,7 +21,7 @@ try:
 
     HAS_TRITON = True
 except ImportError:
-    from kernels.without_triton import KernelInterface, TensorDescriptor, cdiv, jit, next_power_of_2, tl
+    from megatron5d.kernels.without_triton import KernelInterface, TensorDescriptor, cdiv, jit, next_power_of_2, tl
 
     HAS_TRITON = False
 

@@ -18,10 +18,10 @@ and its result is never rounded to bfloat16 on the way (Micikevicius et al., arX
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import cdiv, first_order, jit, next_power_of_2, statistics_dtype, tl
-from kernels.flash_attention.tiles import DTYPES
-from kernels.tuning import by_pointers, matrix, readable, settles, swizzled, taken_out, tiles_of
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import cdiv, first_order, jit, next_power_of_2, statistics_dtype, tl
+from megatron5d.kernels.flash_attention.tiles import DTYPES
+from megatron5d.kernels.tuning import by_pointers, matrix, readable, settles, swizzled, taken_out, tiles_of
 
 
 def ends_of(offsets: Tensor, rows: int) -> list[int]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import dispatch, tuning
-from kernels.dispatch import TRITON_DTYPES, jit, tl
+from megatron5d.kernels import dispatch, tuning
+from megatron5d.kernels.dispatch import TRITON_DTYPES, jit, tl
 
 
 @dataclass(frozen=True)

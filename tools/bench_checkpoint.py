@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
 

@@ -34,11 +34,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import names_file
-from tools.conversion import arguments
+from megatron5d.tools.conversion import arguments
 
 
 class Command(NamedTuple):
@@ -76,7 +77,7 @@ COMMANDS = {
 }
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
@@ -84,11 +85,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     command = COMMANDS[args.command]
     try:
-        return getattr(import_module(f"tools.conversion.{command.module}"), command.function)(args)
+        return getattr(import_module(f"megatron5d.tools.conversion.{command.module}"), command.function)(args)
     except (ValueError, OSError) as error:
         print(f"convert: {names_file(error, getattr(args, 'out', None))}", file=sys.stderr)
         return 2
@@ -96,4 +97,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     print_anywhere()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

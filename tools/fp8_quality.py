@@ -13,7 +13,8 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
 from megatron5d.train.pipeline_layout import pipeline_layout

@@ -25,7 +25,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
@@ -100,7 +101,7 @@ from tqdm import tqdm
 from megatron5d.config.checks.context import FLOPS_PER_BYTE, choices
 from megatron5d.config.convert import override_text
 from megatron5d.config.errors import ConfigError
-from megatron5d.config.load import keys_given
+from megatron5d.config.load import CONF, keys_given
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 from megatron5d.planning.fit import fit_text, nearest_fit
@@ -114,7 +115,7 @@ from megatron5d.train.preflight import eight_bit_faults
 
 TOLD_EVERY_S = 10.0
 LARGE = 500_000_000  # parameters that nobody trains in fp32
-EXPERIMENTS = {file.stem for file in (Path(__file__).resolve().parents[1] / "conf" / "experiment").glob("*.yaml")}
+EXPERIMENTS = {file.stem for file in (CONF / "experiment").glob("*.yaml")}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # a script of a checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
 
@@ -41,10 +42,10 @@ if __name__ == "__main__":
 
 import torch
 
-from kernels import tuning
-from kernels.fp8.quantize import Quantized
-from tools.bench import BENCHMARKS
-from tools.bench.harness import device_is_lost, median_ms
+from megatron5d.kernels import tuning
+from megatron5d.kernels.fp8.quantize import Quantized
+from megatron5d.tools.bench import BENCHMARKS
+from megatron5d.tools.bench.harness import device_is_lost, median_ms
 
 WARPS_STAGES = {"num_warps": (4, 8), "num_stages": (2, 3, 4)}
 ATTENTION = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "DESCRIBED": (True, False), **WARPS_STAGES}

@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.dispatch import first_order
-from kernels.flash_attention import backward as triton_backward
-from kernels.flash_attention import forward as triton_forward
-from kernels.flash_attention import plain
-from kernels.flash_attention.plain import AttentionRule
-from kernels.flash_attention.tiles import takes
+from megatron5d.kernels import dispatch
+from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.flash_attention import backward as triton_backward
+from megatron5d.kernels.flash_attention import forward as triton_forward
+from megatron5d.kernels.flash_attention import plain
+from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.flash_attention.tiles import takes
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> None:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from kernels.dispatch import TensorDescriptor, jit, next_power_of_2, tl
-from kernels.flash_attention.mask import needs_spans
-from kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.dispatch import TensorDescriptor, jit, next_power_of_2, tl
+from megatron5d.kernels.flash_attention.mask import needs_spans
+from megatron5d.kernels.flash_attention.plain import AttentionRule
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.bfloat16, torch.float16)

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels import attention, attention_backward
-from kernels.dispatch import statistics_dtype
 from megatron5d.context_parallel.block_plan import ContextPlan
+from megatron5d.kernels import attention, attention_backward
+from megatron5d.kernels.dispatch import statistics_dtype
 
 
 class Merge:

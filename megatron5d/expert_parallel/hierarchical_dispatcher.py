@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.moe import Places, permute, places, unpermute
 from megatron5d.comm.all_to_all import Codec, Exchange, start_all_to_all
 from megatron5d.comm.collectives import Pending, start_all_gather
 from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher
+from megatron5d.kernels.moe import Places, permute, places, unpermute
 from megatron5d.topology.axis import Axis
 
 

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.dispatch import first_order
-from kernels.moe import top_k
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
 from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig, MoeConfig
 from megatron5d.expert_parallel.router import scores_of
+from megatron5d.kernels.dispatch import first_order
+from megatron5d.kernels.moe import top_k
 from megatron5d.topology.axis import Axis
 
 AUXILIARY = ("aux", "seq_aux", "global_aux")

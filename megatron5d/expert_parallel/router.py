@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.dispatch import first_order, statistics_dtype
-from kernels.moe import top_k
 from megatron5d.autograd.wgrad import Defer, add_weight_grad, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import all_gather
 from megatron5d.config.schema import ModelConfig
+from megatron5d.kernels.dispatch import first_order, statistics_dtype
+from megatron5d.kernels.moe import top_k
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
 from megatron5d.topology.shard_spec import ShardSpec, new_parameter, whole

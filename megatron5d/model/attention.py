@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels import apply_rope, apply_rope_to_projection, attention
 from megatron5d.autograd.recompute import KEEP_ALL
 from megatron5d.autograd.wgrad import Defer
 from megatron5d.config.derived import window_of
 from megatron5d.context_parallel.block_attention import KVFormat
+from megatron5d.kernels import apply_rope, apply_rope_to_projection, attention
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.norm import AllHeadsNorm, enter_branch, leave_branch
 from megatron5d.pipeline_parallel.phase import MicroBatch

@@ -17,8 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.dispatch import statistics_dtype
 from megatron5d.config.schema import RopeScaling
+from megatron5d.kernels.dispatch import statistics_dtype
 
 
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling, dtype: torch.dtype = torch.float32) -> Tensor:

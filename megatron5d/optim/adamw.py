@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket, Segment
+from megatron5d.kernels.multi_tensor import AdamWSettings, TensorTable, adamw_step
 from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, decay_of, scale_of, store_rounded
 
 

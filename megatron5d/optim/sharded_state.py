@@ -25,9 +25,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.dispatch import statistics_dtype
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket, Segment
+from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.topology.init_weights import hash_bits, stream_key
 from megatron5d.topology.shard_spec import Piece, ShardSpec
 

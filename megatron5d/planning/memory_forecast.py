@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.tuning import planned
 from megatron5d.autograd.recompute import policy_of
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import SequenceSharding, make_micro_batch
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.kernels.tuning import planned
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
 from megatron5d.model.moe import MoEDispatch

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from kernels.dispatch import statistics_dtype
 from megatron5d.data_parallel.grad_sync import GradSync
+from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.pipeline_parallel.phase import NoHooks
 from megatron5d.pipeline_parallel.stage import Pass, Stage
 from megatron5d.precision.fp8_recipes import quantized_copies

@@ -18,11 +18,11 @@ from math import gcd, prod
 import torch
 from torch import Tensor, nn
 
-from kernels.dispatch import statistics_dtype
 from megatron5d.autograd.offload import WATCH
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.derived import is_moe, quantised_matrices, window_of
 from megatron5d.config.schema import Config, OptimConfig, RecomputeConfig
+from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.model.embedding_head import TIED, loss_terms
 from megatron5d.model.gpt import GPT
 from megatron5d.model.options import is_recomputed

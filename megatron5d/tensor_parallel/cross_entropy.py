@@ -25,11 +25,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import vocab_cross_entropy_backward, vocab_statistics
-from kernels.dispatch import first_order
 from megatron5d.autograd.recompute import recomputable
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron5d.kernels import vocab_cross_entropy_backward, vocab_statistics
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.precision.gemm import Operand, gemms_of
 from megatron5d.tensor_parallel.embedding import VocabRange
 from megatron5d.topology.axis import Axis

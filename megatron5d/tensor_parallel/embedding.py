@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.dispatch import first_order
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.comm.collectives import reduce_from, reduce_scatter_to
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.dispatch import first_order
 from megatron5d.autograd.recompute import recomputable
 from megatron5d.autograd.wgrad import Defer, defer_weight_grad, run_now
 from megatron5d.comm.collectives import (
@@ -30,6 +29,7 @@ from megatron5d.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from megatron5d.kernels.dispatch import first_order
 from megatron5d.precision.gemm import gemms_of
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Gemm, overlap_of
 from megatron5d.topology.axis import Axis

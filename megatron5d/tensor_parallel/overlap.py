@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.all_gather_gemm import all_gather_gemm
-from kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
 from megatron5d.comm.collectives import all_gather, reduce_scatter, start_shift
 from megatron5d.comm.symmetric_memory import BufferExchange, SymmetricBuffers
+from megatron5d.kernels.all_gather_gemm import all_gather_gemm
+from megatron5d.kernels.gemm_reduce_scatter import PeerBuffers, gemm_reduce_scatter, sum_arrived
 from megatron5d.precision.gemm import PLAIN, Operand, gemms_of
 from megatron5d.topology.axis import Axis
 

@@ -12,14 +12,14 @@ from os.path import exists, isfile
 
 import torch
 
-from kernels import tuning
-from kernels.dispatch import HAS_TRITON
 from megatron5d.config.convert import value_of
 from megatron5d.config.derived import sample_len
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import Config, OptimConfig, ParallelConfig
 from megatron5d.data.indexed_dataset import OPEN_FILES, IndexedDataset
 from megatron5d.data.samples import split_range
+from megatron5d.kernels import tuning
+from megatron5d.kernels.dispatch import HAS_TRITON
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh

@@ -15,15 +15,16 @@ import megatron5d
 from megatron5d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("kernels", "megatron5d")
+PACKAGE = Path(__file__).resolve().parents[1]
 _NEW_FILES = ("*.py", "*.yaml", "*.sh", "*.sbatch")  # that git does not know yet and that a patch takes in
 
 
 def source_hash() -> str:
     """Returns a hash of every Python file that a run executes, of its path and its text."""
     total = hashlib.sha256()
-    for path in sorted(path for room in SOURCES for path in (ROOT / room).rglob("*.py")):
-        total.update(f"{path.relative_to(ROOT)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    rooms = (PACKAGE, PACKAGE / "kernels")  # a link, which rglob does not follow
+    for path in sorted(path for room in rooms for path in room.rglob("*.py")):
+        total.update(f"{path.relative_to(PACKAGE)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
 
 
@@ -57,7 +58,7 @@ def versions() -> dict[str, str | None]:
 
 def code_here() -> dict[str, Any]:
     """Version, commit and hash of the code, and of what it runs on."""
-    changes = _git("status", "--porcelain", "--", *SOURCES) if commit() else None
+    changes = _git("status", "--porcelain", "--", "kernels", "megatron5d") if commit() else None
     return {
         "source_hash": source_hash(),
         "commit": (commit() or "").removesuffix("-dirty") or None,

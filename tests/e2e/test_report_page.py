@@ -9,12 +9,12 @@ from browser import Browser
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.predict import Estimator, planned_config
+from megatron5d.tools.report import collect
+from megatron5d.tools.report.collect import SWITCHES, grid_record
+from megatron5d.tools.report.page import page_of
+from megatron5d.tools.report.report import Question, report_of
+from megatron5d.tools.report.runs import run_record
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve
-from tools.report import collect
-from tools.report.collect import SWITCHES, grid_record
-from tools.report.page import page_of
-from tools.report.report import Question, report_of
-from tools.report.runs import run_record
 
 OVERRIDES = [
     *("model=tiny_moe", "precision.dtype=bf16", "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=4"),

@@ -27,7 +27,7 @@ from kernel_lab.capture import TARGETS, capture
 from kernel_lab.gate_cases import CASES
 from triton.runtime.cache import triton_key
 
-from kernels import tuning
+from megatron5d.kernels import tuning
 
 BUDGET = Path(__file__).with_name("budget.json")
 DEFAULT_TARGETS = ("sm_80", "sm_90", "sm_100")

@@ -23,7 +23,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime import driver
 
-from kernels import dispatch, tuning
+from megatron5d.kernels import dispatch, tuning
 
 SOURCES = Path(__file__).parent / "emulator"
 BUILD = Path(__file__).parents[2] / ".cache" / "emulator"

@@ -75,7 +75,7 @@ def test_a_launch_that_no_launcher_takes_is_refused():
 def test_what_serves_8_6_and_8_9_has_their_shared_memory(monkeypatch):
     from kernel_lab import compile_gate, gate_cases
 
-    from kernels import tuning
+    from megatron5d.kernels import tuning
 
     served = {tuning.nearest(name) for name in ("sm_80", "sm_86", "sm_89")}
     monkeypatch.setitem(compile_gate.CASES, "case", gate_cases.Case(lambda: None))
@@ -85,7 +85,7 @@ def test_what_serves_8_6_and_8_9_has_their_shared_memory(monkeypatch):
 
 
 def test_the_newest_older_table_serves_an_architecture_without_one():
-    from kernels import tuning
+    from megatron5d.kernels import tuning
 
     assert [tuning.nearest(name) for name in ("sm_89", "sm_103", "sm_121")] == ["sm_80", "sm_100", "sm_120"]
     with pytest.raises(ValueError, match="no kernel configurations for sm_75"):
@@ -113,10 +113,10 @@ def test_the_number_of_rows_of_an_expert_compiles_nothing_anew():
     """
     compiled = """
 import torch
-from kernels.fp8.quantize import E4M3, Quantized
-from kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
-from kernels.fp8.quantize import fp8_transpose
-from kernels.gemm import grouped_matmul
+from megatron5d.kernels.fp8.quantize import E4M3, Quantized
+from megatron5d.kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
+from megatron5d.kernels.fp8.quantize import fp8_transpose
+from megatron5d.kernels.gemm import grouped_matmul
 from kernel_lab.capture import capture
 from kernel_lab.gate_cases import meta
 offsets, weight = meta(65, dtype=torch.int64), meta(64, 1408, 2048)
@@ -136,7 +136,7 @@ def test_attention_of_hopper_makes_no_product_twice():
     """Two groups of warps over 64 keys would both compute all scores: more than 64 rows of keys, or one group."""
     compiled = """
 import re
-from kernels import tuning
+from megatron5d.kernels import tuning
 from kernel_lab.capture import capture
 from kernel_lab.gate_cases import CASES
 with capture("sm_90") as (launches, _):

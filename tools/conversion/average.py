@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config, saved_steps, step_folder
 from megatron5d.checkpoint.load import PREFIX, LazyTensor, SavedWeights, lazy_tensor, whole_checkpoint
+from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights
 from megatron5d.train.state import twin
-from tools.conversion.new_checkpoint import check_empty, save_weights
 
 
 def average(args: argparse.Namespace) -> int:

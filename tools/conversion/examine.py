@@ -23,7 +23,7 @@ from megatron5d.checkpoint.inspection import SavedTensors, fault_of_file
 from megatron5d.checkpoint.load import PREFIX, whole_checkpoint
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
-from tools.conversion.forked import in_processes
+from megatron5d.tools.conversion.forked import in_processes
 
 BLOCK_ELEMENTS = 1 << 23  # of each of two tensors, compared at a time
 Read = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # an offset and a shape -> that rectangle of a tensor

@@ -20,8 +20,8 @@ from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.planning.clusters import GIB, cluster_called
 from megatron5d.planning.predict import planned_config
+from megatron5d.tools.report.collect import Asked, name_cuts, variant, zero_stage
 from megatron5d.topology.grid import Sizes, dense_grid, expert_grid, resolve
-from tools.report.collect import Asked, name_cuts, variant, zero_stage
 
 COMMON = ("recompute.mode=none", "train.gbs=64", "train.mbs=1", "parallel.tp=1", "parallel.sp=false", "parallel.zero=0")
 COLORS = {"zero": "#8758b8", "tp": "#3b76c4", "sp": "#6aa9e9", "cp": "#2a9d8f", "pp": "#d98c1f", "ep": "#c8443f"}

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from kernels import tuning
+from megatron5d.kernels import tuning
 
 PLACE = os.environ.get("MEGATRON5D_KERNELS", "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "")
 collect_ignore = []

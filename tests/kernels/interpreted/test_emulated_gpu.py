@@ -10,15 +10,15 @@ import triton.language as tl
 from kernel_lab.emulated_gpu import EmulationFault
 from triton.runtime import driver
 
-import kernels
-from kernels import gemm as grouped_matmul
-from kernels import norm as normalization
-from kernels import tuning
-from kernels.flash_attention import forward as flash_attention_forward
-from kernels.flash_attention.plain import AttentionRule
-from kernels.fp8 import gemm as fp8_matmul
-from kernels.fp8.gemm import fp8_matmul as product_of_8_bits
-from kernels.fp8.quantize import quantize_blocks, quantize_rows
+from megatron5d import kernels
+from megatron5d.kernels import gemm as grouped_matmul
+from megatron5d.kernels import norm as normalization
+from megatron5d.kernels import tuning
+from megatron5d.kernels.flash_attention import forward as flash_attention_forward
+from megatron5d.kernels.flash_attention.plain import AttentionRule
+from megatron5d.kernels.fp8 import gemm as fp8_matmul
+from megatron5d.kernels.fp8.gemm import fp8_matmul as product_of_8_bits
+from megatron5d.kernels.fp8.quantize import quantize_blocks, quantize_rows
 
 ARCHITECTURE = tuning.architecture(torch.device("cpu"))
 LAUNCHES = 8  # what is late is a matter of chance: so many of them meet it

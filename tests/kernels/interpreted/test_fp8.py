@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-import kernels
-from kernels.activation import weighted_activation
-from kernels.fp8 import gemm as module
-from kernels.fp8 import norm_swiglu as fp8_fused
-from kernels.fp8.gemm import fp8_matmul
-from kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
-from kernels.fp8.quantize import (
+from megatron5d import kernels
+from megatron5d.kernels.activation import weighted_activation
+from megatron5d.kernels.fp8 import gemm as module
+from megatron5d.kernels.fp8 import norm_swiglu as fp8_fused
+from megatron5d.kernels.fp8.gemm import fp8_matmul
+from megatron5d.kernels.fp8.norm_swiglu import norm_quantized, swiglu_quantized
+from megatron5d.kernels.fp8.quantize import (
     E4M3,
     E5M2,
     Quantized,
@@ -21,7 +21,7 @@ from kernels.fp8.quantize import (
     quantize_reference,
     quantize_rows,
 )
-from kernels.fp8.quantize_tensor import quantize_tensor
+from megatron5d.kernels.fp8.quantize_tensor import quantize_tensor
 
 pytestmark = pytest.mark.eight_bits
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from kernels import dispatch
-from kernels.fp8.quantize import E4M3, E5M2, transpose_values
-from kernels.fp8.quantize_tensor import (
+from megatron5d.kernels import dispatch
+from megatron5d.kernels.fp8.quantize import E4M3, E5M2, transpose_values
+from megatron5d.kernels.fp8.quantize_tensor import (
     amax_of,
     amax_of_rows,
     amax_of_rows_reference,

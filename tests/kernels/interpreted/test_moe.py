@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels import gemm as grouped
-from kernels import moe
-from kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
-from kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
+from megatron5d.kernels import gemm as grouped
+from megatron5d.kernels import moe
+from megatron5d.kernels.fp8.gemm import grouped_matmul_fp8, grouped_weight_grad_fp8, grouped_weight_grad_fp8_reference
+from megatron5d.kernels.fp8.quantize import Quantized, fp8_transpose, quantize_blocks, quantize_rows
 
 COUNTS = [[5, 0, 130, 1], [0, 0, 0, 7], [64, 64, 64, 64], [1], [0, 200]]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from kernel_lab.bounds import allow_memory
 
-from kernels import all_gather_gemm as gather
-from kernels import gemm_reduce_scatter as scatter
-from kernels import symm_mem_flags as signals
-from kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
+from megatron5d.kernels import all_gather_gemm as gather
+from megatron5d.kernels import gemm_reduce_scatter as scatter
+from megatron5d.kernels import symm_mem_flags as signals
+from megatron5d.kernels.symm_mem_flags import Arrivals, Patience, addresses_of, raise_flags, wait_flag
 
 SIZE, RANK = 2, 1
 SHAPES = [(37, 40, 72, False), (70, 72, 40, True), (1, 8, 16, False), (129, 130, 24, True)]  # rows, n, k, transposed

@@ -7,7 +7,6 @@ import torch
 from layouts import make_rows, micro_batch
 from ranks import run_ranks
 
-from kernels.fp8.quantize import E4M3, quantize_blocks, scales_of
 from megatron5d.comm.ledger import Ledger
 from megatron5d.config.schema import (
     Config,
@@ -18,6 +17,7 @@ from megatron5d.config.schema import (
     TrainConfig,
 )
 from megatron5d.data.sample_order import micro_batch_samples
+from megatron5d.kernels.fp8.quantize import E4M3, quantize_blocks, scales_of
 from megatron5d.model.gpt import GPT
 from megatron5d.precision import fp8_weights
 from megatron5d.precision.fp8_weights import block_maxima, blocks_in, quantize_slice

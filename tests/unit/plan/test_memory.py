@@ -8,12 +8,12 @@ import pytest
 import torch
 from parity_configs import config_of
 
-from kernels import dispatch, swiglu
-from kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
-from kernels.tuning import planned
 from megatron5d.config.convert import changed
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import LogConfig
+from megatron5d.kernels import dispatch, swiglu
+from megatron5d.kernels.fp8.quantize_tensor import amax_of, quantize_tensor_both_ways
+from megatron5d.kernels.tuning import planned
 from megatron5d.pipeline_parallel.costs import Costs
 from megatron5d.pipeline_parallel.executor import PipelineError
 from megatron5d.pipeline_parallel.program import Action, loop_placement, make_program

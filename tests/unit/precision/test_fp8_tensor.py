@@ -8,10 +8,10 @@ from layouts import make_rows, micro_batch
 from parity_configs import config_of
 from whole_stage import WholeStage
 
-import kernels
-from kernels.activation import weighted_activation
+from megatron5d import kernels
 from megatron5d.autograd import recompute as activations
 from megatron5d.config.schema import RecomputeConfig
+from megatron5d.kernels.activation import weighted_activation
 from megatron5d.model.gpt import GPT
 from megatron5d.planning.memory_trace import MemoryWatch
 from megatron5d.precision import fp8_recipes as fp8

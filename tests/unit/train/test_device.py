@@ -7,11 +7,11 @@ import torch
 from parity_configs import config_of
 
 import pretrain
-from kernels import tuning
 from megatron5d.config.schema import PrecisionConfig
+from megatron5d.kernels import tuning
+from megatron5d.tools import plan
 from megatron5d.train import preflight as device
 from megatron5d.train.preflight import device_faults
-from tools import plan
 
 RUN = ["model=tiny", "model.ffn_hidden_size=256", "train.gbs=8", "log.memory_check=refuse", "log.device_memory_gb=80"]
 EIGHT = ["precision.dtype=bf16", "precision.fp8=blockwise"]
