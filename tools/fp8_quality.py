@@ -1,4 +1,4 @@
-"""Train one tiny mixture of experts in every 8-bit recipe and without, and compare the losses.
+"""Train one tiny mixture of experts in every FP8 recipe and without, and compare the losses.
 
     python tools/fp8_quality.py                      500 steps of each on the CPU; a table
     python tools/fp8_quality.py --steps 60 --json    quicker; for programs

@@ -145,7 +145,7 @@ class SlowRanks:
             return f"no longer slow: {named}"
         config = self._run.config
         why = "; hot experts make ranks slow, too (moe/layer_<i>/load)" if config.model.num_experts else ""
-        if config.parallel.tp_overlap == "fused":  # whose products wait inside, where no clock is read
+        if config.parallel.tp_overlap == "fused":  # whose GEMMs wait inside, where no clock is read
             why += "; under parallel.tp_overlap=fused the slow one may be a tp neighbour"
         return f"slow rank: {named}, in {RECORDS} records in a row (log.slow_rank = {self.threshold:g}){why}"
 

@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_ledger(name):
 
 
 @pytest.mark.parametrize("name", ["tp-cp-zero1", "tp-mbs", "moe-etp", "mla"])
-def test_products_are_those_of_the_models_formula(name):
+def test_gemms_are_those_of_the_models_formula(name):
     """Over the ranks that share them: forward once, backward twice, and attention's scores made again."""
     config = layout(**LAYOUTS[name][1])
     model, seq_len = config.model, config.train.seq_len
