@@ -83,45 +83,45 @@ class Cluster:
     efficiency: Efficiency = field(default=HOPPER)
     part: str = ""
 
-    def line(self, ranks: Sequence[int]) -> Line:
-        """Returns how many ranks of a line there are, and how many of them are in the node of the first.
+    def group(self, ranks: Sequence[int]) -> RankGroup:
+        """Returns the number of ranks in a group, and the number of them in the node of the first.
 
         Args:
             ranks: global ranks, ascending.
         """
         near = sum(rank // self.node == ranks[0] // self.node for rank in ranks)
-        return Line(len(ranks), near)
+        return RankGroup(len(ranks), near)
 
-    def seconds(self, line: Line, op: str, calls: float, num_bytes: float) -> float:
+    def seconds(self, group: RankGroup, op: str, calls: float, num_bytes: float) -> float:
         """Returns seconds that collectives take when nothing overlaps with them.
 
-        The ring of a collective leaves each node once, over as many adapters as the line has ranks there. In a shift or
-        a send, one rank of the node sends over its own adapter. An all-to-all sends the same to every rank of the line,
-        to other nodes over the rank's own adapter.
+        A ring leaves each node once, over one adapter for each of the group's ranks there. In a shift or a send, one rank
+        of the node sends over its own adapter. An all-to-all sends the same to every rank of the group, to other nodes
+        over the rank's own adapter.
 
         Args:
-            line: the ranks that communicate.
+            group: the ranks that communicate.
             op: the name in the ledger: all_reduce, all_gather, reduce_scatter, all_to_all, shift, put or send.
             calls: number of collectives.
             num_bytes: bytes that this rank sends in all of them.
         """
-        if line.size == 1 or not calls:
+        if group.size == 1 or not calls:
             return 0.0
         near, far = self.link_rate * self.efficiency.links, self.network_rate * self.efficiency.links
-        hops = 1 if op in ("shift", "send") else math.ceil(math.log2(line.size))
-        inside = min(hops, math.ceil(math.log2(line.near)) if line.near > 1 else 0)
+        hops = 1 if op in ("shift", "send") else math.ceil(math.log2(group.size))
+        inside = min(hops, math.ceil(math.log2(group.near)) if group.near > 1 else 0)
         latency = calls * (inside * self.link_s + (hops - inside) * self.network_s + self.efficiency.kernel_s)
-        if line.near == line.size:
+        if group.near == group.size:
             return latency + num_bytes / near
         if op == "all_to_all":
-            outside = (line.size - line.near) / (line.size - 1)
+            outside = (group.size - group.near) / (group.size - 1)
             return latency + max(num_bytes * outside / far, num_bytes * (1 - outside) / near)
-        adapters = 1 if op in ("shift", "send") else line.near
+        adapters = 1 if op in ("shift", "send") else group.near
         return latency + num_bytes / min(near, far * adapters)
 
 
 @dataclass(frozen=True)
-class Line:
+class RankGroup:
     """Ranks that communicate."""
 
     size: int  # number of ranks

@@ -197,8 +197,8 @@ class Prices:
 
     def __init__(self, cluster: Cluster, config: Config, mesh: Mesh, shared: str = "none") -> None:
         self.cluster, self.config = cluster, config
-        self.lines = {name: cluster.line(axis.ranks) for name, axis in mesh.items()}
-        self.neighbours = cluster.line(mesh["pp"].ranks[:2])
+        self.groups = {name: cluster.group(axis.ranks) for name, axis in mesh.items()}
+        self.neighbours = cluster.group(mesh["pp"].ranks[:2])
         self.sharding = Sharding(config, mesh, shared)
 
     def compute(self, work: Work) -> tuple[float, float, float]:
@@ -223,7 +223,7 @@ class Prices:
             kind = "ep" if axis in EXPERTS else "cp" if axis.startswith("cp") and axis != "cp_tp" else "tp"
             if (kind, name) == ("cp", "shift"):
                 kind = "ring"
-            taken[kind] += self.cluster.seconds(self.lines[axis], name, sent.calls, sent.num_bytes)
+            taken[kind] += self.cluster.seconds(self.groups[axis], name, sent.calls, sent.num_bytes)
         spent = {
             "products": gemms, "attention": attention, "memory": memory,
             "tp": self._exposed_tp(op, taken["tp"], gemms),
@@ -245,7 +245,7 @@ class Prices:
     def transfers(self, sent: Mapping[tuple[str, str], float], calls: int) -> float:
         """Returns seconds of collectives of data parallelism, one after the other."""
         return sum(
-            self.cluster.seconds(self.lines[axis], name, calls, num_bytes)
+            self.cluster.seconds(self.groups[axis], name, calls, num_bytes)
             for (axis, name), num_bytes in sent.items()
             if num_bytes  # a dense model has experts' axes, and nothing to send there
         )

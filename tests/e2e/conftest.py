@@ -1,4 +1,4 @@
-"""The tests on the fake CUDA runtime exist only where they can run: with torch for CUDA, no real GPU, and a compiler."""
+"""Tests on the fake CUDA runtime need torch for CUDA, no real GPU, and a compiler."""
 
 import shutil
 
