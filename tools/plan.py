@@ -30,8 +30,6 @@ if not __package__:  # a script of a checkout
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, Cluster, cluster_called
-from megatron5d.planning.fit import shortage
-from megatron5d.train.pipeline_layout import micro_batch_counts
 
 
 def _parser() -> OptionParser:
@@ -104,13 +102,14 @@ from megatron5d.config.errors import ConfigError
 from megatron5d.config.load import CONF, keys_given
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
-from megatron5d.planning.fit import fit_text, nearest_fit
+from megatron5d.planning.fit import fit_text, nearest_fit, shortage
 from megatron5d.planning.layout_search import Candidate, LayoutSearch, layouts_table
 from megatron5d.planning.memory_forecast import Forecaster, Target
 from megatron5d.planning.other_codebases import CONVENTIONS, MEGATRON_OPTIONS, megatron_terms, nanotron_rank, with_terms
 from megatron5d.planning.predict import Estimator, planned_config, unplanned_config
 from megatron5d.planning.rank_memory import RankMemory, gigabytes, table
 from megatron5d.train.build import sizes_of
+from megatron5d.train.pipeline_layout import micro_batch_counts
 from megatron5d.train.preflight import fp8_faults
 
 TOLD_EVERY_S = 10.0

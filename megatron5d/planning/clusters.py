@@ -95,9 +95,9 @@ class Cluster:
     def seconds(self, group: RankGroup, op: str, calls: float, num_bytes: float) -> float:
         """Returns seconds that collectives take when nothing overlaps with them.
 
-        A ring leaves each node once, over one adapter for each of the group's ranks there. In a shift or a send, one rank
-        of the node sends over its own adapter. An all-to-all sends the same to every rank of the group, to other nodes
-        over the rank's own adapter.
+        A ring leaves each node once, over one adapter for each of the group's ranks there. In a shift or a send, one
+        rank of the node sends over its own adapter. An all-to-all sends the same to every rank of the group, to other
+        nodes over the rank's own adapter.
 
         Args:
             group: the ranks that communicate.
