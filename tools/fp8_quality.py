@@ -1,4 +1,4 @@
-"""Train one tiny mixture of experts in every 8-bit recipe and without, and compare the losses.
+"""Train one tiny mixture of experts in every FP8 recipe and without, and compare the losses.
 
     python tools/fp8_quality.py                      500 steps of each on the CPU; a table
     python tools/fp8_quality.py --steps 60 --json    quicker; for programs
@@ -17,7 +17,6 @@ if not __package__:  # a script of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
-from megatron5d.train.pipeline_layout import pipeline_layout
 
 
 def _arguments() -> argparse.Namespace:
@@ -49,6 +48,7 @@ from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.train.build import build_trainer, sizes_of
+from megatron5d.train.pipeline_layout import pipeline_layout
 
 RECIPES = ("none", "blockwise", "tensorwise")
 BOUNDS = {"blockwise": 0.005, "tensorwise": 0.01}  # how far from bf16 a recipe may end, relative

@@ -122,7 +122,7 @@ SPACE: dict[
 def candidates(operation: str, architecture: str = "") -> list[dict]:
     """Every combination of the operation's values, without what is known to go wrong on the architecture.
 
-    On Blackwell Triton 3.6 starts a product ahead over scores that other warps still read.
+    On Blackwell Triton 3.6 starts a GEMM ahead over scores that other warps still read.
     """
     values = {name: v for name, v in SPACE[operation][2].items() if v is not None}
     if architecture.startswith("sm_10") and "AHEAD" in values:

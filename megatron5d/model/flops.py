@@ -1,6 +1,6 @@
 """Floating-point operations of the model, for MFU, with the convention stated.
 
-Counted: the multiply-adds of every matrix product that the mathematics needs, 2 FLOPs each; the backward is twice the
+Counted: the multiply-adds of every GEMM that the mathematics needs, 2 FLOPs each; the backward is twice the
 forward; recomputation is not counted; a causal query attends to half of the sequence on average (a window to at most
 that many); the embedding look-up is free; of the routed experts only those that a token is sent to. Source: Narayanan
 et al. 2021 (arXiv:2104.04473), appendix, with causal attention halved as in Dao 2023 (arXiv:2307.08691).

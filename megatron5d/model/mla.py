@@ -121,7 +121,7 @@ class MultiLatentAttention(AttentionBranch):
         return self.core(q, *keys, batch=batch)
 
     def _first_gemms(self) -> Gemms:
-        """How the products that read the norm are made; as they are, where `_enter` reads it too."""
+        """Returns the GEMMs that read the norm; plain ones where `_enter` reads it too."""
         if not self.enters_late or self.q_down is None:
             return PLAIN
         return gemms_of(self.kv_down, self.q_down)

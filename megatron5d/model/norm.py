@@ -45,7 +45,7 @@ class Norm(nn.Module):
 
         Args:
             x: `[..., n]`.
-            gemms: how the products are made that read the result (8-bit ones quantise it at once); the default if
+            gemms: the GEMMs that read the result (FP8 ones quantise it at once); the default if
                 anything else reads it too.
         """
         return self.parts.run("norm", lambda x: self._norm_and_input(x, gemms)[0], x)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron5d.config.schema import Config
 from megatron5d.parity.run import RankRecord, Rectangles
-from megatron5d.topology.grid import DENSE_LINES, Sizes, dense_grid
-from megatron5d.topology.mesh import lines_of
+from megatron5d.topology.grid import DENSE_GROUPS, Sizes, dense_grid
+from megatron5d.topology.mesh import groups_of
 
 SAMPLES, HIDDEN = "samples", "hidden state"
 ROUNDING = 1e-13  # of the largest gradient: what sums of this length leave of zero
@@ -105,7 +105,7 @@ def sample_differences(records: Sequence[RankRecord], truth: RankRecord, sizes: 
     for step, batches in enumerate(truth.samples, 1):
         off = []
         for rank, record in enumerate(records):
-            mine = batches[dense_grid(sizes).line(rank, *DENSE_LINES["dp"]).index(rank) :: sizes.dp]
+            mine = batches[dense_grid(sizes).group(rank, *DENSE_GROUPS["dp"]).index(rank) :: sizes.dp]
             got = record.samples[step - 1]
             off.append(float(sum(a != b for a, b in zip(sum(got, []), sum(mine, [])))) + abs(len(got) - len(mine)))
         yield one_figure(SAMPLES, f"step {step}", off, 0.0, 0.0, step)
@@ -253,7 +253,7 @@ def axes_of(name: str, records: Sequence[RankRecord], sizes: Sizes) -> tuple[lis
         if any(
             {piece.offset for piece in places[rank]} != {piece.offset for piece in places[other]}
             for rank in range(len(records))
-            for other in lines_of(sizes, rank)[axis]
+            for other in groups_of(sizes, rank)[axis]
         )
     ]
     partial = {axis for pieces in places for piece in pieces for axis in piece.summed}

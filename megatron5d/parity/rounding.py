@@ -33,7 +33,7 @@ def smooth(config: Config) -> Config:
 
 
 def in_16_bits(config: Config, precision: PrecisionConfig) -> Config:
-    """An exact configuration with the arithmetic of the run in bf16: its masters and gradients, no 8-bit products."""
+    """An exact configuration with the arithmetic of the run in bf16: its masters and gradients, no FP8 GEMMs."""
     masters, grad_dtype = precision.master_weights, precision.grad_dtype
     return replace(config, precision=PrecisionConfig(dtype="bf16", master_weights=masters, grad_dtype=grad_dtype))
 

@@ -39,7 +39,7 @@ MIN_CLIP = 1e-3  # to a smaller norm gradients vanish beside optim.eps
 def exact(config: Config, steps: int) -> Config:
     """The run with every rounding of its arithmetic taken out, as a short one of some steps that keeps no files.
 
-    Precision is fp64 without 8-bit products; the schedule of the rate, the weights' random beginning and the masks of
+    Precision is fp64 without FP8 GEMMs; the schedule of the rate, the weights' random beginning and the masks of
     the data stay. An end of document is token 0 where there is any. No threshold keeps a step from being made, and no
     rate and no clipped gradient from being seen.
     """

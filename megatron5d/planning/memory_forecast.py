@@ -87,9 +87,9 @@ class Forecaster:
         The others need as much, padded vocabularies and some counts of four bytes aside; with Muon they may need less
         at the end of a step, because place 0 is given the largest matrices.
         """
-        line = dense_grid(self.sizes).line(0, "pp")
+        group = dense_grid(self.sizes).group(0, "pp")
         mesh = planned_mesh(
-            self.sizes, line[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.layout.shared != "none"
+            self.sizes, group[pp_rank], num_kv_heads=self.config.model.num_kv_heads, pairs=self.layout.shared != "none"
         )
         with self.target.paths():
             return self._on(mesh)
@@ -273,5 +273,5 @@ def _update(sync: GradSync, optimizer: Optimizer, watch: MemoryWatch) -> int:
 
 
 def _num_communicators(mesh: Mesh) -> int:
-    """Groups of ranks that talk: lines with the same ranks share one; the pipeline's channels have their own."""
+    """Returns the process groups: axes with the same ranks share one; the pipeline's channels have their own."""
     return len({axis.ranks for axis in mesh.values() if axis.size > 1}) + 2 * (mesh["pp"].size > 1)

@@ -8,7 +8,7 @@ executor, so temporary tensors of one add to the activations of the other.
 Data parallelism's part in a step, on the meta device: the Program's walk (planning/memory_peak.py) tells it what runs.
 
 The GradSync that would train gathers, allocates, reduces and frees its buffers as phases begin and end, and its bytes
-are counted. So there is no second account of when a unit is whole. The 8-bit copies of gathered weights are made here
+are counted. So there is no second account of when a unit is whole. The FP8 copies of gathered weights are made here
 too, when a phase reads them, and go with the unit; copies of other weights are made once a step, and not counted.
 """
 
@@ -43,7 +43,7 @@ class Replay(MemoryWatch):
     ) -> None:
         super().__init__(block)
         self._sync, self._passes, self._phases = sync, passes, phases
-        # weights that are not gathered, and whose 8-bit copies are still to be made
+        # weights that are not gathered, and whose FP8 copies are still to be made
         staying = [weight for bucket in sync.buckets if not bucket.shards_weights for weight in bucket.parameters]
         self._staying, self._unused = set(staying), set(staying)
         # a stage tells data parallelism the order of its phases when it is made
@@ -64,7 +64,7 @@ class Replay(MemoryWatch):
         """Returns a step of an action, counted from its first phase, is about to run.
 
         Returns:
-            Whether it makes 8-bit copies of its weights.
+            Whether it makes FP8 copies of its weights.
         """
         self.forget_peak()
         kind, phase, *_ = self._steps[action.stage][action.op][step]
@@ -72,7 +72,7 @@ class Replay(MemoryWatch):
         return kind != "wgrad" and self._make_copies(phase, kind == "backward")
 
     def _make_copies(self, phase: nn.Module, backward: bool) -> bool:
-        """Makes the 8-bit copies that a phase reads, and returns whether some of them were not there."""
+        """Makes the FP8 copies that a phase reads, and returns whether some of them were not there."""
         makes = False
         for weight in filter(is_quantized, phase.parameters()):
             if weight in self._staying:

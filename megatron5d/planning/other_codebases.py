@@ -86,7 +86,7 @@ class NanotronStage:
 
 
 def nanotron_stages(model: ModelConfig, pp: int) -> list[NanotronStage]:
-    """nanotron's division into stages: by the cost of matrix products, with the head; a rank ends with the block that
+    """nanotron's division into stages: by the cost of GEMMs, with the head; a rank ends with the block that
     reaches its share.
 
     Source: src/nanotron/models/base.py, build_model; models/llama.py, get_block_compute_costs.
@@ -187,7 +187,7 @@ def _nanotron_weights(model: ModelConfig, stage: NanotronStage, tp: int) -> int:
 
 def _nanotron_layer(config: Config) -> int:
     """Bytes that one layer keeps of one micro-batch: two norms with their input and output, queries, keys, values and
-    the attention's output, gate and up, the activation of the gate, and the product."""
+    the attention's output, gate and up, the activation of the gate, and the gated output."""
     model, parallel = config.model, config.parallel
     norms = 4 * model.hidden_size // (parallel.tp if parallel.sp else 1)
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim // parallel.tp

@@ -117,7 +117,7 @@ def _mesh(config: Config, world: int, shared: str = "none") -> Mesh:
 def check_predictable(config: Config) -> None:
     """
     Raises:
-        ValueError: of products wider than 16 bits nothing is known.
+        ValueError: the speed of GEMMs wider than 16 bits is not known.
     """
     if config.precision.dtype != "bf16":
         raise ValueError(

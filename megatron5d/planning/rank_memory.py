@@ -120,7 +120,7 @@ class RankMemory:
 
 
 def gemm_workspace(architecture: str | None) -> int:
-    """Returns bytes that torch gives the library of matrix products as its workspace, once a stream; none on a CPU.
+    """Returns the bytes of the cuBLAS or hipBLAS workspace, once a stream; 0 on a CPU.
 
     Source: ATen's cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """

@@ -33,7 +33,7 @@ def run_costs(config: Config) -> Costs | ModelCosts:
 class ModelCosts:
     """Costs of the stages of any placement, in forwards through one rank's share of the layers.
 
-    A matrix product costs as much in I and in W as in F; attention between queries, keys and values costs twice in I
+    A GEMM costs as much in I and in W as in F; attention between queries, keys and values costs twice in I
     and nothing in W; full recompute adds the layers' F to their I, and `recompute.logit_tokens` the head's. What a
     device sends takes as long as `pipeline.flops_per_byte` FLOPs a byte: of a mixture whose experts lie on several
     ranks, a token's copies on their way to the experts and back, in F and again in I; between stages, hidden states.

@@ -1,6 +1,6 @@
 """What the layers of a run do, counted: they are built on the meta device, and one sequence passes them.
 
-Nothing here follows the layers by formulas. Their products go through objects that their weights carry
+Nothing here follows the layers by formulas. Their GEMMs go through objects that their weights carry
 (precision/gemm.py), of which copies count; their collectives go through axes, whose ledger counts; the tensors that
 they make are counted where they are made. Attention's own FLOPs are the model's formula (model/flops.py). A model of
 the fewest layers that has one of each kind is passed, and one sequence: a micro-batch of more has more rows.
@@ -52,7 +52,7 @@ class _Counter(MemoryWatch):
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
-        self.ledger, self.products = ledger, list[Gemm]()
+        self.ledger, self.gemms = ledger, list[Gemm]()
         self.made = self.made_bytes = self.host_bytes = self.before = 0
 
     def _made(self, tensor: Tensor, operation: str) -> None:
@@ -64,9 +64,9 @@ class _Counter(MemoryWatch):
         """What was counted since the last call; `core_flops` are those of attention, which are known by formula."""
         sent = dict(self.ledger.totals)
         kept, self.before = self.live_bytes - self.before, self.live_bytes
-        work = Work(tuple(self.products), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
+        work = Work(tuple(self.gemms), core_flops, self.made_bytes, self.made, sent, self.host_bytes, kept)
         self.ledger.clear()
-        self.products, self.made, self.made_bytes, self.host_bytes = [], 0, 0, 0
+        self.gemms, self.made, self.made_bytes, self.host_bytes = [], 0, 0, 0
         return work
 
     def copied(self, num_bytes: int) -> None:
@@ -75,13 +75,13 @@ class _Counter(MemoryWatch):
 
 
 class _IterationCounter(_Counter):
-    """The same of Newton-Schulz iterations, whose products are torch's own."""
+    """The same of Newton-Schulz iterations, whose GEMMs are torch's own."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
             first, second = args[-2:]
             stack, rows, inputs = first.shape
-            self.products.append(Gemm(stack * rows, inputs, second.shape[2], stack))
+            self.gemms.append(Gemm(stack * rows, inputs, second.shape[2], stack))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -356,21 +356,21 @@ def _count_products(model: nn.Module, counter: _Counter) -> None:
         parameter.gemms = copies[id(gemms)]  # type: ignore[attr-defined]
 
 
-def _count_linear(counter: _Counter, product, name: str):
-    """A product of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
+def _count_linear(counter: _Counter, gemm, name: str):
+    """A GEMM of a linear layer that is counted: (x, weight), (dy, weight) or (weight, dy, x)."""
 
     def counted(first, second, *rest):
         weight, tokens = (first, second[0]) if name == "weight_grad" else (second, first[0])
         features = weight.shape[1] if name == "forward" else weight.shape[0]
         shape = (weight.shape[0], weight.shape[1]) if name == "input_grad" else (weight.shape[1], weight.shape[0])
         rows, summed = tokens.numel() // features, name == "weight_grad"
-        counter.products.append(Gemm(rows, *shape, fp8=is_quantized(weight), summed=summed))
-        return product(first, second, *rest)
+        counter.gemms.append(Gemm(rows, *shape, fp8=is_quantized(weight), summed=summed))
+        return gemm(first, second, *rest)
 
     return counted
 
 
-def _count_grouped(counter: _Counter, product, name: str):
+def _count_grouped(counter: _Counter, gemm, name: str):
     """The same of experts: (x, weights, experts, offsets), (dy, ...) or (weights, dy, x, experts, offsets)."""
 
     def counted(*given):
@@ -378,7 +378,7 @@ def _count_grouped(counter: _Counter, product, name: str):
         weights, tokens, experts = given[place], given[1 - place][0], given[-2]
         inputs, outputs = weights.shape[-1], weights.numel() // weights.shape[-1] // experts
         summed = name == "weight_grad"
-        counter.products.append(Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
-        return product(*given)
+        counter.gemms.append(Gemm(tokens.shape[0], inputs, outputs, experts, is_quantized(weights), summed))
+        return gemm(*given)
 
     return counted

@@ -10,7 +10,7 @@ Output matrix and cross-entropy together: logits of a few tokens at a time, comp
     forward    slice by slice: logits = x·Wᵀ and three numbers per token, which are merged over tp once, at the end
     backward   slice by slice: logits again, their gradient in place, dx = dlogits·W, and dW = dlogitsᵀ·x to `defer`
 
-This keeps x and two numbers per token instead of the logits `[s/cp, b, v/tp]`, and computes the product twice. F and B
+This keeps x and two numbers per token instead of the logits `[s/cp, b, v/tp]`, and computes the GEMM twice. F and B
 hold the logits of one slice at a time. Where a schedule splits the backward, the gradients of all slices wait for W, as
 every operand of a weight gradient does.
 Source: Liger-Kernel (arXiv:2410.10989), which computes the gradients in the forward already.

@@ -21,13 +21,13 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """This process's position on a line of ranks, and the process group to communicate with them.
+    """This process's position in a process group.
 
     `Axis("tp")` is one of a single rank: nothing is sent, and torch.distributed is not needed.
 
     Args:
         name: the dimension ("tp", "dp", ...), used in messages and in the ledger.
-        ranks: global ranks on this line, in the order of their position.
+        ranks: global ranks of the group, in the order of their position.
         rank: this process's position, 0 ... size-1.
         group: process group over `ranks`; None at size 1, where nothing is ever sent.
         recorder: counts every collective on this axis; None = nothing is counted.

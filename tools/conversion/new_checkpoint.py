@@ -13,7 +13,7 @@ from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.train.state import Progress, run_record
 
-_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # 8 bits apart, without loss
+_STORED = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}  # FP8 without loss
 
 
 def widest_dtype(kinds: Iterable[str]) -> str:

@@ -133,7 +133,7 @@ def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
 
 
 def _unknown_quantisation(config: dict[str, Any]) -> list[str]:
-    """What is not as in releases in 8 bits that checkpoint/hf/safetensors_folder.py reads; null is a folder without."""
+    """What is not as in FP8 releases that checkpoint/hf/safetensors_folder.py reads; null is a folder without."""
     given = config.get("quantization_config")
     if given is None:
         return []

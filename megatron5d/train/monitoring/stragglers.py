@@ -17,7 +17,7 @@ import torch
 
 from megatron5d.comm.collectives import all_reduce, broadcast_text
 from megatron5d.config.schema import Config
-from megatron5d.topology.grid import DENSE_LINES, EXPERT_LINES, Sizes, dense_grid, expert_grid, place_of
+from megatron5d.topology.grid import DENSE_GROUPS, EXPERT_GROUPS, Sizes, dense_grid, expert_grid, place_of
 from megatron5d.train.build import Run
 
 DEFAULT = 1.2  # on GPUs; on CPUs ranks take turns on cores, and nothing is measured
@@ -145,7 +145,7 @@ class SlowRanks:
             return f"no longer slow: {named}"
         config = self._run.config
         why = "; hot experts make ranks slow, too (moe/layer_<i>/load)" if config.model.num_experts else ""
-        if config.parallel.tp_overlap == "fused":  # whose products wait inside, where no clock is read
+        if config.parallel.tp_overlap == "fused":  # whose GEMMs wait inside, where no clock is read
             why += "; under parallel.tp_overlap=fused the slow one may be a tp neighbour"
         return f"slow rank: {named}, in {RECORDS} records in a row (log.slow_rank = {self.threshold:g}){why}"
 
@@ -184,5 +184,5 @@ def peers(sizes: Sizes, config: Config) -> list[tuple[int, ...]]:
     """
     dense = dense_grid(sizes)
     if config.model.num_experts and sizes.edp * sizes.etp > 1:
-        return list(expert_grid(sizes, dense).lines(*EXPERT_LINES["edp"], "etp"))
-    return list(dense.lines(*DENSE_LINES["stage"]))
+        return list(expert_grid(sizes, dense).groups(*EXPERT_GROUPS["edp"], "etp"))
+    return list(dense.groups(*DENSE_GROUPS["stage"]))
