@@ -25,7 +25,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the peaks, fitted on recorded runs of other code bases (docs/planning.md says on which).
+    """Shares of the peaks, fitted on recorded runs of other code bases (docs/notes/planning.md says on which).
 
     Args:
         gemms: of the FLOP/s, in GEMMs; the time for their bytes is counted besides.
